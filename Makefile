@@ -1,0 +1,70 @@
+# make demo    set up, then train a small language model on four local processes
+# make test    set up, then lint and run the tests (minutes)
+# make soak    the full numbers behind the tests (up to an hour)
+# make bench   compare a training step with other trainers (installs them)
+# make lint    style and types
+# make clean   remove what set-up and tests made; keeps runs/
+#
+# Variables: PYTHON=python3.12, JOBS=2 (test processes), PYTEST_ARGS='-k plan', ARGS=--fresh (of the demo), BENCH_ARGS=…
+
+PYTHON ?= python3
+JOBS ?= 0
+PYTEST_ARGS ?=
+ARGS ?=
+BENCH_ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.ONESHELL:
+.SILENT:
+
+# A stamp carries a digest of what decides about the installation: a matching one means that nothing is missing.
+DIGEST := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+DEV := .venv/.muster-dev-$(DIGEST)
+BENCH := .venv/.muster-bench-$(DIGEST)
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+.PHONY: demo test soak bench lint clean
+
+demo: $(DEV)
+	exec .venv/bin/muster train --preset demo --run runs/demo $(ARGS)
+
+test: $(DEV)
+	.venv/bin/ruff check --quiet
+	$(PYTEST) -n $(JOBS) $(PYTEST_ARGS)
+
+soak: $(DEV)
+	$(PYTEST) -m soak --timeout 3600 $(PYTEST_ARGS)
+
+bench: $(BENCH)
+	.venv/bin/python -m benchmarks.train_step $(BENCH_ARGS)
+
+lint: $(DEV)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find muster tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+	  echo "Muster needs Python 3.11 or newer, and $(PYTHON) isn't: name one, as in 'make PYTHON=python3.12 test'." >&2
+	  exit 1
+	}
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || {
+	  echo "$(PYTHON) can't make virtual environments: install its venv package (on Debian: apt install python3-venv)." >&2
+	  exit 1
+	}
+	echo "Making .venv with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv .venv
+
+$(DEV) $(BENCH): | .venv/bin/pip
+	extra=$$(cut -d- -f2 <<<"$(@F)")
+	echo "Installing muster[$$extra] into .venv (PyTorch is large: minutes the first time)"
+	.venv/bin/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[$$extra]" |
+	  sed -un -e '/^ *Downloading.* [MG]B)/p' -e 's/^Installing collected.*/  Unpacking/p'
+	rm -f .venv/.muster-$$extra-*
+	touch $@

@@ -1,0 +1,17 @@
+"""The data files that come with Muster, found by kind and name."""
+
+from importlib.resources import files
+
+
+def names(kind: str) -> list[str]:
+    """The names of all files of one kind: `presets` (run files) or `models`."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _folder(kind).iterdir() if entry.name.endswith(".yaml"))
+
+
+def read(kind: str, name: str) -> str:
+    """The text of one file. Raises FileNotFoundError where there is none."""
+    return (_folder(kind) / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _folder(kind: str):
+    return files("muster.catalog") / kind

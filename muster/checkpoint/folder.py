@@ -1,0 +1,144 @@
+"""The folder of a run's checkpoints: names, which is the last, and how one appears and goes as a whole.
+
+checkpoints/latest              the name of the newest one
+checkpoints/step-00000020/      complete, because it was renamed only when all of it was on disk
+checkpoints/step-00000040.tmp/  being written, or left by a run that was killed
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from muster.checkpoint.manifest import MANIFEST, read_manifest
+from muster.spec.errors import ConfigError, MusterError
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return root / f"step-{step:08}"
+
+
+def find_latest(root: Path, report: Callable[[str], None] | None = None) -> Path | None:
+    """The last complete checkpoint under `root`, or None.
+
+    It is the one that `latest` points to; when that one is missing or damaged, the complete one with the highest step.
+    `report` receives one sentence for each checkpoint that was passed over.
+    """
+    names = [path.name for path in reversed(checkpoints(root))]
+    if (pointed := _pointer(root)) in names:
+        names.remove(pointed)
+        names.insert(0, pointed)
+    for name in names:
+        problem = problem_of(root / name)
+        if problem is None:
+            return root / name
+        if report is not None:
+            report(f"passed over a damaged checkpoint: {problem}")
+    return None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The checkpoints under `root` by rising step; half-written ones are not among them."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def problem_of(folder: Path) -> str | None:
+    """Why the checkpoint can't be whole, judged by its manifest and the sizes of its files; None when it looks whole.
+
+    One of a later schema counts as whole: opening it must fail with its own sentence, not fall back silently.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ConfigError as error:
+        return str(error) if not (folder / MANIFEST).exists() else None
+    except MusterError as error:
+        return str(error)
+    for name, expected in manifest.files.items():
+        if (problem := file_problem(folder / name, expected)) is not None:
+            return problem
+    return None
+
+
+def file_problem(path: Path, expected_bytes: int) -> str | None:
+    """Why the file can't be the one that was written; None when its size is right."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{path} can't be opened: {error.strerror}"
+    return None if found == expected_bytes else f"{path} has {found} bytes instead of {expected_bytes}"
+
+
+def publish(beside: Path, folder: Path) -> None:
+    """Makes the finished folder `beside` the checkpoint `folder`, and the latest one.
+
+    The pointer is moved first: a kill before the rename leaves a pointer to nothing, from which `find_latest` falls
+    back, and a kill after it leaves nothing undone. An older checkpoint of the same step, which a run repeats only
+    when it could not use it, is replaced.
+    """
+    sync_folder(beside)
+    write_durably(folder.parent / LATEST, folder.name + "\n")
+    remove(folder)
+    os.rename(beside, folder)
+    sync_folder(folder.parent)
+
+
+def prune(root: Path, keep_last: int, newest: Path) -> None:
+    """Removes all but `newest` and the highest other steps that can be opened, `keep_last` in all (0: keeps all).
+
+    One that can't be removed now is tried again after the next save.
+    """
+    others = sorted((path for path in checkpoints(root) if path != newest), key=lambda path: problem_of(path) is None)
+    surplus = len(others) + 1 - keep_last if keep_last else 0
+    for path in others[: max(surplus, 0)]:
+        with contextlib.suppress(OSError):
+            remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint so that a kill in between leaves a `.tmp` folder, never half a checkpoint."""
+    if folder.exists():
+        doomed = folder.with_name(folder.name + ".old.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_stale(root: Path) -> None:
+    """Removes what killed runs left half-written."""
+    for path in root.glob("*.tmp"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a small file so that it exists with all of `text` or as it was before, also after a power cut."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names within a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _pointer(root: Path) -> str | None:
+    try:
+        return (root / LATEST).read_text().strip()
+    except (OSError, ValueError):
+        return None

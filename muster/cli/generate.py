@@ -1,0 +1,83 @@
+"""`muster generate`: text that a trained model writes."""
+
+import argparse
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, whole_number
+from muster.cli.runtime import runtime
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.spec.generation import Sampling
+
+
+def run(arguments: list[str]) -> int:
+    """Makes text and prints it. Returns the exit code."""
+    args = _parse(arguments)
+    from muster.spec.generation import require_generation
+    from muster.spec.plan import Plan
+    from muster.spec.plan_name import format_plan_name, parse_plan_name
+
+    sampling = _sampling(args)
+    wanted = runtime("muster.train.text")
+    source = wanted.find_source(args.run)
+    plan = parse_plan_name(args.plan, Plan(precision=source.plan.precision))
+    require_generation(plan, source.model)
+    prompts, start_s = tuple(args.prompt), perf_counter()
+    request = wanted.Request(source=source, plan=plan, prompts=prompts, tokens=args.tokens, sampling=sampling)
+    texts = runtime("muster.train.generate").run_request(request)
+    if args.json:
+        found = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        facts = {
+            "version": 1,
+            "checkpoint": str(source.checkpoint),
+            "step": source.step,
+            "plan": format_plan_name(plan),
+        }
+        print(json.dumps(facts | {"time_s": perf_counter() - start_s, "texts": found}))
+        return 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(prompt + text)
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> "Sampling":
+    from pydantic import ValidationError
+
+    from muster.spec.generation import Sampling
+
+    try:
+        return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = "--" + str(problem["loc"][0]).replace("_", "-")
+        raise ConfigError(f"{flag} {problem['input']}: {problem['msg'].lower()}") from None
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "generate",
+        "Let a trained model go on from a prompt, or from several at once.",
+        usage="muster generate RUN --prompt TEXT [--prompt TEXT …] [flags]",
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run directory, such as runs/demo, or a checkpoint in one"
+    )
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--tokens", type=whole_number, default=200, metavar="N", help="new ones at most (default: 200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest token (default: 0.7)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=40, metavar="K", help="draw from so many of the likeliest; 0: all (default: 40)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this probability together"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="what the draws come from (default: 0)")
+    parser.add_argument("--plan", default="dp1", metavar="PLAN", help="tp2: on two processes; bf16: in that precision")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse(arguments)

@@ -1,0 +1,66 @@
+"""The `muster` command: finds the verb and turns errors into sentences and exit codes.
+
+Imports nothing heavy, so that --help answers at once; a verb imports what it needs when it runs.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+from muster import __version__
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.suggest import did_you_mean
+
+VERBS = {
+    "train": "train a model, or go on with a run that was interrupted",
+    "program": "print the program of a plan: what each pipeline rank does, in which order",
+    "schedule": "draw a pipeline schedule, or compare them all",
+    "verify": "compare plans with training on one process, and name the first layer that differs",
+    "generate": "let a trained model write",
+    "report": "show the report of a run",
+}
+"""Each verb's module in this package has its name, and a function `run(arguments) -> exit code`."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line (None: this process's own) and returns the exit code.
+
+    0: done; 1: failed; 2: the request is wrong; 3: it can't be run as asked; 130: interrupted.
+    """
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except MusterError as error:
+        for sentence in str(error).splitlines():
+            print(f"muster: {sentence}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `muster program … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as end:  # how argparse ends after --help
+        return int(end.code or 0)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"muster {__version__}")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        what = "flag" if verb.startswith("-") else "verb"
+        known = [*VERBS, "--help", "--version"]
+        raise ConfigError(f"unknown {what} '{verb}'{did_you_mean(verb, known)} (there are {', '.join(known)})")
+    return import_module(f"muster.cli.{verb}").run(rest)
+
+
+def _help() -> str:
+    verbs = "".join(f"  {verb:<9} {explanation}\n" for verb, explanation in VERBS.items())
+    return (
+        "usage: muster VERB …\n\n"
+        "Plan, predict and run the training of large language models on whatever machines you have.\n\n"
+        f"{verbs}\n'muster VERB --help' explains a verb; 'muster --version' prints the version.\n"
+    )

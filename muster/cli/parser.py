@@ -1,0 +1,67 @@
+"""Arguments of a verb: flags of its own, and any key of a run file as `--section.key VALUE`."""
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import closest
+
+Override = tuple[str, str]
+"""A dotted key and the text given for it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def __init__(self, verb: str, description: str, **more: Any) -> None:
+        super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} ('{self.prog} --help' explains)")
+
+    def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
+        """The arguments, all of which must be known; `keys` gives the dotted keys that may have been meant."""
+        args, unknown = self.parse_known_args(list(arguments))
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if not flag.startswith("-"):
+                self.error(f"unexpected argument '{flag}'")
+            flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
+            flags |= {option: option for option in self._option_string_actions}
+            meant = closest(flag, flags)
+            self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
+        return args
+
+
+def run_file_keys() -> list[str]:
+    """Every dotted key of a run file."""
+    from muster.spec.explain import Shape
+    from muster.spec.run import RunConfig
+
+    return Shape(RunConfig).paths()
+
+
+def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[Override]]:
+    """The arguments without, and the pairs of, `--section.key VALUE` and `--section.key=VALUE`."""
+    rest: list[str] = []
+    overrides: list[Override] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("--") or "." not in flag:
+            rest.append(argument)
+            continue
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{flag}: a value is missing, expected {flag} VALUE")
+        overrides.append((flag.removeprefix("--"), value))
+    return rest, overrides
+
+
+def whole_number(text: str) -> int:
+    """A number of processes or steps."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
+    return int(text)

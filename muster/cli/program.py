@@ -1,0 +1,59 @@
+"""`muster program`: the program of a plan as text, and the check of a program in a file."""
+
+import sys
+from pathlib import Path
+
+from muster.cli.parser import Override, Parser, run_file_keys, split_overrides
+from muster.spec.errors import ConfigError, InfeasibleError
+
+
+def run(arguments: list[str]) -> int:
+    """Prints or checks a program. Returns the exit code."""
+    parser = Parser(
+        "program",
+        "Print what each pipeline rank does in one step of a plan, or check a program.",
+        usage="muster program (PLAN [--preset NAME] [--model NAME] [--section.key VALUE …] | --check FILE)",
+        epilog="Batch and sequence length come from the preset: --train.global_batch_size 64 changes one.",
+    )
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, or its file")
+    parser.add_argument("--preset", default="tiny", metavar="NAME", help="what is trained (default: tiny)")
+    parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as llama3-8b")
+    parser.add_argument("--check", metavar="FILE", help="check the program in a file (- is standard input) instead")
+    rest, overrides = split_overrides(arguments)
+    args = parser.parse(rest, run_file_keys)
+    if (args.plan is None) == (args.check is None):
+        raise ConfigError("expected either a plan, such as dp2-pp2-mb4, or --check FILE")
+    if args.check is not None:
+        _check(args.check)
+    else:
+        model = [("model", args.model)] if args.model is not None else []
+        _print(args.preset, [("parallel", args.plan), *model, *overrides])
+    return 0
+
+
+def _print(preset: str, overrides: list[Override]) -> None:
+    from muster.schedule.build import program_of
+    from muster.spec.legal import asked_world_size, problems
+    from muster.spec.load import load_run, resolve_plan
+
+    resolved = load_run(preset, None, overrides)
+    config = resolved.config
+    plan = resolve_plan(resolved, None) if resolved.auto else config.parallel
+    if found := problems(plan, config.model, config.workload, asked_world_size(plan)):
+        raise InfeasibleError(f"the plan has no program: {'; '.join(found)}")
+    print(program_of(plan, config.model, config.workload), end="")
+
+
+def _check(file: str) -> None:
+    from muster.schedule.check import check
+    from muster.schedule.program import parse_program
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        program = parse_program(text)
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a program: {error}") from None
+    peaks = ", ".join(map(str, check(program).peak_activations))
+    print(f"{file} can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")

@@ -1,0 +1,232 @@
+"""`muster schedule`: a pipeline schedule drawn, timed and written out; all of them listed or compared."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, whole_number
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.schedule.compare import Request
+    from muster.schedule.schedule import Schedule
+    from muster.schedule.timing import Timing
+
+
+def run(arguments: list[str]) -> int:
+    """Shows what is asked for. Returns the exit code."""
+    args = _parse(arguments)
+    if args.list:
+        _list()
+    elif args.compare:
+        _compare(_request(args))
+    else:
+        _show(args, *((*_read(args), "") if args.file else _make(args)))
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "schedule",
+        "Draw a pipeline schedule: which pass each rank runs when, what it waits and what it keeps.",
+        usage=(
+            "muster schedule NAME --ranks P --microbatches M [flags]\n"
+            "       muster schedule --compare --ranks P --microbatches M [flags]\n"
+            "       muster schedule --file FILE [flags]\n"
+            "       muster schedule --list"
+        ),
+        epilog="Times have any unit, the same for all; memory counts what one micro-batch leaves on one rank as 1.",
+    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="a schedule, such as 1f1b; --list names them")
+    add("--list", action="store_true", help="explain each schedule in a line, with its bubble and memory")
+    add("--compare", action="store_true", help="all schedules for one setting, the shortest first")
+    add("--file", metavar="FILE", help="a schedule of your own, as --json prints one (- is standard input)")
+    add("--ranks", type=whole_number, metavar="P", help="pipeline ranks")
+    add("--microbatches", type=whole_number, metavar="M", help="micro-batches of a step, over all replicas")
+    add("--chunks", type=whole_number, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
+    add(
+        "--times",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="forward, backward for inputs, for weights, of one rank's share",
+    )
+    add("--comm", default="0", metavar="C", help="from a pass on one rank until its result is on another (default: 0)")
+    add("--memory-limit", default="inf", metavar="X", help="activations that a rank may keep (default: no limit)")
+    add("--replicas", type=whole_number, metavar="R", help="copies of the model: 2 run in opposite directions")
+    add("--fill", action="store_true", help="2bp-*: weight backwards fill idle slots instead of standing at the end")
+    add("--json", action="store_true", help="print one JSON object instead of the picture")
+    add("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    args = parser.parse(_join_negative(arguments))
+    modes = [args.name is not None, args.list, args.compare, args.file is not None]
+    if sum(modes) != 1:
+        raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
+    if (args.list or args.compare) and (args.json or args.svg or args.trace):
+        raise ConfigError("--json, --svg and --trace are for one schedule, not for --list or --compare")
+    args.times = _times(args.times)
+    args.comm, args.memory_limit = _number("--comm", args.comm), _number("--memory-limit", args.memory_limit)
+    return args
+
+
+def _join_negative(arguments: list[str]) -> list[str]:
+    """`--times -1,1,1` as one word, so that it is refused as a negative time, not as an unknown flag."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in ("--times", "--comm", "--memory-limit") and argument[:1] == "-":
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _times(text: str) -> tuple[float, float, float]:
+    words = text.split(",")
+    if len(words) != 3:
+        raise ConfigError(f"--times: expected three numbers F,I,W such as 1,1,1, got '{text}'")
+    forward, inputs, weights = (_number("--times", word) for word in words)
+    if math.inf in (forward, inputs, weights) or forward + inputs + weights == 0:
+        raise ConfigError(f"--times: expected finite times that are not all 0, got '{text}'")
+    return forward, inputs, weights
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number) or number < 0 or (flag == "--comm" and math.isinf(number)):
+        raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
+    return number
+
+
+def _request(args: argparse.Namespace) -> "Request":
+    from muster.schedule.compare import Request
+
+    for flag in ("ranks", "microbatches"):
+        if getattr(args, flag) is None:
+            raise ConfigError(
+                f"--{flag} is missing: how many {flag.replace('microbatches', 'micro-batches')} are there?"
+            )
+    return Request(
+        args.ranks, args.microbatches, args.chunks, args.times, args.comm, args.memory_limit, args.replicas, args.fill
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One schedule
+
+
+def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, str]":
+    """The schedule, its timing and, where that is known, how good it is."""
+    from dataclasses import replace
+
+    from muster.schedule.auto import gap_text
+    from muster.schedule.compare import make_best, timed
+    from muster.schedule.registry import prove_exact
+    from muster.spec.schedules import entry_of
+
+    entry = entry_of(args.name)
+    if args.fill and not args.name.startswith("2bp-"):
+        raise ConfigError(f"--fill is for 2bp-gpipe and 2bp-1f1b, not for {args.name}")
+    request = _request(args)
+    if args.name == "exact":
+        setting = request.setting(entry)
+        proof = prove_exact(setting)
+        return *timed(proof.schedule, setting), str(proof)
+    schedule, timing = make_best(args.name, request)
+    if args.name != "auto" or schedule.replicas > 1:
+        return schedule, timing, ""
+    setting = replace(request, chunks=schedule.chunks).setting(entry)
+    return schedule, timing, gap_text(setting, timing.makespan_s)
+
+
+def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
+    from muster.schedule.compare import timed
+    from muster.schedule.plain import schedule_from_json
+    from muster.schedule.setting import Setting
+
+    for flag in ("ranks", "microbatches", "chunks", "replicas"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag} is said by the file, it can't be given as well")
+    try:
+        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        schedule = schedule_from_json(json.loads(text))
+    except OSError as error:
+        raise ConfigError(f"can't read {args.file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{args.file} is not a schedule: {error}") from None
+    chunks = len(schedule.placement) / max(1, len(schedule.ranks))
+    if chunks != int(chunks):
+        raise ConfigError(f"{args.file} has {schedule.num_stages} stages, which don't spread over its ranks evenly")
+    setting = Setting.of_shares(
+        len(schedule.ranks),
+        schedule.num_micro_batches,
+        args.times,
+        int(chunks),
+        hop_s=args.comm,
+        memory_limit=args.memory_limit,
+        replicas=schedule.replicas,
+    )
+    return timed(schedule, setting)
+
+
+def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", note: str) -> None:
+    from muster.schedule.plain import schedule_to_json
+
+    if args.svg is not None:
+        from muster.report.schedule_svg import schedule_svg
+
+        _write(args.svg, schedule_svg(schedule, timing))
+    if args.trace is not None:
+        from muster.report.trace import chrome_trace
+        from muster.simulate.timeline import timeline_of
+
+        _write(args.trace, json.dumps(chrome_trace(timeline_of(schedule, timing), schedule.name)))
+    if args.json:
+        print(json.dumps(schedule_to_json(schedule, timing)))
+        return
+    from rich.console import Console
+
+    from muster.report.grid import facts_text, grid_text
+
+    console = Console(highlight=False)
+    console.print(facts_text(schedule, timing), soft_wrap=True)
+    if note:
+        console.print(note, soft_wrap=True)
+    console.print(grid_text(schedule, timing, console.width))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+def _list() -> None:
+    from muster.spec.schedules import SCHEDULES
+
+    width = max(map(len, SCHEDULES))
+    for name, entry in SCHEDULES.items():
+        print(f"{name:{width}}  {entry.explanation}")
+
+
+def _compare(request: "Request") -> None:
+    from rich.console import Console
+
+    from muster.report.grid import comparison_text
+    from muster.schedule.compare import compare
+
+    made, refused = compare(request)
+    console = Console(highlight=False)
+    console.print(comparison_text(made), soft_wrap=True)
+    for name, reason in refused:
+        print(f"{name} refuses: {reason}")

@@ -1,0 +1,76 @@
+"""`muster train`: a run from a preset, a run file and the command line."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
+from muster.cli.runtime import runtime
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.spec.load import Resolved
+
+
+def run(arguments: list[str]) -> int:
+    """Trains. Returns the exit code."""
+    args, overrides = _parse(arguments)
+    from muster.spec.load import load_run
+
+    resolved = load_run(args.preset, args.file, overrides)
+    run_dir = args.run or Path("runs") / (args.file.stem if args.file else args.preset)
+    if args.dry_run:
+        _show(resolved, args.nproc, run_dir)
+        return 0
+    train = runtime()
+    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh))
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
+    parser = Parser(
+        "train",
+        "Train a model, or go on with a run that was interrupted. Run file over preset, command line over both.",
+        usage="muster train [RUN.yaml] [--preset NAME] [flags] [--section.key VALUE …]",
+        epilog="Any key of the run file can be given, as in --train.steps 100 --optim.lr=1e-3.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="what to train")
+    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="the run directory (default: runs/ and the file's name)"
+    )
+    parser.add_argument("--nproc", type=whole_number, metavar="N", help="local processes (default: as the plan wants)")
+    parser.add_argument("--parallel", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, its file, or auto")
+    parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
+    parser.add_argument("--seed", metavar="S", help="what all randomness comes from")
+    parser.add_argument("--fresh", action="store_true", help="start anew, whatever the run directory holds")
+    parser.add_argument("--dry-run", action="store_true", help="print configuration, plan and program; write nothing")
+    rest, overrides = split_overrides(arguments)
+    args = parser.parse(rest, run_file_keys)
+    if args.file is None and args.preset is None:
+        raise ConfigError("nothing to train: expected a run file or --preset NAME, such as --preset tiny")
+    flags = [(key, getattr(args, key)) for key in ("parallel", "model", "seed")]
+    return args, [(key, text) for key, text in flags if text is not None] + overrides
+
+
+def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
+    from muster.schedule.build import program_of
+    from muster.schedule.check import check
+    from muster.spec.load import config_text, resolve_plan
+    from muster.spec.plan_name import format_plan_name
+
+    plan = resolve_plan(resolved, nproc)
+    program = program_of(plan, resolved.config.model, resolved.config.workload)
+    peaks = ", ".join(map(str, check(program).peak_activations))
+    lanes: dict[str, int] = {}
+    for rank in program.ranks:
+        for lane, instructions in rank.items():
+            lanes[lane] = lanes.get(lane, 0) + len(instructions)
+    print(config_text(resolved, plan))
+    print(f"model    {resolved.config.model.num_parameters:,} parameters")
+    print(f"plan     {format_plan_name(plan)} (hash {plan.hash}), processes: {plan.world_size}")
+    print(
+        f"program  {program.schedule}, pipeline ranks: {program.num_ranks}, micro-batches: {program.num_micro_batches},"
+        f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
+    )
+    print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
+    print(f"run      {run_dir} (dry run: nothing is written)")

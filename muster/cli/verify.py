@@ -1,0 +1,92 @@
+"""`muster verify`: whether plans train as one process does, and where they first differ from it."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
+from muster.cli.runtime import runtime
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.report.verdict import Verdict
+
+
+def run(arguments: list[str]) -> int:
+    """Compares plans with one process. Returns the exit code: 1 when one of them differs."""
+    args, overrides = _parse(arguments)
+    from muster.spec.load import load_run, resolve_plan
+
+    file = args.file / "config.yaml" if args.file is not None and args.file.is_dir() else args.file
+    precision = [("parallel.precision", args.precision)] if args.precision else []
+    choices: list[list[Override]] = [[], *([("parallel", plan)] for plan in args.against)]
+    contenders = [load_run(args.preset, file, [*overrides, *choice, *precision]) for choice in choices]
+    plans = [resolve_plan(contender, None) for contender in contenders]
+    verify = runtime("muster.train.verify.run").verify
+    verdicts = verify(contenders[0].config, plans, _run_dir(file, args.preset), args.steps, args.tolerance, _progress)
+    _print(verdicts, args.steps, args.json)
+    return 0 if all(verdict.agrees for verdict in verdicts) else 1
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
+    parser = Parser(
+        "verify",
+        "Train a few steps under the run's own plan and under others, and compare each with plain PyTorch on one"
+        " process. Exit code 1: a plan differs by more than the tolerance.",
+        usage="muster verify [RUN.yaml] [--preset NAME] [--against PLAN …] [flags] [--section.key VALUE …]",
+        epilog="The default tolerance fits the precision: fp64 1e-10, fp32 1e-5, bf16 3e-2. fp64 shows most.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="a run file or a run directory")
+    parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="PLAN", help="more plans, by name, such as dp2-pp2, or file"
+    )
+    parser.add_argument("--steps", type=whole_number, default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--tolerance", type=_tolerance, metavar="X", help="relative difference that is allowed")
+    parser.add_argument("--precision", metavar="P", help="of all plans: fp64, fp32 or bf16 (default: each plan's own)")
+    parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every parameter's differences")
+    rest, overrides = split_overrides(arguments)
+    args = parser.parse(rest, run_file_keys)
+    if args.file is None and args.preset is None:
+        raise ConfigError("nothing to verify: expected a run file or --preset NAME, such as --preset tiny")
+    return args, ([("model", args.model)] if args.model is not None else []) + overrides
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, such as 1e-5, got '{text}'")
+    return value
+
+
+def _run_dir(file: Path | None, preset: str | None) -> Path:
+    """Where the run lies or would lie, so that its token store is found again."""
+    if file is None:
+        return Path("runs") / str(preset)
+    return file.parent if (file.parent / "plan.yaml").exists() else Path("runs") / file.stem
+
+
+def _progress(sentence: str) -> None:
+    print(f"running {sentence}", file=sys.stderr, flush=True)
+
+
+def _print(verdicts: "Sequence[Verdict]", steps: int, as_json: bool) -> None:
+    from rich.console import Console
+
+    from muster.report.verdict import verdict_sentence, verdict_table, verdict_to_json
+
+    if as_json:
+        print(json.dumps({"version": 1, "steps": steps, "plans": [verdict_to_json(verdict) for verdict in verdicts]}))
+        return
+    # Names of parameters are long: what is no terminal gets them on one line.
+    Console(width=None if sys.stdout.isatty() else 120).print(verdict_table(verdicts))
+    for verdict in verdicts:
+        print(verdict_sentence(verdict))

@@ -1,0 +1,204 @@
+"""What each rank gives to its collectives and sends in one step: the bytes, from shapes alone.
+
+Counted is the tensor that the call is given, whatever an algorithm makes of it; a test counts the same at the calls.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import prod
+
+from muster.cost.memory import compute_bytes, wide_bytes
+from muster.spec.boundary import Message, stage_messages, tied_messages
+from muster.spec.layout import (
+    WORDS,
+    has_words,
+    held_parts,
+    partial_copies,
+    rank_layouts,
+    shard_rows,
+    stage_layouts,
+    stages_of,
+)
+from muster.spec.mesh import Coordinates, coordinates, members, rank_at
+from muster.spec.model import ModelSpec
+from muster.spec.optim_state import is_muon_matrix
+from muster.spec.owners import OwnedMatrix, deal, sent_numel
+from muster.spec.plan import Plan
+from muster.spec.run import OptimConfig
+from muster.spec.workload import Workload
+
+_REPORT_BYTES = 4 * 8
+"""NORM adds up the squares of the gradients, the loss, the z-loss and the wish to stop, in float64."""
+
+
+def step_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
+) -> dict[str, dict[str, int]]:
+    """Bytes that world rank `rank` gives away in one step, by axis and kind; nothing that is 0.
+
+    The axes are those of the mesh, `world` for what all ranks add up, and `optimizer` for what its step sends. The
+    kinds are collectives, and for `pp` the instructions that send: SF, SB, TIE and MERGE, and those that bring words
+    together, EC, HC, SC and DC. The optimizer is AdamW unless
+    `optim` says otherwise.
+    """
+    at = coordinates(plan, rank)
+    sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "dp_shard", "dp_replicate", "pp", "world")}
+    for stage in stages_of(plan, at.pp):
+        sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at)
+        sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at)
+        sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at)
+        sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at)
+    if plan.world_size > 1:
+        sent["world"]["all_reduce"] = _REPORT_BYTES
+    if optim is not None and optim.name == "muon":
+        sent["optimizer"] = Counter(send=muon_bytes(spec, plan, rank, optim))
+    return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> Counter[str]:
+    """What one stage gives to the tensor axis, by kind of collective.
+
+    Per layer and micro-batch the hidden state enters two column-parallel products and leaves two row-parallel ones; it
+    enters the head once more and leaves the embedding (arXiv:2205.05198 §4.2.2). Without sequence parallelism each
+    leaving is an all-reduce in the forward, each entering one in the backward. With it, entering gathers in the
+    forward, then gathers again and scatters in the backward; leaving scatters in the forward, gathers in the backward.
+    When chunked, what a product of the forward waits for or gives goes round in parts, all but one's own, and so does
+    what the backward of a leaving waits for. Full recompute repeats a layer's forward; unless chunked, up to its last
+    product, so that one leaving is not repeated.
+    """
+    sent, tp = Counter[str](), plan.mesh(stage).tp
+    if tp == 1:
+        return sent
+    count = plan.micro_batches_of(stage, workload)
+    positions = plan.rows(stage) * workload.seq_len
+    hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
+    layers = plan.layers(stage, spec.num_layers)
+    strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
+    entering, leaving = 2 * len(layers) + last, 2 * len(layers)
+    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    if strategy.tp_overlap == "chunked":
+        sent["send"] += count * (entering + 2 * leaving + 4 * again) * (tp - 1) * (hidden // tp)
+        sent["all_gather"] += count * (entering + first) * (hidden // tp)
+        sent["reduce_scatter"] += count * (entering + first) * hidden
+    elif strategy.sp:
+        sent["all_gather"] += count * (2 * entering + leaving + first + 2 * again) * (hidden // tp)
+        sent["reduce_scatter"] += count * (entering + leaving + first + again) * hidden
+    else:
+        sent["all_reduce"] += count * (entering + leaving + first + again) * hidden
+    if last:  # the largest logit, then the sum of exponentials and the label's logit, of each position
+        sent["all_reduce"] += count * 3 * positions * wide_bytes(plan.precision)
+    layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
+    copies = partial_copies(spec, layouts, tp, strategy.sp)
+    numbers = sum(layouts[name].numel * (tp // copies_of) for name, copies_of in copies.items())
+    sent["all_reduce"] += numbers * wide_bytes(plan.precision)
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharded data parallelism
+
+
+def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> Counter[str]:
+    """What one stage gives to its dp_shard ranks (arXiv:1910.02054 §5, §7; arXiv:2304.11277 §3.2).
+
+    Its padded shards of the parameters, in the compute dtype: once a step under z1 and z2; under z3 once in each pass,
+    but what belongs to no layer stays gathered from a forward to the next backward. Its whole gradients, padded to
+    equal shards, in the master weights' dtype: once under z1, else in each backward.
+    """
+    ranks = plan.mesh(stage).dp_shard
+    if ranks == 1:
+        return Counter()
+    passes = plan.micro_batches_of(stage, workload)
+
+    def gathers(name: str) -> int:
+        in_layer = name.startswith("layers.")
+        return passes * (1 + in_layer) if _zero(spec, plan, stage) == "z3" else 1
+
+    return Counter(
+        all_gather=_padded_numel(spec, plan, stage, at, gathers) * compute_bytes(plan.precision),
+        reduce_scatter=_reduced_numel(spec, plan, workload, stage, at) * ranks * wide_bytes(plan.precision),
+    )
+
+
+def replicate_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> Counter[str]:
+    """What one stage gives to its dp_replicate ranks: its padded shards of the gradients, whenever they are reduced."""
+    if plan.mesh(stage).dp_replicate == 1:
+        return Counter()
+    return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at) * wide_bytes(plan.precision))
+
+
+def _reduced_numel(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> int:
+    if _zero(spec, plan, stage) == "z1":
+        return _padded_numel(spec, plan, stage, at, lambda _: 1)
+    times = plan.micro_batches_of(stage, workload)
+    twice = plan.spread_vocab and spec.tied_embeddings  # after T, and after EW
+    return _padded_numel(spec, plan, stage, at, lambda name: 2 * times if twice and name in WORDS else times)
+
+
+def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
+    return plan.strategy(plan.layers(stage, spec.num_layers).start).zero
+
+
+def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: Coordinates, times: Callable[[str], int]) -> int:
+    """Numbers in a rank's shards of a stage's parameters, each as large as the largest of its parameter (`fully_shard`
+    pads them so), each counted `times`."""
+    total = 0
+    for name, _, part, *_ in held_parts(spec, plan, stage, at.tp):
+        rows, *rest = part.size
+        total += times(name) * shard_rows(rows, plan.mesh(stage).dp_shard, 0)[1] * prod(rest)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pipeline
+
+
+def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> Counter[str]:
+    """What one stage sends to neighbours on other ranks: hidden states forward, their gradients backward, and the
+    gradient of a tied embedding; with two replicas also all gradients."""
+    sent, rank = Counter[str](), rank_at(plan, at)
+    hidden = plan.micro_batches_of(stage, workload) * spec.hidden_size * compute_bytes(plan.precision)
+    for kind, other, is_end in (("SF", stage + 1, plan.is_last), ("SB", stage - 1, plan.is_first)):
+        if not is_end(stage):
+            positions = _numel_from(rank, stage_messages(spec, plan, workload.seq_len, stage, other))
+            sent[kind] = positions * hidden
+    if (other := plan.tied_stage(stage)) is not None and spec.tied_embeddings and not plan.spread_vocab:
+        sent["TIE"] = _numel_from(rank, tied_messages(spec, plan, stage, other)) * wide_bytes(plan.precision)
+    if has_words(plan, stage):
+        positions = plan.rows(stage) * workload.seq_len * plan.num_micro_batches(workload)
+        vectors = plan.rows(stage) * workload.seq_len * hidden
+        sent["EC"] = vectors
+        sent["SC"] = 2 * vectors + 3 * positions * wide_bytes(plan.precision)
+        sent["HC"] = vectors if plan.pp_rank(plan.depth - 1) == at.pp else 0
+        sent["DC"] = vectors if plan.pp_rank(0) == at.pp else 0
+    if plan.replicas > 1:
+        held = sum(layout.numel for layout in stage_layouts(spec, plan, stage, at))
+        sent["MERGE"] = held * wide_bytes(plan.precision)
+    return sent
+
+
+def _numel_from(rank: int, messages: Iterable[Message]) -> int:
+    return sum(message.box.numel for message in messages if message.source == rank)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def muon_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig) -> int:
+    """What the rank sends to bring matrices together on their owners, and to give back those that it owns."""
+    at = coordinates(plan, rank)
+    peers = sorted(peer for peer, other in members(plan, at.pp) if other.dp_replicate == at.dp_replicate)
+    held = [{layout.name: layout for layout in rank_layouts(spec, plan, peer)} for peer in peers]
+    shapes = {name: layout.shape for name, layout in held[0].items() if is_muon_matrix(name, layout.shape)}
+    matrices = [
+        OwnedMatrix(name, shapes[name], tuple(layouts[name].boxes for layouts in held), owner)
+        for owners in deal(shapes, len(peers))
+        for name, owner in owners.items()
+    ]
+    size = compute_bytes("bf16") if optim.muon_precision == "bf16" else wide_bytes(plan.precision)
+    return sent_numel(matrices, peers.index(rank)) * size

@@ -1,0 +1,76 @@
+"""Keys and values of what a decoder has read, kept so that each new token costs one position."""
+
+from functools import partial
+from types import TracebackType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muster.model.decoder import Attention, Decoder
+
+Store = dict[str, Tensor]
+
+
+class KvCache:
+    """A batch of texts that a whole decoder reads bit by bit, at most `capacity` positions of each.
+
+    The texts end at the same position: text b begins at `starts_B[b]`, and what is read before that is padding, at
+    which nobody looks. Rotary positions count from the padding on, since only their differences matter. The decoder
+    reads through the cache between `with` and its end; its weights may be those of a tensor-parallel rank.
+    """
+
+    def __init__(self, model: Decoder, starts_B: Tensor, capacity: int) -> None:
+        self.model, self.starts_B, self.capacity = model, starts_B, capacity
+        self.length = 0
+        """Positions read so far."""
+        self._padded = bool(starts_B.any())
+        self._visible_B1SK: Tensor | None = None
+
+    def __enter__(self) -> "KvCache":
+        for attention in self._attentions():
+            attention.attend = partial(self._attend, {})  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for attention in self._attentions():
+            del attention.attend
+        self.model.rotary.first = 0
+
+    def _attentions(self) -> list[Attention]:
+        return [part for part in self.model.modules() if isinstance(part, Attention)]
+
+    @torch.no_grad()
+    def read(self, tokens_BS: Tensor) -> Tensor:
+        """The logits (B, V) after the last of these tokens, which follow those that were read before."""
+        end = self.length + tokens_BS.shape[1]
+        assert end <= self.capacity, f"{end} positions don't fit in {self.capacity}"
+        self._visible_B1SK = self._visible(end)
+        self.model.rotary.first = self.length
+        logits_BV = self.model.next_logits(tokens_BS)
+        self.length = end
+        return logits_BV
+
+    def _visible(self, end: int) -> Tensor | None:
+        """Which keys each new position may look at; None: all. A position of the padding sees itself, as the softmax
+        of nothing is no number."""
+        if end == self.length + 1 and not self._padded:
+            return None
+        key_K = torch.arange(end, device=self.starts_B.device)
+        query_S1 = key_K[self.length :].unsqueeze(1)
+        visible_BSK = (key_K <= query_S1) & (key_K >= self.starts_B.view(-1, 1, 1)) | (key_K == query_S1)
+        return visible_BSK.unsqueeze(1)
+
+    def _attend(self, store: Store, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """Attention of the new positions to all so far; `store` is what one layer keeps."""
+        end = self.length + k_BKSd.shape[2]
+        whole = []
+        for name, new in (("keys", k_BKSd), ("values", v_BKSd)):
+            if name not in store:
+                store[name] = new.new_empty(*new.shape[:2], self.capacity, new.shape[3])
+            store[name][:, :, self.length : end] = new
+            whole.append(store[name][:, :, :end])
+        grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
+        return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=self._visible_B1SK, enable_gqa=grouped)

@@ -1,0 +1,166 @@
+"""The decoder family (Llama-style) as plain single-device code: RMSNorm, rotary positions, GQA, SwiGLU.
+
+Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster.model.kernels import rms_norm, rotate, swiglu
+from muster.model.rope import RotaryTables
+from muster.spec.model import ModelSpec
+
+
+def spread(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """What several linear layers make of one hidden state."""
+    return tuple(linear(x_BSD) for linear in linears)
+
+
+def join(x: Tensor, linear: nn.Linear) -> Tensor:
+    """What a linear layer adds to the hidden state."""
+    return linear(x)
+
+
+def pass_on(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any) -> Any:
+    """What `consume` makes of what `make` makes of the inputs."""
+    return consume(make(*inputs), *args)
+
+
+def attend(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+    """What each query head makes of the values at its position and those before it: (B, H, S, d)."""
+    grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
+    return F.scaled_dot_product_attention(q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=grouped)
+
+
+class RmsNorm(nn.Module):
+    """`rms_norm` with its weight (D)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return rms_norm(x_BSD, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. The numbers of heads follow from the widths of the weights.
+
+    `spread` and `join` are where the hidden state enters and leaves; tensor parallelism puts its own there. `attend` is
+    where queries meet keys and values; a cache of them puts its own there. `pass_on` is where something goes through
+    linear layers that is made quickly from what is kept anyway; selective recompute puts its own there.
+    """
+
+    spread, join = staticmethod(spread), staticmethod(join)
+    attend, pass_on = staticmethod(attend), staticmethod(pass_on)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q = nn.Linear(spec.hidden_size, q_width, bias=False)
+        self.k = nn.Linear(spec.hidden_size, kv_width, bias=False)
+        self.v = nn.Linear(spec.hidden_size, kv_width, bias=False)
+        self.o = nn.Linear(q_width, spec.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, norm: RmsNorm, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.pass_on(norm, (x_BSD,), self.spread, self.q, self.k, self.v)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
+        # The attention kernels take strided heads as they lie: a copy to (B, H, S) order would gain nothing.
+        q_BHSd = rotate(q, cos, sin).transpose(1, 2)
+        k_BKSd = rotate(k, cos, sin).transpose(1, 2)
+        out_BHSd = self.attend(q_BHSd, k_BKSd, v.transpose(1, 2))
+        return self.join(out_BHSd.transpose(1, 2).flatten(2), self.o)
+
+
+class Mlp(nn.Module):
+    """Gated linear unit with silu; `spread`, `join` and `pass_on` as in `Attention`."""
+
+    spread, join, pass_on = staticmethod(spread), staticmethod(join), staticmethod(pass_on)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, norm: RmsNorm) -> Tensor:
+        gate, up = self.pass_on(norm, (x_BSD,), self.spread, self.gate, self.up)
+        return self.pass_on(swiglu, (gate, up), self.join, self.down)
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attn_norm = RmsNorm(spec.hidden_size, spec.norm_eps)
+        self.attn = Attention(spec)
+        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp = Mlp(spec)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Added in place: nobody keeps what a linear layer returns, and fresh memory costs time on a CPU.
+        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin).add_(x_BSD)
+        return self.mlp(x_BSD, self.mlp_norm).add_(x_BSD)
+
+
+class Decoder(nn.Module):
+    """The given layers of a model, with the embedding if `first` and the output head if `last`; without `words` these
+    two are someone else's business: it takes, and if `last` returns after its norm, hidden states.
+
+    Parameters have the names, shapes and order of `muster.spec.model.stage_parameters`. A tied head uses
+    `embed.weight`; a last stage that is not the first holds its own copy under that name. May be built on the meta
+    device. The values are PyTorch's defaults until `muster.model.init.init_stage` sets them. `look_up` and `project`
+    are how tokens and weight (V, D) give hidden states, and hidden states and weight (V, D) logits.
+    """
+
+    look_up, project = staticmethod(F.embedding), staticmethod(F.linear)
+
+    def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, words: bool = True) -> None:
+        super().__init__()
+        self.first, self.words = first and words, words
+        self.rotary = RotaryTables(spec.head_dim, spec.rope_theta)
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
+        self.layers = nn.ModuleDict({str(layer): Layer(spec) for layer in layers})
+        self.norm = RmsNorm(spec.hidden_size, spec.norm_eps) if last else None
+        self.head = None
+        if not words:
+            return
+        if last and not spec.tied_embeddings:
+            self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        elif last and not first:
+            self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (B, S) int64 if first, else hidden (B, S, D) → logits (B, S, V) if last, else hidden (B, S, D)."""
+        x_BSD = self._through_layers(x)
+        return x_BSD if self.norm is None else self._logits(self.norm(x_BSD))
+
+    def next_logits(self, tokens_BS: Tensor) -> Tensor:
+        """Of a whole model: the logits (B, V) after the last of the tokens."""
+        assert self.norm is not None, "only a last stage has logits"
+        return self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
+
+    def _through_layers(self, x: Tensor) -> Tensor:
+        x_BSD = self.look_up(x, self.embed.weight) if self.first and self.embed is not None else x
+        cos, sin = self.rotary.for_hidden(x_BSD)
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, cos, sin)
+        return x_BSD
+
+    def _logits(self, x_BSD: Tensor) -> Tensor:
+        if not self.words:
+            return x_BSD
+        head = self.head or self.embed
+        assert head is not None, "a last stage has a head or an embedding"
+        return self.project(x_BSD, head.weight)
+
+    def blocks(self) -> list[Layer]:
+        """The decoder layers in order: the unit of sharding, recompute and compilation."""
+        return cast(list[Layer], list(self.layers.values()))

@@ -1,0 +1,49 @@
+"""Initial weights from (seed, name) alone: every plan begins with the same numbers."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from muster.spec.model import ModelSpec
+
+STD = 0.02
+"""Standard deviation of the initial weights (GPT-2, and most decoders since)."""
+
+
+def keyed_generator(seed: int, key: str) -> torch.Generator:
+    """A CPU generator whose draws depend on (seed, key) and on nothing that was drawn before."""
+    digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The whole tensor `name`: normal numbers, drawn in float32 whatever `dtype` is, so that all precisions agree.
+
+    A rank that holds a part draws the whole and cuts.
+    """
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, std, generator=keyed_generator(seed, f"init/{name}")).to(dtype)
+
+
+def initial_value(
+    spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The whole initial tensor of one parameter: ones for norms, else normal.
+
+    What adds to the residual stream is scaled by 1 / sqrt(2 · layers), as that many terms add up in it (GPT-2, 2.3).
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=dtype, device="cpu")
+    residual = name.endswith(("attn.o.weight", "mlp.down.weight"))
+    std = STD / (2 * spec.num_layers) ** 0.5 if residual else STD
+    return draw(name, shape, seed, std, dtype)
+
+
+def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Sets every parameter of an unsharded Decoder; one that was built on the meta device moves to the CPU first."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(initial_value(spec, name, tuple(parameter.shape), seed))

@@ -1,0 +1,47 @@
+"""AdamW over the local tensors of one rank, with a state that exists from the start and has names."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from muster.optim.base import Optimizer, has_decay
+from muster.spec.optim_state import ADAMW_STATE
+from muster.spec.run import OptimConfig
+
+
+class AdamW(Optimizer):
+    """PyTorch's AdamW (I. Loshchilov and F. Hutter, arXiv:1711.05101), fused where there is a fused kernel."""
+
+    def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
+        super().__init__(params)
+        groups = [
+            {
+                "params": [param for name, param in self.params.items() if has_decay(name, param) is decays],
+                "weight_decay": config.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        fused = all(param.device.type in ("cpu", "cuda") for param in self.params.values())
+        betas = (config.beta1, config.beta2)
+        self._torch = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
+        self._steps: list[Tensor] = []
+        for param in self.params.values():
+            self._steps.append(torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu"))
+            moments = {kind: torch.zeros_like(param) for kind in ADAMW_STATE}
+            self._torch.state[param] = {"step": self._steps[-1], **moments}
+
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        return {
+            f"{name}.{kind}": (name, self._torch.state[param][kind])
+            for name, param in self.params.items()
+            for kind in ADAMW_STATE
+        }
+
+    def _update(self, lr: float) -> None:
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        if self._steps:
+            torch._foreach_zero_(self._steps)
+            torch._foreach_add_(self._steps, self.step_count)
+        self._torch.step()

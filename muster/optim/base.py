@@ -1,0 +1,78 @@
+"""What every optimizer is: a step over the local tensors of one rank, and a state that exists from the start."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from muster.spec.optim_state import no_decay, state_names
+from muster.spec.run import OptimConfig
+
+
+class Optimizer(ABC):
+    """Changes leaf tensors in place; the caller sets their `.grad`, which the optimizer only reads.
+
+    `params` are by name: a parameter of which the rank holds nothing may be there as an empty tensor or be left out.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.params = dict(params)
+        self.step_count = 0
+        """Steps taken so far. It is to be set when a state is loaded."""
+
+    def step(self, lr: float) -> None:
+        """One step with the learning rate `lr`. Where ranks share a matrix, all of them must call it."""
+        with torch.no_grad():
+            self._update(lr)
+        self.step_count += 1
+
+    @abstractmethod
+    def _update(self, lr: float) -> None: ...
+
+    @abstractmethod
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        """By stored name (`NAME.exp_avg`): whose state it is (NAME), and the tensor itself, which loading fills.
+
+        Each has the shape and layout of its parameter.
+        """
+
+
+class ElementwiseOptimizer(Optimizer):
+    """One whose update of a number depends on that number's own history alone, so that sharding can't change it.
+
+    The parameters with a gradient are updated in at most two lists: those that decay and those that don't.
+    """
+
+    def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
+        super().__init__(params)
+        self.config = config
+        self._state = {
+            name: {kind: torch.zeros_like(param) for kind in state_names(config, name, tuple(param.shape))}
+            for name, param in self.params.items()
+        }
+
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        return {f"{name}.{kind}": (name, t) for name, kinds in self._state.items() for kind, t in kinds.items()}
+
+    def _update(self, lr: float) -> None:
+        for decays in (True, False):
+            names = [n for n, p in self.params.items() if p.grad is not None and has_decay(n, p) is decays]
+            if not names:
+                continue
+            params = [self.params[name] for name in names]
+            grads = [param.grad for param in params if param.grad is not None]
+            if decays and self.config.weight_decay:
+                torch._foreach_mul_(params, 1 - lr * self.config.weight_decay)
+            kinds = self._state[names[0]]
+            self._update_group(params, grads, {kind: [self._state[n][kind] for n in names] for kind in kinds}, lr)
+
+    @abstractmethod
+    def _update_group(
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], lr: float
+    ) -> None: ...
+
+
+def has_decay(name: str, param: Tensor) -> bool:
+    """Whether a parameter decays: matrices do, but not embeddings."""
+    return param.ndim >= 2 and not no_decay(name)

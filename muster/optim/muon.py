@@ -1,0 +1,102 @@
+"""Muon: momentum made orthogonal, for the matrices of the layers; AdamW for all else.
+
+K. Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://kellerjordan.github.io/posts/muon/
+"""
+
+from collections.abc import Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from muster.optim.adamw import AdamW
+from muster.optim.base import Optimizer
+from muster.optim.matrices import box_views, share_out
+from muster.optim.peers import Peers
+from muster.spec.layout import TensorLayout
+from muster.spec.optim_state import is_muon_matrix
+from muster.spec.run import OptimConfig
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the published quintic: steep at 0, so that five steps bring nearly all singular values to about 0.7 … 1.2."""
+STEPS = 5
+EPS = 1e-7
+
+
+class Muon(Optimizer):
+    """A matrix is made orthogonal as a whole, however it is sharded, so that plans change an update by rounding only.
+
+    Its parts travel to one rank of those that share it, and the parts of the result travel back; each of these ranks
+    does about the same share of the work. Replicas do the same work each, and get the same bits.
+    """
+
+    def __init__(
+        self, config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], peers: Peers
+    ) -> None:
+        super().__init__(params)
+        self._config = config
+        self._layouts = {name: one for name, one in layouts.items() if is_muon_matrix(name, one.shape)}
+        self._adamw = AdamW(config, {name: param for name, param in params.items() if name not in self._layouts})
+        self._momentum = {name: torch.zeros_like(params[name]) for name in self._layouts if name in params}
+        kinds = [(param.dtype, param.device) for param in params.values()]
+        # A rank that holds no parameter at all owns matrices too: it learns their dtype from the others.
+        dtype = next((found for found in peers.exchange(kinds[0][0] if kinds else None) if found), torch.float32)
+        self._dtype = torch.bfloat16 if config.muon_precision == "bf16" else dtype
+        self._batches = share_out(
+            {name: one.shape for name, one in self._layouts.items()},
+            {name: one.boxes for name, one in self._layouts.items()},
+            peers,
+            self._dtype,
+            kinds[0][1] if kinds else peers.device,
+        )
+
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        return self._adamw.state() | {f"{name}.momentum": (name, tensor) for name, tensor in self._momentum.items()}
+
+    def _update(self, lr: float) -> None:
+        self._adamw.step_count = self.step_count
+        self._adamw.step(lr)
+        matrix_lr = lr * self._config.muon_lr_ratio
+        for batch in self._batches:
+            parts = {name: self._direction(name) for name in batch.names if name in self._momentum}
+            wholes = batch.bring_together(parts)
+            updates = batch.give_back({name: orthogonal(whole) for name, whole in wholes.items()})
+            for name in parts:
+                self._apply(name, updates[name], matrix_lr)
+
+    def _direction(self, name: str) -> list[Tensor]:
+        """The momentum with this step's gradient in it, by box. A gradient that is missing counts as zero."""
+        momentum, beta = self._momentum[name], self._config.momentum
+        grad = self.params[name].grad
+        grad = torch.zeros_like(momentum) if grad is None else grad
+        momentum.lerp_(grad, 1 - beta)
+        direction = grad.lerp(momentum, beta) if self._config.nesterov else momentum
+        return box_views(direction.to(self._dtype), self._layouts[name].boxes)
+
+    def _apply(self, name: str, updates: list[Tensor], lr: float) -> None:
+        layout, param = self._layouts[name], self.params[name]
+        factor = lr * update_scale(self._config.muon_scale, *layout.shape)
+        param.mul_(1 - lr * self._config.weight_decay)
+        for view, update in zip(box_views(param, layout.boxes), updates, strict=True):
+            view.add_(update, alpha=-factor)
+
+
+def update_scale(kind: str, rows: int, cols: int) -> float:
+    """What an orthogonal matrix is multiplied by.
+
+    match_rms gives it the root mean square of AdamW's updates, about 0.2 (J. Liu et al., Muon is Scalable for LLM
+    Training, arXiv:2502.16982 §2.2); original is K. Jordan's.
+    """
+    return 0.2 * sqrt(max(rows, cols)) if kind == "match_rms" else sqrt(max(1.0, rows / cols))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest (semi-)orthogonal matrix U Vᵀ of U S Vᵀ, by Newton–Schulz steps in the matrix's own dtype."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if is_tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

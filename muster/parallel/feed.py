@@ -1,0 +1,19 @@
+"""What a step feeds to the stages of a rank."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Feed:
+    """One rank's share of one step's data, by micro-batch, and what makes a loss of it."""
+
+    tokens_MBS: Tensor
+    labels_MBS: Tensor
+    num_valid: int
+    """Counted target tokens of the whole step, over all ranks: what the sum of the losses is divided by."""
+    z_coefficient: float = 0.0
+    """Of the z-loss; see `muster.model.loss`."""
+    loss_scale: float = 1.0
+    """What the loss, and so every gradient, is multiplied by."""

@@ -1,0 +1,233 @@
+"""Tensor parallelism: a layer's weights cut over neighbouring ranks, with collectives around plain modules.
+
+Each column-parallel weight (q, k, v, gate, up, head) holds some rows, each row-parallel one (o, down) some columns, the
+embedding some words. Two places communicate: where the hidden state enters a column-parallel product, and where the
+partial sums of a row-parallel one leave. With sequence parallelism the hidden state between them is cut along the
+sequence, and the two places gather and scatter it instead (Megatron-LM, arXiv:1909.08053 §3, arXiv:2205.05198 §4.2.2).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster.model.decoder import Decoder
+from muster.model.kernels import wide
+from muster.model.loss import IGNORED, LossSums
+from muster.parallel.axis import Pending, TensorAxis
+from muster.parallel.deferred import WeightWork
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The two places
+
+
+class _Products(torch.autograd.Function):
+    """Several products of one hidden state with weights, column-parallel ones if there is an axis.
+
+    In the backward the gradient of the hidden state travels while the weights' gradients are computed, or kept for
+    later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis | None, work: WeightWork, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        # The weights themselves: hooks on saved tensors (recompute has some) would give back copies, and a gradient
+        # that waits would be added to a copy's.
+        ctx.axis, ctx.work, ctx.weights = axis, work, weights
+        ctx.save_for_backward(x)
+        if axis and axis.chunked:
+            return _multiply_parts(axis, x, weights)
+        whole = axis.gather(x).wait() if axis and axis.sequence else x
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis: TensorAxis | None = ctx.axis
+        (x,), weights = ctx.saved_tensors, ctx.weights
+        gathering = axis.gather(x) if axis and axis.sequence else None
+        grad_x = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_x += grad @ weight
+        summing = Pending([], lambda: grad_x)
+        if axis is not None:
+            summing = axis.scatter_sum(grad_x) if axis.sequence else axis.add_up(grad_x)
+        whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
+        pairs = zip(weights, grads, strict=True)
+        grad_weights = [ctx.work.gradient(weight, whole_NI, grad.flatten(0, -2)) for weight, grad in pairs]
+        return None, None, summing.wait(), *grad_weights
+
+
+def _multiply_parts(axis: TensorAxis, x_BsD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The products of the whole sequence, of which this rank has a part, each part multiplied as it comes."""
+    size = x_BsD.shape[1]
+    products = tuple(x_BsD.new_empty(len(x_BsD), axis.size * size, len(weight)) for weight in weights)
+    for whose, part_BsD in axis.parts(x_BsD):
+        for product, weight in zip(products, weights, strict=True):
+            _multiply_part(product, whose, part_BsD, weight.t())
+    return products
+
+
+def _multiply_part(product_BSO: Tensor, whose: int, part_BsD: Tensor, weight_DO: Tensor) -> None:
+    """Sets the positions of rank `whose` in the product; each sequence's lie together, so that nothing is copied."""
+    first, end = whose * part_BsD.shape[1], (whose + 1) * part_BsD.shape[1]
+    for product_SO, part_sD in zip(product_BSO, part_BsD, strict=True):
+        torch.mm(part_sD, weight_DO, out=product_SO[first:end])
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """The product with a row-parallel weight, summed over the ranks and scattered, part by part: a partial sum travels
+    while the next part is multiplied. So do, in the backward, the parts of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, work: WeightWork, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.axis, ctx.work, ctx.weight = axis, work, weight  # as in `_Products`
+        ctx.save_for_backward(x)
+        parts = x.unflatten(1, (axis.size, -1))
+        return axis.sum_parts(lambda rank: F.linear(parts[:, rank], weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis, (grad_BsD,), (x,), weight = ctx.axis, grads, ctx.saved_tensors, ctx.weight
+        size = grad_BsD.shape[1]
+        whole, grad_x = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2]), x.new_empty(x.shape)
+        for whose, part in axis.parts(grad_BsD):
+            whole.narrow(1, whose * size, size).copy_(part)
+            _multiply_part(grad_x, whose, part, weight)
+        return None, None, grad_x, ctx.work.gradient(weight, x.flatten(0, -2), whole.flatten(0, -2))
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of all ranks' partial results: whole, or this rank's part of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, x: Tensor) -> Tensor:
+        ctx.axis = axis
+        return axis.scatter_sum(x).wait() if axis.sequence else axis.add_up(x.contiguous().clone()).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        axis: TensorAxis = ctx.axis
+        return None, axis.gather(grads[0]).wait() if axis.sequence else grads[0]
+
+
+def spread(axis: TensorAxis | None, work: WeightWork, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """The products of a hidden state with column-parallel layers: each rank gets the columns of its weights."""
+    return _Products.apply(axis, work, x, *(linear.weight for linear in linears))  # type: ignore[return-value]
+
+
+def join(axis: TensorAxis | None, work: WeightWork, x: Tensor, linear: nn.Linear) -> Tensor:
+    """The product with a row-parallel layer, summed over the ranks."""
+    if axis and axis.chunked:
+        return _ScatteredProduct.apply(axis, work, x, linear.weight)  # type: ignore[return-value]
+    (y,) = _Products.apply(None, work, x, linear.weight)  # type: ignore[misc]
+    return y if axis is None else _Leave.apply(axis, y)  # type: ignore[return-value]
+
+
+def project(axis: TensorAxis | None, work: WeightWork, x: Tensor, weight_VD: Tensor) -> Tensor:
+    """The product with a column-parallel weight."""
+    return _Products.apply(axis, work, x, weight_VD)[0]  # type: ignore[index]
+
+
+def embed(axis: TensorAxis, first_row: int, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
+    """Word vectors, where each rank knows the words from `first_row` on."""
+    row_BS = tokens_BS - first_row
+    mine_BS = (row_BS >= 0) & (row_BS < len(weight_VD))
+    x_BSD = F.embedding(row_BS.where(mine_BS, 0), weight_VD) * mine_BS.unsqueeze(-1)
+    return _Leave.apply(axis, x_BSD)  # type: ignore[return-value]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss, without gathering the logits
+
+
+class _LossSums(torch.autograd.Function):
+    """Saves the gradient of the logits, scaled in the backward; see `muster.model.loss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: TensorAxis, first_row: int, logits_NV: Tensor, labels_N: Tensor, z_coefficient: float
+    ) -> LossSums:
+        x_NV = logits_NV.to(wide(logits_NV.dtype))
+        row_N = labels_N - first_row
+        mine_N = (row_N >= 0) & (row_N < x_NV.shape[1])
+        row_N1 = row_N.where(mine_N, 0).unsqueeze(1)
+        counts_N = (labels_N != IGNORED).to(x_NV.dtype)
+        most_N = axis.add_up(x_NV.amax(1), dist.ReduceOp.MAX).wait()
+        x_NV = x_NV - most_N.unsqueeze(1)
+        target_N = x_NV.gather(1, row_N1).squeeze(1) * mine_N
+        p_NV = x_NV.exp_()
+        sums_2N = axis.add_up(torch.stack((p_NV.sum(1), target_N))).wait()
+        loss = ((sums_2N[0].log() - sums_2N[1]) * counts_N).sum()
+        log_z_N = sums_2N[0].log() + most_N
+        z_loss = z_coefficient * (log_z_N.square() * counts_N).sum()
+        # d(−log p[target]) / d logits = p − onehot(target), and d(log Z) / d logits = p
+        p_NV *= ((1 + 2 * z_coefficient * log_z_N) / sums_2N[0]).unsqueeze(1)
+        p_NV.scatter_add_(1, row_N1, -mine_N.to(p_NV.dtype).unsqueeze(1))
+        ctx.save_for_backward(p_NV.mul_(counts_N.unsqueeze(1)).to(logits_NV.dtype))
+        ctx.mark_non_differentiable(loss, z_loss)
+        return LossSums(loss + z_loss, loss, z_loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
+        (grad_NV,) = ctx.saved_tensors
+        return None, None, grad_NV.mul_(grads[0]), None, None
+
+
+def loss_sums(
+    axis: TensorAxis, first_row: int, logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float = 0.0
+) -> LossSums:
+    """As `muster.model.loss.loss_sums`, of logits of which each rank has the words from `first_row` on."""
+    logits_NV, labels_N = logits_BSV.flatten(0, 1), labels_BS.flatten()
+    return LossSums(*_LossSums.apply(axis, first_row, logits_NV, labels_N, z_coefficient))  # type: ignore[misc]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Around a decoder
+
+
+def apply_products(module: Decoder, axis: TensorAxis | None, work: WeightWork) -> None:
+    """Gives a decoder products whose weight gradients can wait, with collectives around them if there is an axis;
+    its parameters already have this rank's shapes."""
+    spreading, joining = partial(spread, axis, work), partial(join, axis, work)
+    for part in module.modules():
+        if hasattr(part, "spread"):
+            part.spread = spreading  # type: ignore[assignment]
+        if hasattr(part, "join"):
+            part.join = joining  # type: ignore[assignment]
+    module.project = partial(project, axis, work)  # type: ignore[assignment]
+
+
+def apply_words(module: Decoder, axis: TensorAxis, first_row: int, seq_len: int) -> None:
+    """Lets a decoder look up words of which each rank knows those from `first_row` on."""
+    module.rotary.seq_len = seq_len
+    module.look_up = partial(embed, axis, first_row)  # type: ignore[assignment]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Copies
+
+
+def add_up_copies(axis: TensorAxis, parameters: Mapping[str, Tensor], copies: Mapping[str, int]) -> None:
+    """Replaces the gradient of each named parameter by the sum over the ranks that hold the same copy.
+
+    One all-reduce for all: every group of ranks adds at a place of its own.
+    """
+    gradients = [(parameters[name].grad, count) for name, count in copies.items()]
+    held = [(gradient, count) for gradient, count in gradients if gradient is not None and gradient.numel()]
+    if not held:
+        return
+    sizes = [gradient.numel() * (axis.size // count) for gradient, count in held]
+    places = held[0][0].new_zeros(sum(sizes)).split(sizes)
+    own = [
+        place.view(axis.size // count, -1)[axis.index // count] for place, (_, count) in zip(places, held, strict=True)
+    ]
+    for part, (gradient, _) in zip(own, held, strict=True):
+        part.copy_(gradient.flatten())
+    whole = own[0]._base
+    assert whole is not None
+    axis.add_up(whole).wait()
+    for part, (gradient, _) in zip(own, held, strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,149 @@
+"""A World: the processes that run one attempt at a job, and how they reach each other."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from muster.parallel.axis import PipeAxis, TensorAxis
+from muster.spec.mesh import STAGE_AXES, Coordinates, coordinates, members, rank_at
+from muster.spec.plan import Plan, Strategy
+
+T = TypeVar("T")
+
+WAIT_LIMIT = timedelta(minutes=5)
+"""How long a rank waits for another before it gives up."""
+LAST_WORK_LIMIT = timedelta(days=1)
+"""How long rank 0 may work alone at the end, while the others wait for it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One generation of ranks under one plan. Everything that communicates receives a World."""
+
+    generation: int
+    rank: int
+    size: int
+    plan: Plan
+    at: Coordinates
+    device: torch.device
+    store: dist.Store
+    mesh: DeviceMesh
+    """The ranks that hold the same stages as this one, by the axes within a stage."""
+    pipe: PipeAxis | None = None
+    """The ranks that share a spread vocabulary with this one."""
+
+    def data_mesh(self) -> DeviceMesh | None:
+        """The ranks that hold the same stage and different data, as fully_shard wants them; None for one alone."""
+        mesh = self.plan.mesh(self.at.pp)
+        if mesh.dp_replicate > 1:
+            return self.mesh["dp_replicate", "dp_shard"]
+        return self.mesh["dp_shard"] if mesh.dp_shard > 1 else None
+
+    def tensor_axis(self, strategy: Strategy) -> TensorAxis | None:
+        """The ranks that share each layer with this one; None where it has them whole."""
+        size = self.plan.mesh(self.at.pp).tp
+        if size == 1:
+            return None
+        chunked = strategy.tp_overlap == "chunked"
+        return TensorAxis(self.mesh["tp"].get_group(), size, self.at.tp, strategy.sp, chunked)
+
+    def pipe_axis(self) -> PipeAxis:
+        """The ranks that share the vocabulary with this one, where the plan spreads it."""
+        assert self.pipe is not None, "the plan's vocabulary is not spread"
+        return self.pipe
+
+    def wait_for_main(self) -> None:
+        """Lets rank 0 finish what it does alone, however long it takes; every rank calls it."""
+        if self.rank == 0:
+            self.store.set("main is done", "")
+        else:
+            self.store.wait(["main is done"], LAST_WORK_LIMIT)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums `values` over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank. For small things only."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: T) -> T:
+        """Rank 0's `value`, on every rank. For small things only."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+
+@contextmanager
+def open_world(
+    store: dist.Store, rank: int, size: int, plan: Plan, generation: int = 0, device: torch.device | None = None
+) -> Iterator[World]:
+    """Joins `size` ranks, each under its own prefix of the launcher's store, and leaves together at the end.
+
+    Leaving without a last barrier can abort the ranks that are slower, so a normal exit waits for all; an exception
+    doesn't, because the others may never come.
+    """
+    device = device or pick_device(rank, size)
+    prefixed = dist.PrefixStore(f"generation-{generation}", store)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=rank, world_size=size, timeout=WAIT_LIMIT
+    )
+    at = coordinates(plan, rank)
+    meshes = [_stage_mesh(plan, pp_rank, device) for pp_rank in range(plan.pp)]  # all ranks make all groups, in order
+    pipe = _pipe_axis(plan, at) if plan.spread_vocab else None
+    world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe)
+    try:
+        yield world
+        world.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _stage_mesh(plan: Plan, pp_rank: int, device: torch.device) -> DeviceMesh:
+    """The ranks of one pipeline rank. Every rank of the world must call it."""
+    ranks, mesh = [rank for rank, _ in members(plan, pp_rank)], plan.mesh(pp_rank)
+    sizes = [getattr(mesh, axis) for axis in STAGE_AXES]
+    return DeviceMesh(device.type, torch.tensor(ranks).view(sizes), mesh_dim_names=STAGE_AXES)
+
+
+def _pipe_axis(plan: Plan, at: Coordinates) -> PipeAxis:
+    """Every rank of the world must call it."""
+    own: PipeAxis | None = None
+    for ranks in zip(*([rank for rank, _ in members(plan, pp_rank)] for pp_rank in range(plan.pp)), strict=True):
+        group = dist.new_group(list(ranks))
+        if rank_at(plan, at) in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            own = PipeAxis(group, ranks, at.pp)
+    assert own is not None
+    return own
+
+
+def pick_device(rank: int, size: int) -> torch.device:
+    """This rank's own GPU where the machine has one for each of its ranks, the CPU for all of them otherwise.
+
+    torchrun says how many ranks a machine has; without it all of them are on this one.
+    """
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,174 @@
+"""Line charts: values by step, as inline SVG that keeps its text size at every width.
+
+The box of the SVG's content is the plot itself and grows with the page; lines lie in a stretched inner SVG, words and
+ticks are placed in per cent around it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.report.curves import Point, broken_steps, finite_values, runs_of, thin
+from muster.report.html import Html, element, join
+from muster.report.numbers import format_number
+from muster.report.palette import SERIES
+from muster.report.scales import Scale, fit_scale
+
+_SPAN = 10_000
+"""Width and height of the inner SVG's own units."""
+_DOTS_UP_TO = 40
+"""Curves with so few points show each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve; `colour` counts the runs of the chart, a faint curve lies behind the others."""
+
+    label: str
+    points: Sequence[Point]
+    colour: int = 0
+    faint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What one chart shows. `key` is its id on the page."""
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    from_zero: bool = False
+    may_be_log: bool = False
+
+
+def draw_chart(chart: Chart) -> Html:
+    """The chart as a figure with a caption; without a single value the figure says so in words."""
+    values = [value for series in chart.series for value in finite_values(series.points)]
+    caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _broken_key(chart.series))
+    if not values:
+        broken = any(broken_steps(series.points) for series in chart.series)
+        words = "Every value was NaN or infinite." if broken else "No values were logged."
+        return element("figure", caption, element("p", words, class_="quiet"), class_="chart", id=chart.key)
+    steps = [point.step for series in chart.series for point in series.points]
+    x = _step_scale(min(steps), max(steps))
+    y = fit_scale(values, chart.from_zero, chart.may_be_log)
+    drawn = [(series, thin(series.points)) for series in chart.series]
+    lines = [_line(series, points, x, y) for series, points in sorted(drawn, key=lambda pair: not pair[0].faint)]
+    inner = element(
+        "svg", *lines, viewBox=f"0 0 {_SPAN} {_SPAN}", preserveAspectRatio="none", width="100%", height="100%"
+    )
+    svg = element(
+        "svg",
+        element("title", chart.title, id=f"{chart.key}-title"),
+        element("desc", describe(chart), id=f"{chart.key}-desc"),
+        _grid(x, y),
+        inner,
+        _broken(chart.series, x),
+        role="img",
+        aria_labelledby=f"{chart.key}-title {chart.key}-desc",
+    )
+    data = element("script", _read_out(drawn, x), type="application/json")
+    return element("figure", caption, element("div", svg, data, class_="plot"), class_="chart", id=chart.key)
+
+
+def draw_key(all_series: Sequence[Series]) -> Html:
+    """The names of curves with a piece of each, for charts that show the same runs."""
+    entries = []
+    for series in all_series:
+        style = f"swatch line run-{series.colour % len(SERIES)}" + (" faint" if series.faint else "")
+        entries.append(element("span", element("i", class_=style), series.label))
+    return element("p", *entries, class_="key")
+
+
+def describe(chart: Chart) -> str:
+    """The chart in one or two sentences, for those who don't see it."""
+    sentences = []
+    for series in chart.series:
+        known = [point for run in runs_of(series.points) for point in run]
+        if series.faint or not known:
+            continue
+        values = finite_values(known)
+        sentences.append(
+            f"{series.label}: {format_number(known[0].value)} at step {known[0].step:.0f},"
+            f" {format_number(known[-1].value)} at step {known[-1].step:.0f};"
+            f" lowest {format_number(min(values))}, highest {format_number(max(values))}."
+        )
+    return " ".join(sentences)
+
+
+def _step_scale(first: float, last: float) -> Scale:
+    """Steps need no air around them, and ticks only at whole steps."""
+    scale = fit_scale([first, last])
+    if first == last:
+        return Scale(first - 1, first + 1, (first,))
+    ticks = tuple(t for t in scale.ticks if first <= t <= last and t == int(t))
+    return Scale(first, last, ticks or (first, last))
+
+
+def _grid(x: Scale, y: Scale) -> Html:
+    parts = [element("rect", width="100%", height="100%", class_="frame")]
+    for tick, label in zip(y.ticks, y.labels, strict=True):
+        at = f"{100 * (1 - y.fraction(tick)):.2f}%"
+        parts.append(element("line", x1="0", x2="100%", y1=at, y2=at, class_="grid"))
+        parts.append(element("text", label, x="-8", y=at, dy="4", class_="tick end"))
+    for tick, label in zip(x.ticks, x.labels, strict=True):
+        at = x.fraction(tick)
+        side = "start" if at < 0.03 else "end" if at > 0.97 else "middle"
+        parts.append(element("text", label, x=f"{100 * at:.2f}%", y="100%", dy="18", class_=f"tick {side}"))
+    parts.append(element("line", x1="0", x2="100%", y1="100%", y2="100%", class_="axis"))
+    parts.append(element("text", "step", x="100%", y="100%", dy="34", class_="tick end"))
+    return join(*parts)
+
+
+def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
+    """Every run of points as one line; a point alone becomes a dot, which is a line of no length with round ends."""
+
+    def place(point: Point) -> str:
+        assert point.value is not None
+        return f"{_SPAN * x.fraction(point.step):.0f} {_SPAN * (1 - y.fraction(point.value)):.0f}"
+
+    runs = runs_of(points)
+    style = f"mark run-{series.colour % len(SERIES)}" + (" faint" if series.faint else "")
+    path = "".join("M" + "L".join(map(place, run)) for run in runs)
+    lines = element("path", d=path, class_=style, vector_effect="non-scaling-stroke")
+    alone = [run[0] for run in runs if len(run) == 1]
+    known = [point for run in runs for point in run]
+    dots = known if len(known) <= _DOTS_UP_TO and not series.faint else alone
+    if not dots:
+        return lines
+    path = "".join(f"M{place(point)}h0" for point in dots)
+    return join(lines, element("path", d=path, class_=f"{style} dots", vector_effect="non-scaling-stroke"))
+
+
+def _broken(all_series: Sequence[Series], x: Scale) -> Html:
+    """A cross above every step at which a value was NaN or infinite."""
+    steps = {step for series in all_series for step in broken_steps(series.points)}
+    return join(
+        *(
+            element("text", "×", x=f"{100 * x.fraction(step):.2f}%", y="0", dy="12", class_="broken middle")
+            for step in sorted(steps)
+        )
+    )
+
+
+def _broken_key(all_series: Sequence[Series]) -> Html:
+    """What the crosses mean, where there are some."""
+    if not any(broken_steps(series.points) for series in all_series):
+        return Html("")
+    return element("span", element("b", "×", class_="broken"), " NaN or infinite", class_="unit")
+
+
+def _unit(unit: str) -> Html:
+    return element("span", unit, class_="unit") if unit else Html("")
+
+
+def _read_out(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale) -> Html:
+    """What the pointer reads: the ends of the axis and, per curve, its name, steps and values in words."""
+    curves = []
+    for series, points in drawn:
+        known = [point for point in points if point.value is not None]
+        steps = [int(p.step) if p.step == int(p.step) else p.step for p in known]
+        curves.append([series.label, steps, [format_number(p.value) for p in known]])
+    text = json.dumps({"low": x.low, "high": x.high, "curves": curves}, separators=(",", ":"), ensure_ascii=False)
+    return Html(text.replace("<", "\\u003c"))

@@ -1,0 +1,105 @@
+"""Curves out of metrics rows: points, smoothing, and fewer points that look the same."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+MAX_BUCKETS = 400
+"""A curve keeps the smallest and the largest value of each of so many equal parts of its steps."""
+
+LARGEST_DRAWN = 1e100
+"""What is larger counts as infinite: the run has overflowed, and an axis up to there shows nothing."""
+
+
+class Point(NamedTuple):
+    """A value at a step; NaN or infinite where the run produced that, None where it logged nothing."""
+
+    step: float
+    value: float | None
+
+
+def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
+    """One metric by step, in order; of rows with the same step the last one counts.
+
+    A null stands for a number that was not finite, as JSON has no other word for it.
+    """
+    values = {}
+    for row in rows:
+        if (step := _as_float(row.get("step"))) is not None:
+            values[step] = math.nan if key in row and row[key] is None else _as_float(row.get(key))
+    return [Point(step, values[step]) for step in sorted(values)]
+
+
+def finite_values(points: Iterable[Point]) -> list[float]:
+    """The values that can be drawn."""
+    return [point.value for point in points if point.value is not None and math.isfinite(point.value)]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """The mean over a centred window of a twentieth of the points, so that nothing lags.
+
+    Near the start the window shrinks to both sides, as curves are steep there; at the end only its later half is cut.
+    The highest and the lowest quarter of a window and what is not finite are left out, so that one spike moves nothing;
+    a wide window is looked at in two hundred places.
+    Returns at most 2 × MAX_BUCKETS + 1 points.
+    """
+    half, last = len(points) // 40, len(points) - 1
+    stride, window_stride = -(-len(points) // (2 * MAX_BUCKETS)) or 1, 1 + half // 100
+    result = []
+    for i in sorted({*range(0, len(points), stride), last} - {-1}):
+        reach = min(half, i)
+        window = finite_values(points[i - reach : i + reach + 1 : window_stride])
+        result.append(Point(points[i].step, _middle_mean(window) if window else None))
+    return result
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most 2 × MAX_BUCKETS + 2 points that keep every peak and both ends; gaps wider than a bucket stay gaps."""
+    if len(points) <= 2 * MAX_BUCKETS:
+        return list(points)
+    kept = {points[0].step: points[0]}
+    for bucket in range(MAX_BUCKETS):
+        first, end = (len(points) * b // MAX_BUCKETS for b in (bucket, bucket + 1))
+        drawn = [point for point in points[first:end] if finite_values([point])] or [Point(points[first].step, None)]
+        kept |= {point.step: point for point in sorted((min(drawn, key=_value), max(drawn, key=_value)))}
+    kept[points[-1].step] = points[-1]
+    return list(kept.values())
+
+
+def broken_steps(points: Sequence[Point]) -> list[float]:
+    """The steps at which the value was NaN or infinite, thinned to at most MAX_BUCKETS."""
+    steps = [point.step for point in points if point.value is not None and not math.isfinite(point.value)]
+    return steps[:: -(-len(steps) // MAX_BUCKETS) or 1]
+
+
+def runs_of(points: Sequence[Point]) -> list[list[Point]]:
+    """The stretches of neighbouring points that have values: each is drawn as one line."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if finite_values([point]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _middle_mean(values: list[float]) -> float:
+    """The mean of the values without their highest and lowest quarter."""
+    cut = (len(values) + 1) // 4
+    kept = sorted(values)[cut : len(values) - cut]
+    return math.fsum(kept) / len(kept)
+
+
+def _value(point: Point) -> float:
+    return point.value if point.value is not None else math.nan
+
+
+def _as_float(value: object) -> float | None:
+    if not _is_number(value):
+        return None
+    number = float(value)  # type: ignore[arg-type]
+    return number if abs(number) <= LARGEST_DRAWN or math.isnan(number) else math.copysign(math.inf, number)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,161 @@
+"""The report of a run: one file that opens anywhere, with no network."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from muster.report.charts import Chart, Series, draw_chart, draw_key
+from muster.report.curves import Point, finite_values, points_of, smooth
+from muster.report.data import ComparisonRow, ReportData
+from muster.report.gantt import draw_timelines
+from muster.report.html import Html, element, join
+from muster.report.numbers import (
+    format_count,
+    format_error,
+    format_fraction,
+    format_number,
+    format_seconds,
+    format_value,
+    is_far,
+)
+from muster.report.style import SCRIPT, style_sheet
+from muster.spec.errors import MusterError
+
+_SMOOTH_FROM = 40
+"""Curves with fewer points are shown as they are."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def write_report(path: Path, data: ReportData) -> None:
+    """Writes the report to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        unfinished.write_text(render_report(data), encoding="utf-8", errors="replace")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise MusterError(f"the report can't be written to {path}: {error.strerror}") from error
+
+
+def render_report(data: ReportData) -> str:
+    """The page as text."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", f"{data.title} – Muster"),
+        element("style", Html(style_sheet())),
+    )
+    version = f" {data.facts.muster_version}" if data.facts.muster_version else ""
+    main = element(
+        "main",
+        _header(data),
+        _section("Training", _charts(data)),
+        _section("One step, predicted and measured", draw_timelines(data.predicted, data.measured)),
+        _section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
+        _section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",
+        _section("Notes", element("ul", *(element("li", note) for note in data.notes))) if data.notes else "",
+        _section("The run", _facts(data)),
+        element("footer", f"Written by Muster{version}."),
+    )
+    body = element("body", main, element("div", id="tip", role="status"), element("script", Html(SCRIPT)))
+    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _section(title: str, content: Html) -> Html:
+    return element("section", element("h2", title), content)
+
+
+def _header(data: ReportData) -> Html:
+    """The title, the plan, and the few numbers that people look for first."""
+    figures = {
+        "training loss, last step": _last(data, "train/loss"),
+        "validation loss": None if data.validation_loss is None else format_number(data.validation_loss),
+        "validation perplexity": None
+        if data.validation_perplexity is None
+        else format_number(data.validation_perplexity),
+        "tokens/s, median": _median(data, "perf/tokens_per_s", format_count),
+        "time of a step, median": _median(data, "time/step", format_seconds),
+        "MFU, median": _median(data, "perf/mfu", format_fraction),
+    }
+    plan = element("p", "plan ", element("code", data.plan_name), class_="plan")
+    return element("header", element("h1", data.title), plan, _pairs(figures, "figures"))
+
+
+def _pairs(values: dict[str, str | None], style: str) -> Html:
+    """Names with values as a description list; None leaves a pair out."""
+    known = [(name, value) for name, value in values.items() if value is not None]
+    return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in known), class_=style)
+
+
+def _last(data: ReportData, key: str) -> str | None:
+    known = [point.value for point in points_of(data.metrics, key) if point.value is not None]
+    return format_number(known[-1]) if known else None
+
+
+def _median(data: ReportData, key: str, words: Callable[[float], str]) -> str | None:
+    values = finite_values(points_of(data.metrics, key))
+    return words(median(values)) if values else None
+
+
+def _charts(data: ReportData) -> Html:
+    loss, norm, rate, speed = (
+        points_of(data.metrics, key) for key in ("train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_s")
+    )
+    charts = (
+        Chart("loss", "Loss", _raw_and_smooth(loss), "mean over tokens", may_be_log=True),
+        Chart("grad-norm", "Gradient norm", _raw_and_smooth(norm), "before clipping", True, may_be_log=True),
+        Chart("learning-rate", "Learning rate", [Series("each step", rate)], from_zero=True),
+        Chart("throughput", "Throughput", _raw_and_smooth(speed), "tokens/s, all ranks", from_zero=True),
+    )
+    curves = next((chart.series for chart in charts if len(chart.series) > 1), ())
+    key = draw_key(curves) if curves else Html("")
+    return join(key, element("div", *map(draw_chart, charts), class_="charts"))
+
+
+def _raw_and_smooth(points: list[Point]) -> list[Series]:
+    if len(points) < _SMOOTH_FROM:
+        return [Series("each step", points)]
+    return [Series("each step", points, faint=True), Series("smoothed", smooth(points))]
+
+
+def _comparison(rows: Sequence[ComparisonRow]) -> Html:
+    head = element("tr", *(element("th", word, scope="col") for word in ("", "predicted", "measured", "error")))
+    body = element("tbody", *map(_comparison_row, rows))
+    return element("table", element("thead", head), body)
+
+
+def _comparison_row(row: ComparisonRow) -> Html:
+    """What is far off is set in bold."""
+    far = is_far(row.predicted, row.measured, row.unit)
+    return element(
+        "tr",
+        element("th", row.label, scope="row"),
+        element("td", format_value(row.predicted, row.unit)),
+        element("td", format_value(row.measured, row.unit)),
+        element("td", format_error(row.predicted, row.measured, row.unit), class_="far" if far else None),
+    )
+
+
+def _sample(data: ReportData) -> Html:
+    return element("pre", element("span", data.sample_prompt, class_="prompt"), data.sample_text, class_="sample")
+
+
+def _facts(data: ReportData) -> Html:
+    facts = data.facts
+    return _pairs(
+        {
+            "plan": data.plan_name,
+            "parameters": None if facts.num_parameters is None else format_count(facts.num_parameters),
+            "ranks": None if facts.num_ranks is None else str(facts.num_ranks),
+            "tokens trained on": None if facts.num_tokens is None else format_count(facts.num_tokens),
+            "device": facts.device,
+            "seed": None if facts.seed is None else str(facts.seed),
+            "started": facts.started,
+            "finished": facts.finished,
+            "Muster": facts.muster_version,
+        },
+        "facts",
+    )

@@ -1,0 +1,124 @@
+"""A schedule as an SVG picture that stands by itself."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from muster.report.html import Html, element, join
+from muster.report.palette import PAINTS, PALE_TEXT, paint_of
+from muster.report.scales import nice_ticks, tick_labels
+from muster.schedule.action import Action
+from muster.schedule.schedule import Schedule
+from muster.schedule.timing import Timing
+
+_ROW_PX, _BOX_PX = 26, 22
+_LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 64, 172, 84, 40
+_DIGIT_PX = 7
+_MIN_WIDTH_PX, _MAX_WIDTH_PX = 640, 12_000
+_STYLE = (
+    "svg{fill:#1d2126}text{font:12px system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif}"
+    ".quiet{fill:#5c6370}.title{font-size:16px;font-weight:600}.middle{text-anchor:middle}.end{text-anchor:end}"
+    ".number text{font-size:11px;text-anchor:middle}.idle{stroke:#eceef1}.grid{stroke:#d5d9df}path{fill:none}"
+)
+
+
+def schedule_svg(schedule: Schedule, timing: Timing) -> str:
+    """The picture: a row for each rank with what it waits and keeps at its end. Boxes carry their micro-batch; those of
+    a rank's second, fourth … stage are lighter."""
+    scale_px = _scale_px(schedule, timing)
+    width_px, height_px = round(timing.makespan_s * scale_px), _ROW_PX * len(schedule.ranks)
+    title = f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches"
+    facts = f"makespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g}"
+    full_px = (_LEFT_PX + width_px + _RIGHT_PX, _TOP_PX + height_px + _BOTTOM_PX)
+    body = join(
+        element("style", Html(_STYLE)),
+        element("rect", width="100%", height="100%", fill="#ffffff"),
+        element("text", title, x=_LEFT_PX, y=26, class_="title"),
+        element("text", facts, x=_LEFT_PX, y=46, class_="quiet"),
+        _legend(schedule),
+        _axis(timing, scale_px, height_px),
+        *(_row(schedule, timing, rank, scale_px) for rank in range(len(schedule.ranks))),
+        element("text", "span bubble", x=_LEFT_PX + width_px + 72, y=_TOP_PX - 8, class_="quiet end"),
+        element("text", "peak", x=_LEFT_PX + width_px + 142, y=_TOP_PX - 8, class_="quiet end"),
+    )
+    return element(
+        "svg",
+        element("title", f"{title}; {facts}"),
+        body,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {full_px[0]} {full_px[1]}",
+        width=full_px[0],
+        height=full_px[1],
+        role="img",
+    )
+
+
+def _scale_px(schedule: Schedule, timing: Timing) -> float:
+    """Pixels per second: the shortest pass is wide enough for its number, within bounds for the whole."""
+    wanted_px = _DIGIT_PX * len(str(schedule.num_micro_batches - 1)) + 8
+    passes = (one for rank in range(len(schedule.ranks)) for one in _passes(schedule, timing, rank))
+    shortest_s = min((end_s - begin_s for _, begin_s, end_s in passes), default=1.0)
+    if not timing.makespan_s:
+        return 1.0
+    width_px = min(_MAX_WIDTH_PX, max(_MIN_WIDTH_PX, timing.makespan_s / shortest_s * wanted_px))
+    return width_px / timing.makespan_s
+
+
+def _passes(schedule: Schedule, timing: Timing, rank: int) -> Iterator[tuple[Action, float, float]]:
+    """The passes of a rank that take any time, with begin and end."""
+    for action, begin_s, end_s in zip(schedule.ranks[rank], timing.begin_s[rank], timing.end_s[rank], strict=True):
+        if end_s - begin_s > 1e-9 * timing.makespan_s:
+            yield action, begin_s, end_s
+
+
+def _legend(schedule: Schedule) -> Html:
+    found = {action.kind for order in schedule.ranks for action in order}
+    parts, at_px = [], _LEFT_PX
+    for paint in PAINTS:
+        if found.intersection(paint.kinds):
+            parts.append(element("rect", x=at_px, y=56, width=14, height=12, fill=paint.light))
+            parts.append(element("text", paint.label, x=at_px + 20, y=66, class_="quiet"))
+            at_px += 40 + 7 * len(paint.label)
+    if schedule.chunks > 1:
+        parts.append(element("text", "pale: a rank's second stage", x=at_px, y=66, class_="quiet"))
+    return join(*parts)
+
+
+def _axis(timing: Timing, scale_px: float, height_px: int) -> Html:
+    length_s = timing.makespan_s
+    if not length_s:
+        return Html("")
+    parts = []
+    ticks = nice_ticks(0.0, length_s, max(3, round(length_s * scale_px) // 90))
+    for tick, label in zip(ticks, tick_labels(ticks), strict=True):
+        x = _LEFT_PX + tick * scale_px
+        parts.append(element("line", x1=x, x2=x, y1=_TOP_PX, y2=_TOP_PX + height_px + 4, class_="grid"))
+        parts.append(element("text", label, x=x, y=_TOP_PX + height_px + 20, class_="quiet middle"))
+    return join(*parts)
+
+
+def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html:
+    """One path for each colour, gaps of half a pixel between boxes, and the numbers upon them."""
+    held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
+    top_px = _TOP_PX + _ROW_PX * rank
+    middle_px, width_px = top_px + _ROW_PX / 2, timing.makespan_s * scale_px
+    pieces: defaultdict[str, list[str]] = defaultdict(list)
+    numbers: defaultdict[str, list[Html]] = defaultdict(list)
+    for action, begin_s, end_s in _passes(schedule, timing, rank):
+        paint, odd, number = paint_of(action.kind), held.index(action.stage) % 2, str(action.micro_batch)
+        colour, ink = (paint.pale, PALE_TEXT) if odd else (paint.light, paint.light_text)
+        left_px, box_px = _LEFT_PX + begin_s * scale_px, (end_s - begin_s) * scale_px
+        gap_px = 1.0 if box_px > 6 else 0.0
+        pieces[colour].append(f"M{left_px:.1f} {middle_px:g}h{box_px - gap_px:.1f}")
+        if box_px >= _DIGIT_PX * len(number) + 3:
+            numbers[ink].append(element("text", number, x=f"{left_px + box_px / 2:.1f}", y=middle_px + 4))
+    track = element("path", d=f"M{_LEFT_PX} {middle_px:g}h{width_px:.1f}", stroke_width=_BOX_PX, class_="idle")
+    boxes = (element("path", d="".join(d), stroke=colour, stroke_width=_BOX_PX) for colour, d in pieces.items())
+    words = (
+        element("text", f"rank {rank}", x=_LEFT_PX - 10, y=middle_px + 4, class_="end"),
+        *(element("g", *texts, class_="number", fill=ink) for ink, texts in numbers.items()),
+        element("text", f"{timing.span_bubble_s[rank]:.6g}", x=_LEFT_PX + width_px + 72, y=middle_px + 4, class_="end"),
+        element(
+            "text", f"{timing.peak_activation[rank]:g}", x=_LEFT_PX + width_px + 142, y=middle_px + 4, class_="end"
+        ),
+    )
+    return join(track, *boxes, *words)

@@ -1,0 +1,175 @@
+"""What the terminal shows: the plan in words, predicted beside measured, a timeline as a grid of letters."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from muster.report.data import ComparisonRow
+from muster.report.numbers import format_count, format_error, format_fraction, format_seconds, format_value, is_far
+from muster.report.palette import paint_of
+from muster.report.rows import Rows, rows_of
+from muster.simulate.timeline import Event, Timeline
+from muster.spec.layout import has_words
+from muster.spec.model import ModelSpec
+from muster.spec.plan import AXES, Plan, Strategy
+from muster.spec.plan_name import format_plan_name
+from muster.spec.workload import Workload
+
+_STAGES_IN_FULL = 8
+_FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
+"""What the rest of a box is filled with, so that the kinds can be told apart without colour."""
+
+
+def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Predicted beside measured with the relative error; what is far off is bold."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("")
+    for name in ("predicted", "measured", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        error = format_error(row.predicted, row.measured, row.unit)
+        style = "bold" if is_far(row.predicted, row.measured, row.unit) else ""
+        values = (format_value(value, row.unit) for value in (row.predicted, row.measured))
+        table.add_row(Text(row.label), *values, Text(error, style))
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches: int) -> str:
+    """The plan in a few aligned lines: name and hash, ranks, stages with their layers, micro-batches, storage."""
+    size = format_count(model.num_parameters)
+    lines = [
+        ("plan", f"{format_plan_name(plan)}  ({plan.hash})"),
+        ("model", f"{model.name}, {model.num_layers} layers, {size} parameters"),
+        ("ranks", _degrees(plan)),
+        *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model.num_layers))),
+        ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
+        ("storage", _storage(plan, model.num_layers)),
+        (
+            "step",
+            f"{workload.global_batch_size} sequences × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens",
+        ),
+    ]
+    return "\n".join(f"{name:9} {text}" for name, text in lines)
+
+
+def _degrees(plan: Plan) -> str:
+    if not plan.is_uniform:
+        return f"{plan.world_size}, unequal stages"
+    degrees = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
+    return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
+
+
+def _stages(plan: Plan, num_layers: int) -> list[str]:
+    """One line for each stage; of very many the first and the last ones."""
+    lines = [_stage(plan, stage, num_layers) for stage in range(plan.num_stages)]
+    if len(lines) <= _STAGES_IN_FULL:
+        return lines
+    half = _STAGES_IN_FULL // 2
+    return [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
+
+
+def _stage(plan: Plan, stage: int, num_layers: int) -> str:
+    layers = plan.layers(stage, num_layers)
+    parts = ["embedding"] if plan.is_first(stage) and not plan.spread_vocab else []
+    if len(layers) == 1:
+        parts.append(f"layer {layers[0]}")
+    elif layers:
+        parts.append(f"layers {layers[0]}–{layers[-1]}")
+    if plan.is_last(stage) and not plan.spread_vocab:
+        parts.append("head")
+    if has_words(plan, stage):
+        parts.append(f"1/{plan.pp} of the words")
+    mesh = plan.mesh(stage)
+    degrees = " × ".join(f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis, 1)) > 1) or "1 rank"
+    return f"{stage}: {', '.join(parts) or 'nothing'}" + ("" if plan.is_uniform else f" on {degrees}")
+
+
+def _storage(plan: Plan, num_layers: int) -> str:
+    """How layers are stored and computed, in the words of a plan's name where they are all alike."""
+    ways = sorted({_strategy(plan.strategy(layer)) for layer in range(num_layers)})
+    return f"{plan.precision} compute; " + " or, by layer, ".join(ways)
+
+
+def _strategy(strategy: Strategy) -> str:
+    return f"{strategy.zero}, {_or_no(strategy.recompute, 'recompute')}, {_or_no(strategy.offload, 'offload')}"
+
+
+def _or_no(choice: str, what: str) -> str:
+    return f"no {what}" if choice == "none" else f"{choice} {what}"
+
+
+def _plural(count: int, word: str, ending: str) -> str:
+    return f"{count} {word}{'' if count == 1 else ending}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def gantt_text(timeline: Timeline, width: int = 80) -> Text:
+    """The compute lanes as a grid at most `width` columns wide, a row for each rank; readable without colour too.
+
+    A box says its kind and micro-batch as far as they fit (`F0--`, `B0====`); where a rank waits there are dots, or the
+    small letters of a collective that it waits for.
+    """
+    rows = rows_of(timeline)
+    if not rows.length_s:
+        return Text("no timeline was recorded")
+    names = [str(rank) for rank in rows.ranks]
+    indent = max(map(len, names)) + 1
+    columns = max(8, width - indent)
+    shown = f", {len(rows.ranks)} of {rows.num_ranks} shown" if len(rows.ranks) < rows.num_ranks else ""
+    text = Text(f"{rows.source}: {format_seconds(rows.length_s)}, {format_fraction(rows.bubble)} of it bubble")
+    text.append(f"\n{'':{indent}}a row for each {rows.row_name}{shown}", "dim")
+    for name, rank in zip(names, rows.ranks, strict=True):
+        text.append(f"\n{name:>{indent - 1}} ")
+        text.append_text(_grid_row(rows, rank, columns))
+    ends = ("0 s", format_seconds(rows.length_s / 2), format_seconds(rows.length_s))
+    text.append(f"\n{'':{indent}}{ends[0]}{ends[1]:^{columns - len(ends[0]) - len(ends[2])}}{ends[2]}", "dim")
+    return text
+
+
+def _grid_row(rows: Rows, rank: int, columns: int) -> Text:
+    """One row of the grid: stretches of columns that belong to the same event."""
+    compute = _owners(rows.events.get((rank, "compute"), []), rows, columns)
+    waiting_for = _owners(rows.events.get((rank, "collective"), []), rows, columns)
+    text, column = Text(), 0
+    while column < columns:
+        event, other = compute[column], waiting_for[column]
+        end = column + 1
+        while end < columns and compute[end] is event and (event is not None or waiting_for[end] is other):
+            end += 1
+        text.append_text(_box(event, other, end - column))
+        column = end
+    return text
+
+
+def _owners(events: Sequence[Event], rows: Rows, columns: int) -> list[Event | None]:
+    """For each column the event that takes most of it; None where less than half of it is taken."""
+    owners: list[Event | None] = [None] * columns
+    largest, taken = [0.0] * columns, [0.0] * columns
+    scale = columns / rows.length_s
+    for event in events:
+        start, end = (event.start_s - rows.start_s) * scale, (event.end_s - rows.start_s) * scale
+        for column in range(int(start), min(columns, int(end) + 1)):
+            part = min(end, column + 1) - max(start, column)
+            taken[column] += part
+            if part > largest[column]:
+                owners[column], largest[column] = event, part
+    return [owner if part >= 0.5 else None for owner, part in zip(owners, taken, strict=True)]
+
+
+def _box(event: Event | None, other: Event | None, length: int) -> Text:
+    if event is not None:
+        kind, paint = event.action.kind, paint_of(event.action.kind)
+        name = f"{kind}{event.action.micro_batch}" if event.action.micro_batch >= 0 else kind
+        name = name if len(name) <= length else kind[:length]  # half a number would be another number
+        return Text(name.ljust(length, _FILLINGS.get(kind, " ")), f"{paint.light_text} on {paint.light}")
+    if other is not None:
+        return Text(other.action.kind.lower()[:length].ljust(length, "."), paint_of(other.action.kind).light)
+    return Text("." * length, "dim")

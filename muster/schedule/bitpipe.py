@@ -1,0 +1,68 @@
+"""BitPipe: two V-shaped pipelines in opposite directions (Wu et al. 2024, arXiv:2410.19367; the orders are those of
+github.com/wuhouming/BitPipe)."""
+
+from muster.schedule.action import Action
+from muster.schedule.replicas import even_ranks, halves
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+from muster.spec.placement import both_ways, waves
+
+
+def bitpipe(setting: Setting) -> Schedule:
+    """Two replicas of two stages per rank each, on an even number of ranks.
+
+    Bubble (p − 2) tF (1 + (m/p − 1) / 2) if tB = 2 tF and m is a multiple of p, so units of p micro-batches are
+    best few. It is made for whole units; of the last, what doesn't exist is left out.
+    """
+    p, count = even_ranks("bitpipe", setting), setting.num_micro_batches
+    ways = halves(count)
+    num_units = -(-len(ways[0]) // (p // 2))
+    orders = []
+    for rank in range(p):
+        stages = ((rank, 2 * p - 1 - rank), (3 * p - 1 - rank, 3 * p + rank))
+        own = int(rank >= p // 2)
+        near = [(stages[way], ways[way]) for way in (own, 1 - own)]
+        orders.append(_rank(min(rank, p - 1 - rank), p, num_units, near))
+    return Schedule("bitpipe", both_ways(waves(p, 2), p), count, tuple(orders), replicas=2)
+
+
+def _rank(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, int], range]]) -> tuple[Action, ...]:
+    """The order of the `rank`-th rank from where its own direction begins.
+
+    `ways` are its own direction and the other: its first and second stage there, and the micro-batches.
+    """
+    forwards = [step for unit in range(num_units) for step in _unit((0, 1), rank, p // 2, unit)]
+    backwards = [step for unit in range(num_units) for step in _unit((1, 0), rank, p // 2, unit)]
+    warm_up = 3 * p // 2 + rank
+    pairs = 2 * p - warm_up
+    alone = warm_up - pairs + 1
+    between = "FB" * pairs + "B" * alone + "FB" * (pairs - 1) + "F" * alone
+    kinds = "F" * warm_up + between * (num_units - 1) + "FB" * pairs + "B" * warm_up
+    steps = {"F": iter(forwards), "B": iter(backwards)}
+    order = []
+    for kind in kinds:
+        way, arm, index = next(steps[kind])
+        stages, micro_batches = ways[way]
+        if index < len(micro_batches):
+            order.append(Action(kind, stages[arm], micro_batches[index]))
+    return tuple(order)
+
+
+def _unit(arms: tuple[int, int], rank: int, half: int, unit: int) -> list[tuple[int, int, int]]:
+    """One unit's passes as (way, arm of the V, index); `arms`: which comes first."""
+    early, late = arms
+    lone, paired = half - rank, rank
+    own, other = 0, 1
+    kinds = (
+        [(own, early)] * lone
+        + [(other, early), (own, early)] * paired
+        + [(other, early), (other, late)] * lone
+        + [(own, late), (other, late)] * paired
+        + [(own, late)] * lone
+    )
+    done = dict.fromkeys(kinds, unit * half)
+    steps = []
+    for way, arm in kinds:
+        steps.append((way, arm, done[way, arm]))
+        done[way, arm] += 1
+    return steps

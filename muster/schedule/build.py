@@ -1,0 +1,49 @@
+"""From a plan to its Program."""
+
+from math import prod
+
+from muster.schedule.forward_only import forward_only
+from muster.schedule.lower import Lowering, lower
+from muster.schedule.program import Program
+from muster.schedule.registry import make_schedule
+from muster.schedule.setting import Setting
+from muster.schedule.spread_words import WordTimes
+from muster.spec.layout import partial_copies
+from muster.spec.model import ModelSpec, layer_parameters, parameters
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+
+def _word_times(plan: Plan, model: ModelSpec) -> WordTimes:
+    """By the numbers that each product goes through: the scores need two with a rank's part of the head, their
+    backward one. They only choose between orders that are all right."""
+    part = model.vocab_size * model.hidden_size / plan.pp
+    layers = sum(prod(shape) for _, shape in layer_parameters(model, 0)) * model.num_layers / plan.pp
+    return WordTimes(score=2 * part / layers, backward=part / layers)
+
+
+def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = True) -> Program:
+    """The Program of one optimizer step; with `train` false, of the forwards alone over as many micro-batches.
+
+    Raises InfeasibleError when the batch or the schedule doesn't fit the plan.
+    """
+    num_micro_batches = plan.num_micro_batches(workload)
+    schedule = make_schedule(plan.schedule, Setting(plan.pp, num_micro_batches, plan.vpp, replicas=plan.replicas))
+    if not train:
+        schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches)
+    stages = range(plan.num_stages)
+    names = [name for name, _ in parameters(model)]
+    tensor_axes = {
+        (plan.mesh(stage).tp, plan.strategy(layer).sp)
+        for stage in stages
+        for layer in (plan.layers(stage, model.num_layers) or [plan.layers(stage, model.num_layers).start])
+    }
+    lowering = Lowering(
+        zero=plan.default_strategy.zero,
+        data_ranks=tuple(plan.mesh(stage).data_ranks for stage in stages),
+        copies=any(partial_copies(model, names, tp, sp) for tp, sp in tensor_axes),
+        tied=model.tied_embeddings and not plan.spread_vocab,
+        words=_word_times(plan, model) if plan.spread_vocab else None,
+        train=train,
+    )
+    return lower(schedule, lowering)

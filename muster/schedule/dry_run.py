@@ -1,0 +1,197 @@
+"""A dry run of a Program: every rank walks its lanes as the executor does, on transports as strict as any.
+
+The rules, which any executor may relax but none may tighten:
+
+* A rank is one thread that walks the compute lane. Before each compute instruction it begins, lane by lane, the
+  instructions at the head of the other lanes whose waits are over; then it makes the instruction's waits over, which
+  may mean to begin what stands before them in their lanes. After the compute lane it finishes all the others.
+* A transfer is over when both ends have begun it and all transfers before it, of whatever ranks, are over on both:
+  sends keep nothing for later, and a rank's transfers run one after another.
+* A collective holds up the thread until all its ranks have begun it; one that runs beside the compute only where it
+  is waited for. A rank's collectives end in the order in which they began.
+* What a receive or a collective brings may be used only after a wait for it.
+
+Nothing in these rules is a choice, so a run that ends once always ends.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from muster.schedule.action import KINDS, LANES, Lane
+from muster.schedule.program import Instruction, Program, ProgramError, Wait, meeting
+
+Observer = Callable[[int, Instruction, bool], None]
+"""Called with (rank, instruction, over) when an instruction begins (False) and when its rank may rely on it (True)."""
+
+
+def dry_run(program: Program, observe: Observer) -> None:
+    """Walks the whole Program, whose transfers and collectives have their other ends in order (see `partners`).
+
+    Raises ProgramError naming who waits for whom where it can't be walked to its end.
+    """
+    ranks: list[_Rank] = []
+    ready: list[_Rank] = []
+    ranks += (_Rank(program, rank, ranks, ready, observe) for rank in range(program.num_ranks))
+    walks = [rank.walk() for rank in ranks]
+    ready += reversed(ranks)
+    while ready:
+        rank = ready.pop()
+        rank.blocked_on = next(walks[rank.rank], None)
+    blocked = [rank for rank in ranks if rank.blocked_on]
+    if blocked:
+        raise ProgramError(f"deadlock: {_circle(blocked[0])}")
+
+
+class _Rank:
+    """One rank's place in each of its lanes. `begun` and `over` count the head instructions of a lane."""
+
+    def __init__(
+        self, program: Program, rank: int, ranks: "list[_Rank]", ready: "list[_Rank]", observe: Observer
+    ) -> None:
+        self.rank, self.ranks, self.ready, self.observe = rank, ranks, ready, observe
+        self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[rank].get(lane, ()) for lane in LANES}
+        self.begun: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self.over: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self.awaited: set[Wait] = set()
+        """Transfers and collectives that the rank has waited for."""
+        self.beginning: list[Instruction] = []
+        """What is about to begin and waits for its waits, outermost first."""
+        self.target: Instruction | None = None
+        """What the last of them waits for."""
+        self.blocked_on: Wait | None = None
+
+    def walk(self) -> Iterator[Wait]:
+        """Walks until the end; yields what it is blocked on, and goes on when that is over."""
+        others: list[Lane] = [lane for lane in LANES[1:] if self.lanes[lane]]
+        for instruction in self.lanes["compute"]:
+            for lane in others:
+                items, begun = self.lanes[lane], self.begun
+                while begun[lane] < len(items) and self._can_begin(items[begun[lane]]):
+                    if lane == "p2p" or KINDS[items[begun[lane]].action.kind].beside:
+                        self._start(lane)
+                    else:
+                        yield from self._begin_next(lane)
+            if instruction.waits:
+                yield from self._begin_next("compute")
+            else:
+                self._start("compute")
+        for lane in LANES:
+            for index in range(len(self.lanes[lane])):
+                yield from self._make_over(Wait(lane, index))
+
+    def head(self, lane: Lane) -> Instruction | None:
+        """The first instruction of a lane that has begun and is not over."""
+        return self.lanes[lane][self.over[lane]] if self.over[lane] < self.begun[lane] else None
+
+    def _can_begin(self, instruction: Instruction) -> bool:
+        """Whether all that it waits for would be found over."""
+        for wait in instruction.waits:
+            beside = wait[0] == "p2p" or KINDS[self.lanes[wait[0]][wait[1]].action.kind].beside
+            if not (wait in self.awaited if beside else wait[1] < self.over[wait[0]]):
+                return False
+        return True
+
+    def _begin_next(self, lane: Lane) -> Iterator[Wait]:
+        index = self.begun[lane]
+        instruction = self.lanes[lane][index]
+        if instruction in self.beginning:
+            raise ProgramError(f"deadlock: on rank {self.rank}, {self._own_circle(instruction)}")
+        self.beginning.append(instruction)
+        for wait in instruction.waits:
+            if wait.lane != "compute" or wait.index >= self.over["compute"]:
+                yield from self._make_over(wait)
+        self.beginning.pop()
+        self._start(lane)
+        if lane == "collective" and not KINDS[instruction.action.kind].beside:
+            while self.over[lane] <= index:
+                yield Wait(lane, index)
+
+    def _start(self, lane: Lane) -> None:
+        """The next of a lane begins, all it waits for being over; passes and copies are over at once."""
+        instruction = self.lanes[lane][self.begun[lane]]
+        self.begun[lane] += 1
+        self.observe(self.rank, instruction, False)
+        if lane in ("compute", "copy"):
+            self.over[lane] += 1
+            self.observe(self.rank, instruction, True)
+        else:
+            self._advance(lane)
+
+    def _make_over(self, wait: Wait) -> Iterator[Wait]:
+        lane, index = wait
+        while self.begun[lane] <= index:
+            self.target = self.lanes[lane][index]
+            yield from self._begin_next(lane)
+        while self.over[lane] <= index:
+            yield wait
+        if lane in ("p2p", "collective") and wait not in self.awaited:
+            self.awaited.add(wait)
+            self.observe(self.rank, self.lanes[lane][index], True)
+
+    def _advance(self, lane: Lane) -> None:
+        """Ends the transfers and collectives at the head of the lane whose other ends have come to them as well."""
+        pending = [self]
+        while pending:
+            one = pending.pop()
+            while (head := one.head(lane)) is not None and (partners := one._partners(head, lane)) is not None:
+                for partner in (one, *partners):
+                    partner.over[lane] += 1
+                    if partner.blocked_on is not None:
+                        partner.blocked_on = None
+                        self.ready.append(partner)
+                pending += partners
+
+    def _partners(self, head: Instruction, lane: Lane) -> "list[_Rank] | None":
+        """The other ranks that take part in `head`; None while one of them has not come to it."""
+        if head.peer is not None:
+            partner = self.ranks[head.peer]
+            return [partner] if self._fits(head, partner.head(lane)) else None
+        partners = [self.ranks[rank] for rank in meeting(head, self.rank, len(self.ranks)) if rank != self.rank]
+        return partners if all(self._fits(head, partner.head(lane)) for partner in partners) else None
+
+    def _fits(self, head: Instruction, other: Instruction | None) -> bool:
+        """Whether another rank's `other` is the other end of `head`, or the same collective.
+
+        Two ranks have the same transfers between them in the same order, so that whom it concerns says which it is.
+        """
+        if other is None:
+            return False
+        return other.peer == self.rank if head.peer is not None else other.action[::2] == head.action[::2]
+
+    def _own_circle(self, instruction: Instruction) -> str:
+        """In words, what waits for what if `instruction` is to begin before it can."""
+        assert self.target is not None
+        circle = [*self.beginning[self.beginning.index(instruction) :], self.target]
+        words = ", ".join(f"{_name(one)} waits for {_name(other)}" for one, other in pairwise(circle))
+        return words if self.target == instruction else f"{words}, which comes after {_name(instruction)}"
+
+    def obstacle(self) -> tuple[str, int]:
+        """Why the rank stands still, in words, and the rank that it waits for."""
+        assert self.blocked_on is not None
+        lane, index = self.blocked_on
+        target, head = self.lanes[lane][index], self.lanes[lane][self.over[lane]]
+        stands_at = self.beginning[0] if self.beginning else target
+        words = f"rank {self.rank} stands at {_name(stands_at)}"
+        if stands_at is not target:
+            words += f", which waits for {_name(target)}"
+        if head is not target:
+            words += f", behind {_name(head)}"
+        absent = next(
+            rank
+            for rank in meeting(head, self.rank, len(self.ranks))
+            if rank != self.rank and not self._fits(head, self.ranks[rank].head(lane))
+        )
+        return f"{words}, held up by rank {absent}", absent
+
+
+def _name(instruction: Instruction) -> str:
+    return str(instruction).partition("@")[0]
+
+
+def _circle(rank: _Rank) -> str:
+    """Follows who waits for whom until it comes round."""
+    seen: dict[int, str] = {}
+    while rank.rank not in seen:
+        seen[rank.rank], following = rank.obstacle()
+        rank = rank.ranks[following]
+    return "; ".join(list(seen.values())[list(seen).index(rank.rank) :])

@@ -1,0 +1,76 @@
+"""DualPipe and DualPipe-V: forwards of one direction beside backwards of the other (DeepSeek-V3, arXiv:2412.19437,
+§3.2.1; the orders are those of github.com/deepseek-ai/DualPipe)."""
+
+from collections import defaultdict
+
+from muster.schedule.action import Action
+from muster.schedule.replicas import even_ranks, halves
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+from muster.spec.placement import both_ways, waves
+
+
+def dualpipe(setting: Setting) -> Schedule:
+    """Two replicas through an even number of ranks, in opposite directions.
+
+    Bubble (p/2 − 1)(tF + tI − tW) where tI ≤ tF, from m = 2p on; p + 1 activations. A rank that runs each forward and
+    the backward after it as one, to hide the collectives of one behind the other, passes on the forward's result later:
+    that is the published (p/2 − 1)(tFB + tB − 3 tW).
+    """
+    p, count = even_ranks("dualpipe", setting), setting.num_micro_batches
+    ways = halves(count)
+    orders = []
+    for rank in range(p):
+        phases = [(rank, ways[0]), (2 * p - 1 - rank, ways[1])]
+        near = phases if rank < p // 2 else phases[::-1]
+        orders.append(_rank(min(rank, p - 1 - rank), p // 2, near))
+    return Schedule("dualpipe", both_ways(tuple(range(p)), p), count, tuple(orders), replicas=2)
+
+
+def dualpipe_v(setting: Setting) -> Schedule:
+    """DualPipe cut in half: one replica with two stages per rank, placed as a V.
+
+    Bubble (p − 1)(tF + tI − tW) / 2 where tI ≤ tF, from m = 2p on; p + ½ activations.
+    """
+    p, all_of_them = setting.num_ranks, range(setting.num_micro_batches)
+    orders = [_rank(rank, p, [(rank, all_of_them), (2 * p - 1 - rank, all_of_them)]) for rank in range(p)]
+    return Schedule("dualpipe-v", waves(p, 2), setting.num_micro_batches, tuple(orders))
+
+
+def _rank(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[Action, ...]:
+    """The order of the `rank`-th of `half` ranks, counted from where a pipeline begins.
+
+    A phase is a stage and its micro-batches; phase 0 is the direction, or the arm of the V, that begins nearer. The
+    order is made for at least twice as many micro-batches as `half`; those that don't exist are left out of it.
+    """
+    count = max(2 * half, *(len(micro_batches) for _, micro_batches in phases))
+    rest, near = half - 1 - rank, rank + 1
+    passes = (
+        ["F0"] * (2 * rest)
+        + ["F0", "F1"] * near
+        + ["I1", "W", "F1"] * rest
+        + ["F0", "B1", "F1", "B0"] * (count - 2 * half + near)
+        + ["B1", "F1", "B0"] * rest
+        + ["B1", "B0"] * (near // 2)
+        + ["B1", "I0"] * (near % 2)
+        + ["I1", "I0"] * (near // 2)
+        + ["W", "I0"] * rest
+        + ["W"] * near
+    )
+    done: dict[str, int] = defaultdict(int)
+    """Forwards and backwards of each phase so far."""
+    waiting: list[tuple[int, int]] = []
+    """Phase and index of the input backwards whose weight backwards come later."""
+    order = []
+    for name in passes:
+        if name == "W":
+            phase, index = waiting.pop(0)
+        else:
+            phase, key = int(name[1]), name.replace("I", "B")
+            index, done[key] = done[key], done[key] + 1
+            if name[0] == "I":
+                waiting.append((phase, index))
+        stage, micro_batches = phases[phase]
+        if index < len(micro_batches):
+            order.append(Action(name[0], stage, micro_batches[index]))
+    return tuple(order)

@@ -1,0 +1,26 @@
+"""Forwards alone, for evaluation."""
+
+from collections.abc import Sequence
+
+from muster.schedule.action import Action
+from muster.schedule.schedule import Schedule
+
+
+def forward_only(placement: Sequence[int], num_micro_batches: int) -> Schedule:
+    """Every micro-batch through every stage, in order; `placement` gives the pipeline rank of each stage.
+
+    With several stages on a rank, as many micro-batches as there are ranks go through one before any goes on to the
+    next, which keeps all ranks busy.
+    """
+    num_ranks = max(placement) + 1
+    ranks = tuple(
+        tuple(
+            Action("F", stage, index)
+            for first in range(0, num_micro_batches, num_ranks)
+            for stage, holder in enumerate(placement)
+            if holder == rank
+            for index in range(first, min(first + num_ranks, num_micro_batches))
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule("forward-only", tuple(placement), num_micro_batches, ranks)

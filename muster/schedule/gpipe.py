@@ -1,0 +1,18 @@
+"""GPipe: every forward, then every backward (Huang et al. 2019, arXiv:1811.06965, §2.3)."""
+
+from muster.schedule.action import Action
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+
+
+def gpipe(setting: Setting) -> Schedule:
+    """One stage per rank. Bubble (p − 1)(tF + tB); every rank keeps the activations of all micro-batches.
+
+    Backwards run in ascending order, as in 1F1B, so that both add up gradients in the same order.
+    """
+    num_stages, num_micro_batches = setting.num_ranks, setting.num_micro_batches
+    ranks = tuple(
+        tuple(Action(kind, stage, index) for kind in "FB" for index in range(num_micro_batches))
+        for stage in range(num_stages)
+    )
+    return Schedule("gpipe", tuple(range(num_stages)), num_micro_batches, ranks)

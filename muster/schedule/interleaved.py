@@ -1,0 +1,55 @@
+"""Interleaved 1F1B: several stages on each rank, round by round (Narayanan et al. 2021, arXiv:2104.04473, §2.2.2)."""
+
+from muster.schedule.action import Action
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+from muster.spec.placement import looped
+
+
+def interleaved(setting: Setting) -> Schedule:
+    """`chunks` stages per rank. Bubble (p − 1)(tF + tB) / v from m = p on; rank 0 keeps (pv + p − 1) / v micro-batches.
+
+    Micro-batches go in groups of p through all stages. Where their number is no multiple of p the groups are equal
+    up to one and larger, which keeps the bubble and costs memory.
+    """
+    sizes = group_sizes(setting.num_micro_batches, max(1, setting.num_micro_batches // setting.num_ranks))
+    warm_ups = [
+        2 * (setting.num_ranks - 1 - rank) + (setting.chunks - 1) * sizes[0] for rank in range(setting.num_ranks)
+    ]
+    return grouped("interleaved", setting, sizes, warm_ups)
+
+
+def group_sizes(num_micro_batches: int, num_groups: int) -> list[int]:
+    """The sizes of groups that are equal up to one, the largest first."""
+    size, larger = divmod(num_micro_batches, num_groups)
+    return [size + (index < larger) for index in range(num_groups)]
+
+
+def grouped(name: str, setting: Setting, sizes: list[int], warm_ups: list[int]) -> Schedule:
+    """One forward, one backward in turn after `warm_ups` forwards on each rank, where each group of micro-batches
+    runs through a rank's first stage, then through its second, and backwards from the last.
+
+    No rank waits for another in a circle if sizes never grow, the warm-ups fall from rank to rank, by no more than
+    two groups in all, and the last rank's is (v − 1) groups or more.
+    """
+    num_ranks, chunks = setting.num_ranks, setting.chunks
+    steps: list[tuple[int, int]] = []
+    """(chunk, micro-batch) in the order of the forwards; backwards run the chunks from the other end."""
+    first = 0
+    for size in sizes:
+        steps += [(chunk, index) for chunk in range(chunks) for index in range(first, first + size)]
+        first += size
+    orders = []
+    for rank, warm_up in enumerate(warm_ups):
+        forwards = [Action("F", chunk * num_ranks + rank, index) for chunk, index in steps]
+        backwards = [Action("B", (chunks - 1 - chunk) * num_ranks + rank, index) for chunk, index in steps]
+        orders.append(one_by_one(forwards, backwards, warm_up))
+    return Schedule(name, looped(num_ranks, chunks), setting.num_micro_batches, tuple(orders))
+
+
+def one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    order = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        order += [*forwards[warm_up + index : warm_up + index + 1], backward]
+    return tuple(order)

@@ -1,0 +1,220 @@
+"""Lowering: passes that turn a Schedule into a Program by adding what the ranks say to each other, and the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from muster.schedule.action import KINDS, LANES, Action, Lane
+from muster.schedule.collector import collector_paused
+from muster.schedule.program import Instruction, Program, Wait
+from muster.schedule.schedule import Schedule
+from muster.schedule.spread_words import WordTimes, Woven, spread_words
+from muster.schedule.transfers import lanes_with_transfers
+from muster.spec.plan import Zero
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What a schedule is lowered for."""
+
+    zero: Zero = "z3"
+    data_ranks: int | tuple[int, ...] = 1
+    """Data-parallel ranks of every stage, or of each: with one there is nothing to gather or to reduce."""
+    copies: bool = False
+    """Whether tensor-parallel ranks have copies of a weight whose gradients they must add up."""
+    tied: bool = False
+    """Whether first and last stage share a weight."""
+    words: WordTimes | None = None
+    """Where the vocabulary is spread over all pipeline ranks: what its passes take."""
+    train: bool = True
+    """False: no gradients are reduced and no optimizer steps."""
+
+    def is_sharded(self, stage: int) -> bool:
+        """Whether the stage's data-parallel ranks have anything to say to each other."""
+        return (self.data_ranks if isinstance(self.data_ranks, int) else self.data_ranks[stage]) > 1
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Program in the making: lanes to which a pass may add at the end, so that what is there keeps its place."""
+
+    schedule: Schedule
+    woven: Woven | None = None
+    """The schedule with words, where they are spread."""
+    ranks: list[dict[Lane, list[Instruction]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = [{lane: [] for lane in LANES} for _ in self.schedule.ranks]
+        ends_s = self.woven.ends_s if self.woven else None
+        for rank, both in enumerate(lanes_with_transfers(self.schedule, ends_s)):
+            if self.woven:
+                both = _insert_words(self.woven.orders[rank], *both)
+            self.ranks[rank]["compute"], self.ranks[rank]["p2p"] = both
+
+    def add(self, rank: int, action: Action, waits: Sequence[Wait] = (), peer: int | None = None) -> Wait:
+        """Appends an instruction to its lane; returns how others wait for it."""
+        lane = KINDS[action.kind].lane
+        self.ranks[rank][lane].append(Instruction(action, peer, tuple(waits)))
+        return Wait(lane, len(self.ranks[rank][lane]) - 1)
+
+    def all_passes(self, rank: int) -> list[Wait]:
+        """What waits for the last of a rank's passes waits for all."""
+        return [Wait("compute", len(self.ranks[rank]["compute"]) - 1)] if self.ranks[rank]["compute"] else []
+
+    def collectives(self, rank: int, *kinds: str) -> list[Wait]:
+        """The rank's collectives of these kinds."""
+        lane = self.ranks[rank]["collective"]
+        return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
+
+    def finish(self) -> Program:
+        """The Program."""
+        schedule = self.schedule
+        ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple(
+            {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
+        )
+        return Program(schedule.name, schedule.placement, schedule.num_micro_batches, ranks, schedule.replicas)
+
+
+def lower(schedule: Schedule, lowering: Lowering) -> Program:
+    """The Program of one round. Raises ProgramError where the schedule's order can't be followed."""
+    with collector_paused():
+        woven = spread_words(schedule, lowering.words) if lowering.words else None
+        draft = Draft(woven.schedule if woven else schedule, woven)
+        add_gathers(draft, lowering)
+        if woven:
+            add_words(draft, woven)
+        if lowering.train:
+            add_reductions(draft, lowering)
+            if lowering.copies:
+                add_copies(draft)
+            if schedule.replicas > 1:
+                add_merges(draft)
+            if lowering.tied:
+                add_tied(draft)
+            add_step(draft)
+        return draft.finish()
+
+
+def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
+    """Stage → its last backward on a rank, in the order in which they come."""
+    last: dict[int, Wait] = {}
+    stages = {item.action.stage for item in compute}
+    for index in range(len(compute) - 1, -1, -1):
+        action = compute[index].action
+        if action.kind in ("B", "W", "T", "EW") and action.stage not in last:
+            last[action.stage] = Wait("compute", index)
+            if len(last) == len(stages):
+                break
+    return dict(reversed(last.items()))
+
+
+def _insert_words(
+    order: Sequence[Action], compute: Sequence[Instruction], p2p: Sequence[Instruction]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Both lanes, with the words' passes of `order` between those of the schedule."""
+    passes = {item.action: item for item in compute}
+    place = {action: index for index, action in enumerate(order)}
+    places = [place[item.action] for item in compute]
+    moved = [item._replace(waits=tuple(wait._replace(index=places[wait.index]) for wait in item.waits)) for item in p2p]
+    return [passes.get(action) or Instruction(action) for action in order], moved
+
+
+def add_words(draft: Draft, woven: Woven) -> None:
+    """What brings the ranks' words together, in one order on all ranks, and the waits for it.
+
+    It begins when its rank has done its part; the others begin to receive when what comes before it has begun.
+    """
+    placement = draft.schedule.placement
+    for rank, lanes in enumerate(draft.ranks):
+        place = {item.action: index for index, item in enumerate(lanes["compute"])}
+        own, last = placement.index(rank), len(placement) - 1
+        gives = {"EC": [("E", own)], "HC": [("F", last)], "SC": [("S", own)], "DC": [("B", 0), ("I", 0)]}
+        takes = {
+            "EC": [("F", 0)],
+            "HC": [("S", own)],
+            "SC": [("B", last), ("I", last), ("T", own)],
+            "DC": [("EW", own)],
+        }
+        for kind, unit in woven.collectives:
+            givers, takers = (
+                [place[action] for end in ends[kind] if (action := Action(*end, unit)) in place]
+                for ends in (gives, takes)
+            )
+            wait = draft.add(rank, Action(kind, own, unit), [Wait("compute", giver) for giver in givers])
+            for taker in takers:
+                item = lanes["compute"][taker]
+                lanes["compute"][taker] = item._replace(waits=(*item.waits, wait))
+
+
+def add_gathers(draft: Draft, lowering: Lowering) -> None:
+    """z1, z2: a stage's parameters are gathered before its first pass and stay so until the step; z3 gathers inside the
+    passes."""
+    if lowering.zero == "z3":
+        return
+    for rank, lanes in enumerate(draft.ranks):
+        compute = lanes["compute"]
+        first: dict[int, int] = {}
+        for index in range(len(compute) - 1, -1, -1):
+            first[compute[index].action.stage] = index
+        for stage in sorted(first, key=first.__getitem__):
+            if lowering.is_sharded(stage):
+                item, gathered = compute[first[stage]], draft.add(rank, Action("UNSHARD", stage))
+                compute[first[stage]] = item._replace(waits=(*item.waits, gathered))
+
+
+def add_reductions(draft: Draft, lowering: Lowering) -> None:
+    """z1: a stage's gradients are reduced once, after its last backward; z2, z3 reduce inside the passes.
+
+    With words, after all passes of the rank: collectives of words, which other ranks may not have come to, would stand
+    before it.
+    """
+    if lowering.zero == "z1":
+        for rank, lanes in enumerate(draft.ranks):
+            for stage, last in _last_backwards(lanes["compute"]).items():
+                if lowering.is_sharded(stage):
+                    draft.add(rank, Action("REDUCE", stage), draft.all_passes(rank) if draft.woven else [last])
+
+
+def add_copies(draft: Draft) -> None:
+    """Adds up the gradients of tensor-parallel copies, when those of the stage are complete."""
+    for rank, lanes in enumerate(draft.ranks):
+        reduced = {lanes["collective"][wait.index].action.stage: wait for wait in draft.collectives(rank, "REDUCE")}
+        for stage, last in _last_backwards(lanes["compute"]).items():
+            draft.add(rank, Action("SYNC", stage), [reduced.get(stage, last)])
+
+
+def add_merges(draft: Draft) -> None:
+    """The replicas' holders of the same layers add up their gradients; n MERGE is the n-th stage of each replica.
+
+    After all passes of the rank, since the other holder may need them first; by depth on all ranks alike, so that no
+    two wait for each other.
+    """
+    placement, depth = draft.schedule.placement, draft.schedule.depth
+    ready = [
+        draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC") for rank in range(len(draft.schedule.ranks))
+    ]
+    for stage in range(depth):
+        one, other = placement[stage], placement[stage + depth]
+        draft.add(one, Action("MERGE", stage), ready[one], None if one == other else other)
+        if one != other:
+            draft.add(other, Action("MERGE", stage), ready[other], one)
+
+
+def add_tied(draft: Draft) -> None:
+    """First and last stage of each replica add up the gradients of the weight they share, if they lie on two ranks.
+
+    Only after all passes of the rank: the partner may need them first.
+    """
+    placement, depth = draft.schedule.placement, draft.schedule.depth
+    for first in range(0, len(placement), depth):
+        for stage, other in ((first, first + depth - 1), (first + depth - 1, first)):
+            rank, partner = placement[stage], placement[other]
+            if rank != partner:
+                after = draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC", "MERGE")
+                draft.add(rank, Action("TIE", stage), after, partner)
+
+
+def add_step(draft: Draft) -> None:
+    """The gradient norm over all ranks when every gradient is complete, then the optimizer step."""
+    for rank in range(len(draft.ranks)):
+        after = draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC", "MERGE", "TIE")
+        draft.add(rank, Action("STEP"), [draft.add(rank, Action("NORM"), after)])

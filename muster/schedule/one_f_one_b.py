@@ -1,0 +1,23 @@
+"""1F1B: after a warm-up one forward, one backward in turn (Narayanan et al. 2021, arXiv:2104.04473, §2.2.1)."""
+
+from muster.schedule.action import Action
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+
+
+def one_f_one_b(setting: Setting) -> Schedule:
+    """One stage per rank. Bubble (p − 1)(tF + tB) as GPipe's; rank r keeps the activations of min(p − r, m)
+    micro-batches. With one stage it is gradient accumulation."""
+    num_stages, num_micro_batches = setting.num_ranks, setting.num_micro_batches
+    ranks = tuple(_rank(stage, num_stages, num_micro_batches) for stage in range(num_stages))
+    return Schedule("1f1b", tuple(range(num_stages)), num_micro_batches, ranks)
+
+
+def _rank(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
+    warm_up = min(num_stages - stage - 1, num_micro_batches)
+    order = [Action("F", stage, index) for index in range(warm_up)]
+    for index in range(num_micro_batches):
+        if warm_up + index < num_micro_batches:
+            order.append(Action("F", stage, warm_up + index))
+        order.append(Action("B", stage, index))
+    return tuple(order)

@@ -1,0 +1,162 @@
+"""A Program: what every pipeline rank does in one round, lane by lane, with explicit waits."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muster.schedule.action import KINDS, LANES, Action, Lane, parse_action
+from muster.spec.errors import MusterError
+
+
+class ProgramError(MusterError):
+    """An order of work that can't be followed; the sentence names the action that is wrong."""
+
+
+class Wait(NamedTuple):
+    """An instruction that must be over before another begins: the `index`-th of `lane` on the same rank."""
+
+    lane: Lane
+    index: int
+
+
+class Instruction(NamedTuple):
+    """An action with what a rank needs to run it: the pipeline rank at the other end, and what to wait for.
+
+    Instructions of one lane begin in order; the order between lanes is given by `waits` alone.
+    """
+
+    action: Action
+    peer: int | None = None
+    waits: tuple[Wait, ...] = ()
+
+    @property
+    def lane(self) -> Lane:
+        return KINDS[self.action.kind].lane
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f"{'>' if self.action.kind[0] == 'S' else '<'}{self.peer}"
+        waits = ",".join(f"{wait.lane}:{wait.index}" for wait in self.waits)
+        return f"{self.action}{peer}" + (f"@{waits}" if waits else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One round of work: per pipeline rank, per lane, the ordered instructions.
+
+    A pipeline rank stands for all the ranks of its stages' mesh, which do the same on their own shares.
+    """
+
+    schedule: str
+    placement: tuple[int, ...]
+    """The pipeline rank of each stage."""
+    num_micro_batches: int
+    ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...]
+    replicas: int = 1
+    """Copies of the model; stages are numbered copy by copy, see `Schedule`."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Over all replicas."""
+        return len(self.placement)
+
+    @property
+    def depth(self) -> int:
+        """Stages of one replica."""
+        return len(self.placement) // self.replicas
+
+    def is_first(self, stage: int) -> bool:
+        """Whether it takes in the data: it has no stage before it."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether it makes the loss: it has no stage after it."""
+        return stage % self.depth == self.depth - 1
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+def meeting(instruction: Instruction, rank: int, num_ranks: int) -> tuple[int, ...]:
+    """The pipeline ranks that a collective on `rank` brings together: all for NORM and what concerns words, two for
+    TIE and MERGE (one where both replicas' stages lie on it), else one."""
+    if instruction.action.kind == "NORM" or KINDS[instruction.action.kind].beside:
+        return tuple(range(num_ranks))
+    return (rank,) if instruction.peer is None else (min(rank, instruction.peer), max(rank, instruction.peer))
+
+
+def stages_of(program: Program, kind: str, stage: int) -> range:
+    """The stages that an action of a kind and stage number concerns: `n MERGE` the n-th of each replica, the others
+    their own; none where there is no such stage."""
+    if kind == "MERGE":
+        return range(stage, program.num_stages, program.depth) if stage < program.depth else range(0)
+    return range(stage, stage + 1) if 0 <= stage < program.num_stages else range(0)
+
+
+def has_split_backward(program: Program) -> bool:
+    """Whether some backwards are in two passes, I and W."""
+    return any(item.action.kind == "W" for lanes in program.ranks for item in lanes.get("compute", ()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text: one line per rank and lane
+
+
+def format_program(program: Program) -> str:
+    """The program as text that `parse_program` reads back: a head line, then one line per rank and lane."""
+    placement = ",".join(map(str, program.placement))
+    lines = [
+        f"program 1 schedule={program.schedule} ranks={program.num_ranks}"
+        f" micro_batches={program.num_micro_batches} placement={placement}"
+        + (f" replicas={program.replicas}" if program.replicas > 1 else "")
+    ]
+    for rank, lanes in enumerate(program.ranks):
+        for lane in LANES:
+            if lanes.get(lane):
+                lines.append(f"rank {rank} {lane}: " + " ".join(map(str, lanes[lane])))
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = re.compile(r"program 1 schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?")
+_LINE = re.compile(r"rank (\d+) (\w+):\s*(.*)")
+_INSTRUCTION = re.compile(r"([^<>@]+)(?:[<>](\d+))?(?:@(\S+))?")
+
+
+def parse_program(text: str) -> Program:
+    """The program that prints as `text`; blank lines and lines that begin with # are passed over.
+
+    Raises ValueError with the line that is wrong.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    head = _HEAD.fullmatch(lines[0]) if lines else None
+    if head is None:
+        raise ValueError("a program begins with 'program 1 schedule=… ranks=… micro_batches=… placement=…'")
+    ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple({} for _ in range(int(head[2])))
+    for line in lines[1:]:
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] not in LANES or int(match[1]) >= len(ranks):
+            raise ValueError(f"{line[:60]!r} is not 'rank R LANE: instructions' with R < {len(ranks)}")
+        lane: Lane = match[2]  # type: ignore[assignment]
+        ranks[int(match[1])][lane] = tuple(_parse_instruction(word) for word in match[3].split())
+    placement = tuple(int(rank) for rank in head[4].split(","))
+    replicas = int(head[5] or 1)
+    if not replicas or len(placement) % replicas:
+        raise ValueError(f"{len(placement)} stages don't spread over {replicas} replicas")
+    return Program(head[1], placement, int(head[3]), ranks, replicas)
+
+
+def _parse_instruction(text: str) -> Instruction:
+    match = _INSTRUCTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not an instruction; one looks like 0SF2>1@compute:4")
+    waits = []
+    for wait in (match[3] or "").split(","):
+        if wait:
+            lane, _, index = wait.partition(":")
+            if lane not in LANES or not index.isdigit():
+                raise ValueError(f"{text!r}: a wait names a lane and an index, such as compute:4")
+            waits.append(Wait(lane, int(index)))  # type: ignore[arg-type]
+    return Instruction(parse_action(match[1]), int(match[2]) if match[2] else None, tuple(waits))

@@ -1,0 +1,239 @@
+"""How long a Schedule takes under a Setting: a walk of every rank through its passes, without lowering."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from muster.schedule.action import Action
+from muster.schedule.program import ProgramError
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When each action of a schedule begins and ends, in seconds, and what follows from that.
+
+    `begin_s[rank][i]` and `end_s[rank][i]` belong to `schedule.ranks[rank][i]`. Definitions: a *span bubble* is what a
+    rank stands still between its first begin and its last end; the *bubble* is the makespan less the busiest rank's
+    work.
+    """
+
+    begin_s: tuple[Sequence[float], ...]
+    end_s: tuple[Sequence[float], ...]
+    work_s: tuple[float, ...]
+    """Per rank, the sum of its passes' times."""
+    peak_activation: tuple[float, ...]
+    """Per rank, the most activations kept for backwards at once, in `Setting.memory_limit`'s unit."""
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first begin to the last end on any rank."""
+        return max(ends[-1] for ends in self.end_s if ends) - min(begins[0] for begins in self.begin_s if begins)
+
+    @property
+    def bubble_s(self) -> float:
+        return self.makespan_s - max(self.work_s)
+
+    @property
+    def span_bubble_s(self) -> tuple[float, ...]:
+        rows = zip(self.begin_s, self.end_s, self.work_s, strict=True)
+        return tuple(ends[-1] - begins[0] - work_s if ends else 0.0 for begins, ends, work_s in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds of a stage's passes by depth, of a hop between ranks, and what a stage's activations count."""
+
+    forward_s: Sequence[float]
+    input_backward_s: Sequence[float]
+    weight_backward_s: Sequence[float]
+    hop_s: float = 0.0
+    activation: float = 1.0
+
+
+def time_schedule(schedule: Schedule, setting: Setting) -> Timing:
+    """`time_passes` under a setting. Raises ProgramError where the two differ in size, too."""
+    size = (schedule.num_stages, schedule.replicas, schedule.num_micro_batches)
+    if size != (setting.depth * setting.replicas, setting.replicas, setting.num_micro_batches):
+        raise ProgramError(
+            f"schedule {schedule.name} has {size[0]} stages, {size[1]} replicas and {size[2]} micro-batches,"
+            f" its setting {setting.depth * setting.replicas}, {setting.replicas} and {setting.num_micro_batches}"
+        )
+    times_s = (setting.forward_s, setting.input_backward_s, setting.weight_backward_s)
+    return time_passes(schedule, PassTimes(*times_s, setting.hop_s, setting.activation))
+
+
+def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
+    """Each pass begins when the one before it on its rank is over and its input is there: at once from a stage on the
+    same rank, `hop_s` after the end of the pass that makes it from another. `B` takes the time of I and W.
+
+    An activation counts from F until B or W. Raises ProgramError naming the action where one is missing, stands twice,
+    on the wrong rank or in an order that can't be followed.
+    """
+    _check_shape(schedule)
+    walk = _Walk(schedule, times)
+    walk.run()
+    return Timing(tuple(walk.begin_s), tuple(walk.end_s), tuple(walk.work_s), tuple(walk.peak_activation))
+
+
+def _check_shape(schedule: Schedule) -> None:
+    """What can be seen rank by rank; with C-level loops only, since searches come here very often."""
+    if schedule.num_micro_batches < 1 or schedule.depth < 1:
+        raise ProgramError(
+            f"a schedule needs at least one stage and one micro-batch, {schedule.name} has {schedule.num_stages}"
+            f" and {schedule.num_micro_batches}"
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < len(schedule.ranks):
+            raise ProgramError(f"stage {stage} lies on rank {rank}, but the ranks are 0 to {len(schedule.ranks) - 1}")
+    for rank, order in enumerate(schedule.ranks):
+        if not order:
+            continue
+        kinds, stages, micro_batches, slices, versions = zip(*order, strict=True)
+        held = {stage for stage, holder in enumerate(schedule.placement) if holder == rank}
+        good = held.issuperset(stages) and min(micro_batches) >= 0 and max(micro_batches) < schedule.num_micro_batches
+        good = good and {"F", "B", "I", "W"}.issuperset(kinds) and not any(slices) and not any(versions)
+        if not good or len(set(order)) < len(order):
+            raise ProgramError(_wrong_shape(schedule, rank))
+
+
+def _wrong_shape(schedule: Schedule, rank: int) -> str:
+    seen: set[Action] = set()
+    for action in schedule.ranks[rank]:
+        if action.kind not in ("F", "B", "I", "W"):
+            return f"{action} on rank {rank} is no pass; a schedule has F, B, I and W"
+        if not 0 <= action.stage < schedule.num_stages or not 0 <= action.micro_batch < schedule.num_micro_batches:
+            return (
+                f"{action} on rank {rank} is outside of {schedule.num_stages} stages"
+                f" and {schedule.num_micro_batches} micro-batches"
+            )
+        if schedule.placement[action.stage] != rank:
+            return (
+                f"{action} is on rank {rank}, but stage {action.stage} lies on rank {schedule.placement[action.stage]}"
+            )
+        if action.slice or action.version:
+            return f"{action} on rank {rank} is of a slice or version, which no schedule has yet"
+        if action in seen:
+            return f"{action} is on rank {rank} twice"
+        seen.add(action)
+    raise AssertionError("there is something wrong with the order")
+
+
+class _Walk:
+    """Follows the data from rank to rank: each rank goes on until it needs a time that isn't known yet."""
+
+    def __init__(self, schedule: Schedule, times: PassTimes) -> None:
+        self.schedule, self.times, count = schedule, times, len(schedule.ranks)
+        self.begin_s: list[list[float]] = [[] for _ in range(count)]
+        self.end_s: list[list[float]] = [[] for _ in range(count)]
+        self.work_s, self.peak_activation = [0.0] * count, [0.0] * count
+        self.backwards = schedule.num_stages * schedule.num_micro_batches
+        self.over_s = [-1.0] * (2 * self.backwards)
+        """When stage × micro-batch's forward is over, from `backwards` on the same for B or I; −1: not yet."""
+        placement = schedule.placement
+        self.hops_s = [times.hop_s * (one != other) for one, other in pairwise(placement)]
+        """From each stage to the one after it, or back."""
+        self.waiting: dict[int, int] = {}
+        """Place in `over_s` → the rank that waits for it."""
+        self.ready = list(range(count))
+
+    def run(self) -> None:
+        """Raises ProgramError where a rank doesn't come to its end, or not all is done in the end."""
+        walks = [self._walk(rank) for rank in self.ready]
+        while self.ready:
+            rank = self.ready.pop()
+            place = next(walks[rank], -1)
+            if place >= 0:
+                self.waiting[place] = rank
+        if self.waiting:
+            raise ProgramError(self._obstacle())
+        self._check_complete()
+
+    def _walk(self, rank: int) -> Iterator[int]:
+        """Yields the place in `over_s` that it waits for."""
+        over_s, waiting, times, hops_s = self.over_s, self.waiting, self.times, self.hops_s
+        depth, count, backwards = self.schedule.depth, self.schedule.num_micro_batches, self.backwards
+        begin, end = self.begin_s[rank].append, self.end_s[rank].append
+        time_s = work_s = 0.0
+        alive = peak = 0
+        split: set[int] = set()
+        """Where I is over and W is not."""
+        for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
+            level, place, source, hop_s = stage % depth, stage * count + micro_batch, -1, 0.0
+            if kind == "F":
+                duration_s = times.forward_s[level]
+                if level:
+                    source, hop_s = place - count, hops_s[stage - 1]
+                alive += 1
+                peak = max(peak, alive)
+            elif kind == "W":
+                duration_s = times.weight_backward_s[level]
+                if place not in split:
+                    raise ProgramError(f"{stage}W{micro_batch} on rank {rank} has no {stage}I{micro_batch} before it")
+                split.remove(place)
+                alive -= 1
+            else:
+                duration_s = times.input_backward_s[level]
+                if over_s[place] < 0 or over_s[place + backwards] >= 0:
+                    raise ProgramError(self._wrong_backward(Action(kind, stage, micro_batch), rank))
+                if kind == "B":
+                    duration_s += times.weight_backward_s[level]
+                    alive -= 1
+                else:
+                    split.add(place)
+                place += backwards
+                if level < depth - 1:
+                    source, hop_s = place + count, hops_s[stage]
+            if source >= 0:
+                while over_s[source] < 0:
+                    yield source
+                time_s = max(time_s, over_s[source] + hop_s)
+            begin(time_s)
+            time_s += duration_s
+            work_s += duration_s
+            end(time_s)
+            if kind != "W":
+                over_s[place] = time_s
+                if place in waiting:
+                    self.ready.append(waiting.pop(place))
+        if split:
+            stage, micro_batch = divmod(min(split), count)
+            raise ProgramError(f"{stage}W{micro_batch} is missing on rank {rank}")
+        self.work_s[rank], self.peak_activation[rank] = work_s, peak * times.activation
+
+    def _wrong_backward(self, action: Action, rank: int) -> str:
+        _, stage, micro_batch, *_ = action
+        if self.over_s[stage * self.schedule.num_micro_batches + micro_batch] < 0:
+            return f"{action} on rank {rank} has no {stage}F{micro_batch} before it"
+        return f"rank {rank} has both {stage}B{micro_batch} and {stage}I{micro_batch}"
+
+    def _obstacle(self) -> str:
+        """In words, what is missing or, where nothing is, who waits for whom."""
+        words = []
+        for place, rank in self.waiting.items():
+            backward, rest = divmod(place, self.backwards)
+            stage, micro_batch = divmod(rest, self.schedule.num_micro_batches)
+            wanted = [Action(kind, stage, micro_batch) for kind in ("BI" if backward else "F")]
+            action, holder = self.schedule.ranks[rank][len(self.end_s[rank])], self.schedule.placement[stage]
+            found = [one for one in wanted if one in self.schedule.ranks[holder]]
+            if not found:
+                return f"{wanted[0]} is missing on rank {holder}; {action} on rank {rank} waits for it"
+            words.append(f"{action} on rank {rank} waits for {found[0]} on rank {holder}")
+        return f"the order of the schedule can't be followed: {', '.join(sorted(words))}"
+
+    def _check_complete(self) -> None:
+        """Every micro-batch runs through one replica, forward and, where there are backwards at all, backward."""
+        schedule, count = self.schedule, self.schedule.num_micro_batches
+        trains = max(self.over_s[self.backwards :]) >= 0
+        for micro_batch in range(count):
+            first = range(0, schedule.num_stages, schedule.depth)
+            begun = [stage for stage in first if self.over_s[stage * count + micro_batch] >= 0]
+            if len(begun) > 1:
+                one, other, *_ = (f"{stage}F{micro_batch} on rank {schedule.placement[stage]}" for stage in begun)
+                raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
+            start = begun[0] if begun else 0
+            for stage in range(start, start + schedule.depth):
+                for kind, offset in (("F", 0), ("B", self.backwards)) if trains else (("F", 0),):
+                    if self.over_s[offset + stage * count + micro_batch] < 0:
+                        raise ProgramError(f"{stage}{kind}{micro_batch} is missing on rank {schedule.placement[stage]}")

@@ -1,0 +1,144 @@
+"""Where the time of a round goes; the same sums for predicted and measured timelines."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from muster.schedule.action import KINDS, Action, other_end
+from muster.simulate.timeline import Event, Timeline
+
+Span = tuple[float, float]
+"""From when to when, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Means over the ranks, in seconds. The parts from `forward_s` to `bubble_s` add up to `step_s`.
+
+    While a rank computes, that is what its time goes to. While it doesn't, the time goes to the collective that it
+    takes part in (counted from when the last of its ranks has come), else to the transfer that its next pass waits for
+    (counted from when the sender has begun), else to the bubble: it waits for others to compute.
+    What runs beside the compute costs nothing.
+    """
+
+    step_s: float
+    """From the first start to the last end on any rank."""
+    forward_s: float
+    backward_s: float
+    send_s: float
+    gather_s: float
+    """Parameters gathered, gradients reduced and added up between stages."""
+    optimizer_s: float
+    """The gradient norm and the optimizer step."""
+    bubble_s: float
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The bubble's part of the step."""
+        return self.bubble_s / self.step_s if self.step_s else 0.0
+
+
+_COMPUTE = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "STEP": "optimizer", "RESHARD": "gather"}
+_COMPUTE |= {"E": "forward", "S": "forward", "T": "backward", "EW": "backward"}
+_COLLECTIVE = dict.fromkeys(("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE"), "gather") | {"NORM": "optimizer"}
+_COLLECTIVE |= dict.fromkeys(("EC", "HC", "SC", "DC"), "send")
+
+_READERS = {"RF": ("F",), "RB": ("B", "I")}
+
+
+def breakdown(timeline: Timeline) -> Breakdown:
+    """Where the timeline's time goes, as a mean over its ranks."""
+    if not timeline.events:
+        return Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    first_s = min(event.start_s for event in timeline.events)
+    last_s = max(event.end_s for event in timeline.events)
+    total_s: defaultdict[str, float] = defaultdict(float)
+    compute: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        if event.lane == "compute":
+            total_s[_COMPUTE[event.action.kind]] += event.duration_s
+            compute[event.rank].append(event)
+    for events in compute:
+        events.sort(key=lambda event: event.start_s)
+    collectives, flights = _collective_spans(timeline.events), _flights(timeline.events, compute)
+    for rank, events in enumerate(compute):
+        gaps = _subtract([(first_s, last_s)], [(event.start_s, event.end_s) for event in events])
+        for part, spans in (*collectives[rank].items(), ("send", flights[rank])):
+            rest = _subtract(gaps, spans)
+            total_s[part] += _length_s(gaps) - _length_s(rest)
+            gaps = rest
+        total_s["bubble"] += _length_s(gaps)
+    mean_s = {part: sum_s / timeline.num_ranks for part, sum_s in total_s.items()}
+    parts = ("forward", "backward", "send", "gather", "optimizer", "bubble")
+    return Breakdown(last_s - first_s, *(mean_s.get(part, 0.0) for part in parts))
+
+
+def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, list[Span]]]:
+    """Rank → part → when a collective was under way with all its ranks present.
+
+    Ranks that take part in the same collective record the same action, but for those of words, which name a stage of
+    the rank, and TIE, which names its own stage: there the n-th of each rank, which is that of the n-th replica.
+    """
+    together: defaultdict[tuple[Action, int], list[Event]] = defaultdict(list)
+    ties: Counter[int] = Counter()
+    for event in events:
+        if event.lane == "collective":
+            tie = event.action.kind == "TIE"
+            name = event.action._replace(stage=-1) if tie or KINDS[event.action.kind].beside else event.action
+            together[name, ties[event.rank] if tie else 0].append(event)
+            ties[event.rank] += tie
+    spans: defaultdict[int, dict[str, list[Span]]] = defaultdict(dict)
+    for (action, _), group in together.items():
+        all_there_s = max(event.start_s for event in group)
+        for event in group:
+            spans[event.rank].setdefault(_COLLECTIVE[action.kind], []).append((all_there_s, event.end_s))
+    return spans
+
+
+def _flights(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[Span]]:
+    """Rank → when a transfer was on its way to it while it stood still before the pass that takes it in.
+
+    On a measured timeline each of a stage's ranks sends the same action, to the receiver of the same place among its
+    stage's ranks. `compute` gives each rank's passes in order.
+    """
+    idle_since_s = {
+        (event.rank, event.action): before.end_s for passes in compute for before, event in pairwise(passes)
+    }
+    ends: defaultdict[Action, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.lane == "p2p":
+            ends[event.action].append(event)
+    spans: defaultdict[int, list[Span]] = defaultdict(list)
+    for action, receives in ends.items():
+        if action.kind[0] == "R":
+            sends = sorted(ends.get(other_end(action), ()))
+            for send, receive in zip(sends, sorted(receives), strict=False):
+                readers = [(receive.rank, Action(kind, *action[1:])) for kind in _READERS[action.kind]]
+                since_s = [idle_since_s[reader] for reader in readers if reader in idle_since_s]
+                spans[receive.rank].append((max([send.start_s, *since_s]), receive.end_s))
+    return spans
+
+
+def _subtract(spans: list[Span], others: list[Span]) -> list[Span]:
+    """What of `spans`, which are disjoint and ascending, lies in none of `others`; disjoint and ascending."""
+    rest: list[Span] = []
+    others = sorted(span for span in others if span[0] < span[1])
+    position = 0
+    for start_s, end_s in spans:
+        while position < len(others) and start_s < end_s:
+            other_start_s, other_end_s = others[position]
+            if other_start_s >= end_s:
+                break
+            if other_start_s > start_s:
+                rest.append((start_s, other_start_s))
+            start_s = max(start_s, other_end_s)
+            if start_s < end_s:
+                position += 1
+        if start_s < end_s:
+            rest.append((start_s, end_s))
+    return rest
+
+
+def _length_s(spans: list[Span]) -> float:
+    return sum(end_s - start_s for start_s, end_s in spans)

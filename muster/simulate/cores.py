@@ -1,0 +1,153 @@
+"""Ranks that share the cores of one machine: a discrete-event run in the order of time."""
+
+from heapq import heappop, heappush
+from math import inf
+
+from muster.cost.op_times import OpTimes
+from muster.schedule.action import LANES, Action, Lane
+from muster.schedule.program import Instruction, Program, ProgramError, meeting
+from muster.simulate.timeline import Event, Timeline
+
+Place = tuple[int, Lane, int]
+"""An instruction: pipeline rank, lane, index."""
+
+
+def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
+    """As `simulate`, for ranks that compete for `times.cores` cores (None: as many as they want).
+
+    Whatever computes or moves memory wants one core for each process that takes part: passes, the step, and UNSHARD,
+    REDUCE and TIE, which on a machine without network are copies and additions. All get the same share,
+    min(1, cores / processes). A hop and NORM are latency, and take no core.
+    """
+    machine = _Machine(program, times)
+    machine.run()
+    return Timeline("predicted", program.num_ranks, tuple(machine.events()))
+
+
+class _Machine:
+    """The state at `now_s`.
+
+    Since all jobs advance at one rate, a clock of work done per job (`work_s`) orders their ends for good, whatever
+    begins or ends meanwhile.
+    """
+
+    def __init__(self, program: Program, times: OpTimes) -> None:
+        self.times, self.num_ranks = times, program.num_ranks
+        self.lanes: list[dict[Lane, tuple[Instruction, ...]]] = [
+            {lane: ranks.get(lane, ()) for lane in LANES} for ranks in program.ranks
+        ]
+        self.cursor: list[dict[Lane, int]] = [dict.fromkeys(LANES, 0) for _ in program.ranks]
+        self.begin_s: dict[Place, float] = {}
+        self.end_s: dict[Place, float] = {}
+        self.now_s = self.work_s = 0.0
+        self.running = 0
+        """Processes that want a core."""
+        self.jobs: list[tuple[float, int, int, list[Place]]] = []
+        """(`work_s` at the end, order of beginning, processes, instructions that end)."""
+        self.timers: list[tuple[float, int, list[Place]]] = []
+        """(time of the end, order of beginning, instructions that end)."""
+        self.count = 0
+        self.present: dict[tuple, list[Place]] = {}
+        """(kind, ranks) of a collective → the ranks' ends that have come."""
+        self.receives: dict[tuple[int, int], list[int]] = {}
+        """(source, target) → the places in the target's lane that receive from the source, last first."""
+        for rank, lanes in enumerate(self.lanes):
+            for index, instruction in reversed(list(enumerate(lanes["p2p"]))):
+                if instruction.action.kind[0] == "R" and instruction.peer is not None:
+                    self.receives.setdefault((instruction.peer, rank), []).append(index)
+
+    def run(self) -> None:
+        """Until all has ended. Raises ProgramError when something never begins."""
+        for rank in range(self.num_ranks):
+            self._begin_what_can(rank)
+        while self.jobs or self.timers:
+            for rank in sorted({rank for rank, _, _ in self._next_end()}):
+                self._begin_what_can(rank)
+        for rank, lanes in enumerate(self.lanes):
+            for lane, instructions in lanes.items():
+                if self.cursor[rank][lane] < len(instructions):
+                    action = instructions[self.cursor[rank][lane]].action
+                    raise ProgramError(f"{action} on rank {rank} never begins; the checker says why")
+
+    def events(self) -> list[Event]:
+        """By rank, lane and order in the lane."""
+        return [
+            Event(rank, lane, instruction.action, self.begin_s[rank, lane, index], self.end_s[rank, lane, index])
+            for rank, lanes in enumerate(self.lanes)
+            for lane, instructions in lanes.items()
+            for index, instruction in enumerate(instructions)
+        ]
+
+    def _next_end(self) -> list[Place]:
+        """Moves on to the next end; returns what ends."""
+        cores = self.times.cores
+        rate = 1.0 if cores is None or self.running <= cores else cores / self.running
+        job_s = self.now_s + (self.jobs[0][0] - self.work_s) / rate if self.jobs else inf
+        timer_s = self.timers[0][0] if self.timers else inf
+        if timer_s <= job_s:
+            time_s, _, places = heappop(self.timers)
+            self.work_s += (time_s - self.now_s) * rate
+        else:
+            time_s = job_s
+            self.work_s, _, processes, places = heappop(self.jobs)
+            self.running -= processes
+        self.now_s = time_s
+        for place in places:
+            self.end_s[place] = time_s
+        return places
+
+    def _begin_what_can(self, rank: int) -> None:
+        for lane in LANES:
+            instructions, cursor = self.lanes[rank][lane], self.cursor[rank]
+            while cursor[lane] < len(instructions):
+                index = cursor[lane]
+                if lane != "p2p" and index and (rank, lane, index - 1) not in self.end_s:
+                    break
+                if not all((rank, *wait) in self.end_s for wait in instructions[index].waits):
+                    break
+                cursor[lane] += 1
+                self._begin((rank, lane, index))
+
+    def _begin(self, place: Place) -> None:
+        rank, lane, index = place
+        instruction = self.lanes[rank][lane][index]
+        if lane == "p2p":
+            if instruction.action.kind[0] == "S":
+                assert instruction.peer is not None
+                receive: Place = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
+                self.begin_s[place] = self.begin_s[receive] = self.now_s
+                self._add_timer(self.times.hop_s, [place, receive])
+            return
+        self.begin_s[place] = self.now_s
+        places = self._together(place) if lane == "collective" else [place]
+        if not places:
+            return
+        duration_s = max(self.times.of(self._action(one)) for one in places)
+        if lane == "copy" or instruction.action.kind == "NORM":
+            self._add_timer(duration_s, places)
+        else:
+            self._add_job(duration_s, places)
+
+    def _together(self, place: Place) -> list[Place]:
+        """All ends of the collective that has come to `place`; none while a rank is missing."""
+        rank, lane, index = place
+        instruction = self.lanes[rank][lane][index]
+        ranks = meeting(instruction, rank, self.num_ranks)
+        key = (instruction.action.kind, ranks)
+        self.present.setdefault(key, []).append(place)
+        return self.present.pop(key) if len(self.present[key]) == len(ranks) else []
+
+    def _action(self, place: Place) -> Action:
+        rank, lane, index = place
+        return self.lanes[rank][lane][index].action
+
+    def _add_timer(self, duration_s: float, places: list[Place]) -> None:
+        self.count += 1
+        heappush(self.timers, (self.now_s + duration_s, self.count, places))
+
+    def _add_job(self, duration_s: float, places: list[Place]) -> None:
+        self.count += 1
+        each = self.times.processes
+        processes = sum(each[rank] if each else 1 for rank, _, _ in places)
+        self.running += processes
+        heappush(self.jobs, (self.work_s + duration_s, self.count, processes, places))

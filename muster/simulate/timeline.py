@@ -1,0 +1,60 @@
+"""A Timeline: what each rank did when. The simulator and the executor both return one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from muster.schedule.action import Action, Lane, parse_action
+from muster.schedule.schedule import Schedule
+from muster.schedule.timing import Timing
+
+
+class Event(NamedTuple):
+    """One instruction's run on one rank, in seconds from the start of the round."""
+
+    rank: int
+    lane: Lane
+    action: Action
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The events of one round; `rank` counts the simulator's pipeline ranks or the executor's world ranks."""
+
+    source: Literal["predicted", "measured"]
+    num_ranks: int
+    events: tuple[Event, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end on any rank."""
+        if not self.events:
+            return 0.0
+        return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
+
+
+def timeline_of(schedule: Schedule, timing: Timing) -> Timeline:
+    """The passes of a schedule when its timing says."""
+    events = (
+        Event(rank, "compute", *row)
+        for rank, order in enumerate(schedule.ranks)
+        for row in zip(order, timing.begin_s[rank], timing.end_s[rank], strict=True)
+    )
+    return Timeline("predicted", len(schedule.ranks), tuple(events))
+
+
+def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+    """Plain data: events as [rank, lane, action, start_s, end_s]."""
+    events = [[e.rank, e.lane, str(e.action), round(e.start_s, 9), round(e.end_s, 9)] for e in timeline.events]
+    return {"version": 1, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
+
+
+def timeline_from_json(data: dict[str, Any]) -> Timeline:
+    """The inverse of `timeline_to_json`."""
+    events = (Event(rank, lane, parse_action(action), start, end) for rank, lane, action, start, end in data["events"])
+    return Timeline(data["source"], data["num_ranks"], tuple(events))

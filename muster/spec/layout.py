@@ -1,0 +1,176 @@
+"""Which part of each global tensor a rank holds: the one truth for initialisation, clipping, checkpoints and memory."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from muster.spec.mesh import Coordinates, coordinates
+from muster.spec.model import ModelSpec, parameters, stage_parameters
+from muster.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: where it starts and how far it reaches, by dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that lies in both, or None."""
+    start = tuple(max(p, q) for p, q in zip(a.start, b.start, strict=True))
+    ends = (min(p + m, q + n) for p, m, q, n in zip(a.start, a.size, b.start, b.size, strict=True))
+    size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Slices that cut `inner` out of a tensor that holds `outer`."""
+    start = tuple(p - q for p, q in zip(inner.start, outer.start, strict=True))
+    return Box(start, inner.size).slices
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A global tensor and the parts of it that one rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    copies: int = 1
+    """On how many ranks of the world each number of these parts lies."""
+    copy_index: int = 0
+    """Which of the copies this rank's are: copies 0 make up the whole tensor, and are written to checkpoints."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers held here."""
+        return sum(box.numel for box in self.boxes)
+
+
+def shard_rows(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First row and number of rows of part `index` when dimension 0 is cut as `torch.chunk` does (as fully_shard does).
+
+    The first parts have ceil(rows / parts) rows, the last may have fewer or none.
+    """
+    step = -(-rows // parts)
+    start = min(index * step, rows)
+    return start, min(step, rows - start)
+
+
+def stages_of(plan: Plan, pp_rank: int) -> list[int]:
+    """The stages that a pipeline rank holds."""
+    return [stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == pp_rank]
+
+
+def tensor_slice(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
+    """What rank `index` of `tp` holds of a parameter under tensor parallelism: (part, its copies, which of them).
+
+    Rows of q, k, v, gate, up, head and embedding, columns of o and down, all of a norm. Query and key/value heads stay
+    whole; where there are more ranks than key/value heads, neighbours hold the same one. Words and inner widths that
+    `tp` doesn't divide give the last ranks fewer.
+    """
+    kind, whole = name.removesuffix(".weight").rpartition(".")[2], Box((0,) * len(shape), shape)
+    if tp == 1:
+        return whole, 1, 0
+    if kind.endswith("norm"):
+        return whole, tp, index
+    if kind in ("k", "v") and tp > spec.num_kv_heads:
+        copies = tp // spec.num_kv_heads
+        return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
+    unit = spec.head_dim if kind in ("q", "k", "v", "o") else 1
+    dim = 1 if kind in ("o", "down") else 0
+    start, count = shard_rows(shape[dim] // unit, tp, index)
+    return _cut(whole, dim, start * unit, count * unit), 1, 0
+
+
+WORDS = ("embed.weight", "head.weight")
+"""What has a row for every word."""
+
+
+def held_parts(
+    spec: ModelSpec, plan: Plan, stage: int, tp_index: int = 0
+) -> Iterator[tuple[str, tuple[int, ...], Box, int, int]]:
+    """The parameters of a stage as its passes use them: name, whole shape, and as `tensor_slice` says it what one of
+    the stage's tensor-parallel ranks has of it.
+
+    Where the vocabulary is spread, each pipeline rank's first stage has its part of the words: rows as `shard_rows`
+    cuts them.
+    """
+    first, last = plan.is_first(stage), plan.is_last(stage)
+    shapes = stage_parameters(spec, plan.layers(stage, spec.num_layers), first, last)
+    for name, shape in shapes:
+        if not (plan.spread_vocab and name in WORDS):
+            yield name, shape, *tensor_slice(spec, name, shape, plan.mesh(stage).tp, tp_index)
+    if has_words(plan, stage):
+        for name, shape in parameters(spec):
+            if name in WORDS:
+                yield (
+                    name,
+                    shape,
+                    _cut(Box((0, 0), shape), 0, *shard_rows(shape[0], plan.pp, plan.pp_rank(stage))),
+                    1,
+                    0,
+                )
+
+
+def has_words(plan: Plan, stage: int) -> bool:
+    """Whether a stage is the one of its rank that has a part of a vocabulary that is spread."""
+    return plan.spread_vocab and stage == stages_of(plan, plan.pp_rank(stage))[0]
+
+
+def _cut(box: Box, dim: int, start: int, count: int) -> Box:
+    """`count` numbers along `dim` from `start`, counted from the box's own beginning."""
+    return Box(
+        box.start[:dim] + (box.start[dim] + start,) + box.start[dim + 1 :],
+        box.size[:dim] + (count,) + box.size[dim + 1 :],
+    )
+
+
+def partial_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> dict[str, int]:
+    """Which of the parameters have copies on several tensor-parallel ranks that each see a part of the data only, and
+    how many: their gradients have to be added up.
+
+    Norms do where the sequence is cut; key and value heads where several ranks hold the same one.
+    """
+    kv_copies = tp // spec.num_kv_heads
+    found = {name: tp for name in names if sp and tp > 1 and name.endswith("norm.weight")}
+    if kv_copies > 1:
+        found |= {name: kv_copies for name in names if name.endswith(("attn.k.weight", "attn.v.weight"))}
+    return found
+
+
+def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: Coordinates) -> list[TensorLayout]:
+    """What the rank at `at` holds of stage `stage`: its tensor-parallel part, of that some rows of dp_shard's cut,
+    copied over dp_replicate.
+
+    A tied embedding lies on the first and on the last stage, which may cut it differently, and the first stage's are
+    the first copies.
+    """
+    mesh, last = plan.mesh(stage), plan.is_last(stage)
+    replica = stage // plan.depth
+    layouts = []
+    for name, shape, part, tp_copies, tp_copy in held_parts(spec, plan, stage, at.tp):
+        box = _cut(part, 0, *shard_rows(part.size[0], mesh.dp_shard, at.dp_shard))
+        copies, copy_index = tp_copies * mesh.dp_replicate, tp_copy * mesh.dp_replicate + at.dp_replicate
+        if name == "embed.weight" and spec.tied_embeddings and plan.depth > 1 and not plan.spread_vocab:
+            copy_index += plan.mesh(0).dp_replicate if last else 0
+            copies = plan.mesh(0).dp_replicate + plan.mesh(plan.depth - 1).dp_replicate
+        boxes = (box,) if box.numel else ()
+        layouts.append(TensorLayout(name, shape, boxes, copies * plan.replicas, replica * copies + copy_index))
+    return layouts
+
+
+def rank_layouts(spec: ModelSpec, plan: Plan, rank: int) -> list[TensorLayout]:
+    """What world rank `rank` holds, stage by stage."""
+    at = coordinates(plan, rank)
+    return [layout for stage in stages_of(plan, at.pp) for layout in stage_layouts(spec, plan, stage, at)]

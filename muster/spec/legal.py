@@ -1,0 +1,234 @@
+"""What is wrong with a plan, and what can't be run yet."""
+
+from collections.abc import Callable, Iterator
+from math import isqrt
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import AXES, Mesh, Plan, Strategy
+from muster.spec.schedules import SCHEDULES
+from muster.spec.workload import Workload
+
+RUNNABLE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+RUNNABLE_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+_NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
+    ("context parallelism (cp > 1)", lambda plan: _any_mesh(plan, "cp")),
+    ("expert parallelism (ep > 1)", lambda plan: _any_mesh(plan, "ep")),
+    ("tensor parallelism of experts (etp > 1)", lambda plan: _any_mesh(plan, "etp")),
+    (
+        "offload (nothing is moved to the host's memory and back)",
+        lambda plan: any(s.offload != "none" for s in strategies_of(plan)),
+    ),
+    (
+        "a sharding level of its own for some layers (a stage is gathered and reduced as a whole)",
+        lambda plan: len({s.zero for s in strategies_of(plan)}) > 1,
+    ),
+    (
+        "an sp or tp_overlap of its own for some layers (all layers of a stage hand on the same part of the sequence)",
+        lambda plan: len({(s.sp, s.tp_overlap) for s in strategies_of(plan)}) > 1,
+    ),
+    ("a stage with a list of its own ranks", lambda plan: any(stage.ranks is not None for stage in plan.stages)),
+    (
+        "a stage with its own share of the micro-batches",
+        lambda plan: any(stage.micro_batch_share != 1 for stage in plan.stages),
+    ),
+    ("a schedule that is searched for (auto, exact)", lambda plan: plan.schedule_entry.searched),
+    (
+        "compile with a schedule whose backward is split (what waits for W is not the compiler's to see)",
+        lambda plan: plan.compile and plan.schedule_entry.splits,
+    ),
+    ("fp8 (it wants torchao's scaled products and a GPU that has them)", lambda plan: plan.precision == "fp8"),
+    (
+        "spread_vocab with tensor parallelism (the words are cut over the pipeline ranks alone)",
+        lambda plan: plan.spread_vocab and _any_mesh(plan, "tp"),
+    ),
+    (
+        "spread_vocab with a schedule of two replicas (the words' passes are woven into one)",
+        lambda plan: plan.spread_vocab and plan.replicas > 1,
+    ),
+    (
+        "spread_vocab with stages of their own kind (each word's rows have one holder on every pipeline rank)",
+        lambda plan: plan.spread_vocab and not plan.is_uniform,
+    ),
+    (
+        "spread_vocab under z3 (each rank's words would be gathered for every single pass of theirs)",
+        lambda plan: plan.spread_vocab and plan.mesh(0).data_ranks > 1 and plan.default_strategy.zero == "z3",
+    ),
+    (
+        "spread_vocab with compile (it has not been held to one process)",
+        lambda plan: plan.spread_vocab and plan.compile,
+    ),
+    (
+        "selective recompute with compile (the compiler chooses itself what is cheap to make again)",
+        lambda plan: plan.compile and any(s.recompute == "selective" for s in strategies_of(plan)),
+    ),
+)
+"""What the runtime can't do: a line goes when the work behind it is done."""
+
+
+def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
+    """One sentence for each reason for which the plan can't hold for this model, batch and number of processes."""
+    if plan.stages and len(plan.stages) != plan.depth:
+        product = f"pp {plan.pp} × vpp {plan.vpp}" + (f" / {plan.replicas} replicas" if plan.replicas > 1 else "")
+        return [f"layers are given for {len(plan.stages)} stages, but {product} is {plan.depth}"]
+    checks = (
+        _world(plan, world_size),
+        _batch(plan, workload),
+        layer_problems(plan, model),
+        _chunks(plan),
+        _unequal(plan),
+        _cuts(plan, model, workload),
+    )
+    return [problem for check in checks for problem in check]
+
+
+def not_yet(plan: Plan) -> list[str]:
+    """One sentence for each thing in the plan that the runtime can't do yet."""
+    return [f"{what} can't be run yet" for what, wanted in _NOT_YET if wanted(plan)]
+
+
+def asked_world_size(plan: Plan) -> int:
+    """The processes that the plan asks for, even if its stages are badly counted."""
+    badly_counted = plan.stages and len(plan.stages) != plan.depth
+    return plan.pp * plan.mesh(0).ranks if badly_counted else plan.world_size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _world(plan: Plan, world_size: int) -> Iterator[str]:
+    if plan.world_size != world_size:
+        degrees = [f"{axis} {n}" for axis in AXES if (n := getattr(plan, axis)) > 1]
+        product = f" ({' × '.join(degrees)})" if degrees and plan.is_uniform else ""
+        yield f"it needs {counted(plan.world_size, 'process')}{product}, but there {_are(world_size)}"
+
+
+def _batch(plan: Plan, workload: Workload) -> Iterator[str]:
+    try:
+        plan.num_micro_batches(workload)
+    except InfeasibleError as error:
+        yield str(error)
+
+
+def layer_problems(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """Stages and overrides that don't fit the model's layers."""
+    counts = [stage.layers for stage in plan.stages]
+    if counts and sum(counts) != model.num_layers:
+        shown = ".".join(map(str, counts))
+        yield f"its stages hold {sum(counts)} layers ({shown}), but the model has {model.num_layers}"
+    if 0 in counts[1:-1]:
+        yield f"stage {counts.index(0, 1)} has no layers, which only the first and the last may (embedding and head)"
+    if not counts and plan.depth > model.num_layers:
+        yield f"it has {plan.depth} stages, but the model has only {counted(model.num_layers, 'layer')}"
+    for run in plan.overrides:
+        if run.start + run.count > model.num_layers:
+            yield (
+                f"an override covers layers {run.start} to {run.start + run.count - 1},"
+                f" but the model's last is {model.num_layers - 1}"
+            )
+
+
+def _chunks(plan: Plan) -> Iterator[str]:
+    """Several stages on each pipeline rank, or as many as the schedule wants."""
+    entry = plan.schedule_entry
+    if plan.vpp > 1 and plan.pp == 1:
+        yield f"vpp {plan.vpp} puts several stages on each pipeline rank, but with pp 1 there is nothing to overlap"
+    elif not entry.serves(plan.vpp):
+        least = entry.least_chunks
+        named = f"what runs vpp {plan.vpp} is {', '.join(schedules_for(plan.vpp))}"
+        runs = named if least == 1 else f"that is pp{plan.pp}v{least}, not vpp {plan.vpp}"
+        stages = counted(least, "stage") + ("" if entry.chunks else " for each wave")
+        yield f"schedule {plan.schedule} runs {stages} on each pipeline rank; {runs}"
+    elif plan.replicas > 1 and plan.pp % 2:
+        yield f"schedule {plan.schedule} runs both ways through an even number of pipeline ranks, not through {plan.pp}"
+
+
+def schedules_for(vpp: int) -> list[str]:
+    """The schedules that can be run with `vpp` stages on each pipeline rank."""
+    return [name for name, entry in SCHEDULES.items() if entry.serves(vpp) and not entry.searched]
+
+
+def _unequal(plan: Plan) -> Iterator[str]:
+    """Stages that run on meshes of their own."""
+    if plan.is_uniform:
+        return
+    if plan.replicas > 1:
+        yield f"schedule {plan.schedule} runs two replicas of the model, whose stages must all be on equal meshes"
+        return
+    idle = [axis for axis in Mesh.model_fields if getattr(plan, axis) > 1]
+    if idle and all(stage.mesh is not None for stage in plan.stages):
+        degree = f"{idle[0]} {getattr(plan, idle[0])}"
+        yield f"every stage has a mesh of its own, so that {degree} says nothing: leave it out"
+    if plan.axis_order[0] != "pp":
+        yield f"stages of their own kind need pp as the first axis of axis_order, not {plan.axis_order[0]}"
+    sequences = plan.micro_batch_size * plan.mesh(0).data_ranks
+    for stage in range(plan.num_stages):
+        if plan.mesh(stage) != plan.mesh(plan.pp_rank(stage)):
+            yield f"stage {stage} has another mesh than stage {plan.pp_rank(stage)}, but both lie on the same ranks"
+        if sequences % plan.mesh(stage).data_ranks:
+            yield (
+                f"stage {stage} has {counted(plan.mesh(stage).data_ranks, 'data-parallel rank')}, which don't divide a"
+                f" micro-batch of {counted(sequences, 'sequence')} (data-parallel ranks of stage 0"
+                f" {plan.mesh(0).data_ranks} × micro_batch_size {plan.micro_batch_size})"
+            )
+
+
+def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
+    """Widths, heads and sequences that don't divide by the axes that cut them."""
+    for mesh in _meshes(plan):
+        legal = [
+            tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)
+        ]
+        if mesh.tp not in legal:
+            heads = f"{counted(model.num_heads, 'head')} and {counted(model.num_kv_heads, 'key/value head')}"
+            yield f"tp {mesh.tp} doesn't cut the model's {heads}: legal are {', '.join(map(str, legal))}"
+        if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
+            yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} words"
+        pieces = mesh.cp * (2 if mesh.cp > 1 else 1)
+        if workload.seq_len % pieces:
+            yield f"seq_len {workload.seq_len} is not a multiple of {pieces} (two for each of {mesh.cp} cp ranks)"
+        if mesh.ep * mesh.etp > 1:
+            yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
+        if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.cp):
+            yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
+    if plan.spread_vocab and plan.pp == 1:
+        yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
+    if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
+        yield f"spread_vocab over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
+    if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in strategies_of(plan)):
+        yield "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+    if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in _meshes(plan)):
+        yield "sp cuts sequences over the tp ranks, but tp is 1"
+
+
+def _any_mesh(plan: Plan, axis: str) -> bool:
+    return any(getattr(mesh, axis) > 1 for mesh in _meshes(plan))
+
+
+def _meshes(plan: Plan) -> list[Mesh]:
+    """The meshes of all stages, each different one once."""
+    meshes = [plan.mesh(stage) for stage in range(len(plan.stages) or 1)]
+    return list({str(mesh): mesh for mesh in meshes}.values())
+
+
+def strategies_of(plan: Plan) -> list[Strategy]:
+    """The default and those of some layers."""
+    return [plan.default_strategy, *(run.strategy for run in plan.overrides)]
+
+
+def divisors(number: int) -> list[int]:
+    """Rising, with 1 and the number itself."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 process`, `2 processes`."""
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number} {thing if number == 1 else plural}"
+
+
+def _are(number: int) -> str:
+    return "is 1" if number == 1 else f"are {number}"

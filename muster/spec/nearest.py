@@ -1,0 +1,158 @@
+"""The nearest plans that can run, and what `auto` chooses."""
+
+from collections.abc import Iterator
+from math import log2
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.legal import (
+    RUNNABLE_AXES,
+    RUNNABLE_PRECISIONS,
+    counted,
+    divisors,
+    layer_problems,
+    not_yet,
+    problems,
+    schedules_for,
+    strategies_of,
+)
+from muster.spec.model import ModelSpec
+from muster.spec.plan import AXES, LayerRun, Plan, Strategy
+from muster.spec.plan_name import format_plan_name
+from muster.spec.workload import Workload
+
+MICRO_BATCH_TOKENS = 4096
+"""The most that `auto` puts in a micro-batch: enough to keep a device busy, little enough to fit."""
+
+
+def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> None:
+    """Raises InfeasibleError with the reasons and the nearest plans that can run, unless the plan can."""
+    found = problems(plan, model, workload, world_size) or not_yet(plan)
+    if not found:
+        return
+    sentence = f"plan {format_plan_name(plan)} can't run: {'; '.join(found)}"
+    for size in range(min(world_size, model.num_layers * workload.global_batch_size), 0, -1):
+        if near := nearest_legal(plan, model, workload, size):
+            where = "" if size == world_size else f" with {counted(size, 'process')}"
+            raise InfeasibleError(f"{sentence}; nearest{where}: {', '.join(map(format_plan_name, near))}")
+    raise InfeasibleError(sentence)
+
+
+def nearest_legal(plan: Plan, model: ModelSpec, workload: Workload, world_size: int, limit: int = 3) -> list[Plan]:
+    """The runnable plans for `world_size` processes that differ least from `plan`, nearest first, ties by name.
+
+    The distance adds up how many doublings each degree is away, and half as much for the micro-batch size.
+    """
+    ranked = sorted(
+        (_distance(plan, candidate), format_plan_name(candidate), candidate)
+        for candidate in _candidates(plan, model, workload, world_size)
+        if _is_runnable(candidate, model, workload, world_size)
+    )
+    return [candidate for _, _, candidate in ranked[:limit]]
+
+
+def default_plan(
+    model: ModelSpec, workload: Workload, world_size: int, base: Plan, choose_micro_batches: bool = False
+) -> Plan:
+    """`base` with degrees chosen for `world_size` processes: as many sharded data-parallel ranks as the batch can be
+    cut for, and pipeline stages for the rest; with `choose_micro_batches` also with a micro-batch size.
+
+    Raises InfeasibleError when there are no such degrees.
+    """
+    plans = [_with_degrees(base, pp=world_size // ranks, dp_shard=ranks) for ranks in reversed(divisors(world_size))]
+    chosen = next((plan for plan in plans if _is_runnable(plan, model, workload, world_size)), plans[0])
+    require_runnable(chosen, model, workload, world_size)
+    return _with_micro_batches(chosen, workload) if choose_micro_batches else chosen
+
+
+def _with_micro_batches(plan: Plan, workload: Workload) -> Plan:
+    """The largest micro-batches that leave a pipeline two per stage to fill it, and hold at most 4,096 tokens each."""
+    share = workload.global_batch_size // plan.mesh(0).data_ranks
+    fewest = 1 if plan.pp == 1 else min(share, 2 * plan.pp)
+    most = max(1, MICRO_BATCH_TOKENS // workload.seq_len)
+    size = max(size for size in divisors(share) if size == 1 or (size <= most and share // size >= fewest))
+    return plan.model_copy(update={"micro_batch_size": size})
+
+
+def _is_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> bool:
+    return not problems(plan, model, workload, world_size) and not not_yet(plan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Candidates
+
+
+def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> Iterator[Plan]:
+    """For each way to factor the world over the runnable axes, the plan closest to `plan` in all else."""
+    for axes in _degrees(plan, world_size):
+        share, rest = divmod(workload.global_batch_size, axes["dp_replicate"] * axes["dp_shard"])
+        if rest or axes["pp"] > model.num_layers or (axes["tp"] > 1 and axes["tp"] != plan.tp):
+            continue  # tensor parallelism is for those who ask for it
+        size = min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n))
+        asked, cut = plan.default_strategy, plan.default_strategy.sp and axes["tp"] > 1
+        default = Strategy(
+            zero=asked.zero, sp=cut, tp_overlap=asked.tp_overlap if cut else "none", recompute=asked.recompute
+        )
+        keeps_stages = (
+            len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_problems(plan, model))
+        )
+        schedules = schedules_for(axes["vpp"])
+        yield _with_degrees(plan, **axes).model_copy(
+            update={
+                "micro_batch_size": size,
+                "stages": plan.stages if keeps_stages else (),
+                "schedule": plan.schedule
+                if plan.schedule in schedules
+                else ("1f1b" if axes["vpp"] == 1 else schedules[0]),
+                "precision": plan.precision if plan.precision in RUNNABLE_PRECISIONS else "bf16",
+                "default_strategy": default,
+                "overrides": tuple(
+                    LayerRun(
+                        start=run.start,
+                        count=run.count,
+                        strategy=default.model_copy(update={"recompute": run.strategy.recompute}),
+                    )
+                    for run in plan.overrides
+                    if run.start + run.count <= model.num_layers
+                ),
+                "spread_vocab": plan.spread_vocab
+                and axes["pp"] > 1
+                and axes["tp"] == 1
+                and plan.replicas == 1
+                and (asked.zero != "z3" or axes["dp_replicate"] * axes["dp_shard"] == 1),
+                "compile": plan.compile
+                and not plan.spread_vocab
+                and not any(s.recompute == "selective" for s in strategies_of(plan))
+                and not plan.schedule_entry.splits,
+            }
+        )
+
+
+def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
+    """All ways to factor the world, with one stage on each pipeline rank or with as many as the plan has."""
+    for degrees in _factorizations(world_size, len(RUNNABLE_AXES)):
+        axes = dict(zip(RUNNABLE_AXES, degrees, strict=True))
+        yield axes | {"vpp": 1}
+        wanted = {plan.vpp, plan.schedule_entry.least_chunks} - {1}
+        for vpp in wanted if axes["pp"] > 1 else ():
+            yield axes | {"vpp": vpp}
+
+
+def _with_degrees(plan: Plan, **degrees: int) -> Plan:
+    """The plan with these degrees and 1 for all others, and no word about single stages."""
+    ones = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp"), 1)
+    return plan.model_copy(update={**ones, **degrees, "stages": ()})
+
+
+def _distance(asked: Plan, candidate: Plan) -> float:
+    doublings = sum(abs(log2(getattr(asked, axis) / getattr(candidate, axis))) for axis in (*AXES, "vpp"))
+    return doublings + abs(log2(asked.micro_batch_size / candidate.micro_batch_size)) / 2
+
+
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write `number` as a product of `parts` factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in _factorizations(number // first, parts - 1):
+            yield (first, *rest)

@@ -1,0 +1,240 @@
+"""How a model is spread over ranks: the plan."""
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from muster.spec.base import Frozen
+from muster.spec.errors import InfeasibleError
+from muster.spec.schedules import SCHEDULES, Entry, place
+from muster.spec.suggest import did_you_mean
+from muster.spec.workload import Workload
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first: neighbours on the last axis are neighbouring ranks."""
+
+Zero = Literal["z1", "z2", "z3"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+
+
+class Mesh(Frozen):
+    """Degrees of the axes within one pipeline stage."""
+
+    dp_replicate: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one stage: experts fold into the other axes."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+class Strategy(Frozen):
+    """How one layer is stored and computed."""
+
+    zero: Zero = "z3"
+    """z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
+    micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
+    sp: bool = False
+    tp_overlap: Literal["none", "chunked"] = "none"
+    """Within passes under sp. none: a whole sequence is gathered, then multiplied, and multiplied, then scattered, but
+    weights' gradients are computed meanwhile. chunked: each part is multiplied while the next one travels."""
+    recompute: Recompute = "none"
+    offload: Literal["none", "optimizer", "activations", "all"] = "none"
+
+
+class LayerRun(Frozen):
+    """A strategy for `count` layers from `start` on. In a file, what it leaves out is that of `default_strategy`."""
+
+    start: int = Field(ge=0)
+    count: PositiveInt
+    strategy: Strategy
+
+
+class StageSpec(Frozen):
+    """One pipeline stage: a contiguous run of `layers` layers, and what it runs on when that is not the default."""
+
+    layers: int = Field(ge=0)
+    ranks: tuple[int, ...] | None = None
+    mesh: Mesh | None = None
+    micro_batch_share: PositiveFloat = 1.0
+
+
+class Plan(Frozen):
+    """How a model is spread: degrees, stages, schedule, micro-batches, storage, precision.
+
+    Code asks `plan.mesh(stage)`, `plan.strategy(layer)` and `plan.layers(stage, …)`, never the degrees themselves:
+    stages and layers may differ.
+    """
+
+    version: Literal[1] = 1
+    dp_replicate: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    """Stages (model chunks) that each pipeline rank holds."""
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    schedule: str = "1f1b"
+    micro_batch_size: PositiveInt = 1
+    """Sequences of a micro-batch on each data-parallel rank of the first stage; see `rows`."""
+    default_strategy: Strategy = Strategy()
+    overrides: tuple[LayerRun, ...] = ()
+    stages: tuple[StageSpec, ...] = ()
+    """Of one replica, in model order; empty: layers split as evenly as can be."""
+    precision: Precision = "bf16"
+    """Of the compute; parameters are kept in fp32 (in fp64 for fp64), and gradients summed in it."""
+    compile: bool = False
+    bucket_layers: PositiveInt = 1
+    """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of sharded ranks."""
+    prefetch_buckets: PositiveInt = 1
+    """Under z3, buckets that are gathered ahead of the one in use."""
+    spread_vocab: bool = False
+    """Embedding and head lie in equal parts on all pipeline ranks, instead of on the first and the last stage."""
+    axis_order: tuple[str, ...] = AXES
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_overrides(cls, data: object) -> object:
+        if not isinstance(data, dict) or not isinstance(data.get("overrides"), list | tuple):
+            return data
+        default = data.get("default_strategy")
+        return data | {"overrides": [_completed(run, default) for run in data["overrides"]]}
+
+    @field_validator("axis_order")
+    @classmethod
+    def _check_axis_order(cls, order: tuple[str, ...]) -> tuple[str, ...]:
+        if sorted(order) != sorted(AXES):
+            raise ValueError(f"axis_order must name each of {', '.join(AXES)} once, got {', '.join(order)}")
+        return order
+
+    @field_validator("schedule")
+    @classmethod
+    def _check_schedule(cls, schedule: str) -> str:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"there is no schedule '{schedule}'{did_you_mean(schedule, SCHEDULES)}")
+        return schedule
+
+    @property
+    def num_stages(self) -> int:
+        """Over all replicas of the model, one after the other."""
+        return self.pp * self.vpp
+
+    @property
+    def schedule_entry(self) -> Entry:
+        """What is known of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that the schedule runs through the pipeline."""
+        return self.schedule_entry.default_replicas
+
+    @property
+    def depth(self) -> int:
+        """Stages of one replica."""
+        return max(1, self.num_stages // self.replicas)
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a stage has the embedding."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a stage has the head."""
+        return stage % self.depth == self.depth - 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """All stages run on ranks and meshes of the default kind with equal shares of the micro-batches."""
+        return all(s.ranks is None and s.mesh is None and s.micro_batch_share == 1.0 for s in self.stages)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.mesh(stage).ranks for stage in range(self.pp))
+
+    def pp_rank(self, stage: int) -> int:
+        """The pipeline rank that holds a stage, as the schedule places it."""
+        return place(self.schedule_entry, self.pp, self.vpp)[stage]
+
+    def tied_stage(self, stage: int) -> int | None:
+        """The other end of a stage's replica, if the stage is one and they lie on two ranks: the holder of a tied
+        weight's other copy."""
+        if self.is_first(stage) == self.is_last(stage):
+            return None
+        other = stage + (self.depth - 1 if self.is_first(stage) else 1 - self.depth)
+        return None if self.pp_rank(other) == self.pp_rank(stage) else other
+
+    def rows(self, stage: int) -> int:
+        """Sequences of a micro-batch on each data-parallel rank of a stage: every stage cuts the same micro-batch."""
+        return self.micro_batch_size * self.mesh(0).data_ranks // self.mesh(stage).data_ranks
+
+    def mesh(self, stage: int) -> Mesh:
+        """The mesh that one stage runs on."""
+        if self.stages and (own := self.stages[stage % self.depth].mesh) is not None:
+            return own
+        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+        return Mesh(**{axis: getattr(self, axis) for axis in degrees})
+
+    def strategy(self, layer: int) -> Strategy:
+        """How one layer is stored and computed; the last override that covers it wins."""
+        for run in reversed(self.overrides):
+            if run.start <= layer < run.start + run.count:
+                return run.strategy
+        return self.default_strategy
+
+    def layers(self, stage: int, num_layers: int) -> range:
+        """The layers of one stage, of a model with `num_layers`."""
+        counts = [s.layers for s in self.stages] or split_evenly(num_layers, self.depth)
+        start = sum(counts[: stage % self.depth])
+        return range(start, start + counts[stage % self.depth])
+
+    def num_micro_batches(self, workload: Workload) -> int:
+        """Micro-batches that each data-parallel rank runs in one step.
+
+        Raises InfeasibleError when the global batch can't be cut so.
+        """
+        per_micro_batch = self.mesh(0).data_ranks * self.micro_batch_size
+        count, rest = divmod(workload.global_batch_size, per_micro_batch)
+        if rest or not count:
+            raise InfeasibleError(
+                f"global_batch_size {workload.global_batch_size} is not a multiple of {per_micro_batch}"
+                f" (data-parallel ranks {self.mesh(0).data_ranks} × micro_batch_size {self.micro_batch_size})"
+            )
+        return count
+
+    def micro_batches_of(self, stage: int, workload: Workload) -> int:
+        """Micro-batches that run through one stage in one step: each replica has half of them, the first the larger."""
+        return split_evenly(self.num_micro_batches(workload), self.replicas)[stage // self.depth]
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that differ when any field does."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _completed(run: object, default: object) -> object:
+    """An override as a file says it, over the default strategy as the file says that."""
+    if isinstance(run, dict) and isinstance(own := run.get("strategy"), dict) and isinstance(default, dict):
+        return run | {"strategy": default | own}
+    return run
+
+
+def split_evenly(count: int, parts: int) -> list[int]:
+    """`count` things in `parts` contiguous parts, the larger ones first (the last stage has the output head)."""
+    base, rest = divmod(count, parts)
+    return [base + (part < rest) for part in range(parts)]

@@ -1,0 +1,133 @@
+"""A plan's short name: `dp2x8-tp4-pp4v2-mb1-szbv-rsel-bf16` ↔ Plan."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from muster.spec.errors import ConfigError
+from muster.spec.plan import Plan, Precision, StageSpec, Strategy
+from muster.spec.schedules import SCHEDULES
+from muster.spec.suggest import did_you_mean
+
+_SCHEDULE_BY_WORD = {name.replace("-", ""): name for name in SCHEDULES}
+_RECOMPUTE = {"sel": "selective", "full": "full"}
+_DEFAULTS = Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """One part of a name: how it is shown to people, its pattern, and the fields that it says."""
+
+    shown: str
+    pattern: str
+    fields: Callable[..., dict[str, Any]]
+
+
+def _degree(field: str, word: str) -> _Word:
+    return _Word(f"{word}N", rf"{word}(\d{{1,9}})", lambda n: {field: int(n)})
+
+
+def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
+    if second is None:
+        return {"dp_shard": int(first)}
+    return {"dp_replicate": int(first), "dp_shard": int(second)}
+
+
+_WORDS = (
+    _Word("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
+    _degree("tp", "tp"),
+    _Word("sp", "sp", lambda: {"sp": True}),
+    _Word("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
+    _degree("cp", "cp"),
+    _degree("ep", "ep"),
+    _degree("etp", "etp"),
+    _degree("micro_batch_size", "mb"),
+    _Word("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
+    _Word(
+        ", ".join("s" + word for word in _SCHEDULE_BY_WORD),
+        f"s({'|'.join(_SCHEDULE_BY_WORD)})",
+        lambda word: {"schedule": _SCHEDULE_BY_WORD[word]},
+    ),
+    _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
+    _Word("rsel, rfull", "r(sel|full)", lambda word: {"recompute": _RECOMPUTE[word]}),
+    _Word(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
+    _Word("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
+)
+
+
+def format_plan_name(plan: Plan) -> str:
+    """The plan's short name; micro-batch size and precision always stand in it.
+
+    A plan with more to it than a name can say ends in `+` and its hash.
+    """
+    name = "-".join(_words(plan))
+    try:
+        sayable = parse_plan_name(name) == plan
+    except ConfigError:  # a number with more digits than a name takes
+        sayable = False
+    return name if sayable else f"{name}+{plan.hash}"
+
+
+def _words(plan: Plan) -> list[str]:
+    strategy = plan.default_strategy
+    data = f"dp{plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else f"dp{plan.dp_shard}"
+    mesh = {
+        data: plan.dp_replicate * plan.dp_shard > 1,
+        f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
+        f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
+        f"cp{plan.cp}": plan.cp > 1,
+        f"ep{plan.ep}": plan.ep > 1,
+        f"etp{plan.etp}": plan.etp > 1,
+    }
+    rest = {
+        f"mb{plan.micro_batch_size}": True,
+        strategy.zero: strategy.zero != "z3",
+        "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
+        "vocab": plan.spread_vocab,
+        "r" + strategy.recompute.removesuffix("ective"): strategy.recompute != "none",
+        plan.precision: True,
+        "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
+    }
+    return ([word for word, said in mesh.items() if said] or ["dp1"]) + [word for word, said in rest.items() if said]
+
+
+def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
+    """The plan that a short name says.
+
+    A micro-batch size or precision that the name leaves out is that of `base`; all else that it leaves out is the
+    default. Raises ConfigError for what is no name, with the closest part that exists.
+    """
+    if "+" in text:
+        raise ConfigError(
+            f"plan name '{text}' ends in '+' and a hash because a name can't say all of that plan; give its plan.yaml"
+        )
+    fields: dict[str, Any] = {}
+    for token in text.strip().split("-"):
+        said = _parse_word(token, text)
+        if fields.keys() & said.keys():
+            raise ConfigError(f"plan name '{text}': '{token}' says again what an earlier part said")
+        fields |= said
+    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute") if key in fields})
+    stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
+    kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
+    return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
+
+
+def _parse_word(token: str, text: str) -> dict[str, Any]:
+    for word in _WORDS:
+        if match := re.fullmatch(word.pattern, token, re.ASCII):
+            said = word.fields(*match.groups())
+            if 0 in said.values():
+                raise ConfigError(f"plan name '{text}': '{token}' says 0, but degrees and sizes begin at 1")
+            return said
+    known = ", ".join(word.shown for word in _WORDS)
+    raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
+
+
+def _suggestion(token: str) -> str:
+    number = re.search(r"\d+", token)
+    fixed = ["sp", "vocab", "z1", "z2", "z3", "rsel", "rfull", *get_args(Precision)]
+    fixed += ["s" + word for word in _SCHEDULE_BY_WORD]
+    numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
+    return did_you_mean(token, fixed) or did_you_mean(token, numbered)

@@ -1,0 +1,171 @@
+"""What a run does: the typed content of a run file."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from muster.spec.base import Frozen
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Portion = Annotated[float, Field(ge=0, le=1)]
+
+NUM_IDS = {"bytes": 257}
+"""Ids that each tokenizer gives: for `bytes` the 256 bytes and the end of a document."""
+
+
+class DataConfig(Frozen):
+    """What is read."""
+
+    source: str
+    """`python-stdlib` (the standard library's own source files), or the path of a text file or directory."""
+    tokenizer: Literal["bytes"] = "bytes"
+    max_bytes: PositiveInt | None = None
+    """Of text that is read at most; None: all of it."""
+    held_out: Fraction = 0.01
+    """Fraction of the windows that is never trained on and gives the validation loss."""
+    cache: str | None = None
+    """Directory of the token store; None: `.data` beside the run directory."""
+    hash_samples: bool = False
+    """Write the hash of the stream of samples to samples.sha256."""
+
+
+class TrainConfig(Frozen):
+    """How long, how much at once, and what is kept."""
+
+    steps: PositiveInt
+    seq_len: PositiveInt
+    """Tokens per sequence."""
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all ranks."""
+    log_every: PositiveInt = 1
+    save_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that are kept."""
+    eval_batches: NonNegativeInt = 8
+    """Global batches of held-out windows that the validation loss is taken over; 0: none."""
+    sample_tokens: NonNegativeInt = 200
+    """Tokens of text that the trained model writes at the end; 0: none."""
+    max_skipped: PositiveInt = 10
+    """A step whose loss or gradient norm is not finite, or a spike, is skipped with its samples; so many in a row end
+    the run."""
+    spike_sigmas: NonNegative = 0.0
+    """A loss or gradient norm so many standard deviations above its mean over the last steps is a spike; 0: none is.
+    OLMo used 6."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Steps in that mean."""
+    deterministic: bool = False
+    z_loss: NonNegative = 0.0
+    """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.
+    PaLM used 1e-4."""
+
+
+class OptimConfig(Frozen):
+    """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
+
+    name: Literal["adamw", "muon", "sgd", "lion"] = "adamw"
+    """muon is for the matrices of the layers; the embedding, the head and all vectors then get AdamW."""
+    lr: Positive
+    """The highest learning rate, reached after the warm-up."""
+    beta1: Fraction = 0.9
+    """adamw, muon's AdamW: decay of the mean gradient. lion: its share in the update's direction."""
+    beta2: Fraction = 0.95
+    """adamw, muon's AdamW: decay of the mean square. lion, 0.99 if not given: decay of the mean gradient."""
+    eps: Positive = 1e-8
+    """adamw, muon's AdamW."""
+    momentum: Fraction = 0.0
+    """sgd, 0.9 if not given; muon, 0.95 if not given."""
+    nesterov: bool = False
+    """Look one step ahead along the momentum. sgd; muon, true if not given."""
+    muon_scale: Literal["match_rms", "original"] = "match_rms"
+    """match_rms makes updates as large as AdamW's, so that its learning rate and weight decay hold; original is
+    meant for learning rates of about 0.02."""
+    muon_lr_ratio: Positive = 1.0
+    """The learning rate of muon's matrices as a multiple of that of all else."""
+    muon_precision: Literal["fp32", "bf16"] = "fp32"
+    """In which muon's matrices are sent and made orthogonal; fp32 stands for that of the master weights."""
+    weight_decay: NonNegative = 0.1
+    """Times the learning rate: what matrices lose per step. Norms, biases and embeddings lose nothing."""
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate goes from its highest to its last; wsd keeps it up and lets it fall at the end only."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """wsd: the part of all steps in which it falls."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """wsd: how it falls; sqrt is 1 − √(the part of the fall that has passed)."""
+    min_lr_ratio: Portion = 0.1
+    """The last learning rate as a part of the highest."""
+    clip_norm: NonNegative = 1.0
+    """The gradients' global norm is cut down to this; 0: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(name := data.get("name"), str):
+            data = {**_OWN_DEFAULTS.get(name, {}), **data}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> "OptimConfig":
+        for key, users in _USERS.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            own = self.schedule if users == ("wsd",) else self.name
+            if own not in users and value != default:
+                raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {own} is chosen; leave it out")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov looks ahead along the momentum, which is 0; give a momentum or leave it out")
+        return self
+
+
+_OWN_DEFAULTS: dict[str, dict[str, float | bool]] = {
+    "sgd": {"momentum": 0.9},
+    "muon": {"momentum": 0.95, "nesterov": True},
+    "lion": {"beta2": 0.99},
+}
+"""Where an optimizer's published values are not those of the others."""
+
+_USERS = {
+    "beta1": ("adamw", "muon", "lion"),
+    "beta2": ("adamw", "muon", "lion"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "muon_scale": ("muon",),
+    "muon_lr_ratio": ("muon",),
+    "muon_precision": ("muon",),
+    "decay_fraction": ("wsd",),
+    "decay_shape": ("wsd",),
+}
+"""The optimizers, or the schedule, that a key is for."""
+
+
+class RunConfig(Frozen):
+    """Everything that decides what a run computes."""
+
+    version: Literal[1] = 1
+    seed: NonNegativeInt = 0
+    model: ModelSpec
+    parallel: Plan = Plan()
+    data: DataConfig
+    train: TrainConfig
+    optim: OptimConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        num_ids = NUM_IDS[self.data.tokenizer]
+        if self.model.vocab_size < num_ids:
+            raise ValueError(
+                f"model.vocab_size {self.model.vocab_size} is smaller than"
+                f" the {num_ids} ids of data.tokenizer {self.data.tokenizer}"
+            )
+        return self
+
+    @property
+    def workload(self) -> Workload:
+        """The sequences of one step."""
+        return Workload(seq_len=self.train.seq_len, global_batch_size=self.train.global_batch_size)

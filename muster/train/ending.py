@@ -1,0 +1,172 @@
+"""What a run says at its beginning and shows at its end: prediction beside measurement, a sample, the report."""
+
+import json
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from time import time
+
+import torch
+from rich.console import Console
+
+import muster
+from muster.cost.memory import rank_memory
+from muster.parallel.op_profile import Profile
+from muster.report.data import ComparisonRow, ReportData, RunFacts
+from muster.report.numbers import format_seconds
+from muster.report.page import write_report
+from muster.report.terminal import comparison_table, plan_lines
+from muster.simulate.breakdown import breakdown
+from muster.simulate.timeline import Event, Timeline, timeline_to_json
+from muster.spec.generation import Sampling
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.run import RunConfig
+from muster.train.metrics import read_metrics, write_text
+from muster.train.text import Request, find_source, make_texts
+from muster.train.trainer import Trainer
+
+MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
+SAMPLE_PROMPT = "def "
+
+
+def announce(trainer: Trainer, predicted: Timeline) -> None:
+    """Prints the plan and its predicted step time."""
+    config, plan = trainer.config, trainer.plan
+    print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
+    print(
+        f"predicted step: {format_seconds(predicted.makespan_s)}, {breakdown(predicted).bubble_fraction:.0%} of it idle"
+    )
+    print(MFU_NOTE)
+
+
+def finish(
+    trainer: Trainer, run_dir: Path, predicted: Timeline, profile: Profile, started_at: float, first_step: int
+) -> None:
+    """Evaluates, compares prediction with measurement, writes a sample of text and the report. All ranks call it.
+
+    Only the steps from `first_step` on were made under this plan.
+    """
+    config, world = trainer.config, trainer.world
+    validation_loss = trainer.evaluate(config.train.eval_batches)
+    measured = _measured_timeline(trainer)
+    memory = world.exchange(_memory(trainer, profile))
+    if world.rank != 0:
+        return
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
+    timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
+    write_text(run_dir / "timeline.json", json.dumps(timelines))
+    sample = _sample(config, run_dir)
+    data = ReportData(
+        title=run_dir.name,
+        plan_name=format_plan_name(trainer.plan),
+        facts=_facts(trainer, started_at),
+        metrics=metrics,
+        predicted=predicted,
+        measured=measured,
+        comparison=rows,
+        validation_loss=validation_loss,
+        sample_prompt=SAMPLE_PROMPT,
+        sample_text=sample,
+        notes=[MFU_NOTE],
+    )
+    write_report(run_dir / "report.html", data)
+    console = Console(highlight=False)
+    console.print(comparison_table(rows))
+    if validation_loss is not None:
+        console.print(f"validation loss {validation_loss:.4f}")
+    if sample:
+        console.print("sample:", style="bold")
+        console.print(SAMPLE_PROMPT + sample, markup=False)
+    console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
+
+
+def _measured_timeline(trainer: Trainer) -> Timeline:
+    """All ranks' events of the round that took rank 0 the median time, from the first start on any rank."""
+    rounds = dict(trainer.rounds)
+    spans = {step: max(e.end_s for e in events) - min(e.start_s for e in events) for step, events in rounds.items()}
+    steps = sorted(spans, key=spans.__getitem__)
+    chosen = trainer.world.share(steps[len(steps) // 2] if steps else 0)
+    everyone = trainer.world.exchange(rounds.get(chosen, []))
+    begin_s = min((event.start_s for events in everyone for event in events), default=0.0)
+    events = [
+        Event(e.rank, e.lane, e.action, e.start_s - begin_s, e.end_s - begin_s) for events in everyone for e in events
+    ]
+    return Timeline("measured", trainer.world.size, tuple(events))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prediction beside measurement
+
+
+def _memory(trainer: Trainer, profile: Profile) -> dict[str, tuple[int, int]]:
+    """This rank's bytes by term: (predicted, counted)."""
+    live, config = trainer.peak_by_stage, trainer.config
+    rank, words = trainer.world.rank, trainer.peak_words
+    terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words)
+    counted = {
+        "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
+        "gradients": profile.gradients_bytes,
+        "optimizer": sum(tensor.nbytes for _, tensor in trainer.optimizer.state().values()),
+        "activations": sum(size * live[stage] for stage, size in profile.saved_bytes.items())
+        + words * profile.word_bytes,
+    }
+    return {term: (getattr(terms, term), count) for term, count in counted.items()}
+
+
+def _comparison(
+    predicted: Timeline,
+    measured: Timeline,
+    metrics: Sequence[dict],
+    memory: Sequence[dict[str, tuple[int, int]]],
+) -> list[ComparisonRow]:
+    """Times as means over ranks; memory of the rank that is predicted to hold most.
+
+    A run that only had its report to write again has measured no step.
+    """
+    ours = breakdown(predicted)
+    theirs = breakdown(measured) if measured.events else None
+    step_s = median(row["time/step"] for row in metrics) if metrics else None
+    rows = [ComparisonRow("step", ours.step_s, step_s, "s")]
+    for label in ("forward", "backward", "send", "gather", "optimizer"):
+        rows.append(ComparisonRow(label, getattr(ours, f"{label}_s"), getattr(theirs, f"{label}_s", None), "s"))
+    rows.append(ComparisonRow("bubble", ours.bubble_fraction, getattr(theirs, "bubble_fraction", None), "fraction"))
+    fullest = max(memory, key=lambda terms: sum(planned for planned, _ in terms.values()))
+    for term, (planned, counted) in fullest.items():
+        rows.append(ComparisonRow(f"memory: {term}", planned, counted, "bytes"))
+    return rows
+
+
+def _sample(config: RunConfig, run_dir: Path) -> str:
+    """Text that the trained model writes, read back from the last checkpoint as one whole model."""
+    if not config.train.sample_tokens:
+        return ""
+    request = Request(
+        source=find_source(run_dir),
+        plan=Plan(precision="fp32"),
+        prompts=(SAMPLE_PROMPT[: config.train.seq_len],),
+        tokens=config.train.sample_tokens,
+        sampling=Sampling(seed=config.seed),
+    )
+    return make_texts(request, torch.device("cpu"))[0]
+
+
+def _facts(trainer: Trainer, started_at: float) -> RunFacts:
+    config = trainer.config
+    return RunFacts(
+        num_parameters=config.model.num_parameters,
+        num_ranks=trainer.world.size,
+        num_tokens=trainer.step_count * config.workload.tokens_per_step,
+        device=f"{trainer.world.device.type} ({platform.machine()})",
+        seed=config.seed,
+        started=_clock(started_at),
+        finished=_clock(time()),
+        muster_version=muster.__version__,
+    )
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,60 @@
+"""Text from the model of a run: made in this process, or on several ranks of its own."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from muster.parallel.world import open_world, pick_device
+from muster.spec.errors import ConfigError, MusterError
+from muster.train.launch import launch
+from muster.train.text import Request, make_texts
+from muster.train.worker import leave, main
+
+REQUEST, TEXTS = "request.json", "texts.json"
+"""What a launch's folder holds: what the ranks are to do, and what came of it."""
+
+
+def run_request(request: Request) -> Sequence[str]:
+    """The texts, made by this process or, under a plan for several, by ranks of its own.
+
+    Raises MusterError when a rank failed; the launcher has then said which and why.
+    """
+    if request.plan.world_size == 1:
+        return make_texts(request, pick_device(0, 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("muster generate starts the processes of its plan itself: run it without torchrun")
+    folder = Path(tempfile.mkdtemp(prefix="muster-generate-"))
+    (folder / REQUEST).write_text(request.model_dump_json())
+    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.generate", str(folder)]
+    size = request.plan.world_size
+
+    def command(rank: int, store: str) -> list[str]:
+        return [*python, "--rank", str(rank), "--world-size", str(size), "--store", store]
+
+    if launch(command, size, folder) != 0:
+        raise MusterError(f"no text was made; what the ranks said is in {folder}")
+    texts = json.loads((folder / TEXTS).read_text())
+    shutil.rmtree(folder)
+    return texts
+
+
+def generate_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Makes the texts of the request in `folder` as one rank of `world_size`. Returns 0."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    request = Request.model_validate_json((folder / REQUEST).read_bytes())
+    with open_world(store, rank, world_size, request.plan) as world:
+        texts = make_texts(request, world.device, world.tensor_axis(request.plan.default_strategy))
+    if rank == 0:
+        (folder / TEXTS).write_text(json.dumps(texts))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(generate_rank))

@@ -1,0 +1,169 @@
+"""Training from the first step, or the last checkpoint, to the end: what every rank does, in the same order."""
+
+import signal
+from pathlib import Path
+from time import time
+
+import torch
+import torch.distributed as dist
+
+from muster.checkpoint.folder import find_latest
+from muster.checkpoint.load import load
+from muster.checkpoint.manifest import Manifest
+from muster.checkpoint.save import save
+from muster.data.dataset import Dataset, StreamHash, sample_digest
+from muster.parallel.world import World, open_world
+from muster.simulate.simulator import simulate
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.mesh import data_index
+from muster.spec.plan import Plan
+from muster.spec.run import RunConfig
+from muster.train.console import TrainingDisplay
+from muster.train.data import open_dataset
+from muster.train.ending import announce, finish
+from muster.train.errors import STOPPED
+from muster.train.metrics import MetricsLog, metrics_row, write_text
+from muster.train.step_result import StepResult
+from muster.train.trainer import Trainer
+
+
+def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Trains as one rank. Returns 0 at the end, 75 when asked to stop."""
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    dataset = open_dataset(config, run_dir)
+    with open_world(store, rank, world_size, plan) as world:
+        return Run(config, plan, world, dataset, run_dir).go()
+
+
+class Run:
+    """One rank's way through a run."""
+
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset, run_dir: Path) -> None:
+        self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
+        self.is_main = world.rank == 0
+        self.trainer = Trainer(config, plan, world, dataset)
+        self.metrics = MetricsLog(run_dir / "metrics.jsonl")
+        self.stream = StreamHash()
+        signal.signal(signal.SIGTERM, self._on_stop)
+
+    def _on_stop(self, *_: object) -> None:
+        self.trainer.stop_requested = True
+
+    def go(self) -> int:
+        """Profiles, resumes, trains, reports."""
+        started_at = time()
+        profile = self.trainer.profile()
+        predicted = simulate(self.trainer.program, profile.times)
+        self._resume()
+        first_step = self.trainer.step_count + 1
+        if self.is_main:
+            announce(self.trainer, predicted)
+        code = self._train()
+        if code == 0:
+            finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
+            self.world.wait_for_main()
+        return code
+
+    def _train(self) -> int:
+        trainer, train = self.trainer, self.config.train
+        with TrainingDisplay(train.steps, trainer.step_count, visible=self.is_main) as display:
+            while trainer.step_count < train.steps:
+                result = trainer.step()
+                self._write_down(result, display)
+                if result.skipped and result.skipped_in_row >= train.max_skipped:
+                    self._give_up(result, result.skipped)
+                at_end = result.step == train.steps
+                if at_end or result.stop_requested or (train.save_every and result.step % train.save_every == 0):
+                    self._save()
+                if result.stop_requested and not at_end:
+                    if self.is_main:
+                        print(f"stopped after step {result.step} as asked; the same command goes on from here")
+                    return STOPPED
+        return 0
+
+    def _write_down(self, result: StepResult, display: TrainingDisplay) -> None:
+        if self.config.data.hash_samples:
+            self._hash_samples()
+        if self.is_main and result.skipped:
+            display.say(f"step {result.step} was skipped: {result.skipped} ({self._samples(1)})")
+        train = self.config.train
+        if self.is_main and (result.step % train.log_every == 0 or result.step == train.steps or result.skipped):
+            row = metrics_row(result, result.step * result.tokens, None)
+            self.metrics.append(row)
+            display.step(row)
+
+    def _hash_samples(self) -> None:
+        """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
+        tokens, own = self.trainer.tokens_fed, None
+        if tokens is not None and self.world.at.tp == 0:  # its neighbours are fed the same
+            rows = tokens.flatten(0, 1).cpu().numpy()
+            own = (data_index(self.plan, self.world.at), [sample_digest(row) for row in rows])
+        shares = sorted(share for share in self.world.exchange(own) if share is not None)
+        self.stream.update(digest for _, digests in shares for digest in digests)
+        if self.is_main:
+            write_text(self.run_dir / "samples.sha256", self.stream.state + "\n")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoints
+
+    def _save(self, folder: str = "checkpoints") -> None:
+        trainer, world = self.trainer, self.world
+        counters = {
+            **trainer.counters(),
+            "stream_hash": self.stream.state,
+            "data": trainer.dataset.store.fingerprint,
+        }
+        info = {
+            "plan": self.plan.model_dump(mode="json"),
+            "model": self.config.model.model_dump(mode="json"),
+            "counters": counters,
+        }
+        save(
+            self.run_dir / folder,
+            trainer.step_count,
+            trainer.pieces(),
+            info,
+            rank=world.rank,
+            world_size=world.size,
+            exchange=world.exchange,
+            keep_last=self.config.train.keep_last,
+        )
+
+    def _resume(self) -> None:
+        """Goes on from the last checkpoint, if there is one."""
+        latest = self.world.share(find_latest(self.run_dir / "checkpoints"))
+        if latest is not None:
+            manifest = self._load(latest)
+            self.trainer.go_to(manifest.step, manifest.counters)
+            self.stream.state = manifest.counters["stream_hash"]
+        if self.is_main:
+            self.metrics.forget_after(self.trainer.step_count)
+
+    def _load(self, folder: Path) -> Manifest:
+        try:
+            return load(folder, self.trainer.pieces())
+        except ConfigError:
+            raise
+        except MusterError as error:
+            raise MusterError(
+                f"{error}; remove {folder}, and the same command goes on from an earlier checkpoint or the beginning"
+            ) from error
+
+    def _give_up(self, result: StepResult, reason: str) -> None:
+        """Stops after so many skipped steps in a row, the last for `reason`; keeps what led to them."""
+        count = result.skipped_in_row
+        samples = self._samples(count)
+        self.trainer.go_back(count)
+        self._save("failed")
+        steps = f"step {result.step} was" if count == 1 else f"steps {result.step - count + 1} to {result.step} were"
+        raise MusterError(
+            f"{steps} skipped, as many in a row as train.max_skipped allows: step {result.step} because {reason};"
+            f" the state before is in {self.run_dir / 'failed'}, what followed are {samples}"
+        )
+
+    def _samples(self, steps: int) -> str:
+        """The samples of the last `steps` steps, in words."""
+        size = self.config.train.global_batch_size
+        end = self.trainer.samples_consumed
+        return f"samples {end - steps * size} to {end - 1}"

@@ -1,0 +1,72 @@
+"""What a run writes down: metrics.jsonl, one object per logged step."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from muster.spec.errors import MusterError
+from muster.train.step_result import StepResult
+
+
+def metrics_row(result: StepResult, tokens_seen: int, mfu: float | None) -> dict[str, Any]:
+    """One line of metrics.jsonl. Times are seconds; a number that is not finite becomes null."""
+    row = {
+        "step": result.step,
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.learning_rate,
+        "train/tokens": tokens_seen,
+        "train/skipped": result.skipped_so_far,
+        "perf/tokens_per_s": result.tokens / result.time_s,
+        "perf/mfu": mfu,
+        "time/step": result.time_s,
+        "time/data": result.data_s,
+    }
+    if result.z_loss:
+        row["train/z_loss"] = result.z_loss
+    if result.skipped:
+        row["skipped"] = result.skipped
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+class MetricsLog:
+    """Appends rows to a file, line by line, so that a killed run loses at most the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def forget_after(self, step: int) -> None:
+        """Drops the rows of steps that a resumed run does again, and a last line that a kill cut short."""
+        if self.path.exists():
+            kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+            beside = self.path.with_suffix(".tmp")
+            write_text(beside, "".join(json.dumps(row) + "\n" for row in kept))
+            beside.replace(self.path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        write_text(self.path, json.dumps(row) + "\n", mode="a")
+
+
+def write_text(path: Path, text: str, mode: str = "w") -> None:
+    """Writes, or with mode `a` appends. Raises MusterError where that can't be done."""
+    try:
+        with path.open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise MusterError(
+            f"can't write {path} ({error.strerror}); when that is put right, the same command goes on from the last"
+            " checkpoint"
+        ) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a line that a kill cut short is passed over."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows

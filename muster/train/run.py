@@ -1,0 +1,298 @@
+"""A run from its request to its end: prepares the run directory, starts the ranks, says how it went.
+
+Torch takes seconds to import: what is refused or finished already is said before.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.checkpoint.folder import find_latest
+from muster.checkpoint.manifest import read_manifest
+from muster.data.dataset import Dataset
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.load import Resolved, derived_lines, load_run, resolve_plan, write_resolved
+from muster.spec.plan import Plan
+from muster.spec.run import RunConfig
+from muster.train.data import open_dataset
+from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+FREE_TO_CHANGE = (
+    "train.steps",
+    "train.log_every",
+    "train.save_every",
+    "train.keep_last",
+    "train.eval_batches",
+    "train.sample_tokens",
+    "train.max_skipped",
+    "train.spike_sigmas",
+    "train.spike_window",
+    "data.cache",
+)
+"""What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""
+
+PREPARE_LIMIT = timedelta(days=1)
+"""How long rank 0 may build the token store; when it fails, torchrun ends the ranks that wait."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the command line says beside the configuration."""
+
+    run_dir: Path
+    nproc: int | None = None
+    """Local processes; None: as many as the plan wants."""
+    fresh: bool = False
+    """Start anew, whatever the run directory holds."""
+
+
+def train(resolved: Resolved, options: TrainOptions) -> int:
+    """Trains, or goes on with, the run in `options.run_dir`. Returns the exit code.
+
+    Under torchrun this process becomes one of the ranks; otherwise it starts them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _join_torchrun(resolved, options)
+    plan = resolve_plan(resolved, options.nproc)
+    # Until there are ranks, nothing has to be saved before stopping.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
+    with _claimed(options.run_dir):
+        if not _prepare(resolved, plan, options):
+            return 0
+        from muster.train.launch import launch
+
+        python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.worker", str(options.run_dir)]
+
+        def command(rank: int, store: str) -> list[str]:
+            return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
+
+        return launch(command, plan.world_size, options.run_dir)
+
+
+def require_device(plan: Plan) -> None:
+    """Raises InfeasibleError when this machine has no device that the plan's precision needs."""
+    if plan.precision != "fp16":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
+
+
+def show_report(run_dir: Path) -> int:
+    """Says where the report of a run lies."""
+    path = run_dir / "report.html"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} has no report yet: expected a run directory whose training has ended")
+    print(f"report: {path}")
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Preparing
+
+
+def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
+    """Builds the data and writes the run directory; False when there is nothing left to do.
+
+    Changes nothing in the run directory before all that can be checked is.
+    """
+    require_device(plan)
+    run_dir, config = options.run_dir, resolved.config
+    latest = None if options.fresh else _last_checkpoint(run_dir)
+    manifest = read_manifest(latest) if latest is not None else None
+    if manifest is not None:
+        _refuse_drift(run_dir, config, manifest.step)
+        if manifest.step == config.train.steps and (run_dir / "report.html").exists():
+            print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
+            show_report(run_dir)
+            return False
+    dataset = open_dataset(config, run_dir)
+    header = dataset.store.header
+    print(f"data: {header.num_tokens:,} tokens in {header.num_documents:,} documents from {config.data.source}")
+    for line in derived_lines(resolved):
+        print(line)
+    if manifest is not None:
+        _refuse_other_data(run_dir, dataset, manifest.counters)
+        print(f"resuming {run_dir} after step {manifest.step}")
+    with _writing(run_dir):
+        _forget(run_dir, all_of_it=options.fresh)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_resolved(resolved, plan, run_dir)
+    return True
+
+
+def _last_checkpoint(run_dir: Path) -> Path | None:
+    """The one to go on from; None where none was ever saved. Raises MusterError when all there are are damaged."""
+    problems: list[str] = []
+    latest = find_latest(run_dir / "checkpoints", problems.append)
+    if problems and latest is None:
+        raise MusterError(f"{run_dir} has no checkpoint to go on from ({'; '.join(problems)}): --fresh starts anew")
+    for problem in problems:
+        print(problem)
+    return latest
+
+
+def _forget(run_dir: Path, all_of_it: bool) -> None:
+    """Removes what a former attempt said about its end, or all that a former run left; nothing else that lies there."""
+    doomed = [run_dir / name for name in ("exit.json", "report.html", "timeline.json")]
+    doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
+    if all_of_it:
+        doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256")]
+        for folder in ("checkpoints", "failed", "logs"):
+            if (run_dir / folder).exists():
+                shutil.rmtree(run_dir / folder)
+    for path in doomed:
+        path.unlink(missing_ok=True)
+
+
+def _refuse_drift(run_dir: Path, config: RunConfig, done: int) -> None:
+    """A run goes on with the configuration that it began with, but for what is free to change, and the plan.
+
+    `done` is how many steps it has made. Another number of steps to come is allowed and gets a word of its own.
+    """
+    before = load_run(None, run_dir / "config.yaml", []).config
+    old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    changed = [
+        f"{key} was {old.get(key)}, now {new.get(key)}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and key not in FREE_TO_CHANGE and not key.startswith("parallel")
+    ]
+    if changed:
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration ({'; '.join(changed)}):"
+            " use the same, another --run, or --fresh to start anew"
+        )
+    steps = config.train.steps
+    if steps < done:
+        raise ConfigError(
+            f"{run_dir} has done {done} steps already: expected train.steps of {done} or more, got {steps}"
+            " (another --run or --fresh starts anew)"
+        )
+    if steps not in (done, before.train.steps):
+        print(
+            f"train.steps was {before.train.steps}, now {steps}: from step {done + 1} on, the learning rate is that of"
+            f" {steps} steps, so the result is not that of {steps} steps from the start"
+        )
+
+
+def _refuse_other_data(run_dir: Path, dataset: Dataset, counters: dict) -> None:
+    """The stream of samples goes on only through the same tokens."""
+    if counters.get("data") != dataset.store.fingerprint:
+        raise ConfigError(
+            f"the text of data.source is not what {run_dir} began with ({counters.get('data')}, now"
+            f" {dataset.store.fingerprint}): bring it back, use another --run, or --fresh to start anew"
+        )
+
+
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+@contextmanager
+def _claimed(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory for one job at a time."""
+    with _writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MusterError(f"another job is running in {run_dir}: wait for it or choose another --run") from None
+        yield
+
+
+@contextmanager
+def _writing(run_dir: Path) -> Iterator[None]:
+    """Says in one sentence that the run directory can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MusterError(
+            f"can't write the run directory {run_dir}: {error.strerror}; choose another with --run"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Under torchrun
+
+
+def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
+    """One of torchrun's ranks; rank 0 prepares the run directory while the others wait for its word."""
+    from muster.train.worker import leave, run_rank
+
+    run_dir, rank, world_size = options.run_dir, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if options.nproc not in (None, world_size):
+        raise ConfigError(f"--nproc {options.nproc} under torchrun, which started {world_size} processes: leave it out")
+    store = _torchrun_store(rank)
+    with ExitStack() as held:
+        if rank == 0:
+            verdict = "failed"
+            try:
+                held.enter_context(_claimed(run_dir))
+                verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
+            finally:
+                store.set("prepared", verdict)
+        store.wait(["prepared"], PREPARE_LIMIT)
+        verdict = store.get("prepared").decode()
+        if verdict != "train":
+            return int(verdict == "failed")  # rank 0 says why
+        code = guard(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
+        if rank == 0:
+            _conclude(run_dir, code, world_size)
+        return leave(code)
+
+
+def _torchrun_store(rank: int) -> "dist.Store":
+    import torch.distributed as dist
+
+    env = os.environ
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        root = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise MusterError(f"could not open the store of torchrun on {address}:{port} ({reason})") from error
+    return dist.PrefixStore(f"{env['TORCHELASTIC_RUN_ID']}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", root)
+
+
+def _prepare_as_torchrun(resolved: Resolved, options: TrainOptions, world_size: int) -> bool:
+    """Prepares; what is wrong is written to exit.json too, because torchrun's own exit code says nothing."""
+    try:
+        return _prepare(resolved, resolve_plan(resolved, world_size), options)
+    except MusterError as error:
+        write_exit(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
+        raise
+
+
+def _conclude(run_dir: Path, code: int, world_size: int) -> None:
+    """Writes exit.json with the first cause that any rank has named."""
+    errors = [error for rank in range(world_size) if (error := read_error(run_dir, rank)) is not None]
+    cause = min(errors, key=lambda error: (not error.primary, error.time), default=None)
+    reason = {0: "finished", STOPPED: "stopped on request; the same command continues the run"}.get(code, "failed")
+    if cause is not None:
+        reason = f"rank {cause.rank} on {cause.host}: {cause.sentence}"
+    write_exit(run_dir, code, reason, cause and cause.rank, cause and cause.host)

@@ -1,0 +1,27 @@
+"""What a step of training gives."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank."""
+
+    step: int
+    loss: float
+    """Cross-entropy: mean over the step's counted target tokens."""
+    z_loss: float
+    """What the z-loss adds to it in training."""
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    time_s: float
+    data_s: float
+    skipped: str | None
+    """Why the step changed nothing, in words that go after `step 7 was skipped: `; None when it was applied."""
+    skipped_so_far: int
+    """Steps skipped since the first, this one included."""
+    skipped_in_row: int
+    """Steps skipped since the last that was applied, this one included."""
+    stop_requested: bool
+    """Whether any rank was asked to stop."""

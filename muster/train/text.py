@@ -1,0 +1,93 @@
+"""Text from a trained model on disk: what is wanted, where the model lies, and how one rank makes the text."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from muster.checkpoint.folder import find_latest
+from muster.checkpoint.load import load
+from muster.checkpoint.manifest import MANIFEST, read_manifest
+from muster.checkpoint.piece import Piece
+from muster.data.tokenizer import ByteTokenizer
+from muster.model.sample import generate
+from muster.parallel.axis import TensorAxis
+from muster.parallel.generation import decoder_for_text, join_words
+from muster.spec.base import Frozen
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.generation import Sampling
+from muster.spec.load import load_run
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+
+
+class Source(Frozen):
+    """A trained model on disk."""
+
+    checkpoint: Path
+    step: int
+    model: ModelSpec
+    context: int
+    """Tokens of the sequences that it was trained on: it sees so many at most."""
+    plan: Plan
+    """Under which it was saved."""
+
+
+class Request(Frozen):
+    """Texts to be made."""
+
+    source: Source
+    plan: Plan
+    prompts: tuple[str, ...]
+    tokens: int
+    """New ones for each prompt, at most: a text ends where its document does."""
+    sampling: Sampling = Sampling()
+
+
+def find_source(path: Path) -> Source:
+    """The model of a run directory's last checkpoint, or of the checkpoint at `path`.
+
+    Raises ConfigError where there is none, MusterError where it is damaged.
+    """
+    is_checkpoint = (path / MANIFEST).exists()
+    run_dir = path.resolve().parent.parent if is_checkpoint else path
+    if not (run_dir / "config.yaml").exists():
+        raise ConfigError(
+            f"there is no run in {run_dir}: expected a run directory, such as runs/demo, or a checkpoint in one"
+        )
+    problems: list[str] = []
+    folder = path if is_checkpoint else find_latest(run_dir / "checkpoints", problems.append)
+    if folder is None and problems:
+        raise MusterError(f"{run_dir} has no checkpoint that can be read: {'; '.join(problems)}")
+    if folder is None:
+        raise ConfigError(f"{run_dir} has no finished checkpoint yet: let it train to its end or to train.save_every")
+    for problem in problems:
+        print(f"muster: {problem}", file=sys.stderr)
+    config, manifest = load_run(None, run_dir / "config.yaml", []).config, read_manifest(folder)
+    return Source(
+        checkpoint=folder.resolve(),
+        step=manifest.step,
+        model=config.model,
+        context=config.train.seq_len,
+        plan=Plan.model_validate(manifest.plan),
+    )
+
+
+def make_texts(request: Request, device: torch.device, axis: TensorAxis | None = None) -> list[str]:
+    """What follows each prompt. With an axis all of its ranks call it, and all get the same."""
+    source, precision = request.source, request.plan.precision
+    model, layouts = decoder_for_text(source.model, precision, device, axis)
+    pieces = [Piece(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
+    load(source.checkpoint, pieces, convert=True)
+    tokenizer = ByteTokenizer()
+    ids = generate(
+        model,
+        [tokenizer.encode(prompt).tolist() for prompt in request.prompts],
+        request.tokens,
+        request.sampling,
+        source.context,
+        end=tokenizer.end,
+        join_words=None if axis is None else partial(join_words, axis, source.model.vocab_size),
+    )
+    return [tokenizer.decode(new) for new in ids]

@@ -1,0 +1,118 @@
+"""One rank of a plan that is being verified: trains a few steps and keeps what they can be compared by."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.checkpoint.piece import Piece
+from muster.checkpoint.save import save
+from muster.data.dataset import Dataset
+from muster.data.share import samples_of_rows
+from muster.parallel.stage import DecoderStage
+from muster.parallel.world import World, open_world
+from muster.schedule.action import Action
+from muster.spec.layout import tensor_slice
+from muster.spec.load import load_plan, load_run
+from muster.spec.plan import Plan
+from muster.spec.run import RunConfig
+from muster.train.data import open_dataset
+from muster.train.trainer import Trainer
+from muster.train.verify.padded import PaddedDataset
+from muster.train.verify.sketch import Sketches, watch
+from muster.train.verify.trace import GRADIENTS, UPDATED, Trace
+from muster.train.worker import leave, main
+
+
+def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Makes the steps of the run in `folder` as one rank of `world_size`, and leaves their trace there. Returns 0."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    config, plan = load_run(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    dataset = PaddedDataset(open_dataset(config, folder))
+    with open_world(store, rank, world_size, plan) as world:
+        trainer = WatchedTrainer(config, plan, world, dataset)
+        losses, grad_norms, sketches = [], [], []
+        for _ in range(config.train.steps):
+            trainer.sketches = Sketches(config.model, config.workload, world.device)
+            result = trainer.step()
+            losses.append(result.loss)
+            grad_norms.append(result.grad_norm)
+            sketches.append(world.add_up(trainer.sketches.values).cpu())
+            if len(losses) == 1:
+                trainer.keep(folder / GRADIENTS, trainer.first_gradients)
+                trainer.keep(folder / UPDATED, trainer.parameters)
+                trainer.first_gradients = {}
+        if rank == 0:
+            # No rank has their outputs as a whole or as a stage's: the loss and the gradients speak for them.
+            unwatched = ("embed", "head") if plan.spread_vocab else ()
+            Trace(losses, grad_norms, torch.stack(sketches).numpy(), unwatched).write(folder)
+    return 0
+
+
+class WatchedTrainer(Trainer):
+    """A trainer that sketches its hidden states and keeps its first gradients."""
+
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset) -> None:
+        super().__init__(config, plan, world, dataset)
+        self.sketches = Sketches(config.model, config.workload, world.device)
+        self.first_gradients: dict[str, Tensor] | None = None
+        self._micro_batch: int | None = None
+        for stage in self.stages.values():
+            watch(stage.module, partial(self._see, stage))
+            stage.forward = partial(self._forward, stage.forward)  # type: ignore[method-assign]
+
+    def _forward(self, forward: Callable[..., Tensor], micro_batch: int, x: Tensor | None) -> Tensor:
+        self._micro_batch = micro_batch
+        try:
+            return forward(micro_batch, x)
+        finally:
+            self._micro_batch = None
+
+    def _see(self, stage: DecoderStage, part: str, output: Tensor) -> None:
+        if self._micro_batch is None:
+            return  # a backward computes this part of the forward again
+        at, plan, spec = self.world.at, self.plan, self.config.model
+        tp = plan.mesh(at.pp).tp
+        positions, width = self.sketches.whole_shape(part)
+        cut_along_sequence, cut_along_width = output.shape[1] < positions, output.shape[2] < width
+        if at.tp and not cut_along_sequence and not cut_along_width:
+            return  # its neighbours have the same
+        words, *_ = tensor_slice(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
+        for rows, sample in samples_of_rows(plan, at, self._micro_batch, self.config.train.global_batch_size):
+            self.sketches.add(
+                part,
+                output[rows],
+                sample,
+                position=at.tp * output.shape[1] if cut_along_sequence else 0,
+                column=words.start[0] if cut_along_width else 0,
+            )
+
+    def _apply(self, action: Action) -> None:
+        if self.first_gradients is None:
+            self.first_gradients = {
+                name: torch.zeros_like(local) if local.grad is None else local.grad.clone()
+                for name, local in self.parameters.items()
+            }
+        super()._apply(action)
+
+    def keep(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
+        """Writes this rank's part of each parameter or gradient. Every copy gets a name of its own: `0/embed.weight`
+        and `1/embed.weight`."""
+        pieces = [
+            Piece(f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0), tensors[name])
+            for name, layout in self._layouts.items()
+            if tensors and name in tensors
+        ]
+        info = {"plan": {}, "model": {}, "counters": {}}
+        save(folder, 1, pieces, info, self.world.rank, self.world.size, self.world.exchange)
+
+
+if __name__ == "__main__":
+    leave(main(verify_rank))

@@ -1,0 +1,108 @@
+"""What plans are compared with: the same training on one process, by the plain decoder and PyTorch's own parts.
+
+There is no program, no executor and nothing parallel in it; loss, clipping and the count of tokens are PyTorch's. Only
+the model, its initial values, the data and the optimizer are Muster's.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from muster.data.dataset import NOT_COUNTED, Dataset
+from muster.model.decoder import Decoder
+from muster.model.init import init_stage
+from muster.model.kernels import wide
+from muster.optim.base import Optimizer
+from muster.optim.lr import rate_of_step
+from muster.optim.make import make_optimizer
+from muster.parallel.shard import DTYPES, parameter_dtype
+from muster.parallel.world import pick_device
+from muster.spec.layout import Box, TensorLayout
+from muster.spec.model import parameters
+from muster.spec.plan import Precision
+from muster.spec.run import RunConfig
+from muster.train.verify.sketch import Sketches, watch
+from muster.train.verify.trace import Trace
+
+
+class Reference:
+    """The steps of a run on one process, and what one step makes of any gradients.
+
+    It has a plan's precision and micro-batches: in bf16, gradients lose digits as they are added up within one.
+    """
+
+    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: Dataset) -> None:
+        self.config = config
+        self.precision: Precision = precision
+        self._micro_batch_size = micro_batch_size
+        self._dataset = dataset
+        self._device = pick_device(0, 1)
+        self.gradients: dict[str, Tensor] = {}
+        """Of the first step, before clipping, on the CPU."""
+        self.trace = self._run()
+
+    def updated(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters after a first step with these gradients, which are cut in place; on the CPU."""
+        model = self._new_model(torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        self._clip_and_step(model, self._new_optimizer(model), 0)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def _run(self) -> Trace:
+        config = self.config
+        model = self._new_model(self._device)
+        watch(model, lambda part, output: self._see(part, output))
+        optimizer = self._new_optimizer(model)
+        losses, grad_norms, sketches = [], [], []
+        for step in range(config.train.steps):
+            step_sketches = Sketches(config.model, config.workload, self._device)
+            losses.append(self._gradients_of(model, step, step_sketches))
+            sketches.append(step_sketches.values.cpu())
+            if step == 0:
+                self.gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
+            grad_norms.append(self._clip_and_step(model, optimizer, step))
+            model.zero_grad()
+        return Trace(losses, grad_norms, torch.stack(sketches).numpy())
+
+    def _new_model(self, device: torch.device) -> Decoder:
+        spec = self.config.model
+        model = Decoder(spec, range(spec.num_layers), first=True, last=True)
+        init_stage(model, spec, self.config.seed)
+        return model.to(device, parameter_dtype(self.precision))
+
+    def _new_optimizer(self, model: Decoder) -> Optimizer:
+        shapes = dict(parameters(self.config.model))
+        layouts = {n: TensorLayout(n, shape, (Box((0,) * len(shape), shape),)) for n, shape in shapes.items()}
+        return make_optimizer(self.config.optim, dict(model.named_parameters()), layouts)
+
+    def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
+        """Adds up the gradients of one step. Returns its loss."""
+        count, size = self.config.train.global_batch_size, self._micro_batch_size
+        batch = self._dataset.train_batch(step * count, count)
+        tokens_BS, labels_BS = (torch.from_numpy(a).to(self._device) for a in (batch.tokens_BS, batch.labels_BS))
+        num_valid = int((labels_BS != NOT_COUNTED).sum())
+        total = 0.0
+        for first in range(0, count, size):
+            self._see = partial(sketches.add, sample=first)
+            # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
+            cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in model.named_parameters()}
+            logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
+            logits_NV = logits_BSV.flatten(0, 1).to(wide(logits_BSV.dtype))
+            labels_N = labels_BS[first : first + size].flatten()
+            loss = F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
+            z_loss = logits_NV[labels_N != NOT_COUNTED].logsumexp(1).square().sum()
+            ((loss + self.config.train.z_loss * z_loss) / num_valid).backward()
+            total += float(loss.detach())
+        return total / num_valid
+
+    def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int) -> float:
+        """Returns the norm of the gradients before they are cut."""
+        optim = self.config.optim
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
+        optimizer.step(rate_of_step(optim, step, self.config.train.steps))
+        return float(norm)

@@ -1,0 +1,112 @@
+"""Runs a few steps of a run under several plans, each on its own processes, and compares each with one process."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from muster.report.verdict import Verdict
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.load import Resolved, write_resolved
+from muster.spec.plan import Plan, Precision
+from muster.spec.plan_name import format_plan_name
+from muster.spec.run import RunConfig
+from muster.train.data import open_dataset
+from muster.train.errors import STOPPED, read_error
+from muster.train.launch import launch
+from muster.train.run import require_device
+from muster.train.verify.compare import compare
+from muster.train.verify.padded import PaddedDataset
+from muster.train.verify.reference import Reference
+
+TOLERANCES: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2}
+"""How much of a number another order of additions may change, by precision."""
+
+Progress = Callable[[str], None]
+"""Is told what begins."""
+
+
+def verify(
+    config: RunConfig,
+    plans: Sequence[Plan],
+    run_dir: Path,
+    steps: int,
+    tolerance: float | None,
+    progress: Progress,
+) -> list[Verdict]:
+    """How the first `steps` steps of a run under each of the (runnable) plans differ from those on one process.
+
+    `run_dir` is where the run itself would lie: its token store is used. The learning rate is the run's highest from
+    the first step on, so that every step changes something. `tolerance` None stands for that of each plan's precision.
+    Raises InfeasibleError for a precision that can't be compared, KeyboardInterrupt when the ranks were told to stop.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("muster verify starts the processes of each plan itself: run it without torchrun")
+    plans = list({plan.hash: plan for plan in plans}.values())
+    for plan in plans:
+        if plan.precision not in TOLERANCES:
+            raise InfeasibleError(
+                f"muster verify can't compare {plan.precision}, as its reference doesn't scale the loss;"
+                f" give one of {', '.join(TOLERANCES)} with --precision"
+            )
+        require_device(plan)
+    config = for_comparison(config, steps, run_dir)
+    dataset = PaddedDataset(open_dataset(config, run_dir))
+    references: dict[tuple[Precision, int], Reference] = {}
+    verdicts = []
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
+    try:
+        for number, plan in enumerate(plans, 1):
+            kind = plan.precision, plan.micro_batch_size
+            if kind not in references:
+                progress(f"the reference: one process in {plan.precision}, micro-batches of {plan.micro_batch_size}")
+                references[kind] = Reference(config, *kind, dataset)
+            progress(f"plan {number} of {len(plans)}: {format_plan_name(plan)}, processes: {plan.world_size}")
+            limit = TOLERANCES[plan.precision] if tolerance is None else tolerance
+            verdicts.append(_verdict(config, plan, references[kind], limit))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    return verdicts
+
+
+def for_comparison(config: RunConfig, steps: int, run_dir: Path) -> RunConfig:
+    """The run, made short, with the highest learning rate throughout and no step skipped for a spike; its token store
+    is where the run has it."""
+    cache = Path(config.data.cache) if config.data.cache else run_dir.resolve().parent / ".data"
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"cache": str(cache.resolve())}),
+            "train": config.train.model_copy(update={"steps": steps, "spike_sigmas": 0.0}),
+            "optim": config.optim.model_copy(update={"warmup_steps": 0, "min_lr_ratio": 1.0}),
+        }
+    )
+
+
+def _verdict(config: RunConfig, plan: Plan, reference: Reference, tolerance: float) -> Verdict:
+    name = format_plan_name(plan)
+    with tempfile.TemporaryDirectory(prefix="muster-verify-") as place:
+        folder = Path(place)
+        write_resolved(Resolved(config.model_copy(update={"parallel": plan}), {}, auto=False), plan, folder)
+        if (failure := _run(folder, plan.world_size)) is not None:
+            return Verdict(name, plan.precision, tolerance, failure=failure)
+        return compare(name, folder, reference, tolerance)
+
+
+def _run(folder: Path, num_ranks: int) -> str | None:
+    """Runs the plan in `folder`; why it failed, or None. A rank's traceback goes to standard error."""
+    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.verify.rank", str(folder)]
+
+    def command(rank: int, store: str) -> list[str]:
+        return [*python, "--rank", str(rank), "--world-size", str(num_ranks), "--store", store]
+
+    if launch(command, num_ranks, folder) == 0:
+        return None
+    outcome = json.loads((folder / "exit.json").read_text())
+    if outcome["rank"] is None:
+        raise KeyboardInterrupt  # no rank is the cause of the end: it was asked for
+    if (error := read_error(folder, outcome["rank"])) is not None:
+        print(error.traceback, end="", file=sys.stderr)
+    return outcome["reason"]

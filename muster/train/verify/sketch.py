@@ -1,0 +1,77 @@
+"""Sketches of hidden states: a few numbers by which outputs can be compared that no process has whole.
+
+A sketch of a matrix X (S, W) is aᵀXb for vectors a, b of random signs. It is linear in X, so that the sketches of parts
+add up to that of the whole, and its mean square over the draws is the sum of squares of X, so that the sketches of two
+outputs differ by about as much as the outputs do (Alon, Matias, Szegedy 1996, "The space complexity of approximating
+the frequency moments", in its tensor form).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from muster.model.decoder import Decoder
+from muster.model.init import keyed_generator
+from muster.spec.model import ModelSpec
+from muster.spec.workload import Workload
+
+DRAWS = 8
+"""Sketches of each output of each sample."""
+_POSITIONS = 256
+"""How many positions are worked on at once: float64 copies of all logits would be large."""
+
+
+def parts_of(spec: ModelSpec) -> list[str]:
+    """What of a model is watched, in the order of the forward."""
+    layers = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in ("attn", "mlp")]
+    return ["embed", *layers, "norm", "head"]
+
+
+def watch(module: Decoder, see: Callable[[str, Tensor], None]) -> None:
+    """Calls `see(part, output)` in every forward of these layers; what a layer adds to the residual is its output."""
+
+    def seen(part: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Tensor) -> Tensor:
+            output = function(*arguments)
+            see(part, output)
+            return output
+
+        return call
+
+    module.look_up = seen("embed", module.look_up)  # type: ignore[assignment]
+    module.project = seen("head", module.project)  # type: ignore[assignment]
+    named = {name: part for name, part in module.named_modules() if name.endswith((".attn", ".mlp")) or name == "norm"}
+    for name, part in named.items():
+        part.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
+
+
+class Sketches:
+    """The sketches of one step: of every part's output, for every sample of the global batch."""
+
+    def __init__(self, spec: ModelSpec, workload: Workload, device: torch.device) -> None:
+        self._parts, self._workload = parts_of(spec), workload
+        self._vocab_size = spec.vocab_size
+        self._hidden_size = spec.hidden_size
+        shape = (len(self._parts), workload.global_batch_size, DRAWS)
+        self.values = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def whole_shape(self, part: str) -> tuple[int, int]:
+        """Positions and width of a part's output on one process."""
+        return self._workload.seq_len, self._vocab_size if part == "head" else self._hidden_size
+
+    @torch.no_grad()
+    def add(self, part: str, x_BSW: Tensor, sample: int, position: int = 0, column: int = 0) -> None:
+        """Adds an output, or a part of it that begins at `sample` of the global batch, `position` and `column`."""
+        positions, width = self.whole_shape(part)
+        a_SK = _signs(f"{part}/positions", positions, x_BSW.device)[position : position + x_BSW.shape[1]]
+        b_WK = _signs(f"{part}/columns", width, x_BSW.device)[column : column + x_BSW.shape[2]]
+        rows = self.values[self._parts.index(part), sample : sample + len(x_BSW)]
+        for x_BRW, a_RK in zip(x_BSW.detach().split(_POSITIONS, 1), a_SK.split(_POSITIONS), strict=True):
+            rows += (x_BRW.to(torch.float64) @ b_WK * a_RK).sum(1)
+
+
+def _signs(key: str, count: int, device: torch.device) -> Tensor:
+    """Random signs (count, DRAWS), the same on every process."""
+    bits = torch.randint(2, (count, DRAWS), generator=keyed_generator(0, f"verify/{key}"), dtype=torch.float64)
+    return (2 * bits - 1).to(device)

@@ -1,0 +1,139 @@
+"""What each rank does in the tests of executed schedules: real processes and messages, passes that move a clock."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.cost.op_times import OpTimes
+from muster.parallel.executor import Executor
+from muster.parallel.route import direct_routes
+from muster.schedule.action import Action
+from muster.schedule.check import check
+from muster.schedule.lower import Lowering, lower
+from muster.schedule.program import Wait
+from muster.schedule.registry import make_schedule
+from muster.schedule.setting import Setting
+from muster.simulate.simulator import simulate
+from muster.spec.errors import InfeasibleError
+from muster.spec.schedules import SCHEDULES
+
+SECONDS = {"F": 1.0, "B": 2.25, "I": 1.25, "W": 0.75}
+"""By kind; a stage takes an eighth more than the stage before it. Sums of all of them are exact."""
+HOP_S = 0.125
+PASSES = ("F", "B", "I", "W")
+
+
+class Clock:
+    """A rank's time: what it has computed, and what it has waited for."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class LogicalStage:
+    """A stage whose passes move the clock, and whose messages say when they were made."""
+
+    def __init__(self, index: int, clock: Clock, live: list[int]) -> None:
+        self.index, self.clock, self.live = index, clock, live
+
+    def _take(self, kind: str, activations: int) -> Tensor:
+        self.clock.now_s += seconds(kind, self.index)
+        self.live.append(self.live[-1] + activations)
+        return torch.tensor([self.clock.now_s], dtype=torch.float64)
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        return self._take("F", 1)
+
+    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
+        return self._take("B", -1)
+
+    def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
+        return self._take("I", 0)
+
+    def backward_weight(self, micro_batch: int) -> None:
+        self._take("W", -1)
+
+    def receive_buffer(self) -> Tensor:
+        return torch.empty(1, dtype=torch.float64)
+
+    def unshard(self) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def synchronise(self) -> None: ...
+
+
+class LogicalExecutor(Executor):
+    """What is received arrives a hop after it was made."""
+
+    clock: Clock
+
+    def _finish(self, wait: Wait) -> None:
+        super()._finish(wait)
+        kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
+        message = (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch]
+        self.clock.now_s = max(self.clock.now_s, message.item() + HOP_S)
+
+
+def seconds(kind: str, stage: int) -> float:
+    return SECONDS[kind] * (1 + stage / 8)
+
+
+def on_rank(rank: int, world_size: int, store: dist.Store, payload: list[Any]) -> list[dict[str, Any]]:
+    """For each (schedule, micro-batches, chunks): the compute lane as executed and as simulated, and the activations
+    held at most, as counted and as predicted."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found = [run_case(rank, world_size, *case) for case in payload]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def settings_that_run(num_ranks: int, num_micro_batches: int) -> list[tuple[str, int, int]]:
+    """Every registered schedule that serves the numbers: (name, micro-batches, chunks)."""
+    cases = []
+    for name, entry in SCHEDULES.items():
+        if entry.slow:
+            continue
+        for chunks in [entry.chunks] if entry.chunks else [1, 2]:
+            try:
+                make_schedule(name, setting_of(name, num_ranks, num_micro_batches, chunks))
+            except InfeasibleError:
+                continue
+            cases.append((name, num_micro_batches, chunks))
+    return cases
+
+
+def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -> Setting:
+    return Setting(num_ranks, num_micro_batches, chunks, hop_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
+
+
+def run_case(rank: int, num_ranks: int, name: str, num_micro_batches: int, chunks: int) -> dict[str, Any]:
+    schedule = make_schedule(name, setting_of(name, num_ranks, num_micro_batches, chunks))
+    program = lower(schedule, Lowering())
+    clock, live = Clock(), [0]
+    stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
+    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
+    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    executor = LogicalExecutor(program, rank, rank, stages, direct_routes(program.placement), handlers, clock)
+    executor.clock = clock
+    executed = [
+        [str(event.action), event.start_s, event.end_s] for event in executor.run() if event.action.kind in PASSES
+    ]
+    times = OpTimes({(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}, hop_s=HOP_S)
+    simulated = [
+        [str(event.action), event.start_s, event.end_s]
+        for event in simulate(program, times).events
+        if event.rank == rank and event.action.kind in PASSES
+    ]
+    return {
+        "executed": executed,
+        "simulated": simulated,
+        "counted": max(live),
+        "predicted": check(program).peak_activations[rank],
+    }

@@ -1,0 +1,308 @@
+"""What each rank does in the parity tests: trains small models under a plan and compares with plain PyTorch."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muster.data.dataset import Batch, Dataset
+from muster.data.store import open_or_build
+from muster.data.tokenizer import ByteTokenizer
+from muster.model.decoder import Decoder
+from muster.model.init import initial_value
+from muster.model.loss import cross_entropy_sum
+from muster.model.recompute import _Recipe
+from muster.optim.lr import learning_rate
+from muster.parallel.route import Arrival
+from muster.parallel.stage import DecoderStage
+from muster.parallel.world import open_world
+from muster.spec.model import ModelSpec
+from muster.spec.nearest import require_runnable
+from muster.spec.optim_state import no_decay
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.train.ending import _memory
+from muster.train.trainer import Trainer
+from tests.optim_ranks import plain_newton_schulz
+
+
+def small_run(
+    tied: bool = False, steps: int = 20, layers: int = 4, z_loss: float = 0.0, optim: str = "adamw"
+) -> RunConfig:
+    """A model of a few thousand parameters on the standard library's first source files."""
+    model = ModelSpec(
+        vocab_size=257,
+        hidden_size=32,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+        tied_embeddings=tied,
+    )
+    return RunConfig(
+        seed=3,
+        model=model,
+        data=DataConfig(source="python-stdlib", max_bytes=100_000),
+        train=TrainConfig(steps=steps, seq_len=16, global_batch_size=8, z_loss=z_loss),
+        optim=OptimConfig(name=optim, lr=3e-3, warmup_steps=5),  # type: ignore[arg-type]
+    )
+
+
+def open_data(config: RunConfig, cache: str) -> Dataset:
+    store = open_or_build(config.data.source, Path(cache), ByteTokenizer(), config.data.max_bytes)
+    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference: one process, no Muster but the model
+
+
+@lru_cache
+def reference(config_json: str, cache: str, precision: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of `steps` steps and of a held-out batch after them, and the first step's gradients before clipping."""
+    config = RunConfig.model_validate_json(config_json)
+    dataset, spec = open_data(config, cache), config.model
+    model = Decoder(spec, range(spec.num_layers), first=True, last=True)
+    model.to(torch.float64 if precision == "fp64" else torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(spec, name, tuple(parameter.shape), config.seed))
+    optim, size = config.optim, config.train.global_batch_size
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if n.startswith("layers.") and p.ndim == 2] if optim.name == "muon" else []
+    decaying = [p for n, p in named if not no_decay(n) and not any(p is matrix for matrix in matrices)]
+    groups = [
+        {"params": decaying, "weight_decay": optim.weight_decay},
+        {"params": [p for n, p in named if no_decay(n)], "weight_decay": 0.0},
+    ]
+    momenta = [torch.zeros_like(p) for p in matrices]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    for step in range(steps):
+        batch = dataset.train_batch(step * size, size)
+        logits, labels = model(torch.from_numpy(batch.tokens_BS)), torch.from_numpy(batch.labels_BS)
+        loss = cross_entropy_sum(logits, labels) / batch.num_valid
+        log_z = torch.logsumexp(logits, -1)[labels >= 0]
+        model.zero_grad()
+        (loss + config.train.z_loss * log_z.square().sum() / batch.num_valid).backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step,
+                peak=optim.lr,
+                warmup_steps=optim.warmup_steps,
+                total_steps=config.train.steps,
+                min_ratio=optim.min_lr_ratio,
+                schedule=optim.schedule,
+            )
+        optimizer.step()
+        muon_step(matrices, momenta, optimizer.param_groups[0]["lr"], optim)
+        losses.append(loss.item())
+    held_out = dataset.held_out_batch(0, size)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(held_out.tokens_BS))
+        losses.append(float(cross_entropy_sum(logits, torch.from_numpy(held_out.labels_BS))) / held_out.num_valid)
+    return losses, first
+
+
+@torch.no_grad()
+def muon_step(matrices: list[nn.Parameter], momenta: list[Tensor], lr: float, optim: OptimConfig) -> None:
+    """One step of Muon with updates as large as AdamW's, on whole matrices."""
+    for matrix, momentum in zip(matrices, momenta, strict=True):
+        assert matrix.grad is not None
+        momentum.mul_(optim.momentum).add_(matrix.grad)
+        update = plain_newton_schulz((matrix.grad + optim.momentum * momentum).double()).to(matrix.dtype)
+        matrix.mul_(1 - lr * optim.weight_decay).sub_(update, alpha=lr * 0.2 * max(matrix.shape) ** 0.5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Muster
+
+
+class WatchedTrainer(Trainer):
+    """Keeps the first step's gradients."""
+
+    first_gradients: dict[str, Tensor] | None = None
+
+    def _apply(self, action: Any) -> None:
+        if self.first_gradients is None:
+            self.first_gradients = {n: p.grad.clone() for n, p in self.parameters.items() if p.grad is not None}
+        super()._apply(action)
+
+
+def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each case of `payload["cases"]` in turn, in a world of its own; what was found, by case."""
+    return [
+        run_case(rank, world_size, store, index, payload["cache"], **case)
+        for index, case in enumerate(payload["cases"])
+    ]
+
+
+def run_case(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    generation: int,
+    cache: str,
+    plan: str,
+    precision: str = "fp32",
+    tied: bool = False,
+    layers: int = 4,
+    optim: str = "adamw",
+    fault: str | None = None,
+    steps: int = 20,
+    profile: bool = False,
+    z_loss: float = 0.0,
+    changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
+
+    `changes` are fields of the plan that no name says. With `profile`, also what the rank held, beside the formulas.
+    """
+    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim)
+    base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
+    losses, gradients = reference(config.model_dump_json(), cache, precision, steps)
+    full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
+    require_runnable(full_plan, config.model, config.workload, world_size)
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
+        trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
+        found = trainer.profile() if profile else None
+        memory = _memory(trainer, found) if found else {}
+        actions = [item.action for item in trainer.program.ranks[world.at.pp]["compute"]]
+        trainer.first_gradients = None
+        results = [trainer.step() for _ in range(steps)]
+        own = [result.loss for result in results] + [trainer.evaluate(1) or 0.0]
+        layouts = {name: layout for stage in trainer.stages.values() for name, layout in stage.layouts.items()}
+        digest = hashlib.sha256()
+        gradient_error = 0.0
+        for name, gradient in (trainer.first_gradients or {}).items():
+            whole = gradients[name]
+            part = whole[layouts[name].boxes[0].slices]
+            gradient_error = max(gradient_error, float((gradient - part).abs().max() / whole.abs().max()))
+            digest.update(trainer.parameters[name].numpy().tobytes())
+        return {
+            "loss_error": max(abs(a - b) / b for a, b in zip(own, losses, strict=True)),
+            "gradient_error": max(gradient_error, abs(results[0].grad_norm - norm) / norm),
+            "num_gradients": len(trainer.first_gradients or {}),
+            "losses": own,
+            "parameters": digest.hexdigest(),
+            "memory": memory,
+            "untimed": [str(action) for action in actions if found and not found.times.of(action)],
+        }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bugs, sown on purpose
+
+
+@contextmanager
+def no_fault() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def dropped_gradient() -> Iterator[None]:
+    """The gradient of micro-batch 1 never reaches the parameters."""
+    backward = DecoderStage.backward
+
+    def faulty(self: DecoderStage, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        if micro_batch == 1 and self.is_last:
+            x, y = self._saved[micro_batch]
+            self._saved[micro_batch] = (x, y * 0)
+        return backward(self, micro_batch, gradient)
+
+    with patch.object(DecoderStage, "backward", faulty):
+        yield
+
+
+@contextmanager
+def _changed_feed(change: Callable[[Trainer, Batch | None, int], tuple[Batch | None, int]]) -> Iterator[None]:
+    feed = Trainer._feed
+
+    def faulty(self: Trainer, batch: Batch | None, num_valid: int) -> None:
+        feed(self, *change(self, batch, num_valid))
+
+    with patch.object(Trainer, "_feed", faulty):
+        yield
+
+
+@contextmanager
+def swapped_micro_batches() -> Iterator[None]:
+    """The last stage holds its labels against other micro-batches."""
+
+    def change(trainer: Trainer, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
+        if batch is not None and trainer.plan.num_stages - 1 in trainer.stages:
+            batch = Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid)
+        return batch, num_valid
+
+    with _changed_feed(change):
+        yield
+
+
+@contextmanager
+def wrong_recompute() -> Iterator[None]:
+    """What is made again in the backward is not what the forward had."""
+    unpack = _Recipe.unpack
+
+    def faulty(self: _Recipe, packed: Tensor | torch.Size) -> Tensor:
+        made = unpack(self, packed)
+        return made if isinstance(packed, Tensor) else made * 1.01
+
+    with patch.object(_Recipe, "unpack", faulty):
+        yield
+
+
+@contextmanager
+def wrong_divisor() -> Iterator[None]:
+    """Gradients are divided by twice the number of tokens."""
+    with _changed_feed(lambda trainer, batch, num_valid: (batch, num_valid * 2)):
+        yield
+
+
+@contextmanager
+def doubled_boundary() -> Iterator[None]:
+    """The gradient that comes back over a boundary between stages is added twice."""
+    backward = DecoderStage.backward
+
+    def faulty(self: DecoderStage, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        return backward(self, micro_batch, None if gradient is None else gradient + gradient)
+
+    with patch.object(DecoderStage, "backward", faulty):
+        yield
+
+
+@contextmanager
+def half_a_boundary() -> Iterator[None]:
+    """Of a hidden state that comes in parts, the last part is lost."""
+
+    def faulty(self: Arrival) -> None:
+        wait(self)
+        for _, _, place in self.parts[1:]:
+            place.zero_()
+
+    wait = Arrival.wait
+    with patch.object(Arrival, "wait", faulty):
+        yield
+
+
+FAULTS = {
+    None: no_fault,
+    "dropped gradient": dropped_gradient,
+    "swapped micro-batches": swapped_micro_batches,
+    "wrong divisor": wrong_divisor,
+    "wrong recompute": wrong_recompute,
+    "doubled boundary": doubled_boundary,
+    "half a boundary": half_a_boundary,
+}

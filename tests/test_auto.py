@@ -1,0 +1,204 @@
+"""The automatic and the exact schedule: valid, in memory, and never behind what else is known."""
+
+import csv
+import sys
+from collections.abc import Iterator
+from functools import cache
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.cli.main import main
+from muster.schedule import exact
+from muster.schedule.auto import bound_s
+from muster.schedule.check import check
+from muster.schedule.compare import Request, make_best
+from muster.schedule.lower import Lowering, lower
+from muster.schedule.registry import make_schedule, prove_exact
+from muster.schedule.schedule import Schedule
+from muster.schedule.setting import Setting
+from muster.schedule.timing import Timing, time_schedule
+from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.schedules import SCHEDULES
+
+DATA = Path(__file__).parent / "data"
+
+
+def rows(name: str) -> list[list[float]]:
+    with (DATA / f"{name}.csv").open() as file:
+        return [[float(word) for word in row] for row in list(csv.reader(file))[1:]]
+
+
+def auto(setting: Setting) -> tuple[Schedule, Timing]:
+    schedule = make_schedule("auto", setting)
+    timing = time_schedule(schedule, setting)
+    assert max(timing.peak_activation) <= setting.memory_limit + 1e-9
+    return schedule, timing
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against public schedulers and proven optima
+
+
+@cache
+def public_settings() -> dict[tuple[float, ...], list[tuple[float, float]]]:
+    """(ranks, micro-batches, F, I, W, hop) → (peak, makespan) of every row."""
+    found: dict[tuple[float, ...], list[tuple[float, float]]] = {}
+    for *setting, _, peak, makespan in rows("public_schedules"):
+        found.setdefault(tuple(setting), []).append((peak, makespan))
+    return found
+
+
+def check_public(setting: tuple[float, ...]) -> None:
+    ranks, micro_batches, forward, inputs, weights, hop = setting
+    public = public_settings()[setting]
+    for limit in sorted({peak for peak, _ in public}):
+        best = min(makespan for peak, makespan in public if peak <= limit)
+        request = Request(
+            int(ranks), int(micro_batches), None, (forward, inputs, weights), hop, limit, replicas=None, fill=False
+        )
+        _, timing = make_best("auto", request)
+        assert max(timing.peak_activation) <= limit + 1e-9
+        assert timing.makespan_s <= best + 1e-6, (setting, limit)
+
+
+@pytest.mark.parametrize("number", range(0, 480, 40))
+def test_never_behind_public_schedulers(number: int):
+    small = sorted(key for key in public_settings() if key[0] <= 4 and key[1] <= 8)
+    check_public(small[number % len(small)])
+
+
+BEHIND = {91, 106, 121, 140, 143, 151, 153, 154, 155, 157, 158, 161, 173}
+"""Settings where the search is still behind, by 0.1 to 1.2 %; whoever makes it better must take them out of here."""
+
+
+def up_to_8_ranks() -> Iterator[object]:
+    for number in range(len([key for key in public_settings() if key[0] <= 8])):
+        known = pytest.mark.xfail(reason="the search is behind by 0.1 to 1.2 %", strict=True)
+        yield pytest.param(number, marks=[known] if number in BEHIND else [])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", list(up_to_8_ranks()))
+def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
+    check_public(sorted(public_settings())[number])
+
+
+@pytest.mark.parametrize("row", rows("optimal_schedules"), ids=str)
+def test_within_a_hundredth_of_the_optimum(row: list[float]):
+    ranks, micro_batches, limit, *times, hop, optimum = row
+    setting = Setting.of_shares(int(ranks), int(micro_batches), times, hop_s=hop, memory_limit=limit)
+    assert optimum - 1e-6 <= auto(setting)[1].makespan_s <= 1.01 * optimum
+    assert bound_s(setting) <= optimum + 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Any setting
+
+SECONDS = st.sampled_from([0.0, 0.5, 0.7, 1.0, 1.3, 2.0])
+
+
+@st.composite
+def any_setting(draw) -> Setting:
+    ranks, micro_batches = draw(st.integers(1, 8)), draw(st.integers(1, 16))
+    replicas = draw(st.sampled_from([1, 1, 1, 2])) if ranks % 2 == 0 else 1
+    chunks = replicas * draw(st.integers(1, 4 // replicas))
+    depth = ranks * chunks // replicas
+    times = [tuple(draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in range(3)]
+    limit = draw(st.sampled_from([1.0, 1.5, 2.0, 3.5, 6.0, inf]))
+    forward, inputs, weights = times
+    return Setting(
+        ranks,
+        micro_batches,
+        chunks,
+        forward,
+        inputs,
+        weights,
+        hop_s=draw(SECONDS),
+        memory_limit=limit,
+        replicas=replicas,
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(any_setting())
+def test_valid_in_memory_and_never_behind_any_registered_schedule(setting: Setting):
+    others = []
+    for name, entry in SCHEDULES.items():
+        if not entry.searched:
+            try:
+                timing = time_schedule(make_schedule(name, setting), setting)
+            except InfeasibleError:
+                continue
+            if max(timing.peak_activation) <= setting.memory_limit:
+                others.append(timing.makespan_s)
+    if setting.replicas > 1 and not others:
+        with pytest.raises(InfeasibleError, match="no schedule with 2 replicas"):
+            make_schedule("auto", setting)
+        return
+    schedule, timing = auto(setting)
+    assert timing.makespan_s <= min(others, default=inf) + 1e-9
+    if setting.replicas == 1:
+        assert timing.makespan_s >= bound_s(setting) - 1e-9
+        check(lower(schedule, Lowering()))
+    assert make_schedule("auto", setting) == schedule
+
+
+def test_long_runs_are_never_behind_either():
+    """Where registered schedules are judged by shorter runs of theirs."""
+    setting = Setting.of_shares(16, 1300, (1, 1.2, 0.8), hop_s=0.1, memory_limit=16)
+    _, timing = auto(setting)
+    assert timing.makespan_s <= time_schedule(make_schedule("zb-h1", setting), setting).makespan_s
+
+
+def test_too_little_memory_is_refused():
+    with pytest.raises(InfeasibleError, match=r"memory_limit 0.9 doesn't hold one micro-batch's activations"):
+        make_schedule("auto", Setting.of_shares(4, 8, memory_limit=0.9))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exact
+
+
+@pytest.mark.parametrize(("chunks", "limit"), [(1, 2.0), (2, 3.0)])
+def test_exact_is_proven_and_auto_near_it(chunks: int, limit: float):
+    pytest.importorskip("ortools")
+    setting = Setting.of_shares(3, 4, (1, 1.2, 0.8), chunks, hop_s=0.2, memory_limit=limit)
+    proof = prove_exact(setting)
+    assert str(proof) == "proven optimal for its placement"
+    assert max(time_schedule(proof.schedule, setting).peak_activation) <= limit
+    check(lower(proof.schedule, Lowering()))
+    makespan_s = auto(setting)[1].makespan_s
+    assert bound_s(setting) - 1e-9 <= proof.makespan_s <= makespan_s + 1e-9
+    assert makespan_s <= 1.01 * proof.makespan_s
+
+
+def test_exact_agrees_with_a_known_optimum():
+    pytest.importorskip("ortools")
+    setting = Setting.of_shares(4, 8, (1, 1.2, 0.8), hop_s=0.2, memory_limit=4)
+    assert prove_exact(setting).makespan_s == pytest.approx(30.6)
+
+
+def test_exact_says_how_far_it_is_where_time_runs_out():
+    pytest.importorskip("ortools")
+    setting = Setting.of_shares(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
+    proof = exact.prove(setting, make_schedule("auto", setting), limit_s=0.5)
+    assert not proof.optimal
+    assert str(proof).startswith("at most ")
+
+
+def test_exact_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(MusterError, match=r"^schedule exact needs OR-Tools: pip install 'muster-llm\[solver\]'$"):
+        prove_exact(Setting.of_shares(2, 2))
+
+
+def test_the_verb_prints_the_gap(capsys: pytest.CaptureFixture[str]):
+    assert main(["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--chunks", "1"]) == 0
+    assert "no schedule with 1 stage per rank takes less" in capsys.readouterr().out
+    flags = ["--ranks", "4", "--microbatches", "8", "--comm", "0.2", "--memory-limit", "2"]
+    assert main(["schedule", "auto", *flags]) == 0
+    assert "above the optimum: with 2 stages per rank none takes less than" in capsys.readouterr().out

@@ -1,0 +1,483 @@
+"""Checkpoints: written under one plan, opened under any; whole or not at all; every fault is one sentence."""
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from muster.checkpoint.folder import LATEST, checkpoints, find_latest, folder_of, problem_of
+from muster.checkpoint.load import load, read_full
+from muster.checkpoint.manifest import MANIFEST, read_manifest
+from muster.checkpoint.piece import Piece
+from muster.checkpoint.save import alone, save
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.layout import Box, TensorLayout, rank_layouts, shard_rows
+from muster.spec.model import ModelSpec, parameters
+from muster.spec.plan import Mesh, Plan, StageSpec
+
+INFO = {"plan": Plan().model_dump(mode="json"), "model": {"name": "test"}, "counters": {"samples_consumed": 12}}
+SPEC = ModelSpec(
+    vocab_size=19, hidden_size=12, num_layers=3, num_heads=3, num_kv_heads=1, intermediate_size=10, tied_embeddings=True
+)
+KINDS = ("model/{}", "optim/{}.exp_avg", "optim/{}.exp_avg_sq")
+
+
+class Ranks:
+    """Ranks that are threads of this process, and their exchange."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._texts: list[str | None] = [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+
+    def each(self, action: Callable[[int], Any]) -> list[Any]:
+        """Runs `action` on every rank at once; returns what it returned or raised."""
+
+        def run(rank: int) -> Any:
+            try:
+                return action(rank)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(run, range(self.count)))
+
+    def exchange(self, rank: int, text: str | None) -> list[str | None]:
+        self._texts[rank] = text
+        self._barrier.wait()
+        texts = list(self._texts)
+        self._barrier.wait()
+        return texts
+
+    def save(self, root: Path, step: int, pieces: Callable[[int], Sequence[Piece]], **options: Any) -> list[Any]:
+        def action(rank: int) -> Path:
+            return save(
+                root, step, pieces(rank), INFO, rank, self.count, lambda text: self.exchange(rank, text), **options
+            )
+
+        return self.each(action)
+
+
+def full_tensor(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that are told apart by tensor and place."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) + math.prod(shape))
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
+
+
+def pieces_of(plan: Plan, rank: int, fill: bool) -> list[Piece]:
+    """Parameters and optimizer state of one rank: the true numbers, or NaN to be filled."""
+    pieces = []
+    for layout in rank_layouts(SPEC, plan, rank):
+        for kind in KINDS:
+            name = kind.format(layout.name)
+            whole = full_tensor(name, layout.shape)
+            parts = [whole[box.slices] for box in layout.boxes]
+            local = torch.cat(parts) if parts else whole[:0]
+            pieces.append(Piece(name, layout, local if fill else torch.full_like(local, torch.nan)))
+    return pieces
+
+
+def one_piece(name: str = "model/w", rows: int = 8, dtype: torch.dtype = torch.float32, value: float = 1.0) -> Piece:
+    box = Box((0, 0), (rows, 4))
+    return Piece(name, TensorLayout(name, (rows, 4), (box,)), torch.full((rows, 4), value, dtype=dtype))
+
+
+def save_one(root: Path, step: int, value: float | None = None, **options: Any) -> Path:
+    piece = one_piece(value=step if value is None else value)
+    return save(root, step, [piece], INFO, 0, 1, alone, **options)
+
+
+def value_of(folder: Path) -> float:
+    return read_full(folder, "model/w").unique().item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Any plan to any plan
+
+PLANS = {
+    "one rank": Plan(),
+    "shard 2": Plan(dp_shard=2),
+    "shard 4": Plan(dp_shard=4),
+    "shard 8": Plan(dp_shard=8),
+    "replicate 2 × shard 2": Plan(dp_replicate=2, dp_shard=2),
+    "stages 2 × shard 2": Plan(pp=2, dp_shard=2),
+    "stages 3 × replicate 2": Plan(pp=3, dp_replicate=2),
+    "unequal stages": Plan(
+        pp=2,
+        stages=(StageSpec(layers=SPEC.num_layers - 1, mesh=Mesh(tp=2)), StageSpec(layers=1, mesh=Mesh(dp_shard=2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("written", ["shard 4", "stages 2 × shard 2", "replicate 2 × shard 2", "unequal stages"])
+def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> None:
+    plan = PLANS[written]
+    results = Ranks(plan.world_size).save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True))
+    assert results == [tmp_path / "step-00000020"] * plan.world_size
+    for read in PLANS.values():
+        for rank in range(read.world_size):
+            found = pieces_of(read, rank, fill=False)
+            load(tmp_path / "step-00000020", found)
+            for got, true in zip(found, pieces_of(read, rank, fill=True), strict=True):
+                assert torch.equal(got.tensor, true.tensor), (written, read, got.name)
+    for name, shape in parameters(SPEC):
+        assert torch.equal(read_full(results[0], f"model/{name}"), full_tensor(f"model/{name}", shape))
+
+
+def test_each_number_is_written_once(tmp_path: Path) -> None:
+    plan = Plan(pp=2, dp_replicate=2)
+    Ranks(4).save(tmp_path, 1, lambda rank: pieces_of(plan, rank, fill=True))
+    manifest = read_manifest(tmp_path / "step-00000001")
+    written = sum(piece.nbytes for tensor in manifest.tensors.values() for piece in tensor.pieces)
+    assert written == SPEC.num_parameters * 4 * len(KINDS)
+    assert len(manifest.files) == 2, "copies write nothing, not even an empty file"
+    assert (manifest.plan, manifest.counters) == (INFO["plan"], INFO["counters"])
+
+
+def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
+    dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.int64, torch.float8_e4m3fn]
+    pieces = [one_piece(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
+    step = torch.tensor(7)
+    pieces.append(Piece("optim/step", TensorLayout("step", (), (Box((), ()),)), step))
+    folder = save(tmp_path, 1, pieces, INFO, 0, 1, alone)
+    content = load_file(folder / "rank-00000.safetensors")
+    for piece in pieces:
+        assert torch.equal(content[piece.name].double(), piece.tensor.double())
+        assert content[piece.name].dtype == read_full(folder, piece.name).dtype == piece.tensor.dtype
+    assert {path.name for path in folder.iterdir()} == {MANIFEST, "rank-00000.safetensors"}
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.dtype, list[list[Box]], list[list[Box]]]:
+    """A shape, a dtype, and two ways of dealing out its boxes to ranks."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+
+    def deal() -> list[list[Box]]:
+        boxes: list[tuple[tuple[int, int], ...]] = [()]
+        for length in shape:
+            cuts = [0, *sorted(draw(st.sets(st.integers(1, length - 1)))), length] if length > 1 else [0, length]
+            spans = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+            boxes = [(*box, span) for box in boxes for span in spans]
+        ranks: list[list[Box]] = [[] for _ in range(draw(st.integers(1, 3)))]
+        for spans in boxes:
+            box = Box(tuple(start for start, _ in spans), tuple(size for _, size in spans))
+            ranks[draw(st.integers(0, len(ranks) - 1))].append(box)
+        return ranks
+
+    return shape, dtype, deal(), deal()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut_tensors())
+def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:
+    shape, dtype, written, read = case
+    whole = full_tensor("x", shape).mul(9).to(dtype)
+
+    def piece(boxes: list[Box], filled: bool) -> Piece:
+        parts = [whole[box.slices].reshape(-1) for box in boxes]
+        local = torch.cat(parts) if parts else whole.new_empty(0)
+        local = local.reshape(boxes[0].size) if len(boxes) == 1 else local
+        return Piece("x", TensorLayout("x", shape, tuple(boxes)), local if filled else torch.zeros_like(local))
+
+    root = tmp_path_factory.mktemp("cut")
+    results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
+    assert results == [folder_of(root, 1)] * len(written)
+    for boxes in read:
+        wanted = piece(boxes, False)
+        load(results[0], [wanted])
+        assert torch.equal(wanted.tensor, piece(boxes, True).tensor)
+    assert torch.equal(read_full(results[0], "x"), whole)
+    shutil.rmtree(root)
+
+
+def test_a_dtype_is_converted_only_on_request(tmp_path: Path) -> None:
+    folder = save_one(tmp_path, 1, value=1.5)
+    wanted = one_piece(dtype=torch.bfloat16, value=0)
+    with pytest.raises(ConfigError, match=r"model/w is float32 in .*, but bfloat16 is wanted"):
+        load(folder, [wanted])
+    load(folder, [wanted], convert=True)
+    assert (wanted.tensor == 1.5).all()
+
+
+def test_parameters_that_require_gradients_can_be_filled(tmp_path: Path) -> None:
+    folder = save_one(tmp_path, 3)
+    parameter = torch.nn.Parameter(torch.zeros(8, 4))
+    load(folder, [Piece("model/w", one_piece().layout, parameter)])
+    assert (parameter == 3).all()
+    assert parameter.requires_grad
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Entirely or not at all
+
+
+def test_old_checkpoints_go_and_the_latest_stays(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save_one(tmp_path, step, keep_last=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
+    save_one(tmp_path, 5, keep_last=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"], "the one just written is never removed"
+    for step in (6, 7, 8):
+        save_one(tmp_path, step, keep_last=0)
+    assert len(checkpoints(tmp_path)) == 4
+    assert (tmp_path / LATEST).read_text() == "step-00000008\n"
+
+
+def test_the_latest_is_the_last_written_unless_it_is_damaged(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "none") is None
+    save_one(tmp_path, 20)
+    save_one(tmp_path, 10)
+    assert find_latest(tmp_path) == tmp_path / "step-00000010"
+    (tmp_path / "step-00000010/rank-00000.safetensors").unlink()
+    told: list[str] = []
+    assert find_latest(tmp_path, told.append) == tmp_path / "step-00000020"
+    assert len(told) == 1
+    assert "step-00000010/rank-00000.safetensors can't be opened" in told[0]
+    (tmp_path / LATEST).write_bytes(b"\xff\xff")
+    assert find_latest(tmp_path) == tmp_path / "step-00000020"
+    (tmp_path / "step-00000020" / MANIFEST).write_text("{")
+    assert find_latest(tmp_path) is None
+
+
+def test_a_repeated_step_replaces_the_checkpoint(tmp_path: Path) -> None:
+    save_one(tmp_path, 10, value=1)
+    assert value_of(save_one(tmp_path, 10, value=2)) == 2
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000010"]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+KILL_POINTS = ("fsync", "replace", "rename", "unlink", "mkdir")
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is cut before each of its changes to the disk in turn."""
+    calls_left = [0]
+
+    def cutting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls_left[0] -= 1
+            if calls_left[0] < 0:
+                raise Killed
+            return real(*args, **options)
+
+        return call
+
+    survived, moment = False, 0
+    while not survived:
+        root = tmp_path / str(moment)
+        calls_left[0] = 10**9
+        for step in (10, 20):
+            save_one(root, step)
+        calls_left[0] = moment
+        with monkeypatch.context() as patched:
+            for name in KILL_POINTS:
+                patched.setattr(os, name, cutting(getattr(os, name)))
+            try:
+                save_one(root, 30)
+                survived = True
+            except Killed:
+                pass
+        found = find_latest(root)
+        assert found is not None
+        assert (found.name, value_of(found)) in [("step-00000020", 20), ("step-00000030", 30)], moment
+        assert all(problem_of(folder) is None for folder in checkpoints(root)), "half a checkpoint under a good name"
+        save_one(root, 40)
+        assert find_latest(root) == folder_of(root, 40)
+        assert not list(root.glob("*.tmp")), "the next save removes what the killed one left"
+        moment += 1
+    assert moment > 10, "the save was really cut at many moments"
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from tests.test_checkpoint import one_piece
+from muster.checkpoint.save import alone, save
+for step in range(1, 100000):
+    pieces = [one_piece(f"model/{i}", rows=5000, value=step) for i in range(4)]
+    save(Path(sys.argv[1]), step, pieces, {"plan": {}, "model": {}, "counters": {}}, 0, 1, alone, keep_last=1)
+"""
+
+
+def test_a_saver_that_is_really_killed_loses_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], cwd=Path(__file__).parents[1])
+    try:
+        limit = time.monotonic() + 60
+        while not (folder_of(tmp_path, 9).exists() or folder_of(tmp_path, 10).exists()):
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        time.sleep(0.0137)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    found = find_latest(tmp_path)
+    assert found is not None
+    step = read_manifest(found).step
+    assert step >= 9
+    for index in range(4):
+        assert (read_full(found, f"model/{index}") == step).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+def test_a_failing_rank_fails_the_save_on_all_and_nothing_good_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(dp_shard=4)
+    ranks = Ranks(4)
+    ranks.save(tmp_path, 10, lambda rank: pieces_of(plan, rank, fill=True))
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        if "rank-00002.safetensors" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    results = ranks.save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True))
+    for result in results:
+        assert isinstance(result, MusterError)
+        assert str(result).startswith("the checkpoint of step 20 was not saved: could not write ")
+        assert str(result).endswith(": No space left on device (rank 2)")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000010"]
+    assert find_latest(tmp_path) == tmp_path / "step-00000010"
+    monkeypatch.undo()
+    assert ranks.save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True)) == [folder_of(tmp_path, 20)] * 4
+
+
+def test_a_file_that_may_not_grow_is_one_sentence(tmp_path: Path) -> None:
+    """The kernel itself refuses the write here."""
+    save_one(tmp_path, 10)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(MusterError, match=r"step 20 was not saved: could not write .*: File too large \(rank 0\)"):
+            save(tmp_path, 20, [one_piece(rows=100_000)], INFO, 0, 1, alone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert find_latest(tmp_path) == tmp_path / "step-00000010"
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MusterError, match=r"could not write .*file/checkpoints: Not a directory \(rank 0\)"):
+        save_one(tmp_path / "file" / "checkpoints", 1)
+
+    def refuse(path: Any, *_: Any) -> None:
+        raise PermissionError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    results = Ranks(2).save(tmp_path / "new", 1, lambda rank: [one_piece()] if rank == 0 else [])
+    for result in results:
+        assert isinstance(result, MusterError)
+        assert str(result).endswith("Read-only file system (rank 0)")
+
+
+def test_ranks_that_leave_a_gap_or_disagree_are_found_when_saving(tmp_path: Path) -> None:
+    def rows(rank: int, parts: int = 3) -> list[Piece]:
+        start, count = shard_rows(8, parts, rank)
+        box = Box((start, 0), (count, 4))
+        return [Piece("w", TensorLayout("w", (8, 4), (box,)), torch.zeros(count, 4))]
+
+    for result in Ranks(2).save(tmp_path, 1, rows):
+        assert "the ranks' boxes of w hold 24 numbers instead of 32" in str(result)
+    for result in Ranks(2).save(tmp_path, 1, lambda rank: rows(0, 1)):
+        assert "the ranks' boxes of w hold 64 numbers instead of 32" in str(result)
+    for result in Ranks(2).save(tmp_path, 1, lambda rank: [one_piece(rows=8 + rank)]):
+        assert "ranks disagree about model/w: float32 [8, 4] on one, float32 [9, 4] on another" in str(result)
+    assert checkpoints(tmp_path) == []
+
+
+def flip(folder: Path) -> None:
+    path = folder / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 16
+    path.write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "rank-00000.safetensors", 100)
+
+
+def scramble_header(folder: Path) -> None:
+    path = folder / "rank-00000.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(b"\xff" * 16 + data[16:])
+
+
+def edit_manifest(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / MANIFEST
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def lose_piece(folder: Path) -> None:
+    edit_manifest(tensors={"model/w": {"shape": [8, 4], "dtype": "float32", "pieces": []}})(folder)
+
+
+DAMAGE = {
+    "flipped byte": (flip, MusterError, r"rank-00000.safetensors is damaged: the checksum of model/w is wrong"),
+    "truncated": (truncate, MusterError, r"read model/w from .*rank-00000.safetensors: .* 100 bytes instead of \d+"),
+    "scrambled": (scramble_header, MusterError, r"could not read model/w from .*rank-00000.safetensors"),
+    "missing file": (
+        lambda folder: (folder / "rank-00000.safetensors").unlink(),
+        MusterError,
+        r"could not read model/w from .*rank-00000.safetensors",
+    ),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), ConfigError, r"no checkpoint at .*manifest.json"),
+    "not JSON": (lambda folder: (folder / MANIFEST).write_text("{"), MusterError, r"manifest.json is damaged"),
+    "not a manifest": (edit_manifest(tensors=3), MusterError, r"manifest.json is damaged: tensors: "),
+    "later schema": (edit_manifest(version=9), ConfigError, r"schema 9, but this Muster reads schemas up to 1"),
+    "lost piece": (lose_piece, MusterError, r"holds only 0 of 32 wanted numbers of model/w"),
+    "other tensors": (edit_manifest(tensors={}), ConfigError, r"holds no tensor model/w"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    damage, error, pattern = DAMAGE[kind]
+    folder = save_one(tmp_path, 1)
+    damage(folder)
+    with pytest.raises(error, match=pattern) as raised:
+        load(folder, [one_piece()])
+    assert "\n" not in str(raised.value)
+    if kind == "later schema":
+        assert find_latest(tmp_path) == folder, "it must not fall back silently"
+
+
+def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
+    folder = save_one(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"holds no tensor model/v; the nearest name there is model/w"):
+        load(folder, [one_piece("model/v")])
+    with pytest.raises(ConfigError, match=r"model/w has shape \[8, 4\] in .*, but \[9, 4\] is wanted"):
+        load(folder, [one_piece(rows=9)])

@@ -1,0 +1,281 @@
+"""The command line: exit codes and sentences, no torch where none is needed, and the floors of the house."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import muster
+from muster.cli import main as cli
+from muster.cli.main import VERBS, main
+from muster.cli.parser import split_overrides
+from muster.schedule.program import parse_program
+from muster.spec.errors import ConfigError, MusterError
+
+PACKAGE = Path(muster.__file__).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # any import of it now fails
+from muster.cli.main import main
+code = main(sys.argv[1:])
+print("loaded", json.dumps(sorted({name.partition(".")[0] for name in sys.modules})), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def without_torch(folder: Path, *arguments: str) -> tuple[int, str, list[str]]:
+    """Exit code, standard output, and the lines on standard error, of a command line where torch is not installed."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60, env=ENVIRONMENT)
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+# --- where torch is not installed ---
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *[[verb, "--help"] for verb in VERBS]])
+def test_help_imports_nothing_heavy(tmp_path, arguments):
+    code, out, errors = without_torch(tmp_path, *arguments)
+    assert code == 0
+    assert "muster" in out
+    loaded = set(json.loads(errors[-1].removeprefix("loaded ")))
+    assert not loaded & {"pydantic", "yaml", "numpy", "rich", "safetensors"}
+    assert len(errors) == 1
+
+
+def test_dry_run_without_torch_prints_all_and_writes_nothing(tmp_path):
+    code, out, errors = without_torch(tmp_path, "train", "--preset", "demo", "--dry-run", "--train.steps", "5")
+    assert (code, len(errors)) == (0, 1)
+    assert "  steps: 5  # command line\n" in out
+    assert "\nplan     dp2-pp2-" in out
+    assert "\nprogram  1f1b, pipeline ranks: 2, micro-batches: " in out
+    assert "\nrun      runs/demo (dry run: nothing is written)\n" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_program_without_torch_parses_back_and_passes_the_check(tmp_path):
+    code, out, _ = without_torch(tmp_path, "program", "dp2-pp2-mb2-z1", "--train.global_batch_size=32")
+    assert code == 0
+    program = parse_program(out)
+    assert (program.num_ranks, program.num_micro_batches) == (2, 8)
+    (tmp_path / "program.txt").write_text(out)
+    code, out, _ = without_torch(tmp_path, "program", "--check", "program.txt")
+    assert (code, out) == (
+        0,
+        "program.txt can be run; micro-batches kept for the backward, per pipeline rank: 2, 1\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["train", "--preset", "tiny"], ["verify", "--preset", "tiny"], ["report", "."]])
+def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, arguments):
+    code, _, errors = without_torch(tmp_path, *arguments)
+    assert code == 1
+    assert errors[0] == "muster: this needs PyTorch, which is not installed: pip install 'muster-llm[train]'"
+    assert len(errors) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bad requests ---
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "sentence"),
+    [
+        ("trian", 2, "unknown verb 'trian'; did you mean 'train'?"),
+        ("--hlep", 2, "unknown flag '--hlep'; did you mean '--help'?"),
+        ("train", 2, "expected a run file or --preset NAME"),
+        ("train nofile.yaml", 2, "there is no file nofile.yaml"),
+        ("train tiny", 2, "there is no file tiny; for the preset of that name write --preset tiny"),
+        ("train --preset tinny", 2, "there is no preset 'tinny'; did you mean 'tiny'?"),
+        ("train --preset tiny --fres", 2, "unknown flag '--fres'; did you mean '--fresh'?"),
+        ("train --preset tiny --steps 5", 2, "unknown flag '--steps'; did you mean '--train.steps'?"),
+        ("train --preset tiny --lr=5", 2, "unknown flag '--lr'; did you mean '--optim.lr'?"),
+        ("train --preset tiny -x", 2, "unknown flag '-x'"),
+        ("train a.yaml b.yaml", 2, "unexpected argument 'b.yaml'"),
+        ("train --preset", 2, "argument --preset: expected one argument"),
+        ("train --preset tiny --nproc 0", 2, "expected a whole number >= 1, got '0'"),
+        ("train --preset tiny --nproc two", 2, "expected a whole number >= 1, got 'two'"),
+        ("train --preset tiny --train.steps", 2, "--train.steps: a value is missing"),
+        ("train --preset tiny --train.steps --fresh", 2, "--train.steps: a value is missing"),
+        ("train --preset tiny --train.steps=", 2, "train.steps: expected a whole number >= 1, got ''"),
+        ("train --preset tiny --train.stepz 5", 2, "train.stepz: unknown key; did you mean 'steps'?"),
+        ("train --preset tiny --seed x", 2, "seed: expected a whole number >= 0, got 'x' (from command line)"),
+        ("train --preset tiny --model llama", 2, "there is no model 'llama'"),
+        ("train --preset tiny --parallel dq2", 2, "unknown part 'dq2'; did you mean 'dp2'?"),
+        ("train --preset tiny --parallel no/plan.yaml", 2, "there is no file no/plan.yaml"),
+        ("train --preset tiny --nproc 4 --parallel dp2", 3, "nearest: dp2-pp2-mb1-fp32, dp2x2-mb1-fp32, dp4-mb1-fp32"),
+        ("train --preset tiny --nproc 11", 3, "nearest with 10 processes: dp2-pp5-mb1-fp32"),
+        ("train --preset tiny --parallel dp1-fp8", 3, "torchao"),
+        ("train --preset tiny --parallel pp2-szbv", 3, "schedule zb-v runs 2 stages on each pipeline rank"),
+        ("train --preset demo --parallel.recompute full", 2, "parallel.recompute: unknown key"),
+        ("program", 2, "expected either a plan, such as dp2-pp2-mb4, or --check FILE"),
+        ("program dp1 --check x", 2, "expected either a plan"),
+        ("program pp9", 3, "it has 9 stages, but the model has only 8 layers"),
+        ("program dp2 --nproc 2", 2, "unknown flag '--nproc'"),
+        ("program --check nowhere.txt", 2, "can't read nowhere.txt: No such file or directory"),
+        ("verify", 2, "nothing to verify: expected a run file or --preset NAME"),
+        ("verify nowhere.yaml", 2, "there is no file nowhere.yaml"),
+        ("verify --preset tiny --against", 2, "argument --against: expected at least one argument"),
+        ("verify --preset tiny --against dq2", 2, "unknown part 'dq2'; did you mean 'dp2'?"),
+        ("verify --preset tiny --against dp2 pp9", 3, "it has 9 stages, but the model has only 8 layers"),
+        (
+            "verify --preset tiny --tolerance 0",
+            2,
+            "argument --tolerance: expected a number above 0, such as 1e-5, got '0'",
+        ),
+        ("verify --preset tiny --tolerance x", 2, "expected a number above 0, such as 1e-5, got 'x'"),
+        ("verify --preset tiny --steps 0", 2, "expected a whole number >= 1, got '0'"),
+        ("verify --preset tiny --precision fp12", 2, "parallel.precision"),
+        ("report nowhere", 2, "there is no run directory nowhere"),
+        ("report", 2, "the following arguments are required: RUN"),
+    ],
+)
+def test_a_bad_request_gets_one_sentence_and_its_exit_code(line, code, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dry = ["--dry-run"] if line.startswith("train ") else []
+    assert main([*line.split(), *dry]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("muster: ")
+    assert captured.err.count("\n") == 1
+    assert sentence in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "sentence"),
+    [
+        ("", 2, "a program begins with"),
+        ("program 1 schedule=x ranks=1 micro_batches=1 placement=0\nrank 0 compute: 0F0 0Q0\n", 2, "0Q0"),
+        (
+            "program 1 schedule=x ranks=1 micro_batches=2 placement=0\nrank 0 compute: 0F0 0B0 0F1\n",
+            1,
+            "0B1 is missing",
+        ),
+    ],
+)
+def test_a_bad_program_gets_a_sentence(text, code, sentence, capsys, tmp_path):
+    (tmp_path / "program.txt").write_text(text)
+    assert main(["program", "--check", str(tmp_path / "program.txt")]) == code
+    assert sentence in capsys.readouterr().err
+
+
+def test_each_wrong_value_gets_a_line(capsys):
+    assert main(["train", "--preset", "tiny", "--dry-run", "--train.steps", "0", "--optim.lr", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["muster", "muster"]
+
+
+# --- main ---
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (MusterError("it broke"), 1, "muster: it broke\n"),
+        (ConfigError("it is wrong"), 2, "muster: it is wrong\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(0), 0, ""),
+    ],
+)
+def test_what_a_verb_raises_decides_the_exit_code(raised, code, said, capsys, monkeypatch):
+    class Verb:
+        @staticmethod
+        def run(arguments):
+            assert arguments == ["a", "--b"]
+            raise raised
+
+    monkeypatch.setattr(cli, "import_module", lambda name: {"muster.cli.train": Verb}[name])
+    assert main(["train", "a", "--b"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
+    from muster.cli import train
+
+    seen = []
+
+    class Runtime:
+        @staticmethod
+        def TrainOptions(*options):
+            return options
+
+        @staticmethod
+        def train(resolved, options):
+            seen.append((resolved.config.seed, resolved.config.parallel.pp, options))
+            return 75
+
+    monkeypatch.setattr(train, "runtime", lambda: Runtime)
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: tiny\n")
+    assert main(["train", str(file), "--seed", "9", "--parallel=pp2", "--nproc", "2"]) == 75
+    assert main(["train", "--preset", "tiny", "--run", "here", "--fresh"]) == 75
+    assert main(["train", "--preset", "demo", str(file)]) == 75
+    assert main(["train", "--preset", "tiny"]) == 75
+    assert seen == [
+        (9, 2, (Path("runs/mine"), 2, False)),
+        (0, 1, (Path("here"), None, True)),
+        (0, 1, (Path("runs/mine"), None, False)),
+        (0, 1, (Path("runs/tiny"), None, False)),
+    ]
+
+
+def test_output_that_nobody_reads_is_no_error():
+    nobody, output = os.pipe()
+    os.close(nobody)
+    command = [sys.executable, "-m", "muster", "program", "dp1", "--train.global_batch_size=2000"]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_dotted_flags_are_told_from_others():
+    arguments = ["run.yaml", "--a.b", "1", "--c.d=x=y", "--run=./e.f", "--nproc", "2", "--g.h", "-3"]
+    rest, overrides = split_overrides(arguments)
+    assert rest == ["run.yaml", "--run=./e.f", "--nproc", "2"]
+    assert overrides == [("a.b", "1"), ("c.d", "x=y"), ("g.h", "-3")]
+
+
+# --- the house ---
+
+FLOORS = dict(spec=0, catalog=0, schedule=1, cost=2, simulate=3, planner=4, report=5, model=6, data=6, parallel=7)  # noqa: C408
+FLOORS |= dict(optim=8, checkpoint=9, train=10, probe=10, cli=11)  # noqa: C408
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the room"
+            yield node.module or ""
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(FLOORS)
+
+
+@pytest.mark.parametrize("room", [room for room, floor in FLOORS.items() if floor <= 5] + ["cli"])
+def test_rooms_up_to_floor_5_never_import_torch(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert not [name for name in _imports(path) if name.partition(".")[0] == "torch"], path
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_run_downward(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        for name in _imports(path):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if package != "muster" or other in ("", room) or (room, other) == ("spec", "catalog"):
+                continue
+            assert FLOORS[other] < FLOORS[room], f"{path} imports {name}"

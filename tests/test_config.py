@@ -1,0 +1,403 @@
+"""Configuration: layers and their precedence, where values come from, what is refused, what is written."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from muster.catalog import names, read
+from muster.spec.cluster import ClusterSpec, DeviceSpec
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.load import config_text, load_plan, load_run, plan_text, resolve_plan, write_resolved
+from muster.spec.model import ModelSpec
+from muster.spec.plan import LayerRun, Plan, StageSpec, Strategy
+from muster.spec.plan_name import format_plan_name
+from muster.spec.write import replace_text, yaml_text
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def plan_name(*overrides: tuple[str, str], preset: str | None = "tiny", file: Path | None = None, n: int | None = None):
+    return format_plan_name(resolve_plan(load_run(preset, file, list(overrides)), n))
+
+
+def refusal(*overrides: tuple[str, str], preset: str | None = "tiny", file: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_run(preset, file, list(overrides))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# --- precedence and origins ---
+
+
+def test_the_command_line_beats_the_file_beats_the_preset(tmp_path):
+    write(tmp_path, "base.yaml", "extends: tiny\ntrain:\n  steps: 30\n  seq_len: 32\nseed: 1\n")
+    file = write(tmp_path, "run.yaml", "extends: base.yaml\n\ntrain:\n  seq_len: 16\noptim.lr: 1e-4\n")
+    resolved = load_run(None, file, [("seed", "7")])
+    config, origins = resolved.config, resolved.origins
+    assert (config.train.steps, config.train.seq_len, config.seed) == (30, 16, 7)
+    assert (config.optim.lr, config.train.global_batch_size) == (1e-4, 24)
+    assert origins["train.steps"] == f"{tmp_path}/base.yaml:3"
+    assert origins["train.seq_len"] == f"{tmp_path}/run.yaml:4"
+    assert origins["optim.lr"] == f"{tmp_path}/run.yaml:5"
+    assert origins["seed"] == "command line"
+    assert origins["train.global_batch_size"] == "preset tiny"
+    assert origins["model.num_layers"] == "model tiny"
+    assert "optim.eps" not in origins
+    assert config.workload.tokens_per_step == 16 * 24
+
+
+def test_a_file_lies_over_a_preset_named_beside_it(tmp_path):
+    file = write(tmp_path, "run.yaml", "train: {steps: 3}\n")
+    config = load_run("demo", file, []).config
+    assert (config.train.steps, config.model.name) == (3, "demo")
+
+
+def test_paths_in_extends_are_relative_to_the_file(tmp_path):
+    write(tmp_path, "common/base.yaml", "extends: tiny\nseed: 3\n")
+    file = write(tmp_path, "runs/run.yaml", "extends: ../common/base.yaml\n")
+    assert load_run(None, file, []).config.seed == 3
+
+
+def test_an_empty_section_changes_nothing(tmp_path):
+    file = write(tmp_path, "run.yaml", "extends: tiny\ntrain:\n  # steps: 5\n")
+    assert load_run(None, file, []).config.train.steps == 20
+
+
+def test_extends_in_a_circle_is_refused(tmp_path):
+    write(tmp_path, "a.yaml", "extends: b.yaml\n")
+    write(tmp_path, "b.yaml", "extends: ./c.yaml\n")
+    write(tmp_path, "c.yaml", "seed: 1\nextends: b.yaml\n")
+    assert "c.yaml:2" in refusal(preset=None, file=tmp_path / "a.yaml")
+    own = write(tmp_path, "own.yaml", "extends: own.yaml\n")
+    assert "a circle" in refusal(preset=None, file=own)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optim.lr", "1e-3", 1e-3),
+        ("optim.lr", "2", 2.0),
+        ("train.steps", "1_000", 1000),
+        ("train.steps", "010", 10),
+        ("data.max_bytes", "2e6", 2_000_000),
+        ("data.max_bytes", "null", None),
+        ("data.cache", "null", None),
+        ("data.source", "123", "123"),
+        ("data.source", "a b: [c", "a b: [c"),
+        ("train.deterministic", "true", True),
+        ("train.deterministic", "no", False),
+    ],
+)
+def test_text_becomes_what_is_wanted(key, text, value):
+    section, _, field = key.partition(".")
+    found = getattr(getattr(load_run("tiny", None, [(key, text)]).config, section), field)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_numbers_in_quotes_still_give_derived_values(tmp_path):
+    text = "vocab_size: '257', hidden_size: '64', num_layers: '2', num_heads: 4.0, intermediate_size: 8"
+    file = write(tmp_path, "run.yaml", f"model: {{{text}}}\n")
+    base = load_run("tiny", None, []).config.model
+    config = load_run(None, write(tmp_path, "all.yaml", f"extends: tiny\nmodel: {{{text}}}\n"), []).config
+    assert (config.model.head_dim, config.model.num_kv_heads) == (16, base.num_kv_heads)
+    assert "data: missing" in refusal(preset=None, file=file)
+    demo = yaml.safe_load(read("presets", "demo"))
+    demo["model"] = yaml.safe_load(f"{{{text}}}")
+    config = load_run(None, write(tmp_path, "own.yaml", yaml.safe_dump(demo)), []).config
+    assert (config.model.head_dim, config.model.num_kv_heads) == (16, 4)  # the model's own: nothing below says more
+
+
+# --- the model ---
+
+
+def test_a_model_is_a_name_or_a_name_with_changes(tmp_path):
+    big = load_run("tiny", None, [("model", "llama3-8b")]).config.model
+    assert big == ModelSpec.model_validate(
+        {key: value for key, value in yaml.safe_load(read("models", "llama3-8b")).items() if key != "version"}
+    )
+    file = write(tmp_path, "run.yaml", "extends: tiny\nmodel: {preset: llama3-8b, num_layers: 2}\n")
+    resolved = load_run(None, file, [("model.num_heads", "16")])
+    model = resolved.config.model
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.head_dim) == (4096, 2, 16, 256)
+    assert resolved.origins["model.hidden_size"] == "model llama3-8b"
+    assert resolved.origins["model.num_layers"] == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("demo", 2460480), ("tiny", 427_200)],
+)
+def test_models_have_their_published_sizes(name, parameters):
+    assert load_run("tiny", None, [("model", name)]).config.model.num_parameters == parameters
+
+
+# --- the plan ---
+
+
+def test_ways_to_give_a_plan(tmp_path):
+    plan = Plan(pp=2, dp_shard=3, precision="fp64", default_strategy=Strategy(zero="z2"))
+    write(tmp_path, "deep/plan.yaml", plan_text(plan))
+    by_path = write(tmp_path, "path.yaml", "extends: tiny\nparallel: deep/plan.yaml\n")
+    inline = write(tmp_path, "inline.yaml", "extends: tiny\nparallel: {pp: 2, default_strategy: {zero: z1}}\n")
+    named = write(tmp_path, "named.yaml", "extends: tiny\nparallel: {plan: dp2x2, schedule: gpipe}\n")
+    assert load_run(None, by_path, []).config.parallel == plan
+    assert plan_name(preset=None, file=inline) == "pp2-mb1-z1-fp32"
+    assert plan_name(preset=None, file=named) == "dp2x2-mb1-sgpipe-fp32"
+    assert plan_name(("parallel", str(tmp_path / "deep/plan.yaml"))) == "dp3-pp2-mb1-z2-fp64"
+    assert plan_name(("parallel", "dp2-pp2")) == "dp2-pp2-mb1-fp32"
+    assert plan_name(("parallel", "dp2-bf16"), ("parallel.micro_batch_size", "3")) == "dp2-mb3-bf16"
+    assert plan_name(("parallel.stages", "[{layers: 3}, {layers: 5}]"), ("parallel.pp", "2")) == "pp2-mb1-fp32-l3.5"
+
+
+@pytest.fixture(name="piped")
+def _piped(tmp_path) -> Path:
+    """A run file whose plan says more than the defaults."""
+    return write(tmp_path, "piped.yaml", "extends: tiny\nparallel: dp2-pp2-mb4-z1-sgpipe\n")
+
+
+def test_a_name_keeps_micro_batch_and_precision_from_below_and_nothing_else(piped):
+    assert plan_name(file=piped) == "dp2-pp2-mb4-z1-sgpipe-fp32"
+    assert plan_name(("parallel", "pp4"), file=piped) == "pp4-mb4-fp32"
+    assert plan_name(("parallel", "auto"), file=piped, n=2) == "dp2-mb4-fp32"
+    origins = load_run(None, piped, [("parallel", "pp4-bf16")]).origins
+    assert origins["parallel.micro_batch_size"] == f"{piped}:2"
+    assert origins["parallel.pp"] == origins["parallel.precision"] == "command line"
+
+
+def test_a_plan_file_that_says_less_keeps_micro_batch_and_precision_too(tmp_path, piped):
+    path = write(tmp_path, "plan.yaml", "pp: 2\n")
+    assert plan_name(("parallel", str(path)), file=piped) == "pp2-mb4-fp32"
+
+
+def test_auto_follows_the_number_of_processes_and_an_explicit_plan_does_not():
+    assert [plan_name(n=n) for n in (None, 4, 5)] == ["dp1-mb24-fp32", "dp4-mb6-fp32", "pp5-mb2-fp32"]
+    assert plan_name(("parallel.micro_batch_size", "3"), n=4) == "dp4-mb3-fp32"
+    with pytest.raises(InfeasibleError, match="it needs 4 processes .* but there are 3; nearest: dp3"):
+        plan_name(("parallel", "dp2-pp2"), n=3)
+    with pytest.raises(InfeasibleError, match="it needs 2 processes"):
+        plan_name(("parallel.pp", "2"), n=4)
+
+
+def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
+    tiny = yaml.safe_load(read("presets", "tiny"))
+    del tiny["parallel"]
+    assert plan_name(preset=None, file=write(tmp_path, "run.yaml", yaml.safe_dump(tiny)), n=2) == "dp2-mb12-bf16"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([("train.steps", "abc")], "train.steps: expected a whole number >= 1, got 'abc' (from command line)"),
+        ([("train.steps", "1.5")], "train.steps: expected a whole number >= 1, got 1.5 (from command line)"),
+        ([("train.save_every", "-1")], "train.save_every: expected a whole number >= 0, got -1 (from command line)"),
+        ([("train.stepz", "1")], "train.stepz: unknown key; did you mean 'steps'? (from command line)"),
+        ([("steps", "1")], "steps: unknown key; did you mean 'train.steps'? (from command line)"),
+        ([("trian.steps", "1")], "trian: unknown key; did you mean 'train'? (from command line)"),
+        (
+            [("train.steps.more", "1")],
+            "train.steps: expected a whole number >= 1, got {'more': '1'} (from command line)",
+        ),
+        ([("optim.lr", "0")], "optim.lr: expected a number > 0, got 0.0 (from command line)"),
+        ([("optim.lr", "nan")], "optim.lr: expected a number > 0, got nan (from command line)"),
+        ([("optim.beta1", "1")], "optim.beta1: expected a number >= 0 and < 1, got 1.0 (from command line)"),
+        (
+            [("data.max_bytes", "x")],
+            "data.max_bytes: expected a whole number >= 1 or null, got 'x' (from command line)",
+        ),
+        ([("data.tokenizer", "byte")], "data.tokenizer: expected bytes, got 'byte' (from command line)"),
+        ([("train.deterministic", "maybe")], "train.deterministic: expected true or false, got 'maybe'"),
+        ([("train", "5")], "train: expected a mapping with at least steps, seq_len, global_batch_size, got '5'"),
+        ([("seed", "x")], "seed: expected a whole number >= 0, got 'x' (from command line)"),
+        ([("version", "2")], "version: expected 1, got 2 (from command line)"),
+        ([("model", "llama3-8")], "there is no model 'llama3-8'; did you mean 'llama3-8b'?"),
+        ([("model.num_heads", "3")], "model: num_heads 3 is not a multiple of num_kv_heads 2"),
+        ([("model.num_heads", "128")], "model.head_dim: expected a whole number >= 1, got 0"),
+        ([("model.vocab_size", "100")], "model.vocab_size 100 is smaller than the 257 ids"),
+        ([("parallel.precision", "fp31")], "got 'fp31'; did you mean 'fp32'? (from command line)"),
+        ([("parallel.schedule", "gpip")], "parallel.schedule: there is no schedule 'gpip'; did you mean 'gpipe'?"),
+        ([("parallel", "dq2")], "parallel: plan name 'dq2': unknown part 'dq2'; did you mean 'dp2'?"),
+        ([("parallel", "dp2+0123456789ab")], "can't say all of that plan; give its plan.yaml (from command line)"),
+        ([("parallel", "nowhere/plan.yaml")], "there is no file nowhere/plan.yaml"),
+        ([("parallel", "auto"), ("parallel.pp", "2")], "parallel.pp: 'auto' chooses it"),
+        ([("parallel.micro_batch_size", "x"), ("parallel", "dp2")], "parallel.micro_batch_size: expected a whole"),
+        ([("parallel.axis_order", "[pp]")], "parallel.axis_order: axis_order must name each of"),
+        ([("parallel.stages", "[{layrs: 1}]")], "parallel.stages.0.layrs: unknown key; did you mean 'layers'?"),
+        (
+            [("parallel.stages", "[{layers: 8, mesh: {dpp: 1}}]")],
+            "parallel.stages.0.mesh.dpp: unknown key, expected one of dp_replicate, dp_shard",
+        ),
+        ([("parallel.stages", "[{layers")], "parallel.stages: expected a list, got '[{layers'"),
+    ],
+)
+def test_a_wrong_value_gets_a_sentence(overrides, sentence):
+    assert sentence in refusal(*overrides)
+
+
+def test_each_wrong_value_gets_its_own_line():
+    lines = refusal(("train.steps", "0"), ("optim.lr", "x"), ("optim.epz", "1")).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["train.steps", "optim.lr", "optim.epz"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("extends: tiny\ntrain:\n  stepz: 3\n", "train.stepz: unknown key; did you mean 'steps'? (from {file}:3)"),
+        ("extends: tiny\nseed: -3\n", "seed: expected a whole number >= 0, got -3 (from {file}:2)"),
+        ("extends: tiny\nseed: 1\nseed: 2\n", "{file}:3: seed is given twice, first in line 2"),
+        ("extends: tiny\ntrain: [1]\n", "train: expected a mapping"),
+        ("extends: tinny\n", "there is no preset 'tinny'; did you mean 'tiny'?"),
+        ("extends: [tiny]\n", "extends: expected the path of a run file or the name of a preset, got ['tiny']"),
+        ("extends: none.yaml\n", "there is no file {folder}/none.yaml"),
+        ("extends: tiny\nparallel: {{plan: auto, pp: 2}}\n", "parallel.pp: 'auto' chooses it"),
+        ("extends: tiny\nparallel: {{plan: 5}}\n", "parallel.plan: unknown key"),
+        ("train: {{steps: 1\n", "{file}:2 is not valid YAML"),
+        ("train: 2024-13-45\n", "{file} is not valid YAML"),
+        ("a: &x {{b: *x}}\n", "{file} is not valid YAML"),
+        ("- a\n- b\n", "{file}: expected 'key: value' lines"),
+        ("just text\n", "{file}: expected 'key: value' lines"),
+        ("", "model: missing, expected a mapping with at least vocab_size"),
+    ],
+)
+def test_a_wrong_file_gets_a_sentence_with_its_place(tmp_path, text, sentence):
+    file = write(tmp_path, "run.yaml", text.format())
+    assert sentence.format(file=file, folder=tmp_path) in refusal(preset=None, file=file)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "there is no file nowhere.yaml" in refusal(preset=None, file=Path("nowhere.yaml"))
+    assert "write --preset tiny" in refusal(preset=None, file=Path("tiny"))
+    assert "Is a directory" in refusal(preset=None, file=tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "expected YAML in UTF-8" in refusal(preset=None, file=tmp_path / "binary.yaml")
+    assert "there is no preset 'x'" in refusal(preset="x")
+
+
+def test_a_wrong_plan_file_gets_a_sentence(tmp_path):
+    path = write(tmp_path, "plan.yaml", "pp: 2\ntpp: 1\n")
+    with pytest.raises(ConfigError, match=r"tpp: unknown key; did you mean 'tp'\? \(from .*plan.yaml:2\)"):
+        load_plan(path)
+    assert "parallel.tpp: unknown key" in refusal(("parallel", str(path)))
+
+
+# --- what is written ---
+
+overrides_that_hold = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**63).map(str),
+        "optim.lr": st.floats(1e-12, 1e12).map(repr),
+        "optim.eps": st.sampled_from(["1e-8", "1e-30", "0.5"]),
+        "data.source": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
+        "data.cache": st.sampled_from(["null", "~", "on", "# x", "a: b", "- c", "1e3", "'", '"', "0x10"]),
+        "train.deterministic": st.sampled_from(["true", "false"]),
+        "model": st.sampled_from(["tiny", "llama3-8b"]),
+        "model.tied_embeddings": st.sampled_from(["true", "false"]),
+        "parallel": st.sampled_from(["dp2-pp2-z1", "pp2-l3.5-sgpipe", "auto", "dp2x2-fp64"]),
+        "parallel.default_strategy.zero": st.sampled_from(["z1", "z2"]),
+    },
+)
+
+
+@given(overrides_that_hold)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_config_yaml_and_plan_yaml_load_back_to_the_same_values(tmp_path, overrides):
+    if overrides.get("model") == "llama3-8b" and "l3.5" in overrides.get("parallel", ""):
+        return
+    resolved = load_run("tiny", None, list(overrides.items()))
+    plan = resolve_plan(resolved, None)
+    write_resolved(resolved, plan, tmp_path / "run")
+    again = load_run(None, tmp_path / "run" / "config.yaml", [])
+    assert again.config == resolved.config.model_copy(update={"parallel": plan})
+    assert not again.auto
+    assert resolve_plan(again, None) == plan
+    assert load_plan(tmp_path / "run" / "plan.yaml") == plan
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "plan.yaml"]
+
+
+def test_every_value_in_config_yaml_says_where_it_comes_from(tmp_path):
+    file = write(tmp_path, "run.yaml", "extends: tiny\nseed: 3\n")
+    resolved = load_run(None, file, [("optim.lr", "1e-2")])
+    lines = config_text(resolved, resolve_plan(resolved, 4)).splitlines()
+    assert f"seed: 3  # {file}:2" in lines
+    assert "  lr: 0.01  # command line" in lines
+    assert "  steps: 20  # preset tiny" in lines
+    assert "  num_layers: 8  # model tiny" in lines
+    assert "  eps: 1.0e-08  # default" in lines
+    assert "  dp_shard: 4  # auto, for world size 4" in lines
+    assert "  precision: fp32  # preset tiny" in lines
+    assert all("  # " in line or line.endswith(":") for line in lines)
+
+
+def test_plans_that_no_name_can_say_load_back(tmp_path):
+    plan = Plan(
+        pp=2,
+        overrides=(LayerRun(start=1, count=2, strategy=Strategy(recompute="full")),),
+        stages=(StageSpec(layers=3, ranks=(0,), micro_batch_share=1.5), StageSpec(layers=5)),
+        compile=True,
+    )
+    path = write(tmp_path, "plan.yaml", plan_text(plan))
+    assert load_plan(path) == plan
+    assert path.read_text().splitlines()[:2] == [f"# {format_plan_name(plan)}", f"# hash {plan.hash}"]
+
+
+@settings(deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    )
+)
+def test_yaml_text_reads_back_as_it_was(value):
+    tree = {"key": value, "other": 1}
+    text = yaml_text(tree, lambda path: f"about {path}\nand more # of it")
+    assert yaml.safe_load(text) == tree
+    assert text.count("\n") == count_keys(tree)
+
+
+def count_keys(tree: object) -> int:
+    return sum(1 + count_keys(value) for value in tree.values()) if isinstance(tree, dict) else 0
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+    path = write(tmp_path, "config.yaml", "old")
+
+    def write_half(self, text, **_):
+        self.write_bytes(text[:3].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        replace_text(path, "new and longer")
+    assert path.read_bytes() == b"old"
+
+
+# --- the catalog and the cluster ---
+
+
+@pytest.mark.parametrize("name", names("presets"))
+def test_every_preset_loads_and_has_a_plan(name):
+    resolved = load_run(name, None, [])
+    assert resolve_plan(resolved, None).world_size == {"demo": 4}.get(name, 1)
+
+
+def test_a_cluster_of_cpu_ranks_shares_its_cores():
+    device = DeviceSpec(name="cpu", kind="cpu", shared_cores=2, why_unknown="a CPU's peak depends on its clock")
+    cluster = ClusterSpec(device=device, num_devices=4)
+    assert cluster.device.peak_flops_per_s.get("fp32") is None
+    assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster

@@ -1,0 +1,29 @@
+"""Every schedule, executed by real processes, does what the simulator and the checker say."""
+
+import pytest
+
+from tests.logical_clock import settings_that_run
+from tests.ranks import run_ranks
+
+
+def check_schedules(num_ranks: int, num_micro_batches: int) -> None:
+    cases = settings_that_run(num_ranks, num_micro_batches)
+    assert {"gpipe", "1f1b", "interleaved", "zb-v", "dualpipe", "bitpipe", "auto"} <= {name for name, *_ in cases}
+    by_rank = run_ranks(num_ranks, "tests.logical_clock:on_rank", cases, timeout_s=250)
+    for index, case in enumerate(cases):
+        for rank, found in enumerate(by_rank):
+            assert found[index]["executed"]
+            assert found[index]["executed"] == found[index]["simulated"], (case, rank)
+            assert found[index]["counted"] == found[index]["predicted"], (case, rank)
+
+
+@pytest.mark.timeout(300)
+def test_executed_timelines_and_activations_equal_the_predicted_ones() -> None:
+    check_schedules(4, 8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 4), (4, 12), (8, 16)])
+def test_more_executed_timelines(num_ranks: int, num_micro_batches: int) -> None:
+    check_schedules(num_ranks, num_micro_batches)

@@ -1,0 +1,156 @@
+"""Ranks and coordinates in any order of axes, unequal stages, and who sends what over their boundaries."""
+
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.data.dataset import Batch
+from muster.data.share import read_share
+from muster.spec.boundary import hidden_box, messages, stage_messages, tied_messages
+from muster.spec.layout import Box, rank_layouts
+from muster.spec.mesh import coordinates, data_index, members, rank_at
+from muster.spec.model import ModelSpec, parameters
+from muster.spec.plan import AXES, Mesh, Plan, StageSpec, Strategy
+
+MODEL = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=12)
+TIED = MODEL.model_copy(update={"tied_embeddings": True})
+SEQ_LEN = 8
+
+degree = st.sampled_from([1, 2, 4])
+meshes = st.builds(Mesh, dp_replicate=st.sampled_from([1, 2]), dp_shard=st.sampled_from([1, 2]), tp=degree)
+equal_plans = st.builds(
+    Plan,
+    pp=degree,
+    dp_replicate=degree,
+    dp_shard=degree,
+    tp=degree,
+    micro_batch_size=degree,
+    default_strategy=st.builds(Strategy, sp=st.booleans()),
+    axis_order=st.permutations(AXES).map(tuple),
+)
+
+
+@st.composite
+def unequal_plans(draw: st.DrawFn) -> Plan:
+    """Two pipeline ranks with one or two stages each, on meshes of their own."""
+    pair, vpp = [draw(meshes), draw(meshes)], draw(st.sampled_from([1, 2]))
+    stages = tuple(StageSpec(layers=2 // vpp, mesh=mesh) for mesh in pair * vpp)
+    return Plan(pp=2, vpp=vpp, micro_batch_size=4, stages=stages, default_strategy=Strategy(sp=draw(st.booleans())))
+
+
+plans = equal_plans | unequal_plans()
+
+
+@settings(deadline=None)
+@given(plans)
+def test_every_rank_has_a_place_of_its_own(plan: Plan):
+    places = [coordinates(plan, rank) for rank in range(plan.world_size)]
+    assert [rank_at(plan, at) for at in places] == list(range(plan.world_size))
+    assert {place for pp in range(plan.pp) for place in members(plan, pp)} == set(enumerate(places))
+
+
+def test_the_last_axis_is_the_nearest():
+    plan = Plan(pp=2, dp_shard=2, tp=2, axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))
+    assert [(at.tp, at.dp_shard, at.pp) for at in (coordinates(plan, rank) for rank in (1, 2, 4))] == [
+        (0, 0, 1),
+        (0, 1, 0),
+        (1, 0, 0),
+    ]
+    unequal = Plan(pp=2, stages=(StageSpec(layers=2, mesh=Mesh(tp=2)), StageSpec(layers=2)))
+    assert [coordinates(unequal, rank).pp for rank in range(unequal.world_size)] == [0, 0, 1]
+
+
+@settings(deadline=None)
+@given(plans, st.sampled_from([MODEL, TIED]))
+def test_the_copies_of_every_number_are_known(plan: Plan, model: ModelSpec):
+    """What divides a gradient's norm, and what checkpoints write once."""
+    held, written = Counter(), Counter()
+    for rank in range(plan.world_size):
+        for layout in rank_layouts(model, plan, rank):
+            held[layout.name] += Fraction(layout.numel, layout.copies)
+            written[layout.name] += layout.numel if layout.copy_index == 0 else 0
+    assert held == written == {name: int(np.prod(shape)) for name, shape in parameters(model)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Boundaries
+
+
+def filled(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    """How often each number is in the boxes."""
+    count = np.zeros(shape, int)
+    for box in boxes:
+        count[box.slices] += 1
+    return count
+
+
+@settings(deadline=None)
+@given(plans)
+def test_over_a_boundary_every_rank_gets_its_part_once_from_those_who_have_it(plan: Plan):
+    sequences = plan.micro_batch_size * plan.mesh(0).data_ranks
+    for source in range(plan.num_stages):
+        for target in {source - 1, source + 1} & set(range(plan.num_stages)):
+            sent = stage_messages(MODEL, plan, SEQ_LEN, source, target)
+            if plan.pp_rank(source) == plan.pp_rank(target):
+                assert not sent
+                continue
+            for message in sent:
+                own = hidden_box(MODEL, plan, SEQ_LEN, source, coordinates(plan, message.source))
+                assert (filled((sequences, SEQ_LEN), [own])[message.box.slices] == 1).all()
+            for rank, at in members(plan, plan.pp_rank(target)):
+                wanted = filled((sequences, SEQ_LEN), [hidden_box(MODEL, plan, SEQ_LEN, target, at)])
+                came = filled((sequences, SEQ_LEN), [message.box for message in sent if message.target == rank])
+                assert (came == wanted).all()
+            assert len({message[:2] for message in sent}) == len(sent)
+
+
+@settings(deadline=None)
+@given(equal_plans)
+def test_between_equal_stages_each_rank_has_one_partner(plan: Plan):
+    for source, target, _ in stage_messages(MODEL, plan, SEQ_LEN, 0, 1) if plan.pp > 1 else ():
+        here, there = coordinates(plan, source), coordinates(plan, target)
+        assert (here.dp_replicate, here.dp_shard, here.tp) == (there.dp_replicate, there.dp_shard, there.tp)
+
+
+@settings(deadline=None)
+@given(unequal_plans())
+def test_a_tied_weight_comes_whole_from_the_other_stage(plan: Plan):
+    last = plan.num_stages - 1
+    for source, target in ((0, last), (last, 0)):
+        sent = tied_messages(TIED, plan, source, target)
+        came = filled((37, 8), [message.box for message in sent])
+        mesh = plan.mesh(target)
+        assert (came == mesh.dp_replicate).all(), "each replica gets each number once"
+
+
+def test_those_who_want_the_same_are_served_in_turn():
+    half, whole = Box((0,), (2,)), Box((0,), (4,))
+    held = {0: half, 1: half, 2: Box((2,), (2,))}
+    assert [message[:2] for message in messages(held, {3: whole, 4: whole})] == [(0, 3), (1, 4), (2, 3), (2, 4)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def read(first: int, count: int) -> Batch:
+    tokens = np.arange(first, first + count)[:, None].repeat(2, axis=1)
+    return Batch(tokens, np.where(tokens % 3, tokens, -100), -1)
+
+
+@settings(deadline=None)
+@given(plans)
+def test_all_stages_cut_the_same_micro_batches(plan: Plan):
+    count, found = 2 * plan.micro_batch_size * plan.mesh(0).data_ranks, []
+    for pp_rank in range(plan.pp):
+        shares = {}
+        for _, at in members(plan, pp_rank):
+            batch = read_share(read, plan, at, 5, count)
+            assert batch.num_valid == 2 * np.count_nonzero(batch.tokens_BS[:, 0] % 3)
+            shares[data_index(plan, at)] = batch.tokens_BS[:, 0].reshape(2, -1)
+        found.append(np.concatenate([shares[index] for index in sorted(shares)], axis=1))
+    assert sorted(found[0].flatten()) == list(range(5, 5 + count))
+    assert all((order == found[0]).all() for order in found)

@@ -1,0 +1,214 @@
+"""Every plan trains the same model: losses and gradients equal those of plain PyTorch in one process."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plans import unequal
+from tests.ranks import run_ranks
+
+CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "chunked"}}
+
+
+def by_layer(*recompute: str, **strategy: Any) -> dict[str, Any]:
+    """Fields of a plan whose layers recompute each in its own way."""
+    runs = enumerate(recompute)
+    return {"overrides": [{"start": i, "count": 1, "strategy": {"recompute": how} | strategy} for i, how in runs]}
+
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"plan": "dp1-s1f1b"},
+        {"plan": "dp1-sgpipe"},
+        {"plan": "dp1", "tied": True},
+        {"plan": "dp1", "z_loss": 0.1},
+        {"plan": "dp1-rfull"},
+    ],
+    2: [
+        {"plan": "pp2"},
+        {"plan": "pp2-sgpipe"},
+        {"plan": "pp2-l1.3"},
+        {"plan": "pp2-l3.1-sgpipe"},
+        {"plan": "pp2", "tied": True},
+        {"plan": "pp2-sgpipe", "tied": True},
+        *({"plan": f"pp2v2-s{name}"} for name in ("gis", "breadthfirst", "zbv", "vmin", "vzb", "hanayo", "zeropp")),
+        *({"plan": f"pp2-s{name}"} for name in ("2bpgpipe", "2bp1f1b", "zbh1")),
+        {"plan": "pp2v4-sbitpipe", "layers": 8, "tied": True},
+        {"plan": "pp2v2-sdualpipe", "tied": True, "profile": True},
+        {"plan": "dp2"},
+        {"plan": "dp2-sgpipe"},
+        {"plan": "dp2-z1"},
+        {"plan": "dp2-z2", "tied": True},
+        {"plan": "dp2x1"},
+        {"plan": "dp2x1-sgpipe"},
+        {"plan": "tp2"},
+        {"plan": "tp2", "z_loss": 0.1},
+        {"plan": "tp2-sp", "tied": True},
+        {"plan": "tp2-sp", "profile": True},
+        {"plan": "tp2-mb2", "changes": CHUNKED},
+        {"plan": "tp2", "changes": {"default_strategy": CHUNKED["default_strategy"] | {"recompute": "full"}}},
+        {"plan": "tp2-sp-rsel", "profile": True},
+        {"plan": "tp2-rfull", "profile": True},
+        {"plan": "dp2-z1-rsel"},
+        {"plan": "dp2-z1", "changes": {"bucket_layers": 2}, "profile": True},
+        {"plan": "dp2-rfull", "changes": {"bucket_layers": 3}},
+        {"plan": "dp2-z2", "changes": {"bucket_layers": 9}},
+        {"plan": "dp2", "changes": {"prefetch_buckets": 2}, "profile": True},
+        {"plan": "dp2-z1", "profile": True},
+        {"plan": "dp2-z2", "profile": True},
+        {"plan": "dp2-z3", "profile": True},
+        {"plan": "pp2", "profile": True},
+        {"plan": "pp2v2-sinterleaved", "tied": True},
+        {"plan": "pp2-vocab", "tied": True, "profile": True},
+    ],
+    4: [
+        {"plan": "pp4"},
+        {"plan": "pp4-sgpipe"},
+        {"plan": "pp4-vocab", "z_loss": 0.1, "profile": True},
+        {"plan": "pp4-szbh1-vocab-rfull", "tied": True},
+        {"plan": "dp2-pp2-z2-vocab"},
+        {"plan": "dp2-pp2v2-szbv-z1-vocab", "tied": True, "profile": True},
+        {"plan": "pp4-l1.3.1.1", "layers": 6},
+        {"plan": "dp2-pp2-z1"},
+        {"plan": "dp2-pp2-z2"},
+        {"plan": "dp2-pp2-z3"},
+        {"plan": "dp2-pp2-z1-sgpipe"},
+        {"plan": "dp2-pp2-z3-sgpipe", "tied": True},
+        {"plan": "dp2-pp2-z1-l3.1", "tied": True},
+        {"plan": "dp2x2-z1"},
+        {"plan": "dp2-pp2", "changes": by_layer("full", "selective", "none", "full"), "profile": True},
+        {"plan": "tp2-sp-pp2", "changes": by_layer("none", "full", "selective", "full", sp=True)},
+        {"plan": "tp4"},
+        {"plan": "tp4-sp", "tied": True},
+        {"plan": "tp4", "tied": True, "changes": CHUNKED},
+        {"plan": "tp2-pp2-mb2", "changes": CHUNKED},
+        {"plan": "tp2-dp2-z1"},
+        {"plan": "tp2-sp-dp2-z3"},
+        {"plan": "tp2-sp-pp2", "tied": True},
+        {"plan": "dp2-pp2-z1", "optim": "muon"},
+        {"plan": "pp4v2-sdualpipe", "layers": 8},
+        {"plan": "pp4-szbh2"},
+        {"plan": "pp4v2-svhalf", "layers": 8},
+        {"plan": "dp2-pp2v2-z2-szbv", "tied": True},
+        {"plan": "dp2-pp2v2-z3-sdualpipe"},
+        {"plan": "tp2-sp-rsel-pp2v2-sdualpipev"},
+        {"plan": "tp2-rfull-pp2-szbh1"},
+        {"plan": "tp2-sp-dp2-z3", "optim": "muon"},
+        {"plan": "dp2-pp2v2-sinterleaved-z1"},
+        {"plan": "dp2-pp2v2-sinterleaved-z2", "tied": True},
+        {"plan": "dp2-pp2v2-sinterleaved-z3"},
+        {"plan": "tp2-sp-pp2v2-sinterleaved-l1.2.1.2", "layers": 6, "profile": True},
+        {"plan": "pp3-z1", "tied": True, "changes": unequal((2, {"tp": 2}), (1, {}), (1, {}))},
+        {"plan": "pp3-sp", "tied": True, "changes": unequal((1, {}), (2, {"tp": 2}), (1, {}))},
+        {"plan": "pp2-mb2-z1", "tied": True, "changes": unequal((3, {"tp": 2}), (1, {"dp_shard": 2}))},
+        {"plan": "pp2-sp", "tied": True, "profile": True, "changes": unequal((1, {"dp_shard": 2}), (3, {"tp": 2}))},
+        {"plan": "pp2-mb2-z2", "changes": unequal((2, {"tp": 2}), (2, {"dp_replicate": 2}))},
+        {"plan": "dp2-pp2-z1", "tied": True, "changes": {"axis_order": ["dp_shard", "dp_replicate", "cp", "tp", "pp"]}},
+    ],
+    8: [
+        {"plan": "dp2x2-pp2-z1"},
+        {"plan": "dp2x2-pp2-z3"},
+        {"plan": "dp2-tp2-sp-pp2-z1"},
+        {"plan": "dp2-tp2-pp2-z2"},
+        {"plan": "dp2-tp2-sp-pp2-z3-sgpipe", "tied": True},
+        {"plan": "dp2x2-pp2-z2-sgpipe", "tied": True},
+        {
+            "plan": "dp2-tp2-sp-pp2-z1",
+            "tied": True,
+            "changes": {"axis_order": ["tp", "dp_shard", "cp", "pp", "dp_replicate"]},
+        },
+    ],
+}
+COMPILED = [
+    {"plan": plan, "changes": {"compile": True}} for plan in ("tp2-sp-rfull", "dp2-z1", "dp2-z3-rfull", "pp2", "tp2")
+]
+SOAK_CASES = CASES | {3: [{"plan": "pp2-sp", "tied": True, "changes": unequal((2, {"tp": 2}), (2, {}))}]}
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-10
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def run(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> list[list[dict[str, Any]]]:
+    """Per case, what each rank found."""
+    by_rank = run_ranks(num_ranks, "tests.parity:run_cases", {"cases": cases, "cache": str(cache)}, timeout_s=1100)
+    return [[found[index] for found in by_rank] for index in range(len(cases))]
+
+
+def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None:
+    for case, found in zip(cases, run(num_ranks, cases, cache), strict=True):
+        assert all(rank["num_gradients"] > 0 for rank in found), case
+        assert max(rank["loss_error"] for rank in found) < LOSS_TOLERANCE, case
+        if case["precision"] == "fp64":
+            assert max(rank["gradient_error"] for rank in found) < GRADIENT_TOLERANCE, case
+        assert not any(rank["untimed"] for rank in found), case
+        for rank in found:
+            for term, (planned, counted) in rank["memory"].items():
+                assert planned == counted, (case, term)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:
+    """In float64, for every plan: the first step's gradients, its loss, and the validation loss after it."""
+    check_parity(num_ranks, [case | {"precision": "fp64", "steps": 1} for case in CASES[num_ranks]], cache)
+
+
+SAMPLE_SIZE = {1: 3, 2: 5, 4: 4, 8: 1}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_losses_equal_one_process(num_ranks: int, cache: Path) -> None:
+    """In float32, over 20 steps, for a sample of the plans."""
+    cases = random.Random(num_ranks).sample(CASES[num_ranks], SAMPLE_SIZE[num_ranks])
+    check_parity(num_ranks, [case | {"precision": "fp32"} for case in cases], cache)
+
+
+@pytest.mark.timeout(300)
+def test_compiled_blocks_equal_one_process(cache: Path) -> None:
+    """In float64; a compilation takes seconds, so one plan stands for all in make test."""
+    check_parity(2, [COMPILED[0] | {"precision": "fp64", "steps": 1, "layers": 2}], cache)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_more_compiled_blocks_equal_one_process(cache: Path) -> None:
+    """With more layers than a function may be compiled anew: all must share one compilation."""
+    check_parity(2, [case | {"precision": "fp64", "steps": 1, "layers": 12} for case in COMPILED], cache)
+    check_parity(2, [case | {"precision": "fp32"} for case in COMPILED], cache)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_ranks", SOAK_CASES)
+def test_losses_of_every_plan_equal_one_process(num_ranks: int, cache: Path) -> None:
+    """In float32, over 20 steps, for every plan."""
+    check_parity(num_ranks, [case | {"precision": "fp32"} for case in SOAK_CASES[num_ranks]], cache)
+
+
+@pytest.mark.timeout(300)
+def test_twice_the_same_bits(cache: Path) -> None:
+    plans = ["dp2-pp2-z1", "dp2-pp2-z1", "dp2-pp2-z3-sgpipe", "dp2-pp2-z3-sgpipe"]
+    found = run(4, [{"plan": plan, "steps": 5} for plan in plans], cache)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
+@pytest.mark.timeout(300)
+def test_sown_bugs_are_caught(cache: Path) -> None:
+    faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
+    faults["wrong recompute"] = "tp2-sp-rsel"
+    cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
+    for case, found in zip(cases, run(2, cases, cache), strict=True):
+        assert max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE, case
+    cut = {"plan": "pp2-sp", "changes": unequal((2, {"tp": 2}), (2, {})), "precision": "fp64", "steps": 1}
+    good, *bad = run(3, [cut, *(cut | {"fault": fault} for fault in ("doubled boundary", "half a boundary"))], cache)
+    assert max(rank["gradient_error"] for rank in good) < GRADIENT_TOLERANCE
+    assert all(max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE for found in bad)
+    (found,) = run(2, [{"plan": "pp2", "fault": "dropped gradient"}], cache)
+    assert max(rank["loss_error"] for rank in found) > 10 * LOSS_TOLERANCE

@@ -1,0 +1,465 @@
+"""Plans: short names, legality, the nearest legal ones, what `auto` chooses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.schedule.build import program_of
+from muster.schedule.check import check
+from muster.schedule.registry import make_schedule
+from muster.schedule.setting import Setting
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.legal import not_yet, problems
+from muster.spec.load import load_plan, load_run
+from muster.spec.model import ModelSpec
+from muster.spec.nearest import default_plan, nearest_legal, require_runnable
+from muster.spec.plan import LayerRun, Mesh, Plan, StageSpec, Strategy
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.schedules import SCHEDULES, place
+from muster.spec.workload import Workload
+
+MODEL = ModelSpec(vocab_size=256, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=192)
+WORKLOAD = Workload(seq_len=64, global_batch_size=24)
+
+degrees = st.sampled_from([1, 2]) | st.integers(1, 64)
+sayable_plans = st.builds(
+    Plan,
+    **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch_size"), degrees),
+    schedule=st.sampled_from(list(SCHEDULES)),
+    precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16", "fp8"]),
+    default_strategy=st.builds(
+        Strategy,
+        zero=st.sampled_from(["z1", "z2", "z3"]),
+        sp=st.booleans(),
+        recompute=st.sampled_from(["none", "selective", "full"]),
+    ),
+    stages=st.lists(st.builds(StageSpec, layers=st.integers(0, 99)), max_size=5).map(tuple),
+)
+
+
+# --- names ---
+
+
+@settings(deadline=None)
+@given(sayable_plans, sayable_plans)
+def test_a_name_says_the_whole_plan_whatever_the_base(plan, base):
+    name = format_plan_name(plan)
+    assert "+" not in name
+    assert parse_plan_name(name, base) == plan
+
+
+@settings(deadline=None)
+@given(sayable_plans, sayable_plans)
+def test_different_plans_have_different_names(one, other):
+    assert (format_plan_name(one) == format_plan_name(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("dp1", Plan()),
+        ("dp4", Plan(dp_shard=4)),
+        ("dp2x8", Plan(dp_replicate=2, dp_shard=8)),
+        ("dp2x1", Plan(dp_replicate=2)),
+        ("pp4v2-szbv", Plan(pp=4, vpp=2, schedule="zb-v")),
+        ("sgpipe-pp2", Plan(pp=2, schedule="gpipe")),
+        ("tp4-sp", Plan(tp=4, default_strategy=Strategy(sp=True))),
+        ("dp2-z1-rfull", Plan(dp_shard=2, default_strategy=Strategy(zero="z1", recompute="full"))),
+        ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
+        (
+            "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z3-szbv-rsel-bf16",
+            Plan(
+                dp_replicate=2,
+                dp_shard=8,
+                tp=4,
+                pp=4,
+                vpp=2,
+                cp=2,
+                ep=8,
+                etp=2,
+                schedule="zb-v",
+                default_strategy=Strategy(sp=True, recompute="selective"),
+            ),
+        ),
+    ],
+)
+def test_names_mean_what_they_say(name, plan):
+    assert parse_plan_name(name) == plan
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z1-szbv-rsel-bf16-l3.5.4.4",
+        "dp2-mb4-sgpipe-rfull-fp32",
+        "tp1-sp-mb1-fp8",
+        "dp1-mb2-z2-fp16",
+        "pp1v2-mb1-sinterleaved-fp64",
+    ],
+)
+def test_names_are_written_in_one_order(name):
+    assert format_plan_name(parse_plan_name("-".join(reversed(name.split("-"))))) == name
+
+
+def test_what_a_name_leaves_out():
+    base = Plan(micro_batch_size=4, precision="fp32", dp_shard=8, schedule="gpipe")
+    assert parse_plan_name("pp2", base) == Plan(pp=2, micro_batch_size=4, precision="fp32")
+    assert parse_plan_name("pp2-mb1-bf16", base) == Plan(pp=2)
+
+
+def test_a_single_process_is_dp1():
+    assert format_plan_name(Plan(precision="fp32")) == "dp1-mb1-fp32"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(compile=True),
+        Plan(axis_order=("dp_replicate", "dp_shard", "pp", "cp", "tp")),
+        Plan(default_strategy=Strategy(offload="optimizer")),
+        Plan(overrides=(LayerRun(start=0, count=2, strategy=Strategy(zero="z1")),)),
+        Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2.0), StageSpec(layers=4))),
+        Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
+    ],
+)
+def test_what_a_name_cannot_say_ends_in_the_hash(plan):
+    name = format_plan_name(plan)
+    assert name.endswith("+" + plan.hash)
+    with pytest.raises(ConfigError, match=r"can't say all of that plan; give its plan\.yaml"):
+        parse_plan_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("pq4", "unknown part 'pq4'; did you mean '"),
+        ("dp2-szbb", "unknown part 'szbb'; did you mean 'szbv'"),
+        ("bf32", "did you mean 'fp32'"),
+        ("", "unknown part ''"),
+        ("dp2--pp2", "unknown part ''"),
+        ("DP2", "unknown part 'DP2'"),
+        ("dp2-dp3", "'dp3' says again"),
+        ("z1-z2", "'z2' says again"),
+        ("dp0", "'dp0' says 0"),
+        ("dp2x0", "'dp2x0' says 0"),
+        ("mb0", "'mb0' says 0"),
+        ("dp" + "9" * 5000, "unknown part"),
+    ],
+)
+def test_what_is_no_name(name, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse_plan_name(name)
+    assert sentence in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="dptcevmbzsrfl0123456789x-.+ ", max_size=20))
+def test_any_text_is_a_plan_or_a_sentence(text):
+    try:
+        plan = parse_plan_name(text)
+    except ConfigError:
+        return
+    assert parse_plan_name(format_plan_name(plan)) == plan
+
+
+RUNNABLE_SCHEDULES = [name for name, entry in SCHEDULES.items() if not entry.searched]
+
+
+@pytest.mark.parametrize("name", RUNNABLE_SCHEDULES)
+def test_a_plan_knows_where_each_schedule_puts_its_stages(name):
+    entry = SCHEDULES[name]
+    schedule = make_schedule(name, Setting(4, 8, entry.default_chunks, replicas=entry.default_replicas))
+    assert schedule.replicas == entry.default_replicas
+    assert schedule.placement == place(entry, 4, entry.default_chunks)
+    assert entry.splits == any(action.kind == "W" for order in schedule.ranks for action in order)
+
+
+@pytest.mark.parametrize("name", RUNNABLE_SCHEDULES)
+def test_the_nearest_plans_can_be_made_into_programs(name):
+    for vpp in (1, 3, 4):
+        for near in nearest_legal(Plan(pp=2, vpp=vpp, schedule=name), MODEL, WORKLOAD, 4, limit=9):
+            program_of(near, MODEL, WORKLOAD)
+
+
+def test_a_schedule_in_waves_wants_an_even_number_of_stages():
+    plan = Plan(pp=2, vpp=3, schedule="hanayo")
+    assert problems(plan, MODEL, WORKLOAD, 2) == [
+        "schedule hanayo runs 2 stages for each wave on each pipeline rank; that is pp2v2, not vpp 3"
+    ]
+
+
+def test_a_plan_names_a_schedule_that_exists(tmp_path):
+    (tmp_path / "plan.yaml").write_text("schedule: gpip\n")
+    with pytest.raises(ConfigError, match="schedule: there is no schedule 'gpip'; did you mean 'gpipe'"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+# --- legality ---
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "sentence"),
+    [
+        ("dp2-pp2", 3, "it needs 4 processes (pp 2 × dp_shard 2), but there are 3"),
+        ("dp1", 2, "it needs 1 process, but there are 2"),
+        ("dp2", 1, "it needs 2 processes (dp_shard 2), but there is 1"),
+        ("dp5", 5, "global_batch_size 24 is not a multiple of 5"),
+        ("dp2-mb5", 2, "global_batch_size 24 is not a multiple of 10"),
+        ("dp32", 32, "global_batch_size 24 is not a multiple of 32"),
+        ("pp9", 9, "it has 9 stages, but the model has only 8 layers"),
+        ("pp4v3", 4, "it has 12 stages"),
+        ("pp4-l3.5", 4, "layers are given for 2 stages, but pp 4 × vpp 1 is 4"),
+        ("pp2-l3.4", 2, "its stages hold 7 layers (3.4), but the model has 8"),
+        ("pp3-l4.0.4", 3, "stage 1 has no layers"),
+        ("tp3", 3, "tp 3 doesn't cut the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
+        ("tp8", 8, "tp 8 doesn't cut the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
+        ("cp3", 3, "seq_len 64 is not a multiple of 6"),
+        ("dp2-sp", 2, "sp cuts sequences over the tp ranks, but tp is 1"),
+        ("dp2-ep2", 2, "the model has none"),
+        ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; what runs vpp 2 is interleaved"),
+        ("pp1v2-sinterleaved", 1, "with pp 1 there is nothing to overlap"),
+    ],
+)
+def test_problems_explain_themselves(name, world_size, sentence):
+    plan = parse_plan_name(name)
+    assert any(sentence in problem for problem in problems(plan, MODEL, WORKLOAD, world_size))
+
+
+def stages(*meshes: Mesh) -> tuple[StageSpec, ...]:
+    return tuple(StageSpec(layers=8 // len(meshes), mesh=mesh) for mesh in meshes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan(pp=2, dp_shard=4, stages=stages(Mesh(tp=2), Mesh())), "dp_shard 4 says nothing: leave it out"),
+        (Plan(pp=2, stages=stages(Mesh(tp=2), Mesh())), None),
+        (Plan(pp=2, stages=stages(Mesh(dp_shard=2), Mesh(tp=2))), None),
+        (Plan(pp=2, vpp=2, schedule="interleaved", stages=stages(*[Mesh(tp=2), Mesh()] * 2)), None),
+        (Plan(pp=2, stages=stages(Mesh(tp=3), Mesh())), "tp 3 doesn't cut"),
+        (Plan(pp=2, stages=stages(Mesh(), Mesh(dp_shard=2))), "stage 1 has 2 data-parallel ranks, which don't divide"),
+        (
+            Plan(pp=2, axis_order=("tp", "pp", "cp", "dp_shard", "dp_replicate"), stages=stages(Mesh(tp=2), Mesh())),
+            "pp",
+        ),
+        (
+            Plan(pp=2, vpp=2, schedule="interleaved", stages=stages(Mesh(tp=2), Mesh(), Mesh(), Mesh())),
+            "stage 2 has another mesh than stage 0",
+        ),
+    ],
+)
+def test_unequal_stages(plan, sentence):
+    found = problems(plan, MODEL, WORKLOAD, plan.world_size)
+    assert [sentence in one for one in found] == [True] if sentence else not found + not_yet(plan)
+    if sentence is None:
+        check(program_of(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD))
+
+
+def test_what_an_override_leaves_out_is_as_in_the_default_strategy(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "default_strategy: {zero: z1, recompute: full}\n"
+        "overrides:\n- {start: 0, count: 2, strategy: {recompute: none}}\n- {start: 5, count: 1, strategy: {}}\n"
+    )
+    plan = load_plan(path)
+    assert [plan.strategy(layer).recompute for layer in (0, 1, 2, 5)] == ["none", "none", "full", "full"]
+    assert {plan.strategy(layer).zero for layer in range(8)} == {"z1"}
+    require_runnable(plan, MODEL, WORKLOAD, 1)
+    path.write_text("default_strategy: {zero: z1}\noverrides:\n- {start: 0, count: 2, strategy: {recomput: full}}\n")
+    with pytest.raises(ConfigError, match=r"strategy.recomput: unknown key; did you mean 'recompute'"):
+        load_plan(path)
+
+
+def test_an_override_past_the_last_layer_is_a_problem():
+    plan = Plan(overrides=(LayerRun(start=6, count=3, strategy=Strategy()),))
+    assert problems(plan, MODEL, WORKLOAD, 1) == ["an override covers layers 6 to 8, but the model's last is 7"]
+
+
+def test_chunked_overlap_wants_sp():
+    plan = Plan(tp=2, default_strategy=Strategy(tp_overlap="chunked"))
+    assert problems(plan, MODEL, WORKLOAD, 2) == [
+        "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+    ]
+
+
+def test_a_vocabulary_and_an_inner_width_that_tp_does_not_divide_are_legal():
+    model = MODEL.model_copy(update={"vocab_size": 257, "intermediate_size": 171})
+    assert problems(Plan(tp=4), model, WORKLOAD, 4) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["dp1", "dp8", "dp2x4-mb3", "pp8", "pp4-l0.4.4.0", "tp2-sp", "cp2-tp2-pp4v2-sinterleaved", "pp2-sgpipe-dp3"]
+)
+def test_legal_plans_have_no_problems(name):
+    plan = parse_plan_name(name)
+    assert problems(plan, MODEL, WORKLOAD, plan.world_size) == []
+
+
+@settings(deadline=None)
+@given(sayable_plans, st.integers(1, 64))
+def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size):
+    if problems(plan, MODEL, WORKLOAD, world_size):
+        return
+    assert plan.pp * plan.dp_replicate * plan.dp_shard * plan.cp * plan.tp == world_size
+    per_rank = plan.num_micro_batches(WORKLOAD) * plan.micro_batch_size
+    assert per_rank * plan.dp_replicate * plan.dp_shard == WORKLOAD.global_batch_size
+    held = [layer for stage in range(plan.num_stages) for layer in plan.layers(stage, MODEL.num_layers)]
+    assert held == list(range(MODEL.num_layers))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan(cp=2), "context parallelism"),
+        (Plan(ep=2), "expert parallelism"),
+        (Plan(etp=2), "tensor parallelism of experts"),
+        (Plan(default_strategy=Strategy(offload="all")), "offload"),
+        (Plan(overrides=(LayerRun(start=0, count=1, strategy=Strategy(zero="z1")),)), "a sharding level of its own"),
+        (
+            Plan(tp=2, overrides=(LayerRun(start=0, count=1, strategy=Strategy(sp=True)),)),
+            "an sp or tp_overlap of its own",
+        ),
+        (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
+        (
+            Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2), StageSpec(layers=4))),
+            "share of the micro-batches",
+        ),
+        (Plan(schedule="auto"), "a schedule that is searched for"),
+        (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
+        (Plan(precision="fp8"), "torchao"),
+        (Plan(compile=True, default_strategy=Strategy(recompute="selective")), "selective recompute with compile"),
+    ],
+)
+def test_what_cannot_be_run_yet_is_said(plan, sentence):
+    assert [said for said in not_yet(plan) if sentence in said]
+    with pytest.raises(InfeasibleError, match="nearest"):
+        require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dp2x2-pp2-z1", "pp2-l3.5-sgpipe", "dp1-fp64", "dp4-z2-mb6-bf16", "tp4-sp-dp2-rfull"),
+        "dp2-pp2v2-sinterleaved",
+    ],
+)
+def test_what_can_be_run(name):
+    plan = parse_plan_name(name)
+    assert not_yet(plan) == []
+    require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
+
+
+# --- the nearest ---
+
+
+@settings(deadline=None)
+@given(sayable_plans, st.integers(1, 32))
+def test_the_nearest_can_run_and_come_in_order(plan, world_size):
+    near = nearest_legal(plan, MODEL, WORKLOAD, world_size, limit=100)
+    for candidate in near:
+        assert candidate.world_size == world_size
+        require_runnable(candidate, MODEL, WORKLOAD, world_size)
+        assert candidate.default_strategy.zero == plan.default_strategy.zero
+        assert candidate.default_strategy.recompute == plan.default_strategy.recompute
+    assert len({candidate.hash for candidate in near}) == len(near)
+    assert nearest_legal(plan, MODEL, WORKLOAD, world_size) == near[:3]
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3])
+)
+def test_a_plan_that_can_run_is_the_nearest_to_itself(shard, replicate, pp, micro_batch):
+    plan = Plan(dp_shard=shard, dp_replicate=replicate, pp=pp, micro_batch_size=micro_batch)
+    if not problems(plan, MODEL, WORKLOAD, plan.world_size):
+        assert nearest_legal(plan, MODEL, WORKLOAD, plan.world_size)[0] == plan
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "nearest"),
+    [
+        ("dp3-pp2", 4, ["dp2-pp2-mb1-bf16", "dp4-mb1-bf16", "dp2x1-pp2-mb1-bf16"]),
+        ("dp4-mb5", 4, ["dp4-mb6-bf16", "dp2-pp2-mb6-bf16", "dp2x2-mb6-bf16"]),
+        ("dp5", 5, ["pp5-mb1-bf16"]),
+        ("pp2-l3.6-sgpipe-z1", 2, ["pp2-mb1-z1-sgpipe-bf16", "dp2-mb1-z1-sgpipe-bf16", "dp2x1-mb1-z1-sgpipe-bf16"]),
+        ("dp11", 11, []),
+        ("pp2-mb24", 4, ["pp4-mb24-bf16", "dp2-pp2-mb12-bf16", "dp2x1-pp2-mb12-bf16"]),
+        ("pp2-l3.5-rsel-fp8", 2, ["pp2-mb1-rsel-bf16-l3.5", "dp2-mb1-rsel-bf16", "dp2x1-mb1-rsel-bf16"]),
+    ],
+)
+def test_the_nearest_by_example(name, world_size, nearest):
+    found = nearest_legal(parse_plan_name(name), MODEL, WORKLOAD, world_size)
+    assert [format_plan_name(plan) for plan in found] == nearest
+
+
+def test_the_nearest_keep_compile_where_it_can_be():
+    (near, *_) = nearest_legal(Plan(dp_shard=5, compile=True), MODEL, WORKLOAD, 4)
+    assert near.compile
+    selective = Plan(compile=True, default_strategy=Strategy(recompute="selective"))
+    (near, *_) = nearest_legal(selective, MODEL, WORKLOAD, 1)
+    assert (near.compile, near.default_strategy.recompute) == (False, "selective")
+
+
+def test_the_nearest_keep_recompute_by_layer():
+    run = LayerRun(start=2, count=3, strategy=Strategy(recompute="full"))
+    near = nearest_legal(Plan(dp_shard=5, overrides=(run,)), MODEL, WORKLOAD, 4)
+    assert near
+    assert all(plan.overrides == (run,) for plan in near)
+    assert all(format_plan_name(plan).endswith(f"+{plan.hash}") for plan in near)
+
+
+def test_the_refusal_names_the_problem_and_the_nearest():
+    with pytest.raises(InfeasibleError) as caught:
+        require_runnable(parse_plan_name("dp2-pp2"), MODEL, WORKLOAD, 3)
+    assert str(caught.value) == (
+        "plan dp2-pp2-mb1-bf16 can't run: it needs 4 processes (pp 2 × dp_shard 2), but there are 3;"
+        " nearest: dp3-mb1-bf16, pp3-mb1-bf16, dp3x1-mb1-bf16"
+    )
+    assert caught.value.exit_code == 3
+
+
+def test_where_no_plan_uses_all_processes_the_nearest_use_fewer():
+    with pytest.raises(InfeasibleError, match="nearest with 10 processes: dp2-pp5-mb1-bf16"):
+        require_runnable(parse_plan_name("dp11"), MODEL, WORKLOAD, 11)
+
+
+# --- auto ---
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        *[(n, f"dp{n}-mb1-fp32") for n in (1, 2, 3, 4, 6, 8)],
+        (5, "pp5-mb1-fp32"),
+        (7, "pp7-mb1-fp32"),
+        (9, "dp3-pp3-mb1-fp32"),
+    ],
+)
+def test_auto_prefers_sharded_data_and_pipelines_the_rest(world_size, name):
+    config = load_run("tiny", None, []).config
+    plan = default_plan(config.model, config.workload, world_size, config.parallel)
+    assert format_plan_name(plan) == name
+    check(program_of(plan, config.model, config.workload))
+
+
+def test_auto_says_why_it_found_nothing():
+    with pytest.raises(InfeasibleError, match="global_batch_size 24 is not a multiple of 11"):
+        default_plan(MODEL, WORKLOAD, 11, Plan())
+    with pytest.raises(InfeasibleError, match="offload .* can't be run yet"):
+        default_plan(MODEL, WORKLOAD, 2, Plan(default_strategy=Strategy(offload="all")))
+
+
+# --- programs ---
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["dp1", "dp4-z1", "pp4-mb2", "dp2-pp2-z1", "dp2x2-pp2-z2-sgpipe", "pp2-l3.5"])
+def test_the_program_of_a_plan_can_run(name, train):
+    plan = parse_plan_name(name)
+    program = program_of(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD, train)
+    check(program)
+    kinds = {step.action.kind for lanes in program.ranks for lane in lanes.values() for step in lane}
+    assert program.num_micro_batches == plan.num_micro_batches(WORKLOAD)
+    assert ("STEP" in kinds) == train
+    assert ("TIE" in kinds) == (train and plan.pp > 1)
+    assert ("UNSHARD" in kinds) == (plan.dp_shard > 1 and plan.default_strategy.zero != "z3")

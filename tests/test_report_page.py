@@ -1,0 +1,153 @@
+"""The report in a real browser: drawn, legible and quiet at every width and in both colour schemes."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from muster.report.page import render_report, write_report
+from tests.chromium import Browser, find_chromium
+from tests.page_audit import audit, blank_pictures
+from tests.report_example import metrics, report
+
+PHONE, DESKTOP = 390, 1280
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    if find_chromium() is None:
+        message = "Chromium is not installed"
+        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
+    with Browser() as browser:
+        yield browser
+
+
+def spiky() -> list[dict]:
+    rows = metrics(120)
+    for row in rows[20:30]:
+        del row["train/loss"]
+    for row in rows[60:63]:
+        row["train/loss"], row["train/grad_norm"] = None, float("nan")
+    rows[90]["train/grad_norm"] = 5e4
+    return rows
+
+
+EXAMPLES = {
+    "demo": report,
+    "one step": lambda: report(1, micro_batches=1, validation_loss=None, notes=(), comparison=()),
+    "gaps and spikes": lambda: report(metrics=spiky(), validation_loss=float("nan")),
+    "64 ranks": lambda: report(3000, pp=64, micro_batches=64, copies=1),
+    "long words": lambda: report(title="a" * 200, plan_name="dp2-" * 60, sample_text="x" * 500, notes=("y" * 300,)),
+}
+WINDOWS = [(PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light"), (DESKTOP, "dark")]
+
+
+@lru_cache
+def example_page(example: str) -> str:
+    return render_report(EXAMPLES[example]())
+
+
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_nothing_to_complain_about(browser: Browser, tmp_path: Path, example: str, width: int, scheme: str) -> None:
+    (tmp_path / "report.html").write_text(example_page(example))
+    page = browser.open(tmp_path / "report.html", width, dark=scheme == "dark")
+    assert audit(page, pictures=6) == []
+
+
+@pytest.mark.parametrize(("example", "width", "scheme"), [("demo", PHONE, "dark"), ("one step", DESKTOP, "light")])
+def test_every_picture_is_seen(browser: Browser, tmp_path: Path, example: str, width: int, scheme: str) -> None:
+    (tmp_path / "report.html").write_text(example_page(example))
+    assert blank_pictures(browser.open(tmp_path / "report.html", width, dark=scheme == "dark")) == []
+
+
+def test_blank_pictures_are_found(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(example_page("demo").replace("</style>", "#loss svg svg{opacity:0}</style>"))
+    assert blank_pictures(browser.open(tmp_path / "report.html")) == ["Loss"]
+
+
+FAULTS = {
+    "throws": (lambda html: html.replace("</body>", "<script>nothing.here()</script></body>"), "not defined"),
+    "logs an error": (
+        lambda html: html.replace("</body>", "<script>console.error('oh')</script></body>"),
+        "console: oh",
+    ),
+    "empty charts": (lambda html: re.sub(r'<path d="[^"]*" class="mark', '<path d="" class="mark', html), "is empty"),
+    "invisible charts": (lambda html: html.replace("</style>", ".chart .mark{stroke:none}</style>"), "draws invisibly"),
+    "a chart is missing": (
+        lambda html: re.sub(r'<figure class="chart" id="loss">.*?</figure>', "", html),
+        "5 pictures",
+    ),
+    "not a number": (lambda html: re.sub(r'd="M\d+', 'd="MNaN', html), "draws at no number"),
+    "another host": (
+        lambda html: re.sub(r"<meta http-equiv[^>]*>", "", html).replace(
+            "<h1>", '<img src="http://127.0.0.1:9/x"><h1>'
+        ),
+        "request: http://127.0.0.1:9/x",
+    ),
+    "refused host": (lambda html: html.replace("<h1>", '<img src="http://127.0.0.1:9/x"><h1>'), "log: "),
+    "too wide": (lambda html: html.replace("<h1>", '<div style="width:1500px">.</div><h1>'), "scrolls sideways"),
+    "small print": (lambda html: html.replace("</style>", ".tick{font-size:7px}</style>"), "7 px small"),
+    "pale": (lambda html: html.replace("</style>", ".quiet,.unit{color:#aaa}</style>"), "has a contrast"),
+    "crowded": (lambda html: html.replace("</style>", ".tick{font-size:60px}</style>"), "lie upon each other"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_sees(browser: Browser, tmp_path: Path, fault: str) -> None:
+    break_it, complaint = FAULTS[fault]
+    whole = example_page("demo")
+    broken = break_it(whole)
+    assert broken != whole
+    (tmp_path / "report.html").write_text(broken)
+    assert complaint in "\n".join(audit(browser.open(tmp_path / "report.html"), pictures=6))
+
+
+def test_pointer_reads_values(browser: Browser, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", report())
+    page = browser.open(tmp_path / "report.html")
+
+    def read_at(selector: str, part: float = 0.5) -> str:
+        x, y = page.evaluate(
+            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+            f"return [r.left + {part} * r.width, r.top + r.height / 2]; }})(document.querySelector('{selector}'))"
+        )
+        page.move_pointer(x, y)
+        shown = page.evaluate("getComputedStyle(document.querySelector('#tip')).display === 'block'")
+        return page.evaluate("document.querySelector('#tip').textContent") if shown else ""
+
+    assert re.fullmatch(r"step 200\neach step  1\.6\d*\nsmoothed  1\.6\d*", read_at("#loss .frame", 0.999))
+    assert re.fullmatch(r"step \d+\neach step  \d\S+e−4", read_at("#learning-rate .frame"))
+    first_forward = read_at("#timeline-measured .box.paint-forward", 0.01)
+    assert first_forward.startswith("world rank 0: 0F0\nforward\n13.2 ms, from 10.0 ms on")
+    assert page.complaints() == []
+
+
+def test_both_timelines_share_one_axis(browser: Browser, tmp_path: Path) -> None:
+    """Equal times lie at equal places: at desktop and phone widths, and when scrolled."""
+    write_report(tmp_path / "report.html", report())
+    for width in (PHONE, DESKTOP):
+        page = browser.open(tmp_path / "report.html", width)
+        page.evaluate("document.querySelector('.timelines').scrollLeft = 60")
+        places = page.evaluate(
+            "['predicted', 'measured'].map(name => document.querySelector(`#timeline-${name} .frame`))"
+            ".map(frame => frame.getBoundingClientRect()).map(box => [box.left, box.width])"
+        )
+        assert places[0] == places[1]
+
+
+@pytest.mark.parametrize(("options", "outcome"), [((), "1 skipped"), (("--require-chromium",), "1 error")])
+def test_without_a_browser(tmp_path: Path, options: tuple[str, ...], outcome: str) -> None:
+    """Skipped with a reason, or failed where a browser is required."""
+    test = f"{__file__}::{test_both_timelines_share_one_axis.__name__}"
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", *options, test]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert outcome in result.stdout
+    assert "Chromium is not installed" in result.stdout

@@ -1,0 +1,276 @@
+"""From text to a token store: sources, the byte tokenizer, and stores that are damaged, raced for or unwritable."""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.data.sources import documents, source_files
+from muster.data.store import STALE_AFTER_S, TokenStore, build_store, open_or_build
+from muster.data.tokenizer import ByteTokenizer
+from muster.spec.errors import ConfigError, MusterError
+
+TOKENIZER = ByteTokenizer()
+
+
+class OtherTokenizer(ByteTokenizer):
+    vocab_size = 70_000
+    fingerprint = "other-1"
+
+
+@pytest.fixture(name="text")
+def _text(tmp_path) -> Path:
+    """A directory with three documents, 10,000 bytes in all, that never repeat three bytes in a row."""
+    folder = tmp_path / "text"
+    (folder / "b").mkdir(parents=True)
+    data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
+    (folder / "c.txt").write_bytes(data[7_000:])
+    (folder / "b" / "b.py").write_bytes(data[3_000:7_000])
+    (folder / "a.md").write_bytes(data[:3_000])
+    return folder
+
+
+@pytest.fixture(name="store")
+def _store(text, tmp_path) -> TokenStore:
+    return build_store(str(text), tmp_path / "store", TOKENIZER)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# --- tokenizer ---
+
+
+@given(st.text())
+def test_decoding_gives_back_what_was_encoded(text):
+    ids = TOKENIZER.encode(text)
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == TOKENIZER.encode(text.encode()).tolist()
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_decoding_survives_broken_text_and_ends_of_documents():
+    assert TOKENIZER.decode([0xE2, 104, TOKENIZER.end, 105]) == "\ufffdhi"
+
+
+# --- sources ---
+
+
+def test_the_standard_library_is_tens_of_megabytes_without_installed_packages():
+    files = source_files("python-stdlib")
+    names = [file.name for file in files]
+    assert sum(file.size_bytes for file in files) > 5e6
+    assert names == sorted(names)
+    assert {"ast.py", "json/decoder.py"} <= set(names)
+    assert not any("-packages" in name for name in names)
+
+
+def test_a_directory_gives_its_text_files_by_name(text):
+    (text / "empty.txt").touch()
+    (text / "picture.png").write_bytes(b"no")
+    (text / ".git").mkdir()
+    (text / ".git" / "x.txt").write_bytes(b"no")
+    found = {document.name: b"".join(document.chunks) for document in documents(str(text))}
+    assert list(found) == ["a.md", "b/b.py", "c.txt"]
+    assert found["b/b.py"] == (text / "b" / "b.py").read_bytes()
+
+
+def test_a_file_is_one_document_whatever_its_name(tmp_path):
+    (tmp_path / "poem").write_bytes(b"a rose")
+    assert [(d.name, b"".join(d.chunks)) for d in documents(str(tmp_path / "poem"))] == [("poem", b"a rose")]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: None, "there is no file or directory"),
+        (lambda path: path.mkdir(), r"has no \*.txt, \*.md, \*.py files"),
+        (lambda path: path.touch(), "every file is empty"),
+        (lambda path: (path.mkdir(), (path / "a.txt").touch()), "every file is empty"),
+    ],
+)
+def test_a_source_without_text_is_refused(tmp_path, make, sentence):
+    make(tmp_path / "source")
+    with pytest.raises(ConfigError, match=sentence):
+        open_or_build(str(tmp_path / "source"), tmp_path / "cache", TOKENIZER)
+    with pytest.raises(ConfigError, match=sentence):
+        build_store(str(tmp_path / "source"), tmp_path / "cache" / "x", TOKENIZER)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+# --- store ---
+
+
+def test_a_store_holds_the_documents_each_with_its_end(text, store):
+    expected = []
+    for name in ("a.md", "b/b.py", "c.txt"):
+        expected += [*(text / name).read_bytes(), 256]
+    assert store.tokens.tolist() == expected
+    assert store.tokens.dtype == np.dtype("<u2")
+    assert store.document_starts.tolist() == [0, 3_001, 7_002]
+    assert not store.tokens.flags.writeable
+    store.verify()
+
+
+def test_documents_longer_than_a_chunk_and_wide_vocabularies(text, tmp_path, monkeypatch, store):
+    monkeypatch.setattr("muster.data.sources.CHUNK_BYTES", 999)
+    seen: list[int] = []
+    wide = build_store(str(text), tmp_path / "wide", OtherTokenizer(), progress=seen.append)
+    assert wide.tokens.dtype == np.dtype("<u4")
+    assert wide.tokens.tolist() == store.tokens.tolist()
+    assert seen == sorted(seen)
+    assert seen[-1] == 10_000
+
+
+@pytest.mark.parametrize(("max_bytes", "num_documents"), [(1, 1), (3_000, 1), (3_001, 2), (20_000, 3)])
+def test_max_bytes_keeps_the_first_ones(text, tmp_path, store, max_bytes, num_documents):
+    part = build_store(str(text), tmp_path / "part", TOKENIZER, max_bytes=max_bytes)
+    assert part.header.num_documents == num_documents
+    assert part.header.num_tokens == min(max_bytes, 10_000) + num_documents
+    assert part.tokens[:-1].tolist() == store.tokens[: part.header.num_tokens - 1].tolist()
+
+
+def _edit_header(directory: Path, **change: object) -> None:
+    path = directory / "store.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda d: os.truncate(d / "tokens.bin", 100), "tokens.bin has 100 bytes where store.json says 20,006; delete"),
+        (lambda d: (d / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
+        (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes where store.json says 24; delete"),
+        (lambda d: (d / "store.json").unlink(), "store.json is missing; delete"),
+        (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; delete"),
+        (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; delete"),
+        (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; delete"),
+        (lambda d: _edit_header(d, version=2), "has schema 2, .* up to 1; use a later Muster"),
+        (lambda d: _edit_header(d, tokenizer="other-1"), "made with tokenizer other-1, this run has bytes-"),
+    ],
+)
+def test_a_store_that_cannot_be_right_is_refused_in_a_sentence(store, harm, sentence):
+    harm(store.directory)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        TokenStore.open(store.directory, TOKENIZER)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+def test_verify_finds_a_flipped_bit(store, name):
+    data = bytearray((store.directory / name).read_bytes())
+    data[11] ^= 4
+    (store.directory / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+        TokenStore.open(store.directory, TOKENIZER).verify()
+
+
+def test_the_cache_follows_the_source_the_tokenizer_and_the_limit(text, tmp_path):
+    def built(tokenizer=TOKENIZER, max_bytes=None) -> Path:
+        return open_or_build(str(text), tmp_path / "cache", tokenizer, max_bytes).directory
+
+    first = built()
+    modified = (first / "tokens.bin").stat().st_mtime_ns
+    assert built() == first
+    assert (first / "tokens.bin").stat().st_mtime_ns == modified
+    different = [built(OtherTokenizer()), built(max_bytes=50)]
+    os.utime(text / "a.md", (1, 1))
+    different.append(built())
+    (text / "c.txt").rename(text / "d.txt")
+    different.append(built())
+    assert len({first, *different}) == 5
+
+
+def test_the_builder_that_comes_second_takes_what_the_first_made(text, tmp_path):
+    directory = tmp_path / "cache" / "store"
+    others: list[TokenStore] = []
+
+    def overtake(_: int) -> None:
+        if not others:
+            others.append(build_store(str(text), directory, TOKENIZER))
+
+    store = build_store(str(text), directory, TOKENIZER, progress=overtake)
+    assert store.header == others[0].header
+    assert os.path.samefile(store.directory, others[0].directory)
+    assert names_in(directory.parent) == {"store"}
+    store.verify()
+
+
+def test_processes_that_race_all_end_with_the_same_store(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from muster.data.store import open_or_build;"
+        "from muster.data.tokenizer import ByteTokenizer; print('ready', flush=True); sys.stdin.readline();"
+        "s = open_or_build('python-stdlib', Path(sys.argv[1]), ByteTokenizer(), max_bytes=2_000_000); s.verify();"
+        "print(s.directory, s.fingerprint)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    racers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(3)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    answers = {racer.communicate(timeout=60)[0] for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0, 0]
+    assert len(answers) == 1
+    assert len(names_in(tmp_path / "cache")) == 1
+
+
+def test_a_directory_with_another_store_is_not_taken(text, tmp_path, store):
+    with pytest.raises(ConfigError, match="already holds a store of other text"):
+        build_store(str(text), store.directory, TOKENIZER, max_bytes=10)
+    TokenStore.open(store.directory, TOKENIZER).verify()
+    assert names_in(tmp_path) == {"text", "store"}
+
+
+@contextlib.contextmanager
+def _files_at_most(size_bytes: int):
+    """Writing beyond this size fails with an OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_nothing_behind(text, tmp_path):
+    with _files_at_most(10_000), pytest.raises(MusterError, match="can't be written: .*; free space"):
+        build_store(str(text), tmp_path / "cache" / "store", TOKENIZER)
+    assert names_in(tmp_path / "cache") == set()
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(text, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(MusterError, match="can't be written: .*set data.cache") as caught:
+        open_or_build(str(text), tmp_path / "cache", TOKENIZER)
+    assert caught.value.exit_code == 1
+    assert (tmp_path / "cache").read_text() == "a file"
+
+
+def test_an_interrupted_build_leaves_nothing_and_old_remains_of_killed_ones_go(text, tmp_path):
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store(str(text), tmp_path / "cache" / "store", TOKENIZER, progress=interrupt)
+    assert names_in(tmp_path / "cache") == set()
+    for name, age_s in (("old", 2 * STALE_AFTER_S), ("young", 60.0)):
+        remains = tmp_path / "cache" / f"store.{name}.partial" / "tokens.bin"
+        remains.parent.mkdir()
+        remains.touch()
+        os.utime(remains, (time.time() - age_s,) * 2)
+    build_store(str(text), tmp_path / "cache" / "store", TOKENIZER)
+    assert names_in(tmp_path / "cache") == {"store", "store.young.partial"}

@@ -1,0 +1,99 @@
+"""The bytes that ranks give to their collectives and sends are those of the formula."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from muster.parallel.axis import TensorAxis
+from tests.plans import unequal
+from tests.ranks import run_ranks
+
+CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "chunked"}}
+
+CASES: dict[int, list[tuple[Any, ...]]] = {
+    2: [
+        ("tp2", False),
+        ("tp2-sp", False),
+        ("tp2-sp-rfull", False),
+        ("tp2-rfull", True),
+        ("tp2", True, {"default_strategy": CHUNKED["default_strategy"] | {"recompute": "full"}}),
+        ("dp2-rfull", False),
+        ("tp2-sp-mb2-bf16", True),
+        ("tp2-mb2-bf16", True, CHUNKED),
+        ("dp2-z1", True),
+        ("dp2-z2-bf16", False),
+        ("dp2-mb2", False),
+        ("dp2x1", False),
+        ("pp2-l3.1", False),
+        ("pp2-bf16-sgpipe", True),
+        ("pp2-mb2-vocab", True),
+    ],
+    4: [
+        ("tp4", False),
+        ("tp4-sp", False),
+        ("tp2-sp-pp2", True),
+        ("tp2-sp-dp2-z1", False),
+        ("tp4", False, CHUNKED),
+        ("tp2-pp2", True, CHUNKED),
+        ("tp2-dp2-bf16", True),
+        ("tp2-dp2", True, {"optim": "muon"}),
+        ("dp2-pp2-z1", False, {"optim": "muon"}),
+        ("dp2x2-z1", False),
+        ("dp2x2-z2-mb2", False),
+        ("dp2x2-z3-bf16", False),
+        ("dp4-z3", True),
+        ("dp2-pp2-z3", True),
+        ("dp2-pp2-z3-sgpipe", False),
+        ("pp2v2-dp2-z1-sinterleaved", True),
+        ("dp2-pp2-z1-vocab-bf16", False),
+        ("dp2-pp2-z2-vocab", True),
+        ("pp2-sp-mb2-z1", True, unequal((1, {"dp_shard": 2}), (3, {"tp": 2}))),
+        ("pp2-z2-mb2", True, unequal((3, {"tp": 2}), (1, {"dp_replicate": 2}))),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_step_bytes_equal_the_formula(num_ranks: int, tmp_path: Path) -> None:
+    payload = {"cases": CASES[num_ranks], "cache": str(tmp_path)}
+    for rank in run_ranks(num_ranks, "tests.traffic:count", payload):
+        for case in rank:
+            assert case["counted"] == case["predicted"], case["plan"]
+            assert sum(case["counted"].get("world", {}).values()) > 0
+
+
+def test_buckets_gather_and_reduce_layers_together(tmp_path: Path) -> None:
+    """Four layers and what belongs to none, four micro-batches: fewer collectives with the same bytes."""
+    cases = [(plan, False, {"bucket_layers": size}) for plan in ("dp2", "dp2-z2", "dp2-z1") for size in (1, 3, 4)]
+    (found, _) = run_ranks(2, "tests.traffic:count", {"cases": cases, "cache": str(tmp_path)})
+    calls = [(case["calls"]["all_gather"], case["calls"]["reduce_scatter"]) for case in found]
+    in_passes = [(4 * (2 * buckets + 1), 4 * (buckets + 1)) for buckets in (4, 2, 1)]
+    assert calls[:3] == in_passes
+    assert calls[3:6] == [(buckets + 1, 4 * (buckets + 1)) for buckets in (4, 2, 1)]
+    assert calls[6:] == [(buckets + 1, buckets + 1) for buckets in (4, 2, 1)]
+    assert all(case["counted"] == case["predicted"] for case in found)
+
+
+def test_buckets_are_gathered_ahead(tmp_path: Path) -> None:
+    """When a layer begins, what belongs to no layer, its own bucket and those ahead have been asked for."""
+    cases = [("dp2", False, {"bucket_layers": size, "prefetch_buckets": n}) for size, n in ((1, 1), (1, 2), (2, 1))]
+    (found, _) = run_ranks(2, "tests.traffic:count", {"cases": cases, "cache": str(tmp_path)})
+    assert [case["begun"][:4] for case in found] == [[3, 4, 5, 5], [4, 5, 5, 5], [3, 3, 3, 3]]
+
+
+def test_no_collective_of_tensor_parallelism_warns() -> None:
+    """A warning of PyTorch's would stand in the terminal of every run."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        axis, x_BSD = TensorAxis(dist.distributed_c10d._get_default_group(), 1, 0, True), torch.ones(2, 3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(axis.gather(x_BSD).wait(), x_BSD)
+            assert torch.equal(axis.scatter_sum(x_BSD).wait(), x_BSD)
+            assert torch.equal(axis.add_up(x_BSD.clone()).wait(), x_BSD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,276 @@
+"""Training that can't begin or go on: one clear sentence, the right exit code, and nothing lost."""
+
+import hashlib
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from muster.checkpoint.folder import checkpoints, problem_of
+from muster.checkpoint.manifest import read_manifest
+from muster.spec.errors import MusterError
+from muster.train.metrics import MetricsLog, read_metrics
+from tests.train_runs import (
+    QUICK,
+    Command,
+    assert_one_sentence,
+    assert_same_training,
+    copy_of,
+    exit_of,
+    steps,
+    train,
+    whole_run,
+)
+
+HOST = socket.gethostname()
+TINY = ("--preset", "tiny", *QUICK)
+
+
+@pytest.fixture
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, not to be touched."""
+    return whole_run(tmp_path_factory.getbasetemp())[0]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """All that lies in a folder, but for the lock."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def tensor_file(run: Path, step: int) -> Path:
+    return run / f"checkpoints/step-{step:08}/rank-00000.safetensors"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Before anything is written
+
+
+def missing_run_file(folder: Path) -> tuple:
+    return ("nowhere.yaml",), 2, "there is no file nowhere.yaml"
+
+
+def missing_data(folder: Path) -> tuple:
+    return ("--data.source", folder / "nowhere"), 2, "data.source: there is no file or directory"
+
+
+def empty_data(folder: Path) -> tuple:
+    (folder / "empty.txt").write_text("")
+    return ("--data.source", folder / "empty.txt"), 2, "empty.txt has no text"
+
+
+def too_little_data(folder: Path) -> tuple:
+    (folder / "short.txt").write_text("too short")
+    return ("--data.source", folder / "short.txt"), 2, "10 tokens, but one window to train on and one held out"
+
+
+def wrong_number_of_processes(folder: Path) -> tuple:
+    words = "dp2-pp2-mb1-fp32 can't run: it needs 4 processes (pp 2 × dp_shard 2), but there are 3; nearest: dp3"
+    return ("--parallel", "dp2-pp2", "--nproc", "3"), 3, words
+
+
+def run_below_a_file(folder: Path) -> tuple:
+    (folder / "file").write_text("")
+    return ("--run", folder / "file/run"), 1, f"can't write the run directory {folder}/file/run: Not a directory"
+
+
+def unwritable_cache(folder: Path) -> tuple:
+    (folder / "file").write_text("")
+    return ("--data.cache", folder / "file/cache"), 1, f"{folder}/file/cache/python-stdlib-"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        missing_run_file,
+        missing_data,
+        empty_data,
+        too_little_data,
+        wrong_number_of_processes,
+        run_below_a_file,
+        unwritable_cache,
+    ],
+)
+def test_what_cannot_begin_leaves_nothing(problem: Callable[[Path], tuple], tmp_path: Path) -> None:
+    arguments, code, words = problem(tmp_path)
+    run = tmp_path / "run"
+    assert_one_sentence(train(*TINY, "--run", run, *arguments), code, words)
+    assert not run.exists() or contents(run) == {}
+
+
+def test_a_stop_before_there_are_ranks_leaves_no_rubbish(tmp_path: Path) -> None:
+    with Command(*TINY, "--run", tmp_path / "run", "--data.max_bytes", "null") as command:
+        while not list(tmp_path.glob(".data/*.partial")):
+            command.be_patient("no store was begun")
+        command.process.send_signal(signal.SIGTERM)
+        ended = command.wait()
+    assert (ended.code, ended.err) == (75, "")
+    assert contents(tmp_path) == {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What would spoil a run that is there
+
+
+def changed_configuration(run: Path) -> tuple:
+    return ("--optim.lr", "1", "--seed", "3"), 2, "(optim.lr was 0.003, now 1.0; seed was 0, now 3)"
+
+
+def fewer_steps(run: Path) -> tuple:
+    return ("--train.steps", "19"), 2, "has done 20 steps already: expected train.steps of 20 or more, got 19"
+
+
+def fresh_without_data(run: Path) -> tuple:
+    return ("--fresh", "--data.source", run / "nowhere"), 2, "data.source: there is no file or directory"
+
+
+def truncated_store(run: Path) -> tuple:
+    cache = copy_of(run.with_name(".data"), f"{run.name}-cache")
+    cut(next(cache.glob("*/tokens.bin")))
+    return ("--train.steps", "22", "--data.cache", cache), 2, "bytes where store.json says"
+
+
+def other_data(run: Path) -> tuple:
+    manifest = tensor_file(run, 20).with_name("manifest.json")
+    manifest.write_text(re.sub(r'"data":"[^"]*"', '"data":"bytes-7-00c0ffee"', manifest.read_text()))
+    return ("--train.steps", "22"), 2, f"the text of data.source is not what {run} began with (bytes-7-00c0ffee, now "
+
+
+def only_damaged_checkpoints(run: Path) -> tuple:
+    cut(tensor_file(run, 15))
+    tensor_file(run, 20).unlink()
+    return (), 1, f"{run} has no checkpoint to go on from"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [changed_configuration, fewer_steps, fresh_without_data, truncated_store, other_data, only_damaged_checkpoints],
+)
+def test_what_cannot_go_on_loses_nothing(problem: Callable[[Path], tuple], whole: Path) -> None:
+    run = copy_of(whole, problem.__name__)
+    arguments, code, words = problem(run)
+    before = contents(run)
+    assert_one_sentence(train(*TINY, "--run", run, *arguments), code, words)
+    assert contents(run) == before
+
+
+def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:
+    run = copy_of(whole, "damaged")
+    cut(tensor_file(run, 20))
+    ended = train(*TINY, "--run", run)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"passed over a damaged checkpoint: {tensor_file(run, 20)}" in ended.out
+    assert f"resuming {run} after step 15" in ended.out
+    assert_same_training(run, whole)
+    assert problem_of(tensor_file(run, 20).parent) is None
+
+
+def test_a_flipped_byte_is_noticed(whole: Path) -> None:
+    run = copy_of(whole, "flipped")
+    (run / "report.html").unlink()  # as if the run had been killed before its end
+    data = bytearray(tensor_file(run, 20).read_bytes())
+    data[-1] ^= 1
+    tensor_file(run, 20).write_bytes(data)
+    before = contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()
+    ended = train(*TINY, "--run", run)
+    damage = f"{tensor_file(run, 20)} is damaged: the checksum of"
+    assert_one_sentence(ended, 1, f"error: rank 0 on {HOST}: {damage}", f"remove {tensor_file(run, 20).parent}, and")
+    assert (contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()) == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# While it trains
+
+
+def test_losses_that_are_not_finite_stop_it_and_what_led_to_them_is_kept(whole: Path) -> None:
+    run = copy_of(whole, "not-finite")
+    (run / "notes.txt").write_text("mine")
+    command = [*TINY, "--run", run, "--fresh", "--optim.lr", "1e30", "--train.save_every", "1"]
+    ended = train(*command, "--train.max_skipped", "2", "--train.keep_last", "9")
+    assert_one_sentence(
+        ended, 1, f"error: rank 0 on {HOST}: steps 2 to 3 were skipped", f"{run}/failed", "samples 24 to 71"
+    )
+    assert "step 2 was skipped: its loss is nan (samples 24 to 47)" in ended.out
+    assert exit_of(run)["code"] == 1
+    assert steps(run) == [1, 2, 3]
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000001", "step-00000002"]
+    assert problem_of(run / "checkpoints/step-00000002") is None
+    (kept,) = checkpoints(run / "failed")
+    assert problem_of(kept) is None
+    assert read_manifest(kept).counters["samples_consumed"] == 24
+    assert not (run / "report.html").exists()
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds one checkpoint of `tiny`, but not two."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"can't mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(whole: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    ended = train(*TINY, "--run", run, "--data.cache", whole.with_name(".data"), "--train.save_every", "2")
+    assert_one_sentence(ended, 1, "error: ", "the checkpoint of step 4 was not saved", "No space left on device")
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
+    assert problem_of(run / "checkpoints/step-00000002") is None
+    assert steps(run) == [1, 2, 3, 4]
+
+
+def test_metrics_on_a_full_disk_are_one_sentence() -> None:
+    with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\)"):
+        MetricsLog(Path("/dev/full")).append({"step": 1})
+
+
+def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.forget_after(0)
+    for step in (1, 2, 3):
+        log.append({"step": step})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "train/lo')
+    log.forget_after(2)
+    log.append({"step": 3})
+    assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Under torchrun
+
+
+def as_torchrun(port: int) -> dict[str, str]:
+    """The environment of the only rank that torchrun started."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "1", **place}
+
+
+def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = train(*TINY, "--run", tmp_path / "run", env=as_torchrun(port))
+    assert_one_sentence(ended, 1, f"could not open the store of torchrun on 127.0.0.1:{port}")
+
+
+def test_a_plan_that_does_not_fit_torchrun_is_in_exit_json(tmp_path: Path) -> None:
+    ended = train(*TINY, "--run", tmp_path / "run", "--parallel", "dp2", env=as_torchrun(0))
+    assert_one_sentence(ended, 3, "it needs 2 processes", "but there is 1")
+    exit_json = exit_of(tmp_path / "run")
+    assert (exit_json["code"], f"muster: {exit_json['reason']}\n") == (3, ended.err)

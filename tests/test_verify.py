@@ -1,0 +1,251 @@
+"""`muster verify` finds sown bugs and names the layer, and finds nothing where nothing is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from muster.cli.main import main
+from muster.data.dataset import NOT_COUNTED, Batch
+from muster.data.share import read_share
+from muster.report.verdict import Verdict, verdict_sentence
+from muster.spec.load import Resolved, write_resolved
+from muster.spec.mesh import members
+from muster.spec.plan import Mesh, Plan, StageSpec
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.run import RunConfig
+from muster.spec.workload import Workload
+from muster.train.data import open_dataset
+from muster.train.verify.compare import compare
+from muster.train.verify.padded import PaddedDataset
+from muster.train.verify.rank import WatchedTrainer
+from muster.train.verify.reference import Reference
+from muster.train.verify.run import TOLERANCES, for_comparison
+from muster.train.verify.sketch import Sketches
+from tests.parity import small_run
+from tests.ranks import ROOT, run_ranks
+
+SOUND = [
+    {"plan": "dp2-z1"},
+    {"plan": "dp2-z3-mb2", "precision": "bf16"},
+    {"plan": "pp2", "tied": True, "precision": "fp64"},
+    {"plan": "tp2-sp-rfull", "tied": True},
+    {"plan": "dp2-rsel"},
+    {"plan": "pp2-vocab", "tied": True, "precision": "fp64"},
+    {"plan": "tp2", "precision": "fp64"},
+    {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
+]
+SOWN = [
+    {"plan": "dp2-z2", "bug": "padding_in_the_loss", "found": ("loss", "loss")},
+    {"plan": "pp2", "bug": "dropped_layer", "found": ("forward", "layers.2.attn")},
+    {"plan": "tp2", "bug": "qkv_permuted", "found": ("forward", "layers.0.attn")},
+    {"plan": "dp2", "bug": "wrong_divisor", "found": ("backward", "head.weight"), "says": "0.5 times"},
+    {"plan": "tp2-sp", "bug": "unsynchronised_norms", "found": ("backward", "norm.weight")},
+    {"plan": "pp2", "tied": True, "bug": "untied_gradients", "found": ("backward", "embed.weight")},
+    {
+        "plan": "pp2",
+        "tied": True,
+        "bug": "stale_tied_weight",
+        "found": ("update", "embed.weight"),
+        "says": "(copy 2 of 2)",
+    },
+    {"plan": "dp2-z2", "bug": "gradients_pile_up", "found": ("later", "embed")},
+]
+
+
+def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
+    kind = {key: case[key] for key in ("tied", "optim", "z_loss") if key in case}
+    return for_comparison(small_run(**kind), 3, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+    """Of all cases, sound and sown, from one launch of two ranks."""
+    folder = tmp_path_factory.mktemp("verify")
+    cases: list[dict[str, Any]] = [*SOUND, *SOWN]
+    asked = []
+    for index, case in enumerate(cases):
+        config, place = config_of(case, folder), folder / str(index)
+        plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32")))
+        open_dataset(config, place)
+        write_resolved(Resolved(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
+        asked.append({"folder": str(place), "bug": case.get("bug")})
+    run_ranks(2, "tests.verify_ranks:run_cases", {"cases": asked}, timeout_s=280)
+    found, references = [], {}
+    for index, case in enumerate(cases):
+        config, precision = config_of(case, folder), case.get("precision", "fp32")
+        key = config, precision, parse_plan_name(case["plan"]).micro_batch_size
+        if key not in references:
+            references[key] = Reference(*key, PaddedDataset(open_dataset(config, folder)))
+        found.append(compare(case["plan"], folder / str(index), references[key], TOLERANCES[precision]))
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[Verdict]) -> None:
+    for case, verdict in zip(SOUND, verdicts, strict=False):
+        assert verdict.agrees, (case, verdict_sentence(verdict))
+        assert list(verdict.gradients) == list(verdict.updates) != []
+        assert verdict.hidden.keys() >= {"layers.3.mlp", "norm"} | (
+            set() if "vocab" in case["plan"] else {"embed", "head"}
+        )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("index", range(len(SOWN)), ids=[str(case["bug"]) for case in SOWN])
+def test_a_sown_bug_is_found(index: int, verdicts: list[Verdict]) -> None:
+    case, verdict = SOWN[index], verdicts[len(SOUND) + index]
+    assert verdict.first is not None
+    assert (verdict.first.phase, verdict.first.where) == case["found"], verdict_sentence(verdict)
+    assert verdict.first.size > 100 * verdict.tolerance
+    assert case.get("says", "") in verdict_sentence(verdict)
+
+
+def test_sketches_of_parts_add_up_and_their_differences_are_those_of_the_outputs() -> None:
+    spec, workload = small_run().model, Workload(seq_len=600, global_batch_size=4)
+    whole, parts, other = (Sketches(spec, workload, torch.device("cpu")) for _ in range(3))
+    x_BSW = torch.randn(4, 600, spec.vocab_size, generator=torch.Generator().manual_seed(1))
+    off_BSW = torch.zeros_like(x_BSW)
+    off_BSW[:, 300, :100] = 1.0
+    whole.add("head", x_BSW, sample=0)
+    other.add("head", x_BSW + off_BSW, sample=0)
+    for sample in (0, 2):
+        for position in (0, 300):
+            for column, end in ((0, 200), (200, 257)):
+                part = x_BSW[sample : sample + 2, position : position + 300, column:end]
+                parts.add("head", part, sample, position, column)
+    assert torch.allclose(whole.values, parts.values, rtol=1e-12, atol=1e-9)
+    found = (whole.values - other.values).norm() / whole.values.norm()
+    assert float(found) == pytest.approx(float(off_BSW.norm() / x_BSW.norm()), rel=0.5)
+
+
+def test_padded_samples_are_those_of_the_stream_with_fewer_labels(tmp_path: Path) -> None:
+    plain = open_dataset(small_run(), tmp_path / "run")
+    padded = PaddedDataset(plain)
+    whole, batch = plain.train_batch(3, 8), padded.train_batch(3, 8)
+    assert (batch.tokens_BS == whole.tokens_BS).all()
+    counted = batch.labels_BS != NOT_COUNTED
+    assert (batch.labels_BS[counted] == whole.labels_BS[counted]).all()
+    assert counted.sum(1).tolist() == [10, 16, 14, 12, 10, 16, 14, 12]
+    assert batch.num_valid == padded.num_valid(3, 8) == counted.sum()
+    assert (padded.train_batch(5, 2).labels_BS == batch.labels_BS[2:4]).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go; the current directory is beside it."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+@pytest.mark.timeout(300)
+def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strict = ["--tolerance", "1e-30", "--precision", "fp64", "--steps", "1", "--json"]
+    assert (
+        main(["verify", "--preset", "tiny", "--parallel.micro_batch_size", "12", "--against", "dp2", "dp1", *strict])
+        == 1
+    )
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert [plan["plan"] for plan in found["plans"]] == ["dp1-mb12-fp64", "dp2-mb12-fp64"]
+    assert "running plan 2 of 2: dp2-mb12-fp64, processes: 2" in err
+    for plan in found["plans"]:
+        assert len(plan["losses"]) == len(plan["reference_losses"]) == 1
+        assert max(plan["gradients"].values()) < 1e-12
+    assert found["plans"][1]["first"]["phase"] == "backward"
+    assert list(temporary.glob("muster-*")) == []
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_the_ranks_and_leaves_nothing(temporary: Path) -> None:
+    command = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--train.seq_len", "512"]
+    # Whoever runs the tests in the background of a script makes all they start deaf to SIGINT.
+    hear = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hear) as process:
+        while not list(temporary.glob("*/logs")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert list(temporary.glob("muster-*")) == []
+
+
+BROKEN = """
+import os, sys
+if "muster.train.verify.rank" in sys.orig_argv:
+    os._exit(9)
+"""
+
+
+def test_a_plan_whose_ranks_fail_is_a_row_of_its_own(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (temporary.parent / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{temporary.parent}{os.pathsep}{ROOT}")
+    assert main(["verify", "--preset", "tiny", "--steps", "1"]) == 1
+    out, _ = capfd.readouterr()
+    assert "dp1-mb24-fp32 could not be run: rank 0 on" in out
+    assert "ended with exit code 9" in out
+    assert list(temporary.glob("muster-*")) == []
+
+
+def test_torchrun_is_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    assert main(["verify", "--preset", "tiny"]) == 2
+    assert capfd.readouterr().err.endswith("run it without torchrun\n")
+
+
+def test_fp16_is_refused(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--preset", "tiny", "--precision", "fp16"]) == 3
+    assert "can't compare fp16, as its reference doesn't scale the loss; give one of fp64, " in capfd.readouterr().err
+
+
+def test_stages_that_cut_the_data_otherwise_are_sketched_at_the_right_samples() -> None:
+    """Rows of a micro-batch are samples of several data-parallel ranks of the first stage, or a part of one's."""
+    config = small_run()
+    count, seq_len = config.train.global_batch_size, config.train.seq_len
+    whole_BSD = torch.randn(count, seq_len, config.model.hidden_size)
+    expected = Sketches(config.model, config.workload, torch.device("cpu"))
+    expected.add("norm", whole_BSD, sample=0)
+    numbers_B1 = np.arange(count)[:, None]
+
+    def read(first: int, samples: int) -> Batch:
+        own = numbers_B1[first : first + samples]
+        return Batch(own, own, samples)
+
+    for degrees in ((2, 1), (1, 2), (4, 2), (2, 4)):
+        meshes = [Mesh(dp_shard=degree) for degree in degrees]
+        plan = Plan(pp=2, micro_batch_size=2, stages=tuple(StageSpec(layers=2, mesh=mesh) for mesh in meshes))
+        sketches = Sketches(config.model, config.workload, torch.device("cpu"))
+        for _, at in members(plan, 1):
+            samples = read_share(read, plan, at, 0, count).tokens_BS.reshape(-1, plan.rows(1))
+            for micro_batch, own in enumerate(samples):
+                rank = SimpleNamespace(
+                    world=SimpleNamespace(at=at), plan=plan, config=config, sketches=sketches, _micro_batch=micro_batch
+                )
+                WatchedTrainer._see(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]
+        torch.testing.assert_close(sketches.values, expected.values)

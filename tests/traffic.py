@@ -1,0 +1,89 @@
+"""What each rank does in the traffic test: counts what it gives to its collectives and sends in a step."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muster.cost import traffic
+from muster.parallel.world import World, open_world
+from muster.schedule.program import Instruction
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.train.trainer import Trainer
+from tests.parity import open_data, small_run
+
+_CALLS = {"_allgather_base_": (1, "all_gather"), "_reduce_scatter_base_": (1, "reduce_scatter")}
+_CALLS |= {"allreduce_": (0, "all_reduce"), "send": (0, "send")}
+_CALLS |= {"reduce_": (0, "reduce"), "broadcast_": (0, "broadcast"), "gather_": (1, "gather")}
+"""By operator: which argument is given away, and what it counts as."""
+_AXES = {"NORM": "world", "SF": "pp", "SB": "pp", "TIE": "pp", "STEP": "optimizer"}
+_AXES |= dict.fromkeys(("EC", "HC", "SC", "DC"), "pp")
+"""Of the instructions that reach across the axes of the mesh."""
+_RECEIVES = {"recv_", "barrier"}
+
+
+class Count(TorchDispatchMode):
+    """Bytes of what every operator of torch.distributed is given, by axis and kind, whoever calls it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        sizes = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
+        self.axes = {world.mesh[axis].get_group().group_name: axis for axis, size in sizes if size > 1}
+        self.sent: dict[str, Counter[str]] = defaultdict(Counter)
+        self.calls: Counter[str] = Counter()
+        self.instruction = ""
+
+    def label(self, do: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
+        """`do`, with what it sends known to be that instruction's."""
+
+        def labelled(instruction: Instruction) -> None:
+            self.instruction = instruction.action.kind
+            do(instruction)
+
+        return labelled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (name := func.overloadpacket.__name__) not in _RECEIVES:
+            index, kind = _CALLS[name]
+            given = args[index] if isinstance(args[index], list) else [args[index]]
+            if kind == "broadcast" and args[2] != dist.ProcessGroup.unbox(args[1]).rank():  # type: ignore[attr-defined]
+                return func(*args, **(kwargs or {}))
+            axis = _AXES.get(self.instruction) or self._axis(args)
+            kind = self.instruction if axis == "pp" else kind
+            self.calls[kind] += 1
+            self.sent[axis][kind] += sum(tensor.nbytes for tensor in given)
+        return func(*args, **(kwargs or {}))
+
+    def _axis(self, args: Any) -> str:
+        groups = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        return self.axes[dist.ProcessGroup.unbox(next(groups)).group_name]  # type: ignore[attr-defined]
+
+
+def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per plan, the bytes predicted and counted, by axis and kind."""
+    found = []
+    for index, (name, tied, *changes) in enumerate(payload["cases"]):
+        fields = {key: value for one in changes for key, value in one.items()}
+        config = small_run(tied, optim=fields.pop("optim", "adamw"))
+        plan = parse_plan_name(name, Plan(precision="fp32", micro_batch_size=1))
+        plan = Plan.model_validate(plan.model_dump() | fields)
+        with open_world(store, rank, world_size, plan, index) as world:
+            trainer = Trainer(config, plan, world, open_data(config, payload["cache"]))
+            counter = Count(world)
+            begun: list[int] = []  # gathers, when each layer began
+            for stage in trainer.stages.values():
+                for layer in stage.module.layers.values():
+                    layer.register_forward_pre_hook(lambda *_: begun.append(counter.calls["all_gather"]))  # noqa: B023
+            do = trainer._executor._do
+            with counter, patch.dict(do, {kind: counter.label(handler) for kind, handler in do.items()}):
+                trainer.step()
+            predicted = traffic.step_bytes(config.model, plan, config.workload, rank, config.optim)
+            found.append(
+                {"plan": name, "counted": counter.sent, "predicted": predicted, "calls": counter.calls, "begun": begun}
+            )
+    return found

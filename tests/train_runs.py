@@ -1,0 +1,165 @@
+"""`muster train` as a person uses it: real processes, each with a time limit and a process group of its own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 180.0
+"""How long a command may take at most, on a machine with much else to do."""
+QUICK = ("--train.eval_batches", "1", "--train.sample_tokens", "0")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Command:
+    """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun."""
+
+    def __init__(self, *arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None = None) -> None:
+        # Without `--`, torchrun would take --run for its own --run-path.
+        elastic = ("-m", "torch.distributed.run", "--nproc-per-node", str(torchrun), "-m", "--")
+        python = [sys.executable, *(elastic if torchrun else ("-m",)), "muster", "train"]
+        run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else None
+        self._run, self._old_rows = run, rows_of(run) if run else []
+        self._started = time.monotonic()
+        self.process = subprocess.Popen(
+            [*python, *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL for the whole process group."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> Ended:
+        """Lets it end by itself."""
+        try:
+            out, err = self.process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"still ran after {LIMIT_S} s\n{out[-2000:]}\n{err[-2000:]}") from None
+        return Ended(self.process.returncode, out, err, time.monotonic() - self._started)
+
+    def wait_for(self, file: Path) -> None:
+        """Returns once the file is there."""
+        while not file.exists():
+            self.be_patient(f"no {file}")
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns once this command has written down `step`, or a later one."""
+        assert self._run is not None
+        while not any(row["step"] >= step and row not in self._old_rows for row in rows_of(self._run)):
+            self.be_patient(f"no step {step}")
+
+    def be_patient(self, problem: str) -> None:
+        """Waits a moment; an AssertionError with `problem` when there is nothing left to wait for."""
+        if self.process.poll() is not None:
+            ended = self.wait()
+            raise AssertionError(f"{problem} before it ended with {ended.code}\n{ended.out}\n{ended.err}")
+        assert time.monotonic() < self._started + LIMIT_S, f"{problem} within {LIMIT_S} s"
+        time.sleep(0.003)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank that Muster's launcher has started and that still runs."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+                words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                if "--rank" in words:
+                    found[int(words[words.index("--rank") + 1])] = int(child)
+        return found
+
+
+def train(*arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None = None) -> Ended:
+    """Runs one command to its end."""
+    with Command(*arguments, torchrun=torchrun, env=env) as command:
+        return command.wait()
+
+
+def rows_of(run: Path) -> list[dict]:
+    """The whole lines of metrics.jsonl."""
+    try:
+        text = (run / "metrics.jsonl").read_text()
+    except OSError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["train/loss"] for row in rows_of(run)]
+
+
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in rows_of(run)]
+
+
+def sample_hash(run: Path) -> str:
+    return (run / "samples.sha256").read_text()
+
+
+def exit_of(run: Path) -> dict:
+    return json.loads((run / "exit.json").read_text())
+
+
+def assert_same_training(run: Path, reference: Path) -> None:
+    """The same samples in the same order, each step once, and the losses within 1e-5."""
+    assert steps(run) == steps(reference), f"steps {steps(run)}"
+    assert sample_hash(run) == sample_hash(reference), "other samples, or in another order"
+    far = [
+        (step, ours, theirs)
+        for step, ours, theirs in zip(steps(run), losses(run), losses(reference), strict=True)
+        if not abs(ours - theirs) <= 1e-5 * abs(theirs)
+    ]
+    assert not far, f"(step, loss, loss of {reference.name}): {far}"
+
+
+def assert_one_sentence(ended: Ended, code: int, *words: str) -> None:
+    """One clear line on standard error with all `words`, the exit code, and no traceback anywhere."""
+    assert (ended.code, len(ended.err.splitlines())) == (code, 1), f"{ended.code}\n{ended.out}\n{ended.err}"
+    assert "Traceback" not in ended.out + ended.err
+    missing = [word for word in words if word not in ended.err]
+    assert not missing, f"{missing} not in: {ended.err}"
+
+
+@cache
+def whole_run(folder: Path) -> tuple[Path, Ended]:
+    """A run of the preset `tiny` in one process that nothing disturbed; read-only, for all tests to compare with."""
+    run = folder / "train" / "whole"
+    ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5")
+    assert ended.code == 0, ended.err
+    return run, ended
+
+
+def copy_of(whole: Path, name: str) -> Path:
+    """A copy beside it, which shares its token store."""
+    return Path(shutil.copytree(whole, whole.with_name(name)))

@@ -1,0 +1,110 @@
+"""What each rank does in the tests of `verify`: makes the steps of several plans, some with a bug sown on purpose."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from muster.parallel import stage, tensor
+from muster.parallel.stage import DecoderStage
+from muster.train.trainer import Trainer
+from muster.train.verify.rank import verify_rank
+
+
+def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> None:
+    """Each case in its folder, one after the other."""
+    for case in payload["cases"]:
+        with BUGS[case["bug"]]():
+            verify_rank(Path(case["folder"]), dist.PrefixStore(case["folder"], store), rank, world_size)
+
+
+@contextmanager
+def _after(owner: type, method: str, change: Callable[..., None]) -> Iterator[None]:
+    """Calls `change` with the method's own arguments after each call."""
+    original = getattr(owner, method)
+
+    def faulty(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        change(self, *arguments)
+
+    with patch.object(owner, method, faulty):
+        yield
+
+
+def padding_in_the_loss() -> AbstractContextManager:
+    right = stage.loss_sums
+    return patch.object(stage, "loss_sums", lambda logits, labels, z: right(logits, labels.clamp(min=0), z))
+
+
+def dropped_layer() -> AbstractContextManager:
+    def drop(self: DecoderStage, *_: Any) -> None:
+        if self.index == 1:
+            del self.module.layers[str(self.layers.start)]
+
+    return _after(DecoderStage, "__init__", drop)
+
+
+def qkv_permuted() -> AbstractContextManager:
+    right = tensor.spread
+
+    def spread(*arguments: Any) -> tuple[Tensor, ...]:
+        q, *others = right(*arguments)
+        return (q, *reversed(others))
+
+    return patch.object(tensor, "spread", spread)
+
+
+def wrong_divisor() -> AbstractContextManager:
+    right = FSDPModule.set_gradient_divide_factor
+    return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: right(self, 2 * factor))
+
+
+def unsynchronised_norms() -> AbstractContextManager:
+    return patch.object(DecoderStage, "synchronise", lambda self: None)
+
+
+def untied_gradients() -> AbstractContextManager:
+    return patch.object(Trainer, "_tie", lambda self, action: None)
+
+
+@contextmanager
+def stale_tied_weight() -> Iterator[None]:
+    """The last stage's copy of the embedding never changes."""
+    right = Trainer._apply
+
+    def faulty(self: Trainer, action: Any) -> None:
+        last = self.stages.get(self.plan.num_stages - 1)
+        if last is not None:
+            last.parameters["embed.weight"].grad = None
+        right(self, action)
+
+    with patch.object(Trainer, "_apply", faulty):
+        yield
+
+
+def gradients_pile_up() -> AbstractContextManager:
+    """What one step leaves is added to the next."""
+    return patch.object(DecoderStage, "drop_gradients", lambda self: None)
+
+
+BUGS: dict[str | None, Callable[[], AbstractContextManager]] = {
+    None: nullcontext,
+    **{
+        bug.__name__: bug
+        for bug in (
+            padding_in_the_loss,
+            dropped_layer,
+            qkv_permuted,
+            wrong_divisor,
+            unsynchronised_norms,
+            untied_gradients,
+            stale_tied_weight,
+            gradients_pile_up,
+        )
+    },
+}
