@@ -9,7 +9,7 @@ from muster.schedule.check import check
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import not_yet, problems
+from muster.spec.legal import RUNNABLE_RECOMPUTE, not_yet, problems
 from muster.spec.load import load_plan, load_run
 from muster.spec.model import ModelSpec
 from muster.spec.nearest import default_plan, nearest_legal, require_runnable
@@ -31,7 +31,7 @@ sayable_plans = st.builds(
         Strategy,
         zero=st.sampled_from(["z1", "z2", "z3"]),
         sp=st.booleans(),
-        recompute=st.sampled_from(["none", "selective", "full"]),
+        recompute=st.sampled_from(["none", "selective", "attention", "alternate", "full"]),
     ),
     stages=st.lists(st.builds(StageSpec, layers=st.integers(0, 99)), max_size=5).map(tuple),
 )
@@ -327,6 +327,8 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(schedule="auto"), "a schedule that is searched for"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
+        (Plan(default_strategy=Strategy(recompute="attention")), "recompute of attention alone"),
+        (Plan(default_strategy=Strategy(attention="unfused")), "unfused attention"),
         (Plan(compile=True, default_strategy=Strategy(recompute="selective")), "selective recompute with compile"),
     ],
 )
@@ -360,7 +362,8 @@ def test_the_nearest_can_run_and_come_in_order(plan, world_size):
         assert candidate.world_size == world_size
         require_runnable(candidate, MODEL, WORKLOAD, world_size)
         assert candidate.default_strategy.zero == plan.default_strategy.zero
-        assert candidate.default_strategy.recompute == plan.default_strategy.recompute
+        asked = plan.default_strategy.recompute
+        assert candidate.default_strategy.recompute == (asked if asked in RUNNABLE_RECOMPUTE else "selective")
     assert len({candidate.hash for candidate in near}) == len(near)
     assert nearest_legal(plan, MODEL, WORKLOAD, world_size) == near[:3]
 

@@ -11,6 +11,7 @@ from muster.spec.workload import Workload
 
 RUNNABLE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 RUNNABLE_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+RUNNABLE_RECOMPUTE = ("none", "selective", "full")
 
 _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("context parallelism (cp > 1)", lambda plan: _any_mesh(plan, "cp")),
@@ -19,6 +20,14 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     (
         "offload (nothing is moved to the host's memory and back)",
         lambda plan: any(s.offload != "none" for s in strategies_of(plan)),
+    ),
+    (
+        "recompute of attention alone or of every second product (the runtime knows none, selective and full)",
+        lambda plan: any(s.recompute not in RUNNABLE_RECOMPUTE for s in strategies_of(plan)),
+    ),
+    (
+        "unfused attention (the runtime's scores stay within one kernel)",
+        lambda plan: any(s.attention != "flash" for s in strategies_of(plan)),
     ),
     (
         "a sharding level of its own for some layers (a stage is gathered and reduced as a whole)",

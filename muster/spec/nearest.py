@@ -7,6 +7,7 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.legal import (
     RUNNABLE_AXES,
     RUNNABLE_PRECISIONS,
+    RUNNABLE_RECOMPUTE,
     counted,
     divisors,
     layer_problems,
@@ -16,7 +17,7 @@ from muster.spec.legal import (
     strategies_of,
 )
 from muster.spec.model import ModelSpec
-from muster.spec.plan import AXES, LayerRun, Plan, Strategy
+from muster.spec.plan import AXES, LayerRun, Plan, Recompute, Strategy
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 
@@ -90,7 +91,10 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
         size = min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n))
         asked, cut = plan.default_strategy, plan.default_strategy.sp and axes["tp"] > 1
         default = Strategy(
-            zero=asked.zero, sp=cut, tp_overlap=asked.tp_overlap if cut else "none", recompute=asked.recompute
+            zero=asked.zero,
+            sp=cut,
+            tp_overlap=asked.tp_overlap if cut else "none",
+            recompute=_runnable(asked.recompute),
         )
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_problems(plan, model))
@@ -109,7 +113,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                     LayerRun(
                         start=run.start,
                         count=run.count,
-                        strategy=default.model_copy(update={"recompute": run.strategy.recompute}),
+                        strategy=default.model_copy(update={"recompute": _runnable(run.strategy.recompute)}),
                     )
                     for run in plan.overrides
                     if run.start + run.count <= model.num_layers
@@ -125,6 +129,10 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                 and not plan.schedule_entry.splits,
             }
         )
+
+
+def _runnable(recompute: Recompute) -> Recompute:
+    return recompute if recompute in RUNNABLE_RECOMPUTE else "selective"
 
 
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:

@@ -16,7 +16,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis are neighbouring ranks."""
 
 Zero = Literal["z1", "z2", "z3"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "attention", "alternate", "full"]
+"""What a layer's backward computes again. none: nothing. selective: what is one pass over memory, norms and the product
+of the gated linear unit. attention: scores, their softmax and the weighted values (arXiv:2205.05198 §5). alternate:
+every second matrix product and all that is cheap (torchtitan's selective checkpointing by operation). full: the
+layer."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
 
@@ -52,6 +56,8 @@ class Strategy(Frozen):
     """Within passes under sp. none: a whole sequence is gathered, then multiplied, and multiplied, then scattered, but
     weights' gradients are computed meanwhile. chunked: each part is multiplied while the next one travels."""
     recompute: Recompute = "none"
+    attention: Literal["flash", "unfused"] = "flash"
+    """flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory, and kept."""
     offload: Literal["none", "optimizer", "activations", "all"] = "none"
 
 

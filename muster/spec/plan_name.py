@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.plan import Plan, Precision, StageSpec, Strategy
+from muster.spec.plan import Plan, Precision, Recompute, StageSpec, Strategy
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 
 _SCHEDULE_BY_WORD = {name.replace("-", ""): name for name in SCHEDULES}
-_RECOMPUTE = {"sel": "selective", "full": "full"}
+_RECOMPUTE: dict[str, Recompute] = {"sel": "selective", "attn": "attention", "alt": "alternate", "full": "full"}
 _DEFAULTS = Plan()
 
 
@@ -50,7 +50,11 @@ _WORDS = (
         lambda word: {"schedule": _SCHEDULE_BY_WORD[word]},
     ),
     _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
-    _Word("rsel, rfull", "r(sel|full)", lambda word: {"recompute": _RECOMPUTE[word]}),
+    _Word(
+        ", ".join("r" + word for word in _RECOMPUTE),
+        f"r({'|'.join(_RECOMPUTE)})",
+        lambda word: {"recompute": _RECOMPUTE[word]},
+    ),
     _Word(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
     _Word("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
 )
@@ -85,7 +89,7 @@ def _words(plan: Plan) -> list[str]:
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
         "vocab": plan.spread_vocab,
-        "r" + strategy.recompute.removesuffix("ective"): strategy.recompute != "none",
+        **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
@@ -127,7 +131,7 @@ def _parse_word(token: str, text: str) -> dict[str, Any]:
 
 def _suggestion(token: str) -> str:
     number = re.search(r"\d+", token)
-    fixed = ["sp", "vocab", "z1", "z2", "z3", "rsel", "rfull", *get_args(Precision)]
+    fixed = ["sp", "vocab", "z1", "z2", "z3", *("r" + word for word in _RECOMPUTE), *get_args(Precision)]
     fixed += ["s" + word for word in _SCHEDULE_BY_WORD]
     numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
     return did_you_mean(token, fixed) or did_you_mean(token, numbered)
