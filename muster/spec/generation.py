@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt
 
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet, problems
+from muster.spec.legal import not_yet, problems, require_runnable_model
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -27,6 +27,7 @@ class Sampling(Frozen):
 
 def require_generation(plan: Plan, model: ModelSpec) -> None:
     """Raises InfeasibleError unless text of the model can be made under the plan, which may name tp and a precision."""
+    require_runnable_model(model)
     name = format_plan_name(plan)
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
     if plan != can:

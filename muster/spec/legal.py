@@ -75,6 +75,33 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
 )
 """What the runtime can't do: a line goes when the work behind it is done."""
 
+_NO_MODEL_YET: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
+    ("a mixture of experts", lambda model: model.moe is not None),
+    ("latent attention (mla)", lambda model: model.mla is not None),
+    ("linear attention", lambda model: model.linear_attention is not None),
+    ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
+    ("attention sinks", lambda model: model.attention_sinks),
+    (
+        "layers other than Llama's",
+        lambda model: any(getattr(model, field) != ModelSpec.model_fields[field].default for field in _LLAMA_ONLY),
+    ),
+)
+"""What of a model the runtime can't do; such a model can be planned and predicted."""
+_LLAMA_ONLY = (
+    "norm",
+    "position",
+    "rope_scaling",
+    "activation",
+    "gated",
+    "qkv_bias",
+    "out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "sliding_window",
+    "init_std",
+    "scaled_residual",
+)
+
 
 def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
     """One sentence for each reason for which the plan can't hold for this model, batch and number of processes."""
@@ -95,6 +122,14 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
 def not_yet(plan: Plan) -> list[str]:
     """One sentence for each thing in the plan that the runtime can't do yet."""
     return [f"{what} can't be run yet" for what, wanted in _NOT_YET if wanted(plan)]
+
+
+def require_runnable_model(model: ModelSpec) -> None:
+    """Raises InfeasibleError where the runtime can't do something that the model has."""
+    if found := [what for what, wanted in _NO_MODEL_YET if wanted(model)]:
+        raise InfeasibleError(
+            f"model {model.name} can be planned and predicted, but not run yet: it has {' and '.join(found)}"
+        )
 
 
 def asked_world_size(plan: Plan) -> int:
@@ -198,10 +233,14 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
         pieces = mesh.cp * (2 if mesh.cp > 1 else 1)
         if workload.seq_len % pieces:
             yield f"seq_len {workload.seq_len} is not a multiple of {pieces} (two for each of {mesh.cp} cp ranks)"
-        if mesh.ep * mesh.etp > 1:
+        if mesh.ep * mesh.etp > 1 and model.moe is None:
             yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
+        if model.moe is not None and model.moe.num_experts % mesh.ep:
+            yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
         if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.cp):
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
+    if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
+        yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
     if plan.spread_vocab and plan.pp == 1:
         yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
     if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:

@@ -1,14 +1,19 @@
 """What is trained: the shape of a decoder."""
 
 from collections.abc import Iterator
+from math import prod
+from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
+from muster.spec.model_parts import Activation, LinearAttention, MlaSpec, MoeSpec, RopeScaling
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class ModelSpec(Frozen):
-    """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder. The defaults are Llama's: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
     `num_kv_heads` and `head_dim` default to `num_heads` and `hidden_size // num_heads`.
     """
@@ -21,9 +26,42 @@ class ModelSpec(Frozen):
     num_kv_heads: PositiveInt = 0  # type: ignore[assignment]  # filled in below
     head_dim: PositiveInt = 0  # type: ignore[assignment]
     intermediate_size: PositiveInt
-    rope_theta: PositiveFloat = 10_000.0
+    """Inner width of the MLP; of the layers without experts, where some have them."""
+    norm: Literal["rms", "layer"] = "rms"
+    """layer: LayerNorm with a bias."""
     norm_eps: PositiveFloat = 1e-5
+    position: Literal["rope", "learned", "none"] = "rope"
+    """learned: a vector for each of `max_positions` positions, added to the word's."""
+    max_positions: PositiveInt | None = None
+    """Positions of the longest sequence; learned positions need it, others only say it on."""
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Activation = "silu"
+    gated: bool = True
+    """The MLP is activation(gate) · up; else activation(up)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """On the output of attention."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """An RMSNorm over each head's queries and keys, before they are turned (Qwen3)."""
+    attention_sinks: bool = False
+    """A trained logit per head that takes part in the softmax and gives nothing (gpt-oss)."""
+    sliding_window: PositiveInt | None = None
+    """Positions that a position sees, itself the last of them; None: all before it."""
+    window_layers: tuple[NonNegativeInt, ...] | None = None
+    """The layers with that window, counted from 0; None: all."""
     tied_embeddings: bool = False
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
+    linear_attention: LinearAttention | None = None
+    mtp_layers: NonNegativeInt = 0
+    """Layers after the last that each predict one token further, with embedding and head of the model
+    (arXiv:2412.19437 §2.2)."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
+    scaled_residual: bool = True
+    """What adds to the residual stream begins smaller by √(2 · num_layers) (GPT-2, section 2.3)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -38,59 +76,183 @@ class ModelSpec(Frozen):
     def _check(self) -> "ModelSpec":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
+        if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd, but rotary positions turn pairs of numbers")
+        if self.position == "learned" and self.max_positions is None:
+            raise ValueError("learned positions need max_positions, the length of the longest sequence")
+        if self.rope_scaling is not None and self.position != "rope":
+            raise ValueError(f"rope_scaling is for rotary positions, but position is {self.position}")
+        if self.window_layers is not None and self.sliding_window is None:
+            raise ValueError("window_layers says which layers have a sliding_window, but there is none")
         return self
+
+    def window(self, layer: int) -> int | None:
+        """Positions that each position of this layer sees; None: all before it."""
+        return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a choice of experts; those of `mtp_layers` are as the last layer is."""
+        if self.moe is None:
+            return False
+        behind = min(layer, self.num_layers - 1) - self.moe.dense_layers
+        return behind >= 0 and (behind + 1) % self.moe.every == 0
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Whether this layer's attention is a recurrence."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
 
     @property
     def num_parameters(self) -> int:
         """All trained numbers; a tied embedding counts once."""
-        return sum(_size(shape) for _, shape in parameters(self))
+        return sum(prod(shape) for _, shape in parameters(self))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The numbers that take part in one token: of the experts its `top_k`, of all else everything, the embedding
+        too, without `mtp_layers`."""
+        main = self.model_copy(update={"mtp_layers": 0})
+        return sum(active_numel(self, name, shape) for name, shape in parameters(main))
 
 
-def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each parameter of one decoder layer, in the order in which they are used."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = {
-        "attn_norm.weight": (hidden,),
-        "attn.q.weight": (q_width, hidden),
-        "attn.k.weight": (kv_width, hidden),
-        "attn.v.weight": (kv_width, hidden),
-        "attn.o.weight": (hidden, q_width),
-        "mlp_norm.weight": (hidden,),
-        "mlp.gate.weight": (inner, hidden),
-        "mlp.up.weight": (inner, hidden),
-        "mlp.down.weight": (hidden, inner),
-    }
-    for name, shape in shapes.items():
-        yield f"layers.{layer}.{name}", shape
+def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
+    """The numbers of a parameter that take part in one token."""
+    if spec.moe is None or ".experts." not in name:
+        return prod(shape)
+    return prod(shape) // spec.moe.num_experts * spec.moe.top_k
 
 
-def stage_parameters(spec: ModelSpec, layers: range, first: bool, last: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+# ----------------------------------------------------------------------------------------------------------------------
+# Names and shapes
+
+
+def layer_parameters(spec: ModelSpec, layer: int) -> Shapes:
+    """Name and shape of each parameter of one decoder layer, in the order in which they are used.
+
+    A matrix is (output width, input width). Experts of a layer lie in one tensor (experts, output, input) each.
+    """
+    yield from _layer(spec, layer, f"layers.{layer}.")
+
+
+def stage_parameters(spec: ModelSpec, layers: range, first: bool, last: bool) -> Shapes:
     """Name and shape of each parameter that a stage holds.
 
     A tied embedding is called `embed.weight` wherever it lies: on the first stage, and again on the last one.
     """
     if first:
         yield "embed.weight", (spec.vocab_size, spec.hidden_size)
+        if spec.position == "learned":
+            assert spec.max_positions is not None
+            yield "positions.weight", (spec.max_positions, spec.hidden_size)
     for layer in layers:
         yield from layer_parameters(spec, layer)
     if last:
-        yield "norm.weight", (spec.hidden_size,)
+        yield from _norm(spec, "norm")
+        for index in range(spec.mtp_layers):
+            yield from _mtp(spec, index)
         if not spec.tied_embeddings:
             yield "head.weight", (spec.vocab_size, spec.hidden_size)
         elif not first:
             yield "embed.weight", (spec.vocab_size, spec.hidden_size)
 
 
-def parameters(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def parameters(spec: ModelSpec) -> Shapes:
     """Name and shape of each parameter of the whole one-process model."""
     return stage_parameters(spec, range(spec.num_layers), first=True, last=True)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
+    yield from _norm(spec, prefix + "attn_norm")
+    if spec.has_linear_attention(layer):
+        yield from _linear_attention(spec, prefix + "attn.")
+    elif spec.mla is not None:
+        yield from _latent_attention(spec, spec.mla, prefix + "attn.")
+    else:
+        yield from _attention(spec, prefix + "attn.")
+    yield from _norm(spec, prefix + "mlp_norm")
+    if spec.has_experts(layer):
+        yield from _experts(spec, prefix + "mlp.")
+    else:
+        yield from _mlp(spec, prefix + "mlp.", spec.intermediate_size)
+
+
+def _mtp(spec: ModelSpec, index: int) -> Shapes:
+    """A head that predicts a token further: it joins hidden state and next word, then is a layer as the last one."""
+    prefix = f"mtp.{index}."
+    yield from _norm(spec, prefix + "embed_norm")
+    yield from _norm(spec, prefix + "hidden_norm")
+    yield prefix + "join.weight", (spec.hidden_size, 2 * spec.hidden_size)
+    yield from _layer(spec, spec.num_layers + index, prefix)
+    yield from _norm(spec, prefix + "norm")
+
+
+def _norm(spec: ModelSpec, name: str) -> Shapes:
+    yield name + ".weight", (spec.hidden_size,)
+    if spec.norm == "layer":
+        yield name + ".bias", (spec.hidden_size,)
+
+
+def _linear(name: str, bias: bool, *shape: int) -> Shapes:
+    yield name + ".weight", shape
+    if bias:
+        yield name + ".bias", shape[:-1]
+
+
+def _attention(spec: ModelSpec, prefix: str) -> Shapes:
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+        yield from _linear(prefix + name, spec.qkv_bias, width, spec.hidden_size)
+    if spec.qk_norm:
+        yield prefix + "q_norm.weight", (spec.head_dim,)
+        yield prefix + "k_norm.weight", (spec.head_dim,)
+    if spec.attention_sinks:
+        yield prefix + "sinks", (spec.num_heads,)
+    yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width)
+
+
+def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> Shapes:
+    """Queries and key/value pairs go down to a narrow vector and up again; of `kv_down` the last `rope_head_dim`
+    numbers are the keys' that are turned."""
+    q_width = spec.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
+    if mla.q_lora_rank is None:
+        yield prefix + "q.weight", (q_width, spec.hidden_size)
+    else:
+        yield prefix + "q_down.weight", (mla.q_lora_rank, spec.hidden_size)
+        yield prefix + "q_down_norm.weight", (mla.q_lora_rank,)
+        yield prefix + "q_up.weight", (q_width, mla.q_lora_rank)
+    yield prefix + "kv_down.weight", (mla.kv_lora_rank + mla.rope_head_dim, spec.hidden_size)
+    yield prefix + "kv_down_norm.weight", (mla.kv_lora_rank,)
+    yield prefix + "kv_up.weight", (spec.num_heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    yield prefix + "o.weight", (spec.hidden_size, spec.num_heads * mla.v_head_dim)
+
+
+def _linear_attention(spec: ModelSpec, prefix: str) -> Shapes:
+    """Queries, keys, values and an output gate; per value head a step width (b), a decay (a, decay, step); a short
+    convolution over queries, keys and values; a norm over each head's output (arXiv:2412.06464)."""
+    linear = spec.linear_attention
+    assert linear is not None
+    heads, head_dim = linear.num_value_heads, linear.value_head_dim
+    k_width, v_width = linear.num_key_heads * linear.key_head_dim, heads * head_dim
+    for name, width in (("q", k_width), ("k", k_width), ("v", v_width), ("gate", v_width), ("b", heads), ("a", heads)):
+        yield f"{prefix}{name}.weight", (width, spec.hidden_size)
+    yield prefix + "conv.weight", (2 * k_width + v_width, linear.conv_size)
+    yield prefix + "decay", (heads,)
+    yield prefix + "step", (heads,)
+    yield prefix + "out_norm.weight", (head_dim,)
+    yield prefix + "o.weight", (spec.hidden_size, v_width)
+
+
+def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> Shapes:
+    for name in ("gate", "up") if spec.gated else ("up",):
+        yield from _linear(prefix + name, spec.mlp_bias, *experts, inner, spec.hidden_size)
+    yield from _linear(prefix + "down", spec.mlp_bias, *experts, spec.hidden_size, inner)
+
+
+def _experts(spec: ModelSpec, prefix: str) -> Shapes:
+    moe = spec.moe
+    assert moe is not None
+    yield from _linear(prefix + "router", moe.router_bias, moe.num_experts, spec.hidden_size)
+    yield from _mlp(spec, prefix + "experts.", moe.expert_size, moe.num_experts)
+    if moe.shared_size:
+        yield from _mlp(spec, prefix + "shared.", moe.shared_size)
+    if moe.shared_gate:
+        yield prefix + "shared_gate.weight", (1, spec.hidden_size)

@@ -13,6 +13,7 @@ from muster.spec.legal import (
     layer_problems,
     not_yet,
     problems,
+    require_runnable_model,
     schedules_for,
     strategies_of,
 )
@@ -26,7 +27,9 @@ MICRO_BATCH_TOKENS = 4096
 
 
 def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> None:
-    """Raises InfeasibleError with the reasons and the nearest plans that can run, unless the plan can."""
+    """Raises InfeasibleError with the reasons and the nearest plans that can run, unless the plan can;
+    with what it is of the model that can't, where that is the reason."""
+    require_runnable_model(model)
     found = problems(plan, model, workload, world_size) or not_yet(plan)
     if not found:
         return
