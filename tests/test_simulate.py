@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.op_times import OpTimes
+from muster.cost.op_times import Hop, OpTimes
 from muster.schedule.action import parse_action
 from muster.schedule.lower import Lowering, lower
 from muster.schedule.program import Program, ProgramError, parse_program
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
-from muster.simulate.breakdown import breakdown
+from muster.simulate.breakdown import breakdown, spans_of
 from muster.simulate.cores import simulate_on_shared_cores
-from muster.simulate.simulator import simulate
+from muster.simulate.simulator import simulate, simulate_parts
+from muster.simulate.spans import time_by_part
 from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeline_to_json
 
 many = settings(max_examples=60, deadline=None)
@@ -65,6 +66,25 @@ def test_hops_lengthen_the_step():
     assert step_s("1f1b", 0.3) - step_s("1f1b", 0.0) == pytest.approx(8.4)
 
 
+def test_each_boundary_has_a_hop_of_its_own():
+    own = OpTimes({("F", -1): 1, ("B", -1): 2}, hop_s=0.5, hops={(0, 1): Hop(3), (2, 1): Hop(5)})
+    at = spans(simulate(program("gpipe", 3, 1), own))
+    assert at["1/1F0"][0] == 1 + 3
+    assert at["2/2F0"][0] == 4 + 1 + 0.5
+    assert at["1/1B0"][0] == 5.5 + 1 + 2 + 5
+    assert at["0/0B0"][0] == 13.5 + 2 + 0.5
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_transfers_of_a_rank_share_its_way_out(shared: bool):
+    """Three micro-batches of 1 s each, of which each keeps the wire for 2 s: the last is sent at 1 + 2 + 2."""
+    own = OpTimes({("F", -1): 1, ("B", -1): 2}, hops={(0, 1): Hop(2.5, 2.0)})
+    lowered = program("gpipe", 2, 3)
+    at = spans(simulate_on_shared_cores(lowered, own) if shared else simulate(lowered, own))
+    assert [at[f"1/1RF{i}"] for i in range(3)] == [(1, 3.5), (3, 5.5), (5, 7.5)]
+    assert at["1/1F2"][0] == 7.5
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Any program
 
@@ -75,9 +95,12 @@ def test_any_timeline_is_possible(data, name: str, ranks: int, micro_batches: in
     """No less than its lower bounds, in the order of its waits, and the same by both ways of simulating."""
     keys = [(kind, stage) for kind in ("F", "B", "UNSHARD", "REDUCE", "TIE") for stage in range(ranks)]
     seconds = {key: data.draw(SECONDS) for key in [*keys, ("NORM", -1), ("STEP", -1)]}
-    own = OpTimes(seconds, hop_s)
+    own = OpTimes(seconds, hop_s, hops={(stage, stage + 1): Hop(hop_s, hop_s / 2) for stage in range(1, ranks)})
     lowered = program(name, ranks, micro_batches, lowering)
     timeline = simulate(lowered, own)
+    found_s, same = simulate_parts(lowered, own)
+    assert same() == timeline
+    assert found_s == pytest.approx(time_by_part(spans_of(timeline), 0.0, timeline.makespan_s))
     assert timeline.source == "predicted"
     for event, other in zip(timeline.events, simulate_on_shared_cores(lowered, own).events, strict=True):
         assert event[:3] == other[:3]

@@ -1,9 +1,19 @@
 """How long each instruction of a Program takes on the machine at hand."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from muster.schedule.action import Action
+
+
+class Hop(NamedTuple):
+    """One transfer between two stages."""
+
+    total_s: float
+    """From its start until its receiver may go on."""
+    wire_s: float = 0.0
+    """Of that, how long it keeps the sender's way out, which a rank's transfers use one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +27,22 @@ class OpTimes:
     seconds: Mapping[tuple[str, int], float]
     """(kind, stage) → s; a kind without stages has stage −1, and (kind, −1) serves every stage without an own entry."""
     hop_s: float = 0.0
-    """From a send's start until its receiver may go on."""
+    """From a send's start until its receiver may go on, between stages that `hops` doesn't name."""
     cores: int | None = None
     processes: tuple[int, ...] = ()
+    hops: Mapping[tuple[int, int], Hop] = field(default_factory=dict)
+    """(sender's stage, receiver's stage) → the transfer of one micro-batch between them."""
+    exposed_s: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+    """(kind, stage) → axis → the part of `seconds` in which the rank stands still for what travels on that axis within
+    the instruction; the axes are tp, cp, ep and dp."""
+    data_s: float = 0.0
+    """Until a step's data is there, before its first instruction."""
 
     def of(self, action: Action) -> float:
         """Seconds for one action; what was never timed takes none."""
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
+
+    def hop(self, source: int, target: int) -> Hop:
+        """The transfer from one stage to another."""
+        return self.hops.get((source, target)) or Hop(self.hop_s)

@@ -1,11 +1,14 @@
 """Where the time of a round goes; the same sums for predicted and measured timelines."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from muster.schedule.action import KINDS, Action, other_end
+from muster.simulate.spans import BUBBLE, HOP, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
 Span = tuple[float, float]
@@ -39,10 +42,15 @@ class Breakdown:
         return self.bubble_s / self.step_s if self.step_s else 0.0
 
 
-_COMPUTE = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "STEP": "optimizer", "RESHARD": "gather"}
-_COMPUTE |= {"E": "forward", "S": "forward", "T": "backward", "EW": "backward"}
-_COLLECTIVE = dict.fromkeys(("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE"), "gather") | {"NORM": "optimizer"}
-_COLLECTIVE |= dict.fromkeys(("EC", "HC", "SC", "DC"), "send")
+_PARTS = {
+    "forward": ("F", "E", "S"),
+    "backward": ("B", "I", "W", "T", "EW"),
+    "send": (HOP, "EC", "HC", "SC", "DC"),
+    "gather": ("UNSHARD", "RESHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
+    "optimizer": ("NORM", "STEP"),
+    "bubble": (BUBBLE,),
+}
+"""What makes up each part of a step."""
 
 _READERS = {"RF": ("F",), "RB": ("B", "I")}
 
@@ -53,29 +61,31 @@ def breakdown(timeline: Timeline) -> Breakdown:
         return Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     first_s = min(event.start_s for event in timeline.events)
     last_s = max(event.end_s for event in timeline.events)
-    total_s: defaultdict[str, float] = defaultdict(float)
+    found_s = time_by_part(spans_of(timeline), first_s, last_s)
+    return Breakdown(last_s - first_s, *(sum(found_s.get(one, 0.0) for one in kinds) for kinds in _PARTS.values()))
+
+
+def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
+    """The ranks of a timeline, measured or predicted, as spans."""
     compute: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         if event.lane == "compute":
-            total_s[_COMPUTE[event.action.kind]] += event.duration_s
             compute[event.rank].append(event)
     for events in compute:
         events.sort(key=lambda event: event.start_s)
     collectives, flights = _collective_spans(timeline.events), _flights(timeline.events, compute)
     for rank, events in enumerate(compute):
-        gaps = _subtract([(first_s, last_s)], [(event.start_s, event.end_s) for event in events])
-        for part, spans in (*collectives[rank].items(), ("send", flights[rank])):
-            rest = _subtract(gaps, spans)
-            total_s[part] += _length_s(gaps) - _length_s(rest)
-            gaps = rest
-        total_s["bubble"] += _length_s(gaps)
-    mean_s = {part: sum_s / timeline.num_ranks for part, sum_s in total_s.items()}
-    parts = ("forward", "backward", "send", "gather", "optimizer", "bubble")
-    return Breakdown(last_s - first_s, *(mean_s.get(part, 0.0) for part in parts))
+        compute_s: defaultdict[str, float] = defaultdict(float)
+        for event in events:
+            compute_s[event.action.kind] += event.duration_s
+        begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
+        waits = [*collectives[rank].items(), (HOP, flights[rank])]
+        columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
+        yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 
 
 def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, list[Span]]]:
-    """Rank → part → when a collective was under way with all its ranks present.
+    """Rank → kind → when a collective was under way with all its ranks present.
 
     Ranks that take part in the same collective record the same action, but for those of words, which name a stage of
     the rank, and TIE, which names its own stage: there the n-th of each rank, which is that of the n-th replica.
@@ -92,7 +102,7 @@ def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, lis
     for (action, _), group in together.items():
         all_there_s = max(event.start_s for event in group)
         for event in group:
-            spans[event.rank].setdefault(_COLLECTIVE[action.kind], []).append((all_there_s, event.end_s))
+            spans[event.rank].setdefault(action.kind, []).append((all_there_s, event.end_s))
     return spans
 
 
@@ -118,27 +128,3 @@ def _flights(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> def
                 since_s = [idle_since_s[reader] for reader in readers if reader in idle_since_s]
                 spans[receive.rank].append((max([send.start_s, *since_s]), receive.end_s))
     return spans
-
-
-def _subtract(spans: list[Span], others: list[Span]) -> list[Span]:
-    """What of `spans`, which are disjoint and ascending, lies in none of `others`; disjoint and ascending."""
-    rest: list[Span] = []
-    others = sorted(span for span in others if span[0] < span[1])
-    position = 0
-    for start_s, end_s in spans:
-        while position < len(others) and start_s < end_s:
-            other_start_s, other_end_s = others[position]
-            if other_start_s >= end_s:
-                break
-            if other_start_s > start_s:
-                rest.append((start_s, other_start_s))
-            start_s = max(start_s, other_end_s)
-            if start_s < end_s:
-                position += 1
-        if start_s < end_s:
-            rest.append((start_s, end_s))
-    return rest
-
-
-def _length_s(spans: list[Span]) -> float:
-    return sum(end_s - start_s for start_s, end_s in spans)

@@ -4,7 +4,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from muster.cost.op_times import OpTimes
-from muster.schedule.action import LANES, Action, Lane
+from muster.schedule.action import LANES, Action, Lane, other_end
 from muster.schedule.program import Instruction, Program, ProgramError, meeting
 from muster.simulate.timeline import Event, Timeline
 
@@ -49,6 +49,8 @@ class _Machine:
         self.count = 0
         self.present: dict[tuple, list[Place]] = {}
         """(kind, ranks) of a collective → the ranks' ends that have come."""
+        self.out_free_s = [0.0] * program.num_ranks
+        """From when on each rank can send."""
         self.receives: dict[tuple[int, int], list[int]] = {}
         """(source, target) → the places in the target's lane that receive from the source, last first."""
         for rank, lanes in enumerate(self.lanes):
@@ -115,8 +117,11 @@ class _Machine:
             if instruction.action.kind[0] == "S":
                 assert instruction.peer is not None
                 receive: Place = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
-                self.begin_s[place] = self.begin_s[receive] = self.now_s
-                self._add_timer(self.times.hop_s, [place, receive])
+                hop = self.times.hop(instruction.action.stage, other_end(instruction.action).stage)
+                begin_s = max(self.now_s, self.out_free_s[rank])
+                self.begin_s[place] = self.begin_s[receive] = begin_s
+                self.out_free_s[rank] = begin_s + hop.wire_s
+                self._add_timer(begin_s - self.now_s + hop.total_s, [place, receive])
             return
         self.begin_s[place] = self.now_s
         places = self._together(place) if lane == "collective" else [place]

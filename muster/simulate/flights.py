@@ -6,6 +6,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.cost.op_times import OpTimes
 from muster.schedule.program import Instruction, Program
 
 Column = NDArray[np.int64]
@@ -28,6 +29,12 @@ class Flights:
         peer, sends = np.array(peers, np.int64), np.array([action[0] in _SENDS for action in actions], bool)
         numbers, self.count = _number_pairs(np.where(sends, rank * len(lanes) + peer, peer * len(lanes) + rank), sends)
         after = np.array([own[0][1] if len(own) == 1 else max((i for _, i in own), default=-1) for own in waits])
+        backward, stage = np.array([action[0] == "SB" for action in actions]), np.array([a[1] for a in actions])
+        self.between: NDArray[np.int64] = np.zeros((self.count, 2), np.int64)
+        """The sender's and the receiver's stage of each transfer."""
+        if sends.any():
+            self.between[numbers[sends], 0] = stage[sends]
+            self.between[numbers[sends], 1] = (stage + 1 - 2 * backward)[sends]
         self.numbers: list[Column] = np.split(numbers, ends)
         """Per rank, the number of each entry of its p2p lane."""
         self.sent: list[list[int]] = []
@@ -37,6 +44,12 @@ class Flights:
         for mine, own, begins in zip(self.numbers, np.split(sends, ends), np.split(after, ends), strict=True):
             self.sent.append(mine[own].tolist())
             self.sent_after.append(np.maximum.accumulate(begins)[own].tolist())
+
+    def hops(self, times: OpTimes) -> tuple[list[float], list[float]]:
+        """Of each transfer, how long it takes, and how long it keeps the way out of its sender."""
+        pairs, places = np.unique(self.between, axis=0, return_inverse=True)
+        hops = np.array([times.hop(*pair) for pair in pairs.tolist()]).reshape(-1, 2)[places.reshape(-1)]
+        return hops[:, 0].tolist(), hops[:, 1].tolist()
 
     def awaited(self, rank: int, compute: Sequence[Instruction]) -> list[int]:
         """For each compute instruction the number of the transfer that it waits for, NONE, or SEVERAL where it waits

@@ -1,7 +1,7 @@
 """The simulator: how a Program runs if its instructions take given times."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from itertools import repeat
 
 import numpy as np
@@ -10,8 +10,10 @@ from muster.cost.op_times import OpTimes
 from muster.schedule.action import LANES, Action, Lane
 from muster.schedule.collector import collector_paused
 from muster.schedule.program import Instruction, Program, ProgramError, meeting
+from muster.simulate.breakdown import spans_of
 from muster.simulate.cores import simulate_on_shared_cores
 from muster.simulate.flights import NONE, SEVERAL, Flights
+from muster.simulate.spans import HOP, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
 
@@ -19,8 +21,9 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
     """The predicted Timeline of one round of a Program that `check` has passed.
 
     * A compute instruction begins when the one before it and its waits are over.
-    * A send begins when its waits are over and the entry before it in its lane has begun; the receiver has the data
-      `times.hop_s` later, and both events, the send's and the receive's, show that flight.
+    * A send begins when its waits are over, the entry before it in its lane has begun and the rank's way out is free
+      (`Hop.wire_s`); the receiver has the data `Hop.total_s` later, and both events, the send's and the receive's, show
+      that flight.
     * Collectives of a rank run one after another. TIE and NORM end on all their ranks together, their longest
       duration after the last of them has come; their events begin when each rank comes.
     * Where `times.cores` is given, passes, the step and collectives share the cores (see `cores`).
@@ -30,7 +33,21 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
     if times.cores is not None or not _has_plain_lanes(program):
         return simulate_on_shared_cores(program, times)
     with collector_paused():
-        return _Simulation(program, times).run()
+        run = _Simulation(program, times)
+        run.run()
+        return run.timeline()
+
+
+def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], Callable[[], Timeline]]:
+    """`time_by_part` of `simulate(program, times)`, and a function that gives the timeline: of a large program that is
+    much faster than to make all events."""
+    if times.cores is not None or not _has_plain_lanes(program):
+        timeline = simulate_on_shared_cores(program, times)
+        return time_by_part(spans_of(timeline), 0.0, timeline.makespan_s), lambda: timeline
+    with collector_paused():
+        run = _Simulation(program, times)
+        run.run()
+        return time_by_part(run.spans(), 0.0, run.last_s()), run.timeline
 
 
 def _has_plain_lanes(program: Program) -> bool:
@@ -62,13 +79,20 @@ class _Simulation:
         self.flights = Flights(program)
         self.sent_s = [-1.0] * self.flights.count
         """When each transfer begins; −1: not yet."""
+        self.hop_s, self.wire_s = self.flights.hops(times)
+        self.out_free_s = [0.0] * program.num_ranks
+        """From when on each rank can send."""
         self.waiting: dict[int, Walk] = {}
         """Transfer → the walk that waits for it."""
         self.meetings: dict[tuple, list[tuple[float, float]]] = {}
         """(kind, ranks, how many before it) → when each rank came, and how long it takes the rank by itself."""
         self.ready: list[Walk] = []
+        self.awaited: list[list[int]] = [[] for _ in program.ranks]
+        """Per rank and pass, the transfer that it waits for."""
+        self.together_s: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
+        """Per rank and collective, from when to when all its ranks took part."""
 
-    def run(self) -> Timeline:
+    def run(self) -> None:
         """Raises ProgramError when a walk never comes to its end."""
         for rank in range(self.program.num_ranks):
             self.ready += (self._walk_compute(rank), self._walk_collectives(rank))
@@ -90,32 +114,71 @@ class _Simulation:
                 others.append(walk)
             else:
                 self.waiting[obstacle] = walk
-        return Timeline("predicted", self.program.num_ranks, tuple(self._events()))
+
+    def timeline(self) -> Timeline:
+        """All that was done when."""
+        with collector_paused():
+            return Timeline("predicted", self.program.num_ranks, tuple(self._events()))
+
+    def last_s(self) -> float:
+        """When the last rank has ended."""
+        return max((end_s[-1] for lanes in self.end_s for end_s in lanes.values() if end_s), default=0.0)
+
+    def spans(self) -> Iterator[RankSpans]:
+        """The same by rank, as spans."""
+        sent_s, hop_s = np.array(self.sent_s), np.array(self.hop_s)
+        for rank, lanes in enumerate(self.program.ranks):
+            compute = lanes.get("compute", ())
+            begin_s, end_s = (np.array(times_s[rank]["compute"]) for times_s in (self.begin_s, self.end_s))
+            compute_s: defaultdict[str, float] = defaultdict(float)
+            for kind, count in Counter(action[:2] for action, _, _ in compute).items():
+                compute_s[kind[0]] += count * self.times.of(Action(*kind))
+            together = zip(lanes.get("collective", ()), self.together_s[rank], strict=True)
+            waits = [(item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together]
+            readers, transfers = self._received(rank)
+            idle_since_s = np.append(0.0, end_s)[readers]
+            waits.append((HOP, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
+            yield RankSpans(compute_s, begin_s, end_s, waits)
+
+    def _received(self, rank: int) -> tuple[list[int], list[int]]:
+        """Which of a rank's passes wait for a transfer, and for which; one that waits for several stands there for each
+        of them."""
+        readers, transfers = [], []
+        for number, transfer in enumerate(self.awaited[rank]):
+            if transfer >= 0:
+                readers.append(number)
+                transfers.append(transfer)
+            elif transfer == SEVERAL:
+                waits = self.program.ranks[rank]["compute"][number].waits
+                found = [int(self.flights.numbers[rank][index]) for lane, index in waits if lane == "p2p"]
+                readers += [number] * len(found)
+                transfers += found
+        return readers, transfers
 
     def _walk_compute(self, rank: int) -> Walk:
         compute = self.program.ranks[rank].get("compute", ())
         begin, end = self.begin_s[rank]["compute"].append, self.end_s[rank]["compute"].append
         collective_end_s = self.end_s[rank]["collective"]
-        sent_s, hop_s, time_s = self.sent_s, self.times.hop_s, 0.0
+        sent_s, hop_s, time_s = self.sent_s, self.hop_s, 0.0
         sends, next_send = self.flights.sent[rank], 0
         sends_after = [*self.flights.sent_after[rank], len(compute)]
         while sends_after[next_send] < 0:
-            self._send(sends[next_send], time_s)
+            self._send(rank, sends[next_send], time_s)
             next_send += 1
-        awaited = self.flights.awaited(rank, compute)
+        awaited = self.awaited[rank] = self.flights.awaited(rank, compute)
         for number, (transfer, duration_s) in enumerate(zip(awaited, self._durations_s(compute), strict=True)):
             if transfer >= 0:
                 while sent_s[transfer] < 0:
                     yield transfer
-                if sent_s[transfer] + hop_s > time_s:
-                    time_s = sent_s[transfer] + hop_s
+                if sent_s[transfer] + hop_s[transfer] > time_s:
+                    time_s = sent_s[transfer] + hop_s[transfer]
             elif transfer == SEVERAL:
                 for lane, index in compute[number].waits:
                     if lane == "p2p":
                         transfer = int(self.flights.numbers[rank][index])
                         while sent_s[transfer] < 0:
                             yield transfer
-                        time_s = max(time_s, sent_s[transfer] + hop_s)
+                        time_s = max(time_s, sent_s[transfer] + hop_s[transfer])
                     elif lane == "collective":
                         while len(collective_end_s) <= index:
                             yield NONE
@@ -124,11 +187,12 @@ class _Simulation:
             time_s += duration_s
             end(time_s)
             while sends_after[next_send] == number:
-                self._send(sends[next_send], time_s)
+                self._send(rank, sends[next_send], time_s)
                 next_send += 1
 
-    def _send(self, transfer: int, begin_s: float) -> None:
-        self.sent_s[transfer] = begin_s
+    def _send(self, rank: int, transfer: int, ready_s: float) -> None:
+        begin_s = max(ready_s, self.out_free_s[rank])
+        self.sent_s[transfer], self.out_free_s[rank] = begin_s, begin_s + self.wire_s[transfer]
         if transfer in self.waiting:
             self.ready.append(self.waiting.pop(transfer))
 
@@ -150,7 +214,9 @@ class _Simulation:
             present.append((time_s, duration_s))
             while len(present) < len(ranks):
                 yield NONE
-            time_s = max(came_s for came_s, _ in present) + max(takes_s for _, takes_s in present)
+            all_there_s = max(came_s for came_s, _ in present)
+            time_s = all_there_s + max(takes_s for _, takes_s in present)
+            self.together_s[rank].append((all_there_s, time_s))
             end_s["collective"].append(time_s)
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
@@ -161,11 +227,12 @@ class _Simulation:
     def _events(self) -> Iterator[Event]:
         """By rank, lane and order in the lane."""
         sent_s = np.array(self.sent_s)
+        arrive_s = sent_s + np.array(self.hop_s)
         make_event = tuple.__new__  # a third of the time that Event(…) takes, and there are very many
         for rank, lanes in enumerate(self.program.ranks):
-            begin_s = sent_s[self.flights.numbers[rank]]
-            self.begin_s[rank]["p2p"] = begin_s.tolist()
-            self.end_s[rank]["p2p"] = (begin_s + self.times.hop_s).tolist()
+            numbers = self.flights.numbers[rank]
+            self.begin_s[rank]["p2p"] = sent_s[numbers].tolist()
+            self.end_s[rank]["p2p"] = arrive_s[numbers].tolist()
             for lane in LANES:
                 actions = [action for action, _, _ in lanes.get(lane, ())]
                 rows = zip(repeat(rank), repeat(lane), actions, self.begin_s[rank][lane], self.end_s[rank][lane])

@@ -1,0 +1,62 @@
+"""What each rank computed and what it may have waited for, as columns of spans, and how its time divides into them."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.float64]
+
+HOP, BUBBLE = "hop", "bubble"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpans:
+    """One rank's part of a round, in seconds."""
+
+    compute_s: Mapping[str, float]
+    """Kind → the sum of its durations."""
+    begin_s: Column
+    """Of what it computed, in order; nothing overlaps."""
+    end_s: Column
+    waits: Sequence[tuple[str, Column, Column]]
+    """(kind or HOP, begins, ends) of what it may have waited for; time that lies in several belongs to the first."""
+
+
+def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> dict[str, float]:
+    """Kind, HOP or BUBBLE → seconds, as a mean over the ranks; together they make last_s − first_s.
+
+    While a rank computes, that is what its time goes to. Else it goes to the first of its waits that it lies in, else
+    to the bubble.
+    """
+    total_s: defaultdict[str, float] = defaultdict(float)
+    count = 0
+    for rank in ranks:
+        count += 1
+        for kind, compute_s in rank.compute_s.items():
+            total_s[kind] += compute_s
+        edges = np.concatenate(([first_s], rank.begin_s, rank.end_s, [last_s]))
+        edges.sort(kind="stable")
+        idle = np.zeros(len(edges))
+        # Begins and ends take turns, so every second stretch between edges is idle.
+        np.cumsum(np.where(np.arange(1, len(edges)) % 2, np.diff(edges), 0.0), out=idle[1:])
+        begins_s, ends_s, covered_s = np.empty(0), np.empty(0), 0.0
+        for kind, more_begin_s, more_end_s in rank.waits:
+            begins_s, ends_s = merge(np.append(begins_s, more_begin_s), np.append(ends_s, more_end_s))
+            before_s = covered_s
+            covered_s = float((np.interp(ends_s, edges, idle) - np.interp(begins_s, edges, idle)).sum())
+            total_s[kind] += covered_s - before_s
+        total_s[BUBBLE] += float(idle[-1]) - covered_s
+    return {part: sum_s / count for part, sum_s in total_s.items()} if count else {}
+
+
+def merge(begin_s: Column, end_s: Column) -> tuple[Column, Column]:
+    """The same stretches of time as disjoint spans that ascend; spans that end before they begin are empty."""
+    real = end_s > begin_s
+    order = np.argsort(begin_s[real], kind="stable")
+    begin_s, end_s = begin_s[real][order], np.maximum.accumulate(end_s[real][order])
+    starts = np.ones(len(begin_s), bool)
+    starts[1:] = begin_s[1:] > end_s[:-1]
+    return begin_s[starts], end_s[np.append(starts[1:], True)] if len(begin_s) else end_s
