@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muster.catalog import names, read
-from muster.spec.cluster import ClusterSpec, DeviceSpec
+from muster.spec.cluster import ClusterSpec, single_device
+from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.load import config_text, load_plan, load_run, plan_text, resolve_plan, write_resolved
 from muster.spec.model import ModelSpec
@@ -398,6 +399,6 @@ def test_every_preset_loads_and_has_a_plan(name):
 
 def test_a_cluster_of_cpu_ranks_shares_its_cores():
     device = DeviceSpec(name="cpu", kind="cpu", shared_cores=2, why_unknown="a CPU's peak depends on its clock")
-    cluster = ClusterSpec(device=device, num_devices=4)
+    cluster = single_device(device, 4)
     assert cluster.device.peak_flops_per_s.get("fp32") is None
     assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster

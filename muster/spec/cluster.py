@@ -1,30 +1,132 @@
-"""What a run computes on: one kind of device, and how many of them."""
+"""What a run computes on: groups of nodes, which may differ, and what joins them."""
 
-from typing import Literal
+from typing import Any
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
-from muster.spec.plan import Precision
+from muster.spec.device import DeviceSpec, LinkSpec, Nics
 
 
-class DeviceSpec(Frozen):
-    """What one rank computes on."""
+class NodeGroup(Frozen):
+    """Nodes that are alike."""
+
+    num_nodes: PositiveInt
+    devices_per_node: PositiveInt
+    device: DeviceSpec
+    intra: LinkSpec
+    """Joins the devices of a node."""
+    nics: Nics | None = None
+    """Join nodes; None for a node that stands alone."""
+    domain_nodes: PositiveInt = 1
+    """Nodes that `intra` joins into one fabric, such as the 18 trays of NVL72."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def domain_devices(self) -> int:
+        """Devices that `intra` joins."""
+        return self.devices_per_node * min(self.domain_nodes, self.num_nodes)
+
+
+class NetworkTier(Frozen):
+    """A level of the network above the nodes: a rack's switch, a spine, a line between sites."""
 
     name: str
-    kind: Literal["cpu", "gpu"]
-    peak_flops_per_s: dict[Precision, PositiveFloat] = {}
-    """Of dense matrix products, by precision; a precision that is left out is unknown."""
-    why_unknown: str = "no published or measured peak"
-    """Why the peak of the precisions left out is unknown: shown where a number would stand."""
-    memory_bytes: PositiveInt | None = None
-    """Of one device; None where ranks have no memory of their own."""
-    shared_cores: PositiveInt | None = None
-    """CPU cores that all ranks of the machine share; None where each rank has a device of its own."""
+    nodes: PositiveInt
+    """Neighbouring nodes that are joined below this tier: what leaves such a block goes over it."""
+    bandwidth_share: PositiveFloat = 1.0
+    """Of the nodes' own bandwidth, what the tier carries of it: 0.5 where it is oversubscribed 2:1."""
+    latency_s: PositiveFloat = 1e-6
+    """Added to each message over it."""
+    link: LinkSpec | None = None
+    """The line itself, shared by all nodes of a block, where it is not the NICs that limit (a WAN)."""
 
 
 class ClusterSpec(Frozen):
-    """All devices of a run, which are alike."""
+    """All devices of a run: ranks are numbered group by group, node by node."""
 
-    device: DeviceSpec
-    num_devices: PositiveInt
+    name: str = ""
+    groups: tuple[NodeGroup, ...]
+    tiers: tuple[NetworkTier, ...] = ()
+    """From the nearest to the farthest."""
+    node_bandwidth_bytes_per_s: tuple[tuple[PositiveFloat, ...], ...] | None = None
+    """Measured, from node to node, one way; on the diagonal that between the node's devices."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClusterSpec":
+        if not self.groups:
+            raise ValueError("a cluster has at least one group of nodes")
+        if self.num_nodes > 1 and any(group.nics is None and group.domain_nodes == 1 for group in self.groups):
+            raise ValueError("nodes of a cluster with more than one need nics")
+        blocks = [tier.nodes for tier in self.tiers]
+        if blocks != sorted(blocks):
+            raise ValueError("tiers go from the nearest to the farthest: their nodes must not become fewer")
+        matrix = self.node_bandwidth_bytes_per_s
+        if matrix is not None and any(len(row) != self.num_nodes for row in (matrix, *matrix)):
+            raise ValueError(f"node_bandwidth_bytes_per_s must have {self.num_nodes} rows and columns, one per node")
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The first group's device: the only one where all are alike."""
+        return self.groups[0].device
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are alike."""
+        return len(self.groups) == 1
+
+    def group_of(self, rank: int) -> NodeGroup:
+        """The nodes among which a rank's stands; ranks beyond the last count from the first again."""
+        return self.groups[self.locate(rank)[0]]
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """Index of a rank's group, and the node's number in the cluster."""
+        rank, node = rank % self.num_devices, 0
+        for index, group in enumerate(self.groups):
+            if rank < group.num_devices:
+                return index, node + rank // group.devices_per_node
+            rank, node = rank - group.num_devices, node + group.num_nodes
+        raise AssertionError("a rank below num_devices is in a group")
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of all devices; None where a price is unknown."""
+        return self._sum(lambda device: device.price and device.price.usd_per_hour)
+
+    @property
+    def watts(self) -> float | None:
+        """Of all devices at their limit; None where one is unknown."""
+        return self._sum(lambda device: device.watts)
+
+    def _sum(self, of: Any) -> float | None:
+        total = 0.0
+        for group in self.groups:
+            value = of(group.device)
+            if value is None:
+                return None
+            total += value * group.num_devices
+        return total
+
+
+def single_device(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
+    """A machine of `num_devices` such devices, in the node that they usually come in, or joined by memory."""
+    intra = device.node.intra if device.node else MEMORY
+    nics = device.node.nics if device.node else None
+    group = NodeGroup(num_nodes=1, devices_per_node=num_devices, device=device, intra=intra, nics=nics)
+    return ClusterSpec(name=f"{num_devices}x{device.name}", groups=(group,))
+
+
+MEMORY = LinkSpec(name="memory", kind="memory", bandwidth_bytes_per_s=5e9, latency_s=50e-6)
+"""Between processes of one machine, where nothing is known: a copy through shared memory."""

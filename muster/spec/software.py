@@ -1,0 +1,32 @@
+"""What a training program is made of, where that is not the plan's to say: kernels, fusion, and what overlaps."""
+
+from pydantic import PositiveInt
+
+from muster.spec.base import Frozen
+from muster.spec.device import AttentionKernel
+
+
+class Software(Frozen):
+    """Stated properties of a training program. The defaults are those of a current one on GPUs."""
+
+    attention: AttentionKernel | None = None
+    """None: the fastest that the device has a rate for."""
+    fused: bool = True
+    """Norms, activations, rotary positions and residuals are one pass over memory each, as with torch.compile or
+    hand-written kernels; else each of their operations is one."""
+    fused_loss: bool = True
+    """The cross-entropy reads the logits and writes their gradient, without float32 copies of them."""
+    dropout: bool = False
+    """After attention and MLP, and on attention's probabilities."""
+    gradient_bytes: PositiveInt = 4
+    """Of one number of a gradient that is summed over micro-batches and reduced."""
+    overlap_reduce: bool = True
+    """Gradients are reduced while the last micro-batch's backward runs."""
+    overlap_gather: bool = True
+    """Parameters that the step updated are gathered while the first forward runs."""
+    overlap_p2p: bool = True
+    """Sends between stages run beside the passes."""
+    overlap_tensor: bool = False
+    """Tensor-parallel collectives are split and run beside the products (asynchronous tensor parallelism)."""
+    graphs: bool = False
+    """Kernels are replayed from graphs, so that no host time stands between them."""
