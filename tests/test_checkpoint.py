@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from muster.checkpoint.folder import LATEST, checkpoints, find_latest, folder_of, problem_of
-from muster.checkpoint.load import load, read_full
+from muster.checkpoint import write
+from muster.checkpoint.folder import LATEST, Keep, checkpoints, find_latest, folder_of, problem_of
+from muster.checkpoint.load import load, read_box, read_full
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
+from muster.checkpoint.reads import plan_reads, runs
 from muster.checkpoint.save import alone, save
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.layout import Box, TensorLayout, rank_layouts, shard_rows
@@ -123,6 +125,13 @@ PLANS = {
         pp=2,
         stages=(StageSpec(layers=SPEC.num_layers - 1, mesh=Mesh(tp=2)), StageSpec(layers=1, mesh=Mesh(dp_shard=2))),
     ),
+    "tied, unequal": Plan(
+        pp=2,
+        stages=(
+            StageSpec(layers=1, mesh=Mesh(dp_replicate=2)),
+            StageSpec(layers=SPEC.num_layers - 1, mesh=Mesh(dp_replicate=4)),
+        ),
+    ),
 }
 
 
@@ -141,14 +150,43 @@ def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> No
         assert torch.equal(read_full(results[0], f"model/{name}"), full_tensor(f"model/{name}", shape))
 
 
-def test_each_number_is_written_once(tmp_path: Path) -> None:
-    plan = Plan(pp=2, dp_replicate=2)
-    Ranks(4).save(tmp_path, 1, lambda rank: pieces_of(plan, rank, fill=True))
-    manifest = read_manifest(tmp_path / "step-00000001")
-    written = sum(piece.nbytes for tensor in manifest.tensors.values() for piece in tensor.pieces)
-    assert written == SPEC.num_parameters * 4 * len(KINDS)
-    assert len(manifest.files) == 2, "copies write nothing, not even an empty file"
+@pytest.mark.parametrize("plan", [Plan(pp=2, dp_replicate=2), Plan(dp_replicate=3, tp=2), PLANS["tied, unequal"]])
+def test_copies_share_the_writing_and_each_number_is_written_once(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "SHARED_BYTES", 200)
+    ranks = plan.world_size
+    results = Ranks(ranks).save(tmp_path, 1, lambda rank: pieces_of(plan, rank, fill=True))
+    assert results == [folder_of(tmp_path, 1)] * ranks
+    manifest = read_manifest(results[0])
+    written = [piece for name in manifest.tensors for piece in manifest.pieces(name)]
+    assert sum(piece.nbytes for piece in written) == SPEC.num_parameters * 4 * len(KINDS)
+    assert len(manifest.files) == ranks, "every copy writes its share"
     assert (manifest.plan, manifest.counters) == (INFO["plan"], INFO["counters"])
+    for name, shape in parameters(SPEC):
+        assert torch.equal(read_full(results[0], f"model/{name}"), full_tensor(f"model/{name}", shape))
+
+
+def test_large_boxes_are_checked_in_pieces_and_only_those_that_are_needed_are_read(tmp_path: Path) -> None:
+    rows = 3 * write.BLOCK_BYTES // 16 + 5
+    folder = save(tmp_path, 1, [one_piece(rows=rows, value=2)], INFO, 0, 1, alone)
+    manifest = read_manifest(folder)
+    pieces = manifest.pieces("model/w")
+    assert [piece.nbytes for piece in pieces] == [write.BLOCK_BYTES] * 3 + [80]
+    assert load_file(folder / pieces[0].file)["model/w"].shape == (rows, 4), "one tensor in the file all the same"
+    reads = plan_reads(manifest, [("model/w", Box((10, 0), (100, 4))), ("model/w", Box((rows - 9, 1), (9, 2)))])
+    assert [(read.offset - pieces[0].offset, read.wanted) for read in reads] == [
+        (0, 0),
+        (2 * write.BLOCK_BYTES, 1),
+        (3 * write.BLOCK_BYTES, 1),
+    ]
+    assert [len(run) for run in runs(reads)] == [1, 2], "neighbours are read at once"
+    with open(folder / pieces[1].file, "r+b") as file:
+        file.seek(pieces[1].offset + 3)
+        file.write(b"!")
+    assert (read_box(folder, manifest, "model/w", Box((0, 0), (5, 4))) == 2).all()
+    with pytest.raises(MusterError, match="the checksum of model/w is wrong"):
+        read_box(folder, manifest, "model/w", Box((write.BLOCK_BYTES // 16, 0), (1, 1)))
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
@@ -231,12 +269,12 @@ def test_parameters_that_require_gradients_can_be_filled(tmp_path: Path) -> None
 
 def test_old_checkpoints_go_and_the_latest_stays(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        save_one(tmp_path, step, keep_last=2)
+        save_one(tmp_path, step, keep=Keep(2))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
-    save_one(tmp_path, 5, keep_last=1)
+    save_one(tmp_path, 5, keep=Keep(1))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"], "the one just written is never removed"
     for step in (6, 7, 8):
-        save_one(tmp_path, step, keep_last=0)
+        save_one(tmp_path, step, keep=Keep(0))
     assert len(checkpoints(tmp_path)) == 4
     assert (tmp_path / LATEST).read_text() == "step-00000008\n"
 
@@ -315,10 +353,11 @@ SAVER = """
 import sys
 from pathlib import Path
 from tests.test_checkpoint import one_piece
+from muster.checkpoint.folder import Keep
 from muster.checkpoint.save import alone, save
 for step in range(1, 100000):
     pieces = [one_piece(f"model/{i}", rows=5000, value=step) for i in range(4)]
-    save(Path(sys.argv[1]), step, pieces, {"plan": {}, "model": {}, "counters": {}}, 0, 1, alone, keep_last=1)
+    save(Path(sys.argv[1]), step, pieces, {"plan": {}, "model": {}, "counters": {}}, 0, 1, alone, keep=Keep(1))
 """
 
 
@@ -427,12 +466,6 @@ def truncate(folder: Path) -> None:
     os.truncate(folder / "rank-00000.safetensors", 100)
 
 
-def scramble_header(folder: Path) -> None:
-    path = folder / "rank-00000.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(b"\xff" * 16 + data[16:])
-
-
 def edit_manifest(**changes: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         path = folder / MANIFEST
@@ -442,13 +475,23 @@ def edit_manifest(**changes: Any) -> Callable[[Path], None]:
 
 
 def lose_piece(folder: Path) -> None:
-    edit_manifest(tensors={"model/w": {"shape": [8, 4], "dtype": "float32", "pieces": []}})(folder)
+    nothing = {"files": [], "offsets": [], "crc32": [], "starts": [[], []], "sizes": [[], []]}
+    edit_manifest(tensors={"model/w": {"shape": [8, 4], "dtype": "float32", **nothing}})(folder)
+
+
+def lose_a_column(folder: Path) -> None:
+    tensors = json.loads((folder / MANIFEST).read_text())["tensors"]
+    tensors["model/w"]["crc32"] = []
+    edit_manifest(tensors=tensors)(folder)
+
+
+def lose_a_file(folder: Path) -> None:
+    edit_manifest(files={})(folder)
 
 
 DAMAGE = {
     "flipped byte": (flip, MusterError, r"rank-00000.safetensors is damaged: the checksum of model/w is wrong"),
     "truncated": (truncate, MusterError, r"read model/w from .*rank-00000.safetensors: .* 100 bytes instead of \d+"),
-    "scrambled": (scramble_header, MusterError, r"could not read model/w from .*rank-00000.safetensors"),
     "missing file": (
         lambda folder: (folder / "rank-00000.safetensors").unlink(),
         MusterError,
@@ -457,7 +500,10 @@ DAMAGE = {
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), ConfigError, r"no checkpoint at .*manifest.json"),
     "not JSON": (lambda folder: (folder / MANIFEST).write_text("{"), MusterError, r"manifest.json is damaged"),
     "not a manifest": (edit_manifest(tensors=3), MusterError, r"manifest.json is damaged: tensors: "),
-    "later schema": (edit_manifest(version=9), ConfigError, r"schema 9, but this Muster reads schemas up to 1"),
+    "unequal columns": (lose_a_column, MusterError, r"damaged: the columns of model/w have unequal lengths"),
+    "unlisted file": (lose_a_file, MusterError, r"damaged: model/w lies in a file that is not in the list"),
+    "no description": (edit_manifest(version=1), MusterError, r"claims schema 1, but a piece of a tensor is not desc"),
+    "later schema": (edit_manifest(version=9), ConfigError, r"schema 9, but this Muster reads schemas up to 2"),
     "lost piece": (lose_piece, MusterError, r"holds only 0 of 32 wanted numbers of model/w"),
     "other tensors": (edit_manifest(tensors={}), ConfigError, r"holds no tensor model/w"),
 }
@@ -473,6 +519,19 @@ def test_damage_is_one_sentence(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
     if kind == "later schema":
         assert find_latest(tmp_path) == folder, "it must not fall back silently"
+
+
+def test_a_checkpoint_of_schema_1_opens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = save(tmp_path, 1, [one_piece(value=3), one_piece("model/v", rows=5, value=4)], INFO, 0, 1, alone)
+    content = json.loads((folder / MANIFEST).read_text())
+    for name, tensor in content["tensors"].items():
+        place = {"file": next(iter(content["files"])), "key": name, "start": [0, 0], "size": tensor["shape"]}
+        piece = {**place, "crc32": tensor["crc32"][0], "nbytes": 16 * tensor["shape"][0]}
+        content["tensors"][name] = {"shape": tensor["shape"], "dtype": tensor["dtype"], "pieces": [piece]}
+    (folder / MANIFEST).write_text(json.dumps(content | {"version": 1}))
+    assert (read_full(folder, "model/w") == 3).all()
+    assert (read_full(folder, "model/v") == 4).all()
+    assert f"{folder / MANIFEST} has schema 1: read as schema 2" in capsys.readouterr().out
 
 
 def test_what_was_not_saved_is_named(tmp_path: Path) -> None:

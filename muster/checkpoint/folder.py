@@ -11,17 +11,23 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.spec.errors import ConfigError, MusterError
 
 LATEST = "latest"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 
 
 def folder_of(root: Path, step: int) -> Path:
     """Where the checkpoint of `step` lies."""
     return root / f"step-{step:08}"
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def find_latest(root: Path, report: Callable[[str], None] | None = None) -> Path | None:
@@ -47,8 +53,7 @@ def checkpoints(root: Path) -> list[Path]:
     """The checkpoints under `root` by rising step; half-written ones are not among them."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def problem_of(folder: Path) -> str | None:
@@ -91,16 +96,45 @@ def publish(beside: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def prune(root: Path, keep_last: int, newest: Path) -> None:
-    """Removes all but `newest` and the highest other steps that can be opened, `keep_last` in all (0: keeps all).
+class Keep(NamedTuple):
+    """Which checkpoints stay when a newer one is complete."""
 
-    One that can't be removed now is tried again after the next save.
+    last: int = 2
+    """So many of the newest; 0: all."""
+    permanent_every: int = 0
+    """Steps that are multiples of it stay for good, and are not counted; 0: none."""
+    regular_every: int = 0
+    """Steps that are no multiple of it are ephemeral: they stay only until the next is complete; 0: none is."""
+
+    def is_permanent(self, step: int) -> bool:
+        return bool(self.permanent_every) and step % self.permanent_every == 0
+
+    def is_ephemeral(self, step: int) -> bool:
+        return bool(self.regular_every) and step % self.regular_every != 0
+
+
+KEEP_TWO = Keep()
+
+
+def prune(root: Path, keep: Keep, newest: Path) -> list[Path]:
+    """Removes what `keep` doesn't, but never `newest`; those that can't be opened go first. Returns what was removed.
+
+    Where all others are ephemeral the newest of them stays too, so that there is one to fall back to. What can't be
+    removed now is tried again after the next save.
     """
-    others = sorted((path for path in checkpoints(root) if path != newest), key=lambda path: problem_of(path) is None)
-    surplus = len(others) + 1 - keep_last if keep_last else 0
-    for path in others[: max(surplus, 0)]:
+    if not keep.last:
+        return []
+    others = [path for path in checkpoints(root) if path != newest and not keep.is_permanent(step_of(path))]
+    regular = [path for path in others if not keep.is_ephemeral(step_of(path))]
+    candidates = sorted(regular or others[-1:], key=lambda path: problem_of(path) is None)
+    kept = candidates[len(candidates) - min(keep.last - 1, len(candidates)) :]
+    removed = []
+    for path in others:
         with contextlib.suppress(OSError):
-            remove(path)
+            if path not in kept:
+                remove(path)
+                removed.append(path)
+    return removed
 
 
 def remove(folder: Path) -> None:

@@ -1,89 +1,153 @@
-"""Loading under any plan: every rank reads, of whatever pieces were written, the bytes that it needs."""
+"""Loading under any plan: every rank reads, of whatever pieces were written, those that hold what it needs."""
 
 import difflib
+import os
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from muster.checkpoint.folder import file_problem
-from muster.checkpoint.manifest import Manifest, StoredPiece, StoredTensor, read_manifest
+from muster.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from muster.checkpoint.piece import Piece, dtype_name
-from muster.checkpoint.save import tensor_bytes
+from muster.checkpoint.reads import Read, plan_reads, runs
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.layout import Box, TensorLayout, overlap, within
+
+THREADS = 2
+"""Runs that are read at once: while one waits for the disk, the checksums of another are taken."""
 
 
 def load(folder: Path, wanted: Sequence[Piece], convert: bool = False) -> Manifest:
     """Fills the local tensor of every wanted piece from the checkpoint at `folder`, and returns its manifest.
 
-    A piece that is read whole is checked against its crc32; of others only the needed rows are touched. Stored and
-    wanted dtypes must be equal unless `convert`. Raises ConfigError when the checkpoint holds other tensors than
-    wanted, MusterError when it is damaged; tensors may then be partly filled.
+    Whatever is read is checked against its crc32. Stored and wanted dtypes must be equal unless `convert`. Raises
+    ConfigError when the checkpoint holds other tensors than wanted, MusterError when it is damaged; tensors may then
+    be partly filled.
     """
     manifest = read_manifest(folder)
-    files = _Files(folder, manifest)
-    for piece in wanted:
-        stored = _find(folder, manifest, piece, convert)
-        for box, into in piece.parts():
-            _fill(files, piece.name, stored, box, into)
+    fill(folder, manifest, wanted, convert)
     return manifest
 
 
-def read_full(folder: Path, name: str) -> Tensor:
+def fill(folder: Path, manifest: Manifest, wanted: Sequence[Piece], convert: bool = False) -> None:
+    """As `load`, where the manifest has been read already."""
+    for piece in wanted:
+        _require_same(folder, manifest, piece, convert)
+    goals = [_Goal(piece.name, box, tensor) for piece in wanted for box, tensor in piece.parts()]
+    reads = plan_reads(manifest, [(goal.name, goal.box) for goal in goals])
+    files = _Files(folder, manifest)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(lambda run: _read_run(files, run, goals), runs(reads)):
+            pass
+
+
+def read_full(folder: Path, name: str, manifest: Manifest | None = None) -> Tensor:
     """One whole tensor of the checkpoint at `folder`, with the dtype it was stored in."""
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
+    shape = _stored(folder, manifest, name).shape
+    return read_box(folder, manifest, name, Box((0,) * len(shape), shape))
+
+
+def read_box(folder: Path, manifest: Manifest, name: str, box: Box) -> Tensor:
+    """One box of a tensor of the checkpoint at `folder`, with the dtype it was stored in."""
     stored = _stored(folder, manifest, name)
-    whole = Box((0,) * len(stored.shape), stored.shape)
-    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    load(folder, [Piece(name, TensorLayout(name, stored.shape, (whole,)), tensor)])
+    tensor = torch.empty(box.size, dtype=getattr(torch, stored.dtype))
+    fill(folder, manifest, [Piece(name, TensorLayout(name, stored.shape, (box,)), tensor)])
     return tensor
 
 
+class _Goal:
+    """A wanted box and the tensor of its size that it goes into."""
+
+    def __init__(self, name: str, box: Box, into: Tensor) -> None:
+        self.name, self.box, self._into = name, box, into
+
+    def place(self, read: Read, dtype: str) -> Tensor | None:
+        """The bytes of the tensor that a piece can be read into as it lies on disk; None where it can't."""
+        if (
+            overlap(read.box, self.box) != read.box
+            or dtype_name(self._into) != dtype
+            or self._into.device.type != "cpu"
+        ):
+            return None
+        part = self._into[within(read.box, self.box)]
+        return part.view(-1).view(torch.uint8) if part.is_contiguous() else None
+
+    def take(self, read: Read, data: Tensor, dtype: str) -> None:
+        """Copies what is wanted of a piece's bytes."""
+        common = overlap(read.box, self.box)
+        assert common is not None
+        piece = data.view(getattr(torch, dtype)).view(read.box.size)
+        self._into[within(common, self.box)].copy_(piece[within(common, read.box)])
+
+
 class _Files:
-    """The tensor files of a checkpoint, each opened (mapped into memory) once when first needed."""
+    """The tensor files of a checkpoint. Each is opened for a run and closed again: there may be very many."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._bytes = manifest.files
-        self._open: dict[str, Any] = {}
+        self._folder, self._manifest = folder, manifest
+        self._checked: set[int] = set()
 
-    def read(self, name: str, piece: StoredPiece, part: Box) -> Tensor:
-        """The box `part` of tensor `name`, which lies in `piece`: a view of the file."""
-        path = self._folder / piece.file
+    def path(self, number: int) -> Path:
+        return self._folder / self._manifest.file_names[number]
+
+    def dtype(self, goal: _Goal) -> str:
+        return self._manifest.tensors[goal.name].dtype
+
+    def read(self, number: int, offset: int, buffers: list[memoryview], name: str) -> None:
+        """Fills the buffers one after the other from `offset` on; `name` is what they are for."""
+        path = self.path(number)
+        problem = None if number in self._checked else file_problem(path, self._manifest.files[path.name])
+        self._checked.add(number)
         try:
-            found = self._file(piece.file, path).get_slice(piece.key)[within(part, piece.box)]
-        except (SafetensorError, OSError, IndexError) as error:
+            if problem is not None:
+                raise OSError(problem)
+            with open(path, "rb", buffering=0) as file:
+                _read_into(file.fileno(), buffers, offset)
+        except OSError as error:
             raise MusterError(f"could not read {name} from {path}: {error}") from error
-        if tuple(found.shape) != part.size:
-            raise MusterError(f"{path} is damaged: {name} there has another size than in the manifest")
-        if part == piece.box and zlib.crc32(tensor_bytes(found)) != piece.crc32:
-            raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
-        return found
-
-    def _file(self, name: str, path: Path) -> Any:
-        if name not in self._open:
-            if name not in self._bytes or (problem := file_problem(path, self._bytes[name])) is not None:
-                raise OSError(problem if name in self._bytes else "the manifest doesn't list this file")
-            self._open[name] = safe_open(path, "pt")
-        return self._open[name]
 
 
-def _fill(files: _Files, name: str, stored: StoredTensor, box: Box, into: Tensor) -> None:
-    filled = 0
-    for piece in stored.pieces:
-        if (common := overlap(box, piece.box)) is not None:
-            into[within(common, box)].copy_(files.read(name, piece, common))
-            filled += common.numel
-    if filled != box.numel:
-        raise MusterError(f"the checkpoint holds only {filled} of {box.numel} wanted numbers of {name}")
+def _read_run(files: _Files, run: Sequence[Read], goals: Sequence[_Goal]) -> None:
+    """Reads pieces that lie side by side, with one call where the system allows it, and checks them."""
+    places = [(goal := goals[read.wanted]).place(read, files.dtype(goal)) for read in run]
+    buffers = [
+        torch.empty(read.nbytes, dtype=torch.uint8) if place is None else place
+        for read, place in zip(run, places, strict=True)
+    ]
+    first = run[0]
+    files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], goals[first.wanted].name)
+    for read, buffer, place in zip(run, buffers, places, strict=True):
+        goal = goals[read.wanted]
+        if zlib.crc32(buffer.numpy().data) != read.crc32:
+            raise MusterError(f"{files.path(read.file)} is damaged: the checksum of {goal.name} is wrong")
+        if place is None:
+            goal.take(read, buffer, files.dtype(goal))
 
 
-def _find(folder: Path, manifest: Manifest, piece: Piece, convert: bool) -> StoredTensor:
+_MOST_BUFFERS = 512
+"""Buffers in one call; POSIX allows 1,024 on Linux and may allow less elsewhere."""
+
+
+def _read_into(handle: int, buffers: list[memoryview], offset: int) -> None:
+    """Fills the buffers one after the other from a file's bytes at `offset`. Raises OSError when it ends before."""
+    while buffers:
+        count = os.preadv(handle, buffers[:_MOST_BUFFERS], offset)
+        if not count:
+            raise OSError("it ends too early")
+        offset += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers[0])
+            buffers = buffers[1:]
+        if count:
+            buffers = [buffers[0][count:], *buffers[1:]]
+
+
+def _require_same(folder: Path, manifest: Manifest, piece: Piece, convert: bool) -> None:
     stored = _stored(folder, manifest, piece.name)
     if stored.shape != piece.layout.shape:
         raise ConfigError(
@@ -91,7 +155,6 @@ def _find(folder: Path, manifest: Manifest, piece: Piece, convert: bool) -> Stor
         )
     if stored.dtype != dtype_name(piece.tensor) and not convert:
         raise ConfigError(f"{piece.name} is {stored.dtype} in {folder}, but {dtype_name(piece.tensor)} is wanted")
-    return stored
 
 
 def _stored(folder: Path, manifest: Manifest, name: str) -> StoredTensor:

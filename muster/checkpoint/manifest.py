@@ -1,70 +1,116 @@
-"""What lies on disk beside the numbers: the manifest of a checkpoint, plain JSON.
+"""What lies on disk beside the numbers: the manifest of a checkpoint, plain JSON; free of torch.
 
-A checkpoint is a folder with `manifest.json` and one safetensors file per writing rank.
+A checkpoint is a folder with `manifest.json` and one safetensors file per writing rank (docs/checkpoints.md).
 """
 
 import json
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
+from muster.checkpoint.dtypes import item_bytes
+from muster.checkpoint.migrate import from_schema_1
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.layout import Box
 
-SCHEMA: Literal[1] = 1
-"""The newest manifest that this Muster writes and reads."""
+SCHEMA: Literal[2] = 2
+"""The newest manifest that this Muster reads, and the one that it writes."""
 MANIFEST = "manifest.json"
 
 
-class StoredPiece(Frozen):
-    """One box of a tensor, whole in one file under one key."""
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """One box of a tensor: numbers in row-major order that lie in one place and have one checksum."""
 
     file: str
-    key: str
-    start: tuple[NonNegativeInt, ...]
-    size: tuple[NonNegativeInt, ...]
-    crc32: NonNegativeInt
-    nbytes: NonNegativeInt
-
-    @property
-    def box(self) -> Box:
-        return Box(self.start, self.size)
+    offset: int
+    """Bytes from the file's beginning."""
+    nbytes: int
+    crc32: int
+    box: Box
 
 
 class StoredTensor(Frozen):
-    """A global tensor and the boxes that cover it, each once."""
+    """A global tensor and the pieces that cover it, each number once: columns with an entry per piece."""
 
     shape: tuple[NonNegativeInt, ...]
     dtype: str
     """As torch calls it, such as `float32`."""
-    pieces: tuple[StoredPiece, ...]
+    files: tuple[int, ...]
+    """Where a piece lies: its file's place in the manifest's list of files."""
+    offsets: tuple[int, ...]
+    """Bytes from the beginning of that file."""
+    crc32: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+    """Where a piece begins in the tensor: a column for each dimension."""
+    sizes: tuple[tuple[int, ...], ...]
 
+    @property
+    def num_pieces(self) -> int:
+        return len(self.files)
 
-class Manifest(Frozen):
-    """All that is needed to open a checkpoint under any plan."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
 
-    version: Literal[1] = SCHEMA
-    step: NonNegativeInt
-    muster: str
-    torch: str
-    """Versions that wrote it."""
-    plan: dict[str, Any]
-    model: dict[str, Any]
-    counters: dict[str, Any]
-    """Where the run stands: samples consumed, hash of the sample stream, and the like."""
-    files: dict[str, NonNegativeInt]
-    """Bytes of each tensor file."""
-    tensors: dict[str, StoredTensor]
+    @cached_property
+    def begin(self) -> np.ndarray:
+        """First index of each piece in each dimension, [pieces, dimensions]."""
+        return _rows(self.starts, self.num_pieces)
+
+    @cached_property
+    def extent(self) -> np.ndarray:
+        """Size of each piece in each dimension, [pieces, dimensions]."""
+        return _rows(self.sizes, self.num_pieces)
+
+    def box(self, index: int) -> Box:
+        """What piece `index` holds of the tensor."""
+        return Box(tuple(column[index] for column in self.starts), tuple(column[index] for column in self.sizes))
 
 
 class RankList(Frozen):
     """What one rank wrote; the manifest is made of all ranks' lists."""
 
     files: dict[str, NonNegativeInt]
+    """Bytes of each tensor file."""
     tensors: dict[str, StoredTensor]
+
+    @cached_property
+    def file_names(self) -> tuple[str, ...]:
+        """In the order that the pieces' file numbers mean."""
+        return tuple(self.files)
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        """The pieces of one tensor."""
+        tensor = self.tensors[name]
+        boxes = [tensor.box(index) for index in range(tensor.num_pieces)]
+        nbytes = [box.numel * item_bytes(tensor.dtype) for box in boxes]
+        names = [self.file_names[number] for number in tensor.files]
+        rows = zip(names, tensor.offsets, nbytes, tensor.crc32, boxes, strict=True)
+        return [StoredPiece(*row) for row in rows]
+
+
+class Manifest(RankList):
+    """All that is needed to open a checkpoint under any plan."""
+
+    version: Literal[2] = SCHEMA
+    step: NonNegativeInt
+    muster: str
+    torch: str
+    """Versions that wrote it."""
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    run: dict[str, Any] = {}
+    """The whole configuration of the run; empty where no run wrote the checkpoint."""
+    counters: dict[str, Any]
+    """Where the run stands: samples consumed, hash of the sample stream, and the like."""
 
 
 def merge(lists: list[RankList]) -> RankList:
@@ -73,25 +119,24 @@ def merge(lists: list[RankList]) -> RankList:
     Raises MusterError when ranks disagree about a tensor, or when their boxes don't cover each tensor exactly once.
     """
     files: dict[str, int] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    for part in lists:
-        files |= part.files
-        for name, tensor in part.tensors.items():
-            kind = (tensor.shape, tensor.dtype)
-            if kinds.setdefault(name, kind) != kind:
-                raise MusterError(f"ranks disagree about {name}: {_kind(kinds[name])} on one, {_kind(kind)} on another")
-            pieces.setdefault(name, []).extend(tensor.pieces)
-    tensors = {n: StoredTensor(shape=s, dtype=d, pieces=tuple(pieces[n])) for n, (s, d) in kinds.items()}
-    for name, tensor in tensors.items():
-        numel, held = prod(tensor.shape), sum(piece.box.numel for piece in tensor.pieces)
-        if held != numel or len({piece.start for piece in tensor.pieces}) != len(tensor.pieces):
-            raise MusterError(f"the ranks' boxes of {name} hold {held} numbers instead of {numel}, each once")
-    return RankList(files=files, tensors=tensors)
+    parts: dict[str, list[tuple[int, StoredTensor]]] = {}
+    for one in lists:
+        for name, tensor in one.tensors.items():
+            parts.setdefault(name, []).append((len(files), tensor))
+        files |= one.files
+    return RankList(files=files, tensors={name: _join(name, found) for name, found in parts.items()})
+
+
+def dump(manifest: RankList) -> str:
+    """The manifest, or a rank's list, as JSON with one tensor a line."""
+    head = manifest.model_dump(mode="json", exclude={"tensors"})
+    tensors = ",\n".join(f" {json.dumps(name)}: {one.model_dump_json()}" for name, one in manifest.tensors.items())
+    keys = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    return "{" + ",\n".join([*keys, '"tensors": {\n' + tensors + "\n}"]) + "}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint at `folder`.
+    """The manifest of the checkpoint at `folder`; one of an earlier schema is said and taken up as this one's.
 
     Raises ConfigError when there is none or it is of a later schema, MusterError when it can't be read.
     """
@@ -103,17 +148,72 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise MusterError(f"could not read {path}: {error.strerror}") from error
     try:
-        return Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         if (version := _version(content)) > SCHEMA:
             raise ConfigError(
                 f"{path} has schema {version}, but this Muster reads schemas up to {SCHEMA}: use a newer Muster"
             ) from None
+        if version == 1:
+            return _migrated(folder, content)
         raise MusterError(f"{path} is damaged: {_first(error)}") from error
+    if problem := _misfit(manifest):
+        raise MusterError(f"{path} is damaged: {problem}")
+    return manifest
 
 
-def _kind(kind: tuple[tuple[int, ...], str]) -> str:
-    return f"{kind[1]} {list(kind[0])}"
+def _migrated(folder: Path, content: bytes) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest.model_validate(from_schema_1(folder, json.loads(content)))
+    except ValidationError as error:
+        raise MusterError(f"{path} is damaged: {_first(error)}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise MusterError(f"{path} is damaged: it claims schema 1, but a piece of a tensor is not described") from error
+    print(f"{path} has schema 1: read as schema {SCHEMA}; the next save writes that")
+    return manifest
+
+
+def _join(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTensor:
+    """One tensor's pieces from all ranks; a part's file numbers are counted from the number given with it."""
+    first = parts[0][1]
+    for _, other in parts:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise MusterError(f"ranks disagree about {name}: {_kind(first)} on one, {_kind(other)} on another")
+    dims = range(len(first.shape))
+    joined = StoredTensor(
+        shape=first.shape,
+        dtype=first.dtype,
+        files=tuple(number + base for base, part in parts for number in part.files),
+        offsets=tuple(offset for _, part in parts for offset in part.offsets),
+        crc32=tuple(sum_ for _, part in parts for sum_ in part.crc32),
+        starts=tuple(tuple(at for _, part in parts for at in part.starts[dim]) for dim in dims),
+        sizes=tuple(tuple(n for _, part in parts for n in part.sizes[dim]) for dim in dims),
+    )
+    numel, held = prod(joined.shape), int(joined.extent.prod(axis=1).sum())
+    if held != numel or len(np.unique(joined.begin, axis=0)) != joined.num_pieces:
+        raise MusterError(f"the ranks' boxes of {name} hold {held} numbers instead of {numel}, each once")
+    return joined
+
+
+def _rows(columns: tuple[tuple[int, ...], ...], pieces: int) -> np.ndarray:
+    """Columns as an array [pieces, dimensions]; a tensor without dimensions has no column."""
+    return np.array(columns, dtype=np.int64).reshape(len(columns), pieces).T
+
+
+def _misfit(manifest: Manifest) -> str | None:
+    """What is wrong with the columns of some tensor; None when they fit."""
+    for name, one in manifest.tensors.items():
+        lengths = {len(column) for column in (one.files, one.offsets, one.crc32, *one.starts, *one.sizes)}
+        if len(lengths) != 1 or not len(one.starts) == len(one.sizes) == len(one.shape):
+            return f"the columns of {name} have unequal lengths"
+        if one.files and not 0 <= min(one.files) <= max(one.files) < len(manifest.files):
+            return f"{name} lies in a file that is not in the list"
+    return None
+
+
+def _kind(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _version(content: bytes) -> int:

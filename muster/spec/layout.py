@@ -49,7 +49,9 @@ class TensorLayout:
     copies: int = 1
     """On how many ranks of the world each number of these parts lies."""
     copy_index: int = 0
-    """Which of the copies this rank's are: copies 0 make up the whole tensor, and are written to checkpoints."""
+    """Which of the copies this rank's are: copies 0 make up the whole tensor."""
+    writers: int = 1
+    """Copies 0 … writers − 1 of a part are cut alike and lie on as many ranks, which share the work of writing it."""
 
     @property
     def numel(self) -> int:
@@ -162,11 +164,14 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: Coordinates) -> l
     for name, shape, part, tp_copies, tp_copy in held_parts(spec, plan, stage, at.tp):
         box = _cut(part, 0, *shard_rows(part.size[0], mesh.dp_shard, at.dp_shard))
         copies, copy_index = tp_copies * mesh.dp_replicate, tp_copy * mesh.dp_replicate + at.dp_replicate
+        writers = copies
         if name == "embed.weight" and spec.tied_embeddings and plan.depth > 1 and not plan.spread_vocab:
             copy_index += plan.mesh(0).dp_replicate if last else 0
-            copies = plan.mesh(0).dp_replicate + plan.mesh(plan.depth - 1).dp_replicate
+            writers = plan.mesh(0).dp_replicate
+            copies = writers + plan.mesh(plan.depth - 1).dp_replicate
         boxes = (box,) if box.numel else ()
-        layouts.append(TensorLayout(name, shape, boxes, copies * plan.replicas, replica * copies + copy_index))
+        copies, copy_index = copies * plan.replicas, replica * copies + copy_index
+        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers))
     return layouts
 
 

@@ -7,7 +7,7 @@ from time import time
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.folder import find_latest
+from muster.checkpoint.folder import Keep, find_latest
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
 from muster.checkpoint.save import save
@@ -117,6 +117,7 @@ class Run:
         info = {
             "plan": self.plan.model_dump(mode="json"),
             "model": self.config.model.model_dump(mode="json"),
+            "run": self.config.model_dump(mode="json"),
             "counters": counters,
         }
         save(
@@ -127,7 +128,7 @@ class Run:
             rank=world.rank,
             world_size=world.size,
             exchange=world.exchange,
-            keep_last=self.config.train.keep_last,
+            keep=Keep(self.config.train.keep_last),
         )
 
     def _resume(self) -> None:

@@ -106,7 +106,7 @@ class WatchedTrainer(Trainer):
         """Writes this rank's part of each parameter or gradient. Every copy gets a name of its own: `0/embed.weight`
         and `1/embed.weight`."""
         pieces = [
-            Piece(f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0), tensors[name])
+            Piece(f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0, writers=1), tensors[name])
             for name, layout in self._layouts.items()
             if tensors and name in tensors
         ]

@@ -1,0 +1,162 @@
+"""Which bytes of a rank's tensors it writes, where in its file they lie, and how they get there; free of torch.
+
+A rank's file is a safetensors file with a tensor for each box that the rank writes. The manifest points to pieces of
+at most BLOCK_BYTES, each with a checksum of its own, so that whoever needs a part of a box reads and checks little
+more than that part.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
+from muster.checkpoint.folder import sync_folder, write_durably
+from muster.checkpoint.manifest import RankList, StoredTensor, dump
+from muster.spec.errors import MusterError
+from muster.spec.layout import Box, TensorLayout, shard_rows
+
+BLOCK_BYTES = 4 << 20
+"""The largest piece. A rank that needs one byte of a piece reads it all, for the checksum's sake."""
+SHARED_BYTES = 1 << 16
+"""Boxes smaller than this are written whole by one of the ranks that hold them; larger ones are cut among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box that a rank writes, of the tensor `name` of the whole model."""
+
+    name: str
+    key: str
+    """In the safetensors file."""
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * item_bytes(self.dtype)
+
+
+def share_of(layout: TensorLayout, box: Box, dtype: str) -> Box | None:
+    """What of a box that several ranks hold this one writes: some of its rows, or all, or nothing (None).
+
+    All ranks that hold the box come to the same division without a word.
+    """
+    if not box.numel or layout.copy_index >= layout.writers:
+        return None
+    if layout.writers == 1:
+        return box
+    if box.numel * item_bytes(dtype) < SHARED_BYTES or box.size[0] < layout.writers:
+        return box if zlib.crc32(layout.name.encode()) % layout.writers == layout.copy_index else None
+    first, rows = shard_rows(box.size[0], layout.writers, layout.copy_index)
+    if not rows:
+        return None
+    return Box((box.start[0] + first, *box.start[1:]), (rows, *box.size[1:]))
+
+
+def file_order(parts: Iterable[Part]) -> list[Part]:
+    """Wide types first, so that every tensor in the file is aligned and can be mapped into memory."""
+    return sorted(parts, key=lambda part: -item_bytes(part.dtype))
+
+
+def write_file(folder: Path, rank: int, parts: Sequence[Part], data: Iterable[memoryview]) -> None:
+    """Writes this rank's tensor file (none when it has nothing to write) and the list of what is in it, durably.
+
+    `parts` are in file order, and `data` gives the bytes of each in turn.
+    """
+    name = file_name(rank)
+    rows: dict[str, _Columns] = {}
+    files = {}
+    if parts:
+        head = _header(parts)
+        with open(folder / name, "wb", buffering=0) as out:
+            _write(out.fileno(), head)
+            offset = len(head)
+            for part, numbers in zip(parts, data, strict=True):
+                for piece in blocks(part):
+                    block = numbers[: piece.numel * item_bytes(part.dtype)]
+                    numbers = numbers[len(block) :]
+                    _write(out.fileno(), block)
+                    rows.setdefault(part.name, _Columns(part)).add(offset, zlib.crc32(block), piece)
+                    offset += len(block)
+            os.fsync(out.fileno())
+        files = {name: offset}
+    listed = RankList(files=files, tensors={name: columns.finish() for name, columns in rows.items()})
+    write_durably(list_path(folder, rank), dump(listed))
+    sync_folder(folder)
+
+
+def file_name(rank: int) -> str:
+    """Of a rank's tensors."""
+    return f"rank-{rank:05}.safetensors"
+
+
+def list_path(folder: Path, rank: int) -> Path:
+    """Where a rank says what it wrote, until the manifest does."""
+    return folder / f"rank-{rank:05}.json"
+
+
+def blocks(part: Part) -> Iterable[Box]:
+    """A box cut by rows into pieces of at most BLOCK_BYTES, in the order in which they lie in the file."""
+    box = part.box
+    if part.nbytes <= BLOCK_BYTES:
+        yield box
+        return
+    row_bytes = part.nbytes // box.size[0]
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(0, box.size[0], step):
+        yield Box(
+            (box.start[0] + first, *box.start[1:]),
+            (min(step, box.size[0] - first), *box.size[1:]),
+        )
+
+
+class _Columns:
+    """The pieces of one tensor as they are written."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._rows: list[tuple[int, int, Box]] = []
+
+    def add(self, offset: int, crc32: int, box: Box) -> None:
+        self._rows.append((offset, crc32, box))
+
+    def finish(self) -> StoredTensor:
+        dims = range(len(self._part.shape))
+        return StoredTensor(
+            shape=self._part.shape,
+            dtype=self._part.dtype,
+            files=(0,) * len(self._rows),
+            offsets=tuple(offset for offset, _, _ in self._rows),
+            crc32=tuple(crc32 for _, crc32, _ in self._rows),
+            starts=tuple(tuple(box.start[dim] for _, _, box in self._rows) for dim in dims),
+            sizes=tuple(tuple(box.size[dim] for _, _, box in self._rows) for dim in dims),
+        )
+
+
+def _header(parts: Sequence[Part]) -> bytes:
+    """The start of a safetensors file that holds `parts` in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        start, end = end, end + part.nbytes
+        entries[part.key] = {
+            "dtype": SAFETENSORS_NAMES[part.dtype],
+            "shape": list(part.box.size),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(handle: int, data: bytes | memoryview) -> None:
+    """Writes all of `data`: one call may take less."""
+    rest = memoryview(data)
+    while rest:
+        if not (count := os.write(handle, rest)):
+            raise MusterError("a write took no byte")
+        rest = rest[count:]
