@@ -43,6 +43,11 @@ def file_layer(path: Path) -> Layer:
     return _parse(text, str(path), path.parent)
 
 
+def is_path(text: str) -> bool:
+    """Whether a text that is a name or a path is a path."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
+
+
 def catalog_layer(kind: str, name: str) -> Layer:
     """What a file of the catalog says: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
     what = "model" if kind == "models" else "preset"

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from muster.catalog import names
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.explain import Shape, config_error
-from muster.spec.layers import Layer, catalog_layer, file_layer, flatten, unflatten
+from muster.spec.layers import Layer, catalog_layer, file_layer, flatten, is_path, unflatten
 from muster.spec.legal import asked_world_size
+from muster.spec.named_model import model_layer
 from muster.spec.nearest import default_plan, require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
@@ -145,7 +146,7 @@ class _Merged:
         for key in ("model", "model.preset"):
             if isinstance(name := said.get(key), str):
                 del said[key]
-                self._replace_model(name)
+                self._replace_model(name, layer.folder, layer.origin(key))
         for key in ("parallel", "parallel.plan"):
             if isinstance(text := said.get(key), str):
                 del said[key]
@@ -172,8 +173,11 @@ class _Merged:
         for path in [path for path in self.values if path == section or path.startswith(section + ".")]:
             del self.values[path], self.origins[path]
 
-    def _replace_model(self, name: str) -> None:
-        layer = catalog_layer("models", name)
+    def _replace_model(self, name: str, folder: Path, origin: str) -> None:
+        try:
+            layer = model_layer(name, folder)
+        except ConfigError as error:
+            raise ConfigError(f"model: {error} (from {origin})") from None
         self._drop("model")
         for path, value in layer.values.items():
             if path != "version":
@@ -184,7 +188,7 @@ class _Merged:
         paths = {field: f"parallel.{field}" for field in _KEPT}
         kept = {field: (self.values[path], self.origins[path]) for field, path in paths.items() if path in self.values}
         said: dict[str, tuple[Any, str]] = {}
-        if _is_path(text):
+        if is_path(text):
             layer = file_layer(folder / text)
             said = {field: (value, layer.origin(field)) for field, value in layer.values.items()}
         elif text != "auto":
@@ -215,15 +219,11 @@ def _chain(layer: Layer, seen: list[str]) -> list[Layer]:
             f"extends: expected the path of a run file or the name of a preset, got {parent!r}"
             f" (from {layer.origin('extends')})"
         )
-    identity = str((layer.folder / parent).resolve()) if _is_path(parent) else f"preset {parent}"
+    identity = str((layer.folder / parent).resolve()) if is_path(parent) else f"preset {parent}"
     if identity in seen:
         raise ConfigError(f"{layer.origin('extends')}: {layer.name} extends {parent}, which extends it: a circle")
-    below = file_layer(layer.folder / parent) if _is_path(parent) else catalog_layer("presets", parent)
+    below = file_layer(layer.folder / parent) if is_path(parent) else catalog_layer("presets", parent)
     return [*_chain(below, [*seen, identity]), layer]
-
-
-def _is_path(text: str) -> bool:
-    return "/" in text or text.endswith((".yaml", ".yml"))
 
 
 def _is_degree(path: str) -> bool:

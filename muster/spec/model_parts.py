@@ -1,5 +1,6 @@
 """The parts of a decoder that some families have: scaled rotary positions, experts, latent and linear attention."""
 
+from math import log
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -15,7 +16,7 @@ class RopeScaling(Frozen):
 
     linear: all angles divided by `factor` (arXiv:2306.15595). llama3: those of long waves only, by the wave's length
     in `original_positions` (Llama 3.1). yarn: by how often a pair turns in `original_positions`, with cos and sin
-    multiplied by `attention_factor` (arXiv:2309.00071 §3).
+    multiplied by `turn_factor` (arXiv:2309.00071 §3).
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -33,7 +34,10 @@ class RopeScaling(Frozen):
     truncate: bool = True
     """yarn: the pairs at which that begins and ends are rounded to whole ones."""
     attention_factor: PositiveFloat | None = None
-    """yarn; None: 0.1 · ln(factor) + 1."""
+    """yarn: what cos and sin are multiplied by, where it is not to follow from the others."""
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn, DeepSeek's form: the first is for the turned numbers, the second for all scores of attention."""
 
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
@@ -45,6 +49,21 @@ class RopeScaling(Frozen):
                 f" high_freq_factor {self.high_freq_factor}"
             )
         return self
+
+    @property
+    def turn_factor(self) -> float:
+        """What cos and sin are multiplied by: for yarn 0.1 · ln(factor) + 1 (arXiv:2309.00071 §3.4), unless it says
+        otherwise; for the others 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._mscale(1.0)
+        return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 class MoeSpec(Frozen):

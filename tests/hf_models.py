@@ -1,0 +1,81 @@
+"""Tiny models of `transformers`, one of each family, with random weights in which no bias is zero and no norm one."""
+
+from functools import cache
+from typing import Any
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "llama-3.1": SIZES
+    | {
+        "model_type": "llama",
+        "rope_theta": 500.0,
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16},
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+    },
+    "llama-biased": SIZES | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "llama-linear": SIZES | {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "mistral": SIZES | {"model_type": "mistral", "sliding_window": 7, "head_dim": 8},
+    "qwen2": SIZES | {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen2-windows": SIZES
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 12},
+    "qwen3-yarn": SIZES
+    | {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SIZES
+    | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"decoder_sparse_step": 2, "norm_topk_prob": True, "head_dim": 12},
+    "deepseek_v3": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+        "num_nextn_predict_layers": 0,
+    },
+}
+DENSE = [name for name in CONFIGS if name not in ("mixtral", "qwen3_moe", "deepseek_v3")]
+
+
+@cache
+def random_model(name: str) -> Any:
+    """A model of `transformers` in float32, on the CPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
