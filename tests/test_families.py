@@ -1,7 +1,6 @@
 """Hugging Face's configurations and weights: what is read is what `transformers` makes of the same files."""
 
 import json
-from pathlib import Path
 
 import pytest
 import safetensors
