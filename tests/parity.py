@@ -23,6 +23,7 @@ from muster.optim.lr import learning_rate
 from muster.parallel.route import Arrival
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import open_world
+from muster.schedule.resolve import resolved
 from muster.spec.model import ModelSpec
 from muster.spec.nearest import require_runnable
 from muster.spec.optim_state import no_decay
@@ -30,6 +31,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from muster.train.ending import _memory
+from muster.train.order import measured_order
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
 
@@ -174,11 +176,14 @@ def run_case(
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
     losses, gradients = reference(config.model_dump_json(), cache, precision, steps)
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
+    full_plan = resolved(full_plan, config.model, config.workload)
     require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
         trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
         found = trainer.profile() if profile else None
+        if found and (order := measured_order(config, full_plan, world, found)):
+            trainer.take_order(order)
         memory = _memory(trainer, found) if found else {}
         actions = [item.action for item in trainer.program.ranks[world.at.pp]["compute"]]
         trainer.first_gradients = None

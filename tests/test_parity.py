@@ -1,11 +1,15 @@
 """Every plan trains the same model: losses and gradients equal those of plain PyTorch in one process."""
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from muster.schedule.resolve import resolved
+from muster.spec.plan_name import parse_plan_name
+from tests.parity import small_run
 from tests.plans import unequal
 from tests.ranks import run_ranks
 
@@ -62,10 +66,17 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2", "profile": True},
         {"plan": "pp2v2-sinterleaved", "tied": True},
         {"plan": "pp2-vocab", "tied": True, "profile": True},
+        {"plan": "pp2-sauto"},
+        {"plan": "pp2-sexact", "tied": True},
+        {"plan": "pp2v2-sauto-keep1", "profile": True},
     ],
     4: [
         {"plan": "pp4"},
         {"plan": "pp4-sgpipe"},
+        {"plan": "pp4-sauto-rfull", "profile": True},
+        {"plan": "dp2-pp2v2-sauto-keep1.5-z1", "tied": True, "profile": True},
+        {"plan": "dp2-pp2-z2-sauto-vocab"},
+        {"plan": "pp4-sexact"},
         {"plan": "pp4-vocab", "z_loss": 0.1, "profile": True},
         {"plan": "pp4-szbh1-vocab-rfull", "tied": True},
         {"plan": "dp2-pp2-z2-vocab"},
@@ -135,8 +146,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> list[list[dict[str, Any]]]:
     """Per case, what each rank found."""
+    cases = [case | {"changes": exact_order(case["plan"])} if "sexact" in case["plan"] else case for case in cases]
     by_rank = run_ranks(num_ranks, "tests.parity:run_cases", {"cases": cases, "cache": str(cache)}, timeout_s=1100)
     return [[found[index] for found in by_rank] for index in range(len(cases))]
+
+
+@functools.cache
+def exact_order(name: str) -> dict[str, Any]:
+    """Found once, since ranks may find different ones."""
+    pytest.importorskip("ortools")
+    config = small_run()
+    order = resolved(parse_plan_name(name), config.model, config.workload).order
+    assert order is not None
+    return {"order": order.model_dump()}
 
 
 def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None:

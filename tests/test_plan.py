@@ -324,7 +324,6 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
             Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2), StageSpec(layers=4))),
             "share of the micro-batches",
         ),
-        (Plan(schedule="auto"), "a schedule that is searched for"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
         (Plan(default_strategy=Strategy(recompute="attention")), "recompute of attention alone"),

@@ -161,14 +161,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.timeout(300)
 def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
     strict = ["--tolerance", "1e-30", "--precision", "fp64", "--steps", "1", "--json"]
-    assert (
-        main(["verify", "--preset", "tiny", "--parallel.micro_batch_size", "12", "--against", "dp2", "dp1", *strict])
-        == 1
-    )
+    plans = ["--parallel.micro_batch_size", "12", "--against", "pp2-sauto", "dp1"]
+    assert main(["verify", "--preset", "tiny", *plans, *strict]) == 1
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert [plan["plan"] for plan in found["plans"]] == ["dp1-mb12-fp64", "dp2-mb12-fp64"]
-    assert "running plan 2 of 2: dp2-mb12-fp64, processes: 2" in err
+    assert [plan["plan"].partition("+")[0] for plan in found["plans"]] == ["dp1-mb12-fp64", "pp2-mb12-sauto-fp64"]
+    assert "running plan 2 of 2: pp2-mb12-sauto-fp64+" in err
     for plan in found["plans"]:
         assert len(plan["losses"]) == len(plan["reference_losses"]) == 1
         assert max(plan["gradients"].values()) < 1e-12

@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> int:
 
 def _print(preset: str, overrides: list[Override]) -> None:
     from muster.schedule.build import program_of
+    from muster.schedule.resolve import resolved as resolved_plan
     from muster.spec.legal import asked_world_size, problems
     from muster.spec.load import load_run, resolve_plan
 
@@ -41,7 +42,7 @@ def _print(preset: str, overrides: list[Override]) -> None:
     plan = resolve_plan(resolved, None) if resolved.auto else config.parallel
     if found := problems(plan, config.model, config.workload, asked_world_size(plan)):
         raise InfeasibleError(f"the plan has no program: {'; '.join(found)}")
-    print(program_of(plan, config.model, config.workload), end="")
+    print(program_of(resolved_plan(plan, config.model, config.workload), config.model, config.workload), end="")
 
 
 def _check(file: str) -> None:

@@ -55,10 +55,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
 def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
     from muster.schedule.build import program_of
     from muster.schedule.check import check
+    from muster.schedule.resolve import resolved as resolved_plan
     from muster.spec.load import config_text, resolve_plan
     from muster.spec.plan_name import format_plan_name
 
-    plan = resolve_plan(resolved, nproc)
+    plan = resolved_plan(resolve_plan(resolved, nproc), resolved.config.model, resolved.config.workload)
     program = program_of(plan, resolved.config.model, resolved.config.workload)
     peaks = ", ".join(map(str, check(program).peak_activations))
     lanes: dict[str, int] = {}

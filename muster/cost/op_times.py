@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from muster.schedule.action import Action
+from muster.schedule.timing import PassTimes
 
 
 class Hop(NamedTuple):
@@ -46,3 +47,15 @@ class OpTimes:
     def hop(self, source: int, target: int) -> Hop:
         """The transfer from one stage to another."""
         return self.hops.get((source, target)) or Hop(self.hop_s)
+
+    def passes(self, depth: int) -> PassTimes:
+        """What a schedule is searched for: of each stage F, I and W, each half of B where only that was timed."""
+        forward, whole, inputs, weights = (
+            [self.of(Action(kind, stage)) for stage in range(depth)] for kind in ("F", "B", "I", "W")
+        )
+        split = [i > 0 or w > 0 for i, w in zip(inputs, weights, strict=True)]
+        rows = list(zip(split, whole, inputs, weights, strict=True))
+        inputs = [i if both else b / 2 for both, b, i, _ in rows]
+        weights = [w if both else b / 2 for both, b, _, w in rows]
+        hops_s = [hop.total_s for hop in self.hops.values()] or [self.hop_s]
+        return PassTimes(forward, inputs, weights, sum(hops_s) / len(hops_s))

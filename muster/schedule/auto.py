@@ -25,9 +25,9 @@ Makers = Mapping[str, Callable[[Setting], Schedule]]
 def auto(setting: Setting, makers: Makers) -> Schedule:
     """Never takes longer than any schedule of `makers` (name → function) that fits in the same memory limit.
 
-    Stages lie on the ranks in `waves` (with two chunks a V) or `looped`. A schedule for several replicas is the best
-    of `makers` alone. Where makespans are equal the smaller peak of memory wins. Raises InfeasibleError where nothing
-    fits.
+    Stages lie on the ranks in `waves` (with two chunks a V) or `looped`, or as the setting binds them. A schedule for
+    several replicas is the best of `makers` alone. Where makespans are equal the smaller peak of memory wins. Raises
+    InfeasibleError where nothing fits.
     """
     if setting.replicas > 1:
         known = [found for maker in makers.values() if (found := _made(maker, setting))]
@@ -50,6 +50,8 @@ def auto(setting: Setting, makers: Makers) -> Schedule:
 def pipes_of(setting: Setting) -> list[Pipe]:
     """The placements that `auto` searches. Raises InfeasibleError where memory holds no micro-batch."""
     placements = {waves(setting.num_ranks, setting.chunks), looped(setting.num_ranks, setting.chunks)}
+    if setting.placement:
+        placements = {setting.placement}
     return [pipe_of(setting, placement) for placement in sorted(placements, reverse=True)]
 
 
@@ -77,6 +79,8 @@ def _made(maker: Callable[[Setting], Schedule], setting: Setting) -> tuple[Timin
     try:
         schedule = maker(setting)
     except InfeasibleError:
+        return None
+    if setting.placement not in ((), schedule.placement):
         return None
     timing = time_schedule(schedule, setting)
     return (timing, schedule) if max(timing.peak_activation) <= setting.memory_limit + _JUST else None

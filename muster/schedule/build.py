@@ -6,8 +6,11 @@ from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import Lowering, lower
 from muster.schedule.program import Program
 from muster.schedule.registry import make_schedule
+from muster.schedule.resolve import kept_schedule
+from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.schedule.spread_words import WordTimes
+from muster.spec.errors import MusterError
 from muster.spec.layout import partial_copies
 from muster.spec.model import ModelSpec, layer_parameters, parameters
 from muster.spec.plan import Plan
@@ -22,13 +25,26 @@ def _word_times(plan: Plan, model: ModelSpec) -> WordTimes:
     return WordTimes(score=2 * part / layers, backward=part / layers)
 
 
+def schedule_of(plan: Plan, num_micro_batches: int) -> Schedule:
+    """The plan's schedule: made by its name, or where it was searched for as the plan keeps it.
+
+    Raises InfeasibleError where it doesn't serve the plan, MusterError where it is yet to be found (`resolve`),
+    ProgramError where what the plan keeps is no schedule.
+    """
+    if plan.order is not None:
+        return kept_schedule(plan.schedule, plan.order)
+    if plan.schedule_entry.searched:
+        raise MusterError(f"schedule {plan.schedule} is yet to be found for the plan: resolve it first")
+    return make_schedule(plan.schedule, Setting(plan.pp, num_micro_batches, plan.vpp, replicas=plan.replicas))
+
+
 def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = True) -> Program:
     """The Program of one optimizer step; with `train` false, of the forwards alone over as many micro-batches.
 
-    Raises InfeasibleError when the batch or the schedule doesn't fit the plan.
+    Raises InfeasibleError when the batch or the schedule doesn't fit the plan, and as `schedule_of`.
     """
     num_micro_batches = plan.num_micro_batches(workload)
-    schedule = make_schedule(plan.schedule, Setting(plan.pp, num_micro_batches, plan.vpp, replicas=plan.replicas))
+    schedule = schedule_of(plan, num_micro_batches)
     if not train:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches)
     stages = range(plan.num_stages)

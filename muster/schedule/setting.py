@@ -31,6 +31,8 @@ class Setting:
     """Activations that a rank may keep, in units of one micro-batch's activations of one rank's share of a replica."""
     replicas: int = 1
     """Copies of the model that run through the ranks in opposite directions (2), or the one model (1)."""
+    placement: tuple[int, ...] = ()
+    """What a search is bound to, where it is bound: the rank of each stage."""
     fill: bool = False
     """2BP only: weight backwards fill idle slots instead of standing at the end."""
 

@@ -42,10 +42,9 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
         "a stage with its own share of the micro-batches",
         lambda plan: any(stage.micro_batch_share != 1 for stage in plan.stages),
     ),
-    ("a schedule that is searched for (auto, exact)", lambda plan: plan.schedule_entry.searched),
     (
         "compile with a schedule whose backward is split (what waits for W is not the compiler's to see)",
-        lambda plan: plan.compile and plan.schedule_entry.splits,
+        lambda plan: plan.compile and plan.splits,
     ),
     ("fp8 (it wants torchao's scaled products and a GPU that has them)", lambda plan: plan.precision == "fp8"),
     (
@@ -113,6 +112,7 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
         _batch(plan, workload),
         layer_problems(plan, model),
         _chunks(plan),
+        _order(plan, workload),
         _unequal(plan),
         _cuts(plan, model, workload),
     )
@@ -189,6 +189,30 @@ def _chunks(plan: Plan) -> Iterator[str]:
         yield f"schedule {plan.schedule} runs both ways through an even number of pipeline ranks, not through {plan.pp}"
 
 
+def _order(plan: Plan, workload: Workload) -> Iterator[str]:
+    """What a searched schedule was found for."""
+    order = plan.order
+    if not plan.schedule_entry.searched:
+        if order is not None:
+            yield f"order is for a schedule that is searched for (auto, exact), not for {plan.schedule}: leave it out"
+        if plan.activation_limit is not None:
+            yield f"activation_limit is for auto and exact; schedule {plan.schedule} keeps what it keeps"
+        return
+    if plan.activation_limit is not None and plan.activation_limit < 1:
+        yield f"activation_limit {plan.activation_limit:g} doesn't hold one micro-batch's activations; the least is 1"
+    if order is None:
+        return
+    again = "leave order out, and it is found anew"
+    if len(order.ranks) != plan.pp or sorted(order.placement) != sorted([*range(plan.pp)] * plan.vpp):
+        yield f"its order is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
+    per_micro_batch = plan.mesh(0).data_ranks * plan.micro_batch_size
+    if order.micro_batches * per_micro_batch != workload.global_batch_size:
+        yield (
+            f"its order is for {order.micro_batches} micro-batches, now of {per_micro_batch} sequences, but"
+            f" global_batch_size is {workload.global_batch_size}: {again}"
+        )
+
+
 def schedules_for(vpp: int) -> list[str]:
     """The schedules that can be run with `vpp` stages on each pipeline rank."""
     return [name for name, entry in SCHEDULES.items() if entry.serves(vpp) and not entry.searched]
@@ -208,6 +232,9 @@ def _unequal(plan: Plan) -> Iterator[str]:
     if plan.axis_order[0] != "pp":
         yield f"stages of their own kind need pp as the first axis of axis_order, not {plan.axis_order[0]}"
     sequences = plan.micro_batch_size * plan.mesh(0).data_ranks
+    if plan.schedule_entry.searched and plan.order is None and plan.vpp > 1:
+        yield f"stages of their own kind want to know where they lie, which schedule {plan.schedule} has yet to find"
+        return
     for stage in range(plan.num_stages):
         if plan.mesh(stage) != plan.mesh(plan.pp_rank(stage)):
             yield f"stage {stage} has another mesh than stage {plan.pp_rank(stage)}, but both lie on the same ranks"

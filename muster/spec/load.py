@@ -107,8 +107,12 @@ def load_plan(path: Path) -> Plan:
 
 
 def config_text(resolved: Resolved, plan: Plan) -> str:
-    """A run file that says all of the configuration, the plan in it, and where each value comes from."""
-    tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json")}
+    """A run file that says all of the configuration, the plan in it, and where each value comes from.
+
+    The order of a searched schedule stands in it only where it was given: the plan.yaml has what was found.
+    """
+    found = {"order"} if resolved.config.parallel.order is None else None
+    tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
 
     def origin(path: str) -> str:
         chosen = resolved.auto and path in {f"parallel.{field}" for field in (*DEGREES, "micro_batch_size")}

@@ -107,8 +107,9 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             update={
                 "micro_batch_size": size,
                 "stages": plan.stages if keeps_stages else (),
+                "order": None,
                 "schedule": plan.schedule
-                if plan.schedule in schedules
+                if plan.schedule in schedules or plan.schedule_entry.searched
                 else ("1f1b" if axes["vpp"] == 1 else schedules[0]),
                 "precision": plan.precision if plan.precision in RUNNABLE_PRECISIONS else "bf16",
                 "default_strategy": default,
@@ -129,7 +130,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                 "compile": plan.compile
                 and not plan.spread_vocab
                 and not any(s.recompute == "selective" for s in strategies_of(plan))
-                and not plan.schedule_entry.splits,
+                and not plan.splits,
             }
         )
 

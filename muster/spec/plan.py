@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from muster.spec.base import Frozen
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES, Entry, place
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
@@ -78,6 +78,18 @@ class StageSpec(Frozen):
     micro_batch_share: PositiveFloat = 1.0
 
 
+class Order(Frozen):
+    """A schedule that was searched for, kept with the plan that it was found for."""
+
+    times: Literal["nominal", "measured"] = "nominal"
+    """What it was found for: the passes' shares of the model's products, or what a profile measured."""
+    micro_batches: PositiveInt
+    placement: tuple[int, ...]
+    """The pipeline rank of each stage."""
+    ranks: tuple[str, ...]
+    """For each pipeline rank its passes in order, such as `0F0 0F1 0B0`."""
+
+
 class Plan(Frozen):
     """How a model is spread: degrees, stages, schedule, micro-batches, storage, precision.
 
@@ -96,6 +108,12 @@ class Plan(Frozen):
     ep: PositiveInt = 1
     etp: PositiveInt = 1
     schedule: str = "1f1b"
+    order: Order | None = None
+    """Of a searched schedule (auto, exact), once it is found (`muster.schedule.resolve`); before, nobody can say where
+    stages lie."""
+    activation_limit: PositiveFloat | None = None
+    """Of a searched schedule: micro-batches' activations of a rank's share of the layers that a rank may keep; None: as
+    many as there are pipeline ranks, which is what 1f1b keeps."""
     micro_batch_size: PositiveInt = 1
     """Sequences of a micro-batch on each data-parallel rank of the first stage; see `rows`."""
     default_strategy: Strategy = Strategy()
@@ -146,6 +164,13 @@ class Plan(Frozen):
         return SCHEDULES[self.schedule]
 
     @property
+    def splits(self) -> bool:
+        """Whether backwards are in two passes; of a searched schedule that isn't found yet, whether they may be."""
+        if self.order is not None:
+            return any("W" in passes for passes in self.order.ranks)
+        return self.schedule_entry.splits or self.schedule_entry.searched
+
+    @property
     def replicas(self) -> int:
         """Copies of the model that the schedule runs through the pipeline."""
         return self.schedule_entry.default_replicas
@@ -173,7 +198,14 @@ class Plan(Frozen):
         return sum(self.mesh(stage).ranks for stage in range(self.pp))
 
     def pp_rank(self, stage: int) -> int:
-        """The pipeline rank that holds a stage, as the schedule places it."""
+        """The pipeline rank that holds a stage, as the schedule places it.
+
+        Raises MusterError where that is still to be found.
+        """
+        if self.order is not None:
+            return self.order.placement[stage]
+        if self.schedule_entry.searched and self.vpp > 1:
+            raise MusterError(f"where schedule {self.schedule} puts stages is known once it is resolved")
         return place(self.schedule_entry, self.pp, self.vpp)[stage]
 
     def tied_stage(self, stage: int) -> int | None:

@@ -49,6 +49,7 @@ _WORDS = (
         f"s({'|'.join(_SCHEDULE_BY_WORD)})",
         lambda word: {"schedule": _SCHEDULE_BY_WORD[word]},
     ),
+    _Word("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
     _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
     _Word(
         ", ".join("r" + word for word in _RECOMPUTE),
@@ -88,6 +89,7 @@ def _words(plan: Plan) -> list[str]:
         f"mb{plan.micro_batch_size}": True,
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
+        f"keep{plan.activation_limit or 0:g}": plan.activation_limit is not None,
         "vocab": plan.spread_vocab,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
         plan.precision: True,

@@ -15,14 +15,17 @@ from muster.data.dataset import Dataset, StreamHash, sample_digest
 from muster.parallel.world import World, open_world
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.load import plan_text
 from muster.spec.mesh import data_index
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
+from muster.spec.write import replace_text
 from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
 from muster.train.ending import announce, finish
 from muster.train.errors import STOPPED
 from muster.train.metrics import MetricsLog, metrics_row, write_text
+from muster.train.order import measured_order
 from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
 
@@ -54,6 +57,11 @@ class Run:
         """Profiles, resumes, trains, reports."""
         started_at = time()
         profile = self.trainer.profile()
+        if (order := measured_order(self.config, self.plan, self.world, profile)) is not None:
+            self.trainer.take_order(order)
+            self.plan = self.trainer.plan
+            if self.is_main:
+                replace_text(self.run_dir / "plan.yaml", plan_text(self.plan))
         predicted = simulate(self.trainer.program, profile.times)
         self._resume()
         first_step = self.trainer.step_count + 1

@@ -26,6 +26,7 @@ from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
+from muster.train.order import with_order
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,6 +132,7 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
     if manifest is not None:
         _refuse_other_data(run_dir, dataset, manifest.counters)
         print(f"resuming {run_dir} after step {manifest.step}")
+    plan = with_order(plan, config, run_dir if manifest is not None else None)
     with _writing(run_dir):
         _forget(run_dir, all_of_it=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from muster.schedule.program import has_split_backward
 from muster.simulate.timeline import Event
 from muster.spec.layout import TensorLayout, stages_of
 from muster.spec.mesh import rank_at
-from muster.spec.plan import Plan
+from muster.spec.plan import Order, Plan
 from muster.spec.run import RunConfig
 from muster.train.loss_scale import LossScale
 from muster.train.skips import Skips
@@ -44,8 +44,8 @@ class Trainer:
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset) -> None:
         self.config, self.plan, self.world, self.dataset = config, plan, world, dataset
         workload = config.workload
-        self.program = program_of(plan, config.model, workload)
-        split_backward = has_split_backward(self.program)
+        self._read_plan()
+        split_backward = has_split_backward(self.program) or plan.splits
         self.stages = {
             index: DecoderStage(config.model, world, index, workload.seq_len, config.seed, split_backward)
             for index in stages_of(plan, world.at.pp)
@@ -59,8 +59,6 @@ class Trainer:
         self._copies = self._find_copies()
         handlers = {"NORM": self._norm, "STEP": self._apply, "TIE": self._tie, "MERGE": self._merge}
         self._handlers = handlers
-        report = check(self.program)
-        self.peak_by_stage, self.peak_words = report.peak_by_stage[world.at.pp], report.peak_words[world.at.pp]
         self._routes = stage_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._executor = self._make_executor(train=True)
@@ -77,6 +75,17 @@ class Trainer:
         self._micro_batches = plan.num_micro_batches(workload)
         self._reads = plan.spread_vocab or any(stage.is_first or stage.is_last for stage in self.stages.values())
         self.tokens_fed: Tensor | None = None
+
+    def _read_plan(self) -> None:
+        self.program = program_of(self.plan, self.config.model, self.config.workload)
+        report, at = check(self.program), self.world.at.pp
+        self.peak_by_stage, self.peak_words = report.peak_by_stage[at], report.peak_words[at]
+
+    def take_order(self, order: Order) -> None:
+        """Goes on in another order of the plan's schedule, which has the stages where they are."""
+        self.plan = self.plan.model_copy(update={"order": order})
+        self._read_plan()
+        self._executor = self._make_executor(train=True)
 
     def _make_executor(self, train: bool) -> Executor:
         program = self.program if train else program_of(self.plan, self.config.model, self.config.workload, train=False)

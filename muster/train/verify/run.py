@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muster.report.verdict import Verdict
+from muster.schedule.resolve import resolved
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.load import Resolved, write_resolved
 from muster.spec.plan import Plan, Precision
@@ -45,7 +46,7 @@ def verify(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("muster verify starts the processes of each plan itself: run it without torchrun")
-    plans = list({plan.hash: plan for plan in plans}.values())
+    plans = [resolved(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()]
     for plan in plans:
         if plan.precision not in TOLERANCES:
             raise InfeasibleError(
