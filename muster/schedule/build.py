@@ -56,7 +56,7 @@ def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = T
     }
     lowering = Lowering(
         zero=plan.default_strategy.zero,
-        data_ranks=tuple(plan.mesh(stage).data_ranks for stage in stages),
+        data_ranks=tuple(plan.mesh(stage).data_ranks * plan.mesh(stage).cp for stage in stages),
         copies=any(partial_copies(model, names, tp, sp) for tp, sp in tensor_axes),
         tied=model.tied_embeddings and not plan.spread_vocab,
         words=_word_times(plan, model) if plan.spread_vocab else None,

@@ -18,6 +18,9 @@ class Software(Frozen):
     """The cross-entropy reads the logits and writes their gradient, without float32 copies of them."""
     dropout: bool = False
     """After attention and MLP, and on attention's probabilities."""
+    fused_gradients: bool = True
+    """A weight's gradient is added to the sum over micro-batches by the product that makes it; else by a pass of its
+    own."""
     gradient_bytes: PositiveInt = 4
     """Of one number of a gradient that is summed over micro-batches and reduced."""
     overlap_reduce: bool = True

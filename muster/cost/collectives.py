@@ -1,0 +1,190 @@
+"""How long collectives and messages take, by size, by where the ranks lie, and by algorithm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.device import LinkSpec
+
+SIMPLE_STEPS = 4.0
+"""A step of NCCL's protocol for large messages takes so many times that of the one for small messages, which waits for
+flags instead of fences: all-reduces of 8 H100 take 62 µs beside their bytes with the first, 20 µs with the other
+(github:NVIDIA/dgxc-benchmarking nccl/README.md)."""
+FLAG_BANDWIDTH = 0.5
+"""Share of the bandwidth that the protocol for small messages reaches on these machines: half of what it sends are
+flags."""
+START_S = 6e-6
+"""To start a collective's kernel and find the partners' buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective as the network sees them."""
+
+    size: int
+    domains: int
+    """Fabrics (nodes, or racks of NVL72) that they lie in."""
+    local: int
+    """The most ranks in one of them."""
+    intra: LinkSpec
+    network: LinkSpec | None
+    network_bytes_per_s: float = 0.0
+    """Of one rank: its share of its node's network cards, after efficiency and tiers."""
+    network_latency_s: float = 0.0
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """What passes any point of the rings at once: the fabric's rate, or that of all cards that the group has in a
+        node, if that is less."""
+        fabric = self.intra.bandwidth_bytes_per_s * self.intra.efficiency
+        return fabric if self.domains == 1 else min(fabric, self.local * self.network_bytes_per_s)
+
+
+def make_group(cluster: ClusterSpec, ranks: Sequence[int]) -> Group:
+    """Where `ranks` lie in a cluster; all ranks of a node are taken to communicate at once, in groups alike."""
+    places = [cluster.locate(rank) for rank in ranks]
+    groups = [cluster.groups[index] for index in sorted({index for index, _ in places})]
+    counts: dict[int, int] = {}
+    for index, node in places:
+        domain = node // cluster.groups[index].domain_nodes
+        counts[domain] = counts.get(domain, 0) + 1
+    slowest = min((group.intra for group in groups), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency)
+    nodes = sorted({node for _, node in places})
+    if len(counts) == 1:
+        return Group(len(ranks), 1, len(ranks), _measured(cluster, nodes, slowest), None)
+    rates = [(_network_bytes_per_s(group), group) for group in groups]
+    rate, group = min(rates, key=lambda pair: pair[0])
+    network = group.nics.link if group.nics else None
+    latency_s = network.latency_s if network else slowest.latency_s
+    for tier in cluster.tiers:
+        if nodes[0] // tier.nodes != nodes[-1] // tier.nodes:
+            rate, latency_s = rate * tier.bandwidth_share, latency_s + tier.latency_s
+            if tier.link is not None:
+                sharing = tier.nodes * group.devices_per_node
+                rate = min(rate, tier.link.bandwidth_bytes_per_s * tier.link.efficiency / sharing)
+                latency_s = max(latency_s, tier.link.latency_s)
+    if cluster.node_bandwidth_bytes_per_s is not None:
+        matrix = cluster.node_bandwidth_bytes_per_s
+        rate = min(matrix[a][b] for a in nodes for b in nodes if a != b) / group.devices_per_node
+    return Group(len(ranks), len(counts), max(counts.values()), slowest, network, rate, latency_s)
+
+
+def _network_bytes_per_s(group: NodeGroup) -> float:
+    """A device's share of its node's cards."""
+    if group.nics is None:
+        return group.intra.bandwidth_bytes_per_s * group.intra.efficiency
+    link = group.nics.link
+    return link.bandwidth_bytes_per_s * link.efficiency * group.nics.count / group.devices_per_node
+
+
+def _measured(cluster: ClusterSpec, nodes: Sequence[int], link: LinkSpec) -> LinkSpec:
+    """The fabric at the rate that the cluster's matrix says, where it has one."""
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is None:
+        return link
+    rate = min(matrix[a][b] for a in nodes for b in nodes)
+    return link.model_copy(update={"bandwidth_bytes_per_s": rate, "efficiency": 1.0})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives: seconds; `size` is the bytes of the whole tensor
+
+
+def all_gather_s(group: Group, size: float) -> float:
+    """Every rank gets all parts of a tensor of `size` bytes, of which each has one.
+
+    A ring: every rank sends (n − 1) / n of the bytes in n − 1 steps (Thakur, Rabenseifner, Gropp, "Optimization of
+    Collective Communication Operations in MPICH", 2005, §4.1), over as many rings as there are network cards.
+    """
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return _curve(group, "all_gather", size) or _ring_s(group, size, 1)
+
+
+def reduce_scatter_s(group: Group, size: float) -> float:
+    """Every rank gets its part of the sum of tensors of `size` bytes: `all_gather_s` backwards."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return _curve(group, "reduce_scatter", size) or _ring_s(group, size, 1)
+
+
+def all_reduce_s(group: Group, size: float) -> float:
+    """Every rank gets the sum of tensors of `size` bytes: a ring there and back, a tree over the nodes where that is
+    faster (its steps grow with the logarithm: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan", 2009), or switches that add up (NVLS) within a fabric that has them."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _curve(group, "all_reduce", size)) is not None:
+        return measured
+    times_s = [_ring_s(group, size, 2)]
+    if group.domains == 1 and group.intra.in_network and group.size > 2:
+        rate = group.intra.bandwidth_bytes_per_s * group.intra.in_network
+        times_s.append(_protocols_s(2 * _others(group) * size, rate, 2 * 7 * group.intra.latency_s))
+    if group.domains > 2:
+        steps_s = 2 * (ceil(log2(group.domains)) * group.network_latency_s + (group.local - 1) * group.intra.latency_s)
+        times_s.append(_protocols_s(2 * size, group.ring_bytes_per_s, steps_s))
+    return min(times_s)
+
+
+def all_to_all_s(group: Group, size: float) -> float:
+    """Every rank gives `size` bytes away, an equal part to each: what stays in the fabric goes over it, the rest over
+    the rank's share of the network cards; both at once."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _curve(group, "all_to_all", size)) is not None:
+        return measured
+    inside = size * (group.local - 1) / group.size
+    outside = size * (group.size - group.local) / group.size
+    fabric_s = inside / (group.intra.bandwidth_bytes_per_s * group.intra.efficiency)
+    network_s = outside / group.network_bytes_per_s if outside and group.network_bytes_per_s else 0.0
+    start_s = START_S + SIMPLE_STEPS * (group.intra.latency_s + (group.network_latency_s if outside else 0.0))
+    return start_s + max(fabric_s, network_s)
+
+
+def message_s(group: Group, size: float) -> float:
+    """One rank of a pair gives `size` bytes to the other, while the pairs beside it do the same."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _curve(group, "send", size)) is not None:
+        return measured
+    latency_s = group.intra.latency_s if group.domains == 1 else group.network_latency_s
+    rate = (
+        group.intra.bandwidth_bytes_per_s * group.intra.efficiency
+        if group.domains == 1
+        else min(group.network_bytes_per_s, group.intra.bandwidth_bytes_per_s)
+    )
+    return START_S + SIMPLE_STEPS * latency_s + size / rate
+
+
+def _others(group: Group) -> float:
+    return (group.size - 1) / group.size
+
+
+def _ring_s(group: Group, size: float, rounds: int) -> float:
+    """`rounds` times round the ring: every link carries (n − 1) / n of the bytes each time."""
+    steps_s = (group.local - 1) * group.intra.latency_s
+    if group.domains > 1:
+        steps_s += (group.domains - 1) * group.network_latency_s
+    return _protocols_s(rounds * _others(group) * size, group.ring_bytes_per_s, rounds * steps_s)
+
+
+def _protocols_s(sent: float, bytes_per_s: float, steps_s: float) -> float:
+    """The faster of NCCL's protocols, for `sent` bytes over each link and steps that take `steps_s` in all."""
+    small_s = steps_s + sent / (FLAG_BANDWIDTH * bytes_per_s)
+    return START_S + min(small_s, SIMPLE_STEPS * steps_s + sent / bytes_per_s)
+
+
+def _curve(group: Group, kind: str, size: float) -> float | None:
+    """Measured seconds of a collective within one fabric, between the sizes that were measured: the ranks' number next
+    to the group's; None where nothing was."""
+    points = group.intra.curves.get(kind) if group.domains == 1 else None
+    if not points:
+        return None
+    ranks = min({n for n, _, _ in points}, key=lambda n: (abs(n - group.size), n))
+    own = sorted((bytes_, seconds) for n, bytes_, seconds in points if n == ranks)
+    for (size0, time0), (size1, time1) in zip(own, own[1:], strict=False):
+        if size <= size1:
+            share = max(0.0, (size - size0) / (size1 - size0))
+            return time0 + share * (time1 - time0)
+    return own[-1][1] * size / own[-1][0]

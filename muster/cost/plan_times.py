@@ -1,0 +1,330 @@
+"""How long every instruction of a plan's Program takes on a cluster."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from muster.cost.collectives import Group, all_gather_s, all_reduce_s, make_group, message_s, reduce_scatter_s
+from muster.cost.kernels import matmul_s, stream_s
+from muster.cost.layer_time import LayerPasses, LayerSetting, embedding_passes, head_passes, layer_passes
+from muster.cost.op_times import Hop, OpTimes
+from muster.cost.spent import CONTENTION, Spent
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import LinkSpec
+from muster.spec.errors import InfeasibleError
+from muster.spec.mesh import axis_sizes
+from muster.spec.model import ModelSpec, layer_parameters, stage_parameters
+from muster.spec.plan import Mesh, Plan
+from muster.spec.software import Software
+from muster.spec.workload import Workload
+
+OPTIMIZER_BYTES = 30
+"""AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
+passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
+NORM_BYTES = 4
+"""The gradients' norm reads each once."""
+STEP_HOST_S = 5e-3
+"""Of the host, once a step: the optimizer's and the loop's own Python, as far as it can't run ahead of the device
+because the gradients' norm is waited for."""
+
+
+def plan_times(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None = None
+) -> OpTimes:
+    """Seconds of each (kind, stage) of the plan's Program, and of each hop between stages.
+
+    Ranks are those of the plan's mesh, laid on the cluster's devices in order. Raises InfeasibleError where the cluster
+    has fewer devices, ConfigError where a device's rates are unknown.
+    """
+    if plan.world_size > cluster.num_devices:
+        raise InfeasibleError(
+            f"the plan needs {plan.world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
+        )
+    setting = _PlanSetting(model, plan, workload, cluster, software or Software())
+    seconds: dict[tuple[str, int], float] = {}
+    exposed_s: dict[tuple[str, int], dict[str, float]] = {}
+    for stage in range(plan.num_stages):
+        at = StageTimes(setting, stage)
+        for kind, spent in at.passes():
+            seconds[kind, stage] = spent.seconds(at.launch_s)
+            exposed_s[kind, stage] = spent.waits_s
+        seconds.update({(kind, stage): time_s for kind, time_s in at.step_kinds(seconds)})
+    if plan.spread_vocab:
+        seconds.update(_word_times(setting))
+    world = setting.group(tuple(range(plan.world_size))) if plan.world_size > 1 else setting.alone
+    held = [StageTimes(setting, stage).owned_numel for stage in range(plan.num_stages)]
+    most = max(
+        sum(held[stage] for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank) for rank in range(plan.pp)
+    )
+    device = cluster.device
+    seconds["NORM", -1] = all_reduce_s(world, 32) + stream_s(device, NORM_BYTES * most)
+    seconds["STEP", -1] = STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
+    processes = tuple(plan.mesh(rank).ranks for rank in range(plan.pp)) if device.shared_cores else ()
+    return OpTimes(seconds, 0.0, device.shared_cores, processes, hops=dict(_hops(setting)), exposed_s=exposed_s)
+
+
+@dataclass(frozen=True)
+class _PlanSetting:
+    """What all stages share."""
+
+    model: ModelSpec
+    plan: Plan
+    workload: Workload
+    cluster: ClusterSpec
+    software: Software
+
+    @cached_property
+    def alone(self) -> Group:
+        return Group(1, 1, 1, self.cluster.groups[0].intra, None)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], Group]:
+        return {}
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        """Where these ranks lie."""
+        if ranks not in self._groups:
+            self._groups[ranks] = make_group(self.cluster, ranks) if len(ranks) > 1 else self.alone
+        return self._groups[ranks]
+
+    def first_rank(self, stage: int) -> int:
+        """The first world rank that holds a stage."""
+        pp_rank = self.plan.pp_rank(stage)
+        if self.plan.is_uniform:
+            return pp_rank * _strides(axis_sizes(self.plan))["pp"]
+        return sum(self.plan.mesh(before).ranks for before in range(pp_rank))
+
+    def axis_group(self, stage: int, *axes: str) -> Group:
+        """The first of the groups of a stage's ranks that differ on these axes alone."""
+        plan = self.plan
+        pp_rank = plan.pp_rank(stage)
+        sizes = axis_sizes(plan, pp_rank) if plan.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
+        strides, ranks = _strides(sizes), [self.first_rank(stage)]
+        for axis in axes:
+            ranks = [rank + strides[axis] * index for index in range(sizes[axis]) for rank in ranks]
+        return self.group(tuple(sorted(ranks)))
+
+    def expert_group(self, stage: int) -> Group:
+        """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
+        tensors (arXiv:2504.14960)."""
+        mesh, first = self.plan.mesh(stage), self.first_rank(stage)
+        return self.group(tuple(range(first, first + mesh.ep * mesh.etp, mesh.etp)))
+
+
+def _strides(sizes: dict[str, int]) -> dict[str, int]:
+    strides, stride = {}, 1
+    for axis in reversed(sizes):
+        strides[axis], stride = stride, stride * sizes[axis]
+    return strides
+
+
+class StageTimes:
+    """The passes and collectives of one stage."""
+
+    def __init__(self, setting: _PlanSetting, stage: int) -> None:
+        plan = setting.plan
+        self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
+        self.layers = plan.layers(stage, setting.model.num_layers)
+        self.device = setting.cluster.group_of(setting.first_rank(stage)).device
+        self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
+        strategy = plan.strategy(self.layers.start)
+        self.zero = strategy.zero
+        mesh = self.mesh
+        self.at = LayerSetting(
+            setting.model,
+            self.device,
+            setting.software,
+            strategy,
+            plan.precision,
+            plan.rows(stage),
+            setting.workload.seq_len,
+            setting.axis_group(stage, "tp"),
+            setting.axis_group(stage, "cp"),
+            setting.expert_group(stage),
+            mesh.etp,
+        )
+        self.data = setting.axis_group(stage, "cp", "dp_shard")
+        self.replicas = setting.axis_group(stage, "dp_replicate")
+
+    # -- passes
+
+    def passes(self) -> Iterator[tuple[str, Spent]]:
+        """(kind, what it spends) of F, B, I and W."""
+        forward, inputs, weights, again = self._whole()
+        sharded = self.data.size > 1 and self.zero != "z1"
+        gather_s = self._layer_gather_s() * len(self.layers) if sharded and self.zero == "z3" else 0.0
+        reduce_s = self._layer_reduce_s() * len(self.layers) if sharded else 0.0
+        backward = again + inputs + weights
+        yield "F", self._with_traffic(forward, gather_s)
+        yield "B", self._with_traffic(backward, gather_s + reduce_s)
+        yield "I", self._with_traffic(again + inputs, gather_s)
+        yield "W", self._with_traffic(weights, reduce_s)
+
+    def _whole(self) -> tuple[Spent, Spent, Spent, Spent]:
+        """All that the stage computes of one micro-batch: layers that are alike are costed once."""
+        model, plan = self.setting.model, self.setting.plan
+        parts: list[LayerPasses] = []
+        kinds: dict[tuple, int] = {}
+        layers = list(self.layers)
+        if plan.is_last(self.stage):
+            layers += [model.num_layers - 1] * model.mtp_layers
+        for layer in layers:
+            kinds.setdefault(self._kind(layer), layer)
+        known = {
+            kind: layer_passes(replace(self.at, strategy=plan.strategy(layer)), layer) for kind, layer in kinds.items()
+        }
+        counts: dict[tuple, int] = {}
+        for layer in layers:
+            counts[self._kind(layer)] = counts.get(self._kind(layer), 0) + 1
+        for kind, count in counts.items():
+            one = known[kind]
+            parts.append(LayerPasses(one.forward * count, one.inputs * count, one.weights * count, one.again * count))
+        if not plan.spread_vocab:
+            if plan.is_first(self.stage):
+                parts.append(embedding_passes(self.at))
+            if plan.is_last(self.stage):
+                head = head_passes(self.at, model.vocab_size / self.mesh.tp)
+                parts += [head] * (1 + model.mtp_layers)
+        forward, inputs, weights, again = Spent(), Spent(), Spent(), Spent()
+        for part in parts:
+            forward, inputs = forward + part.forward, inputs + part.inputs
+            weights, again = weights + part.weights, again + part.again
+        return forward, inputs, weights, again
+
+    def _kind(self, layer: int) -> tuple:
+        model = self.setting.model
+        return (
+            self.setting.plan.strategy(layer),
+            model.has_experts(layer),
+            model.has_linear_attention(layer),
+            model.window(layer),
+        )
+
+    def _with_traffic(self, spent: Spent, travels_s: float) -> Spent:
+        """A pass beside which parameters are gathered, or gradients reduced, layer by layer: the first one's, or the
+        last one's, is waited for, the others travel beside the compute."""
+        if travels_s <= 0:
+            return spent
+        total = spent + Spent()
+        first_s = travels_s / max(1, len(self.layers))
+        total.wait("dp", first_s)
+        total.beside("dp", travels_s - first_s, spent.seconds(self.launch_s))
+        return total
+
+    # -- parameters
+
+    @cached_property
+    def numel(self) -> float:
+        """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
+        plan, model = self.setting.plan, self.setting.model
+        shapes = stage_parameters(model, self.layers, plan.is_first(self.stage), plan.is_last(self.stage))
+        return sum(self._part(name, shape) for name, shape in shapes)
+
+    @cached_property
+    def layer_numel(self) -> float:
+        """The same of its first layer."""
+        if not len(self.layers):
+            return 0.0
+        return sum(self._part(name, shape) for name, shape in layer_parameters(self.setting.model, self.layers[0]))
+
+    def _part(self, name: str, shape: Sequence[int]) -> float:
+        if len(shape) == 1:
+            return prod(shape)
+        if ".experts." in name:
+            return prod(shape) / (self.mesh.ep * self.mesh.etp)
+        words = name in ("embed.weight", "head.weight")
+        return prod(shape) / self.mesh.tp / (self.setting.plan.pp if words and self.setting.plan.spread_vocab else 1)
+
+    @property
+    def owned_numel(self) -> float:
+        """Numbers that the rank's optimizer updates."""
+        return self.numel / self.data.size
+
+    def _layer_gather_s(self) -> float:
+        """z3: a layer's parameters, in the dtype of the compute."""
+        return all_gather_s(self.data, self.layer_numel * self.at.act)
+
+    def _layer_reduce_s(self) -> float:
+        """z2, z3: a layer's gradients, and their sum over replicas."""
+        size = self.layer_numel * self.setting.software.gradient_bytes
+        return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size)
+
+    # -- once a step
+
+    def step_kinds(self, seconds: dict[tuple[str, int], float]) -> Iterator[tuple[str, float]]:
+        """(kind, seconds) of what happens to a stage once a step."""
+        software, stage = self.setting.software, self.stage
+        gradients = self.numel * software.gradient_bytes
+        reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        gather_s = all_gather_s(self.data, self.numel * self.at.act)
+        buckets = max(1, len(self.layers))
+        beside_s = seconds["B", stage] if software.overlap_reduce else 0.0
+        yield "REDUCE", _left_s(reduce_s, beside_s, buckets)
+        yield "UNSHARD", _left_s(gather_s, seconds["F", stage] if software.overlap_gather else 0.0, buckets)
+        norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
+        yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
+        words = self.setting.model.vocab_size * self.setting.model.hidden_size / self.mesh.tp
+        other = self.setting.plan.tied_stage(stage)
+        if other is not None:
+            pair = self.setting.group(tuple(sorted({self.setting.first_rank(stage), self.setting.first_rank(other)})))
+            yield "TIE", all_reduce_s(pair, words * software.gradient_bytes)
+        if self.setting.plan.replicas > 1 and stage < self.setting.plan.depth:
+            ranks = {self.setting.first_rank(stage), self.setting.first_rank(stage + self.setting.plan.depth)}
+            yield "MERGE", all_reduce_s(self.setting.group(tuple(sorted(ranks))), gradients)
+
+
+def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
+    """What is left of something that travels in buckets beside a pass: the last bucket, what the pass doesn't hide, and
+    what it slows the pass down."""
+    if beside_s <= 0:
+        return travels_s
+    last_s = travels_s / buckets
+    hidden_s = min(travels_s - last_s, beside_s)
+    return travels_s - hidden_s + CONTENTION * hidden_s
+
+
+def _hops(setting: _PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
+    """(sender's stage, receiver's stage) → the transfer between them: the hidden state forward, its gradient back."""
+    plan, model = setting.plan, setting.model
+    for stage in range(plan.num_stages - 1):
+        if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
+            continue
+        for source, target in ((stage, stage + 1), (stage + 1, stage)):
+            mesh: Mesh = plan.mesh(source)
+            sp = plan.strategy(plan.layers(source, model.num_layers).start).sp
+            tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
+            size = tokens * model.hidden_size * max(2, _bytes(plan))
+            pair = setting.group((setting.first_rank(source), setting.first_rank(target)))
+            total_s = message_s(pair, size)
+            yield (source, target), Hop(total_s, size / _wire(pair))
+
+
+def _bytes(plan: Plan) -> int:
+    return {"fp64": 8, "fp32": 4}.get(plan.precision, 2)
+
+
+def _wire(group: Group) -> float:
+    link: LinkSpec = group.intra
+    fabric = link.bandwidth_bytes_per_s * link.efficiency
+    return fabric if group.domains == 1 else min(fabric, group.network_bytes_per_s)
+
+
+def _word_times(setting: _PlanSetting) -> Iterator[tuple[tuple[str, int], float]]:
+    """Where the vocabulary is spread over the pipeline (arXiv:2411.05288): each rank looks up and scores its part of
+    the words; what it gives the others travels beside its passes."""
+    plan, model = setting.plan, setting.model
+    words = model.vocab_size / plan.pp
+    pipeline = setting.axis_group(0, "pp") if plan.is_uniform else setting.alone
+    for rank in range(plan.pp):
+        stage = next(stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank)
+        at = StageTimes(setting, stage).at
+        hidden, wide = at.hidden_bytes, at.wide
+        score_s = matmul_s(at.device, at.tokens, words, model.hidden_size, wide)
+        logits_s = stream_s(at.device, 3 * at.act * at.tokens * words, 2)
+        yield ("E", stage), stream_s(at.device, 2 * hidden / plan.pp)
+        yield ("S", stage), 2 * score_s + logits_s
+        yield ("T", stage), score_s + stream_s(at.device, at.act * at.tokens * words)
+        yield ("EW", stage), stream_s(at.device, 3 * hidden / plan.pp)
+        for kind, size in (("EC", hidden), ("HC", hidden), ("SC", 2 * hidden), ("DC", hidden)):
+            yield (kind, stage), all_reduce_s(pipeline, size) / 2
