@@ -17,6 +17,7 @@ VERBS = {
     "schedule": "draw a pipeline schedule, or compare them all",
     "verify": "compare plans with training on one process, and name the first layer that differs",
     "generate": "let a trained model write",
+    "predict": "say how long a step of a plan takes on a cluster, and what each rank holds",
     "report": "show the report of a run",
 }
 """Each verb's module in this package has its name, and a function `run(arguments) -> exit code`."""

@@ -44,6 +44,10 @@ class OpTimes:
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
 
+    def exposed(self, action: Action) -> Mapping[str, float]:
+        """Axis → seconds within one action."""
+        return self.exposed_s.get((action.kind, action.stage)) or self.exposed_s.get((action.kind, -1), {})
+
     def hop(self, source: int, target: int) -> Hop:
         """The transfer from one stage to another."""
         return self.hops.get((source, target)) or Hop(self.hop_s)

@@ -29,9 +29,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def write_report(path: Path, data: ReportData) -> None:
     """Writes the report to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    write_page(path, render_report(data))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        unfinished.write_text(render_report(data), encoding="utf-8", errors="replace")
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
         os.replace(unfinished, path)
     except OSError as error:
         raise MusterError(f"the report can't be written to {path}: {error.strerror}") from error
@@ -39,32 +44,38 @@ def write_report(path: Path, data: ReportData) -> None:
 
 def render_report(data: ReportData) -> str:
     """The page as text."""
+    version = f" {data.facts.muster_version}" if data.facts.muster_version else ""
+    return page(
+        data.title,
+        _header(data),
+        section("Training", _charts(data)),
+        section("One step, predicted and measured", draw_timelines(data.predicted, data.measured)),
+        section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
+        section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",
+        section("Notes", element("ul", *(element("li", note) for note in data.notes))) if data.notes else "",
+        section("The run", _facts(data)),
+        element("footer", f"Written by Muster{version}."),
+    )
+
+
+def page(title: str, *parts: str) -> str:
+    """A whole page as text: it opens offline and loads nothing."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("title", f"{data.title} – Muster"),
+        element("title", f"{title} – Muster"),
         element("style", Html(style_sheet())),
     )
-    version = f" {data.facts.muster_version}" if data.facts.muster_version else ""
-    main = element(
-        "main",
-        _header(data),
-        _section("Training", _charts(data)),
-        _section("One step, predicted and measured", draw_timelines(data.predicted, data.measured)),
-        _section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
-        _section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",
-        _section("Notes", element("ul", *(element("li", note) for note in data.notes))) if data.notes else "",
-        _section("The run", _facts(data)),
-        element("footer", f"Written by Muster{version}."),
-    )
+    main = element("main", *parts)
     body = element("body", main, element("div", id="tip", role="status"), element("script", Html(SCRIPT)))
     return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
 
 
-def _section(title: str, content: Html) -> Html:
+def section(title: str, content: Html) -> Html:
+    """A part of a page under a heading."""
     return element("section", element("h2", title), content)
 
 
@@ -81,10 +92,10 @@ def _header(data: ReportData) -> Html:
         "MFU, median": _median(data, "perf/mfu", format_fraction),
     }
     plan = element("p", "plan ", element("code", data.plan_name), class_="plan")
-    return element("header", element("h1", data.title), plan, _pairs(figures, "figures"))
+    return element("header", element("h1", data.title), plan, pairs(figures, "figures"))
 
 
-def _pairs(values: dict[str, str | None], style: str) -> Html:
+def pairs(values: dict[str, str | None], style: str) -> Html:
     """Names with values as a description list; None leaves a pair out."""
     known = [(name, value) for name, value in values.items() if value is not None]
     return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in known), class_=style)
@@ -145,7 +156,7 @@ def _sample(data: ReportData) -> Html:
 
 def _facts(data: ReportData) -> Html:
     facts = data.facts
-    return _pairs(
+    return pairs(
         {
             "plan": data.plan_name,
             "parameters": None if facts.num_parameters is None else format_count(facts.num_parameters),

@@ -1,0 +1,122 @@
+"""`muster predict`: how long a step of a plan takes on a cluster, where its time goes, and what each rank holds."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, whole_number
+from muster.spec.errors import ConfigError, MusterError
+
+if TYPE_CHECKING:
+    from muster.simulate.predict import Prediction
+    from muster.spec.plan import Plan
+    from muster.spec.workload import Workload
+
+MICRO_BATCHES = 8
+"""Of each pipeline rank, where no batch size is given."""
+PICTURE_EVENTS = 20_000
+"""Of a larger program no picture is drawn: its passes are far narrower than a letter."""
+
+
+def run(arguments: list[str]) -> int:
+    """Predicts. Returns the exit code."""
+    args = _parse(arguments)
+    prediction = _predict(args)
+    if args.trace:
+        _write_trace(args.trace, prediction)
+    if args.html:
+        from muster.report.page import write_page
+        from muster.report.prediction import prediction_page
+
+        write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}"))
+    if args.json:
+        print(json.dumps(prediction.to_json(), indent=2))
+    else:
+        _show(prediction)
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "predict",
+        "Predict the step time, throughput and memory of a plan, from the specification of a cluster alone.",
+        usage="muster predict --model M --cluster C --plan PLAN [flags]",
+        epilog="A cluster measured by muster profile gives the times of that machine.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="M",
+        help="a model that comes with Muster, such as llama3-8b, its file or a Hugging Face directory",
+    )
+    add("--cluster", metavar="C", help="devices, such as 64xh100, a cluster that comes with Muster, or its file")
+    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, or its file")
+    add("--seq-len", type=whole_number, metavar="S", help="tokens of a sequence (default: 4096, or the model's most)")
+    add(
+        "--global-batch",
+        type=whole_number,
+        metavar="B",
+        help=f"sequences of a step (default: {MICRO_BATCHES} micro-batches for each pipeline rank)",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
+    add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
+    args = parser.parse(arguments)
+    for flag, example in (("model", "llama3-8b"), ("cluster", "64xh100"), ("plan", "dp8-tp4-pp2")):
+        if getattr(args, flag) is None:
+            raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")
+    return args
+
+
+def _predict(args: argparse.Namespace) -> "Prediction":
+    from muster.simulate.predict import predict
+    from muster.spec.load_cluster import load_cluster
+    from muster.spec.load_model import load_model
+
+    model, cluster, plan = load_model(args.model), load_cluster(args.cluster), _load_plan(args.plan)
+    return predict(model, plan, _workload(args, plan), cluster)
+
+
+def _load_plan(text: str) -> "Plan":
+    if "/" in text or text.endswith((".yaml", ".yml")):
+        from muster.spec.load import load_plan
+
+        return load_plan(Path(text))
+    from muster.spec.plan_name import parse_plan_name
+
+    return parse_plan_name(text)
+
+
+def _workload(args: argparse.Namespace, plan: "Plan") -> "Workload":
+    from muster.spec.workload import Workload
+
+    batch = args.global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
+    return Workload(seq_len=args.seq_len or 4096, global_batch_size=batch)
+
+
+def _write_trace(path: Path, prediction: "Prediction") -> None:
+    from muster.report.trace import chrome_trace
+    from muster.spec.plan_name import format_plan_name
+
+    trace = chrome_trace(prediction.timeline, format_plan_name(prediction.plan))
+    try:
+        path.write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise MusterError(f"the trace can't be written to {path}: {error.strerror}") from None
+
+
+def _show(prediction: "Prediction") -> None:
+    from rich.console import Console
+
+    from muster.report.prediction import prediction_lines
+    from muster.report.terminal import gantt_text, plan_lines
+
+    one, console = prediction, Console(highlight=False)
+    count = one.plan.num_micro_batches(one.workload)
+    print(plan_lines(one.plan, one.model, one.workload, count))
+    print(f"cluster   {one.cluster.name or one.cluster.device.name}")
+    print("\n".join(prediction_lines(one)))
+    if sum(len(lane) for lanes in one.program.ranks for lane in lanes.values()) <= PICTURE_EVENTS:
+        print()
+        console.print(gantt_text(one.timeline, console.width))

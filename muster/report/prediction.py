@@ -1,0 +1,125 @@
+"""A prediction for people: what the terminal shows, and the page."""
+
+from collections.abc import Iterator, Sequence
+
+from muster.report.gantt import draw_timelines
+from muster.report.html import Html, element
+from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
+from muster.report.page import page, pairs, section
+from muster.report.rows import spread
+from muster.simulate.predict import Prediction, RankMemory
+
+_SHOWN_RANKS = 8
+_BAR = 24
+
+Row = tuple[str, ...]
+
+
+def prediction_lines(prediction: Prediction) -> list[str]:
+    """Step, parts, memory and cost as aligned lines."""
+    figures = [f"{name:9} {text}" for name, text in figures_of(prediction)]
+    rows = [("", "time", "of the step"), *parts_of(prediction)]
+    shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
+    parts = [f"{line}  {bar}".rstrip() for line, bar in zip(_aligned(rows), shares, strict=True)]
+    memory = _aligned(memory_rows(prediction))
+    return [*figures, "", *parts, "", *memory]
+
+
+def figures_of(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """The numbers that people look for first, each in words."""
+    one = prediction
+    per_device = f"{format_count(one.tokens_per_s_per_device)} per device"
+    yield "step", f"{format_seconds(one.step_time_s)}, {format_fraction(one.bubble_fraction)} of it bubble"
+    yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
+    yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_or_why_not(one)}"
+    yield "fits", _fits(one)
+    yield "cost", _cost(one)
+
+
+def _or_why_not(one: Prediction) -> str:
+    if one.mfu is not None:
+        return format_fraction(one.mfu)
+    return f"N/A ({one.cluster.device.why_unknown})"
+
+
+def _fits(one: Prediction) -> str:
+    fullest = max(one.memory, key=lambda rank: rank.total)
+    limit = one.cluster.group_of(fullest.rank).device.memory_bytes
+    if limit is None:
+        return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
+    answer = "yes" if one.fits else "NO"
+    return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}"
+
+
+def _cost(one: Prediction) -> str:
+    tokens = one.workload.tokens_per_step
+    usd = "N/A" if one.usd_per_step is None else f"${one.usd_per_step / tokens * 1e9:,.2f}"
+    energy = "N/A" if one.joules_per_step is None else f"{one.joules_per_step / tokens / 3.6e6 * 1e9:,.1f} kWh"
+    return f"{usd} and {energy} for 10⁹ tokens"
+
+
+def parts_of(prediction: Prediction) -> list[Row]:
+    """The parts of a step with their seconds and their shares."""
+    return [(name, format_seconds(time_s), format_fraction(share)) for name, time_s, share in _shares(prediction)]
+
+
+def _shares(prediction: Prediction) -> list[tuple[str, float, float]]:
+    parts = prediction.parts
+    rows = [("compute", parts.compute_s)]
+    rows += [(f"waiting for {axis}", time_s) for axis, time_s in parts.communication_s.items()]
+    rows += [("bubble", parts.bubble_s), ("optimizer", parts.optimizer_s), ("data", parts.data_s)]
+    return [(name, time_s, time_s / prediction.step_time_s) for name, time_s in rows]
+
+
+def memory_rows(prediction: Prediction) -> list[Row]:
+    """A head, then a row for each pipeline rank, of very many some."""
+    memory = prediction.memory
+    shown = [memory[index] for index in spread(len(memory), _SHOWN_RANKS)]
+    terms = [term for term in memory[0].terms if any(rank.terms[term] for rank in memory)]
+    head = ("memory", *(term.replace("_", " ") for term in terms), "total")
+    return [
+        head,
+        *((f"rank {rank.rank}", *(format_bytes(rank.terms[term]) for term in terms), _size(rank)) for rank in shown),
+    ]
+
+
+def _size(rank: RankMemory) -> str:
+    return format_bytes(rank.total)
+
+
+def _bar(share: float) -> str:
+    return "▇" * round(share * _BAR)
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def prediction_page(prediction: Prediction, title: str) -> str:
+    """The prediction as one HTML file that opens anywhere."""
+    header = element("header", element("h1", title), pairs(dict(figures_of(prediction)), "figures"))
+    return page(
+        title,
+        header,
+        section("Where the time goes", table([("", "time", "of the step"), *parts_of(prediction)])),
+        section("One step", draw_timelines(prediction.timeline)),
+        section("Memory", table(memory_rows(prediction))),
+    )
+
+
+def table(rows: Sequence[Row]) -> Html:
+    """A head and the rows under it."""
+    head = element("tr", *(element("th", word, scope="col") for word in rows[0]))
+    body = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
+        for row in rows[1:]
+    )
+    return element("table", element("thead", head), element("tbody", *body))

@@ -1,0 +1,249 @@
+"""The prediction of a plan: how long a step takes, where its time goes, what each rank holds."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from muster.cost.flops import train_flops_per_token
+from muster.cost.memory import MemoryTerms, rank_memory
+from muster.cost.op_times import OpTimes
+from muster.cost.plan_times import plan_times
+from muster.schedule.action import Action
+from muster.schedule.build import program_of
+from muster.schedule.live import live_at_peak, live_words
+from muster.schedule.program import Program
+from muster.simulate.simulator import simulate_parts
+from muster.simulate.spans import BUBBLE, HOP
+from muster.simulate.timeline import Timeline
+from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import InfeasibleError
+from muster.spec.legal import asked_world_size, counted, problems
+from muster.spec.mesh import members
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.software import Software
+from muster.spec.workload import Workload
+
+_AXES: dict[str, str] = dict.fromkeys((HOP, "TIE", "MERGE", "EC", "HC", "SC", "DC"), "pp")
+_AXES |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world"}
+"""What a rank waits for → the axis on which it travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Where a step's seconds go, as means over the pipeline ranks; they add up to the step."""
+
+    compute_s: float
+    communication_s: Mapping[str, float]
+    """Axis (pp, dp, tp, cp, ep, world) → the seconds in which ranks stand still for what travels on it."""
+    bubble_s: float
+    optimizer_s: float
+    data_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank holds at its peak: the first of the ranks that hold a pipeline rank's stages."""
+
+    rank: int
+    pp_rank: int
+    terms: Mapping[str, int]
+    """Term → bytes."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of one optimizer step of a plan. None stands for what can't be known: a peak, a price."""
+
+    model: ModelSpec
+    plan: Plan
+    workload: Workload
+    cluster: ClusterSpec
+    program: Program
+    times: OpTimes
+    step_time_s: float
+    parts: StepParts
+    bubble_fraction: float
+    """Of the time of a round in which its ranks wait for others to compute."""
+    memory: tuple[RankMemory, ...]
+    """By pipeline rank."""
+    fits: bool | None
+    """Whether every rank's memory suffices; None where a device's is unknown."""
+    make_timeline: Callable[[], Timeline] = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each instruction runs, by pipeline rank; made when it is asked for."""
+        return self.make_timeline()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.workload.tokens_per_step / self.step_time_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.plan.world_size
+
+    @property
+    def tflops_per_device(self) -> float:
+        """10¹² model FLOPs per second: what is computed again doesn't count (see `train_flops_per_token`)."""
+        return self.tokens_per_s_per_device * train_flops_per_token(self.model, self.workload.seq_len) / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs as a part of the devices' peak in the plan's precision."""
+        groups = self.cluster.groups
+        peaks = [(group.device.flops_per_s(self.plan.precision), group.num_devices) for group in groups]
+        known = [peak * count for peak, count in peaks if peak is not None]
+        if len(known) < len(peaks):
+            return None
+        return self.tflops_per_device * 1e12 * self.plan.world_size / sum(known)
+
+    @property
+    def usd_per_step(self) -> float | None:
+        """What all devices cost to rent for a step."""
+        price = self.cluster.usd_per_hour
+        return None if price is None else price * self.step_time_s / 3600
+
+    @property
+    def joules_per_step(self) -> float | None:
+        """What all devices take at most, at the power limit of their boards; hosts and cooling are not in it."""
+        watts = self.cluster.watts
+        return None if watts is None else watts * self.step_time_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; every key is there, null where a value is unknown."""
+        parts = self.parts
+        return {
+            "version": 1,
+            "model": self.model.name,
+            "plan": format_plan_name(self.plan),
+            "cluster": self.cluster.name,
+            "devices": self.plan.world_size,
+            "seq_len": self.workload.seq_len,
+            "global_batch_size": self.workload.global_batch_size,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "breakdown": {
+                "compute_s": parts.compute_s,
+                "communication_s": dict(parts.communication_s),
+                "bubble_s": parts.bubble_s,
+                "optimizer_s": parts.optimizer_s,
+                "data_s": parts.data_s,
+            },
+            "memory": {str(one.rank): {"pp_rank": one.pp_rank, **one.terms, "total": one.total} for one in self.memory},
+            "fits": self.fits,
+            "usd_per_step": self.usd_per_step,
+            "joules_per_step": self.joules_per_step,
+        }
+
+
+def predict(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    program: Program | None = None,
+    times: OpTimes | None = None,
+    software: Software | None = None,
+) -> Prediction:
+    """What a step of the plan takes and holds, by lowering its Program and simulating it.
+
+    `software` says what computes, where that is not Muster itself on what is usual.
+    `program` (of `program_of`) and `times` (of `plan_times`) spare their making where they are known from another
+    call: plans that differ in neither schedule, micro-batches nor sharding level have the same program. The cost is
+    about 5 µs of one core for each instruction of the program, half of it for lowering, and some milliseconds for
+    times and memory: 20 ms for 16 pipeline ranks and 64 micro-batches, half a second for 64 and 512.
+
+    Raises InfeasibleError with the reasons why the plan can't hold for this model, batch and cluster.
+    """
+    require_legal(plan, model, workload, cluster)
+    program = program or program_of(plan, model, workload)
+    times = times or plan_times(model, plan, workload, cluster, software)
+    found_s, make_timeline = simulate_parts(program, times)
+    round_s = sum(found_s.values())
+    memory = _memory(model, plan, workload, program)
+    return Prediction(
+        model,
+        plan,
+        workload,
+        cluster,
+        program,
+        times,
+        round_s + times.data_s,
+        _parts(found_s, program, times),
+        found_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0,
+        memory,
+        _fits(memory, plan, cluster),
+        make_timeline,
+    )
+
+
+def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
+    """Raises InfeasibleError with each reason why the plan can't hold; what the runtime can't do yet is no reason."""
+    # Processes can share cores, so that any number of ranks can run on them.
+    devices = asked_world_size(plan) if cluster.device.shared_cores else cluster.num_devices
+    found = [problem.replace("process", "device") for problem in problems(plan, model, workload, devices)]
+    if found:
+        where = cluster.name or counted(devices, "device")
+        raise InfeasibleError(f"plan {format_plan_name(plan)} doesn't fit {where}: {'; '.join(found)}")
+
+
+def _parts(found_s: Mapping[str, float], program: Program, times: OpTimes) -> StepParts:
+    communication_s: defaultdict[str, float] = defaultdict(float)
+    for kind, time_s in found_s.items():
+        if kind in _AXES:
+            communication_s[_AXES[kind]] += time_s
+    within_s = _exposed_within(program, times)
+    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXES, "STEP", BUBBLE))
+    optimizer_s = found_s.get("STEP", 0.0)
+    for (kind, axis), time_s in within_s.items():
+        communication_s[axis] += time_s
+        if kind == "STEP":
+            optimizer_s -= time_s
+        else:
+            compute_s -= time_s
+    shown = {axis: time_s for axis, time_s in communication_s.items() if time_s}
+    return StepParts(compute_s, shown, found_s.get(BUBBLE, 0.0), optimizer_s, times.data_s)
+
+
+def _exposed_within(program: Program, times: OpTimes) -> dict[tuple[str, str], float]:
+    """(kind, axis) → what ranks stand still for within their passes and the step, as a mean over the pipeline ranks."""
+    total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+    if not times.exposed_s:
+        return total_s
+    for lanes in program.ranks:
+        for pair, count in Counter(action[:2] for action, _, _ in lanes.get("compute", ())).items():
+            for axis, time_s in times.exposed(Action(*pair)).items():
+                total_s[pair[0], axis] += count * time_s / program.num_ranks
+    return total_s
+
+
+def _memory(model: ModelSpec, plan: Plan, workload: Workload, program: Program) -> tuple[RankMemory, ...]:
+    found = []
+    words = live_words(program)
+    for pp_rank, live in enumerate(live_at_peak(program)):
+        rank = next(members(plan, pp_rank))[0]
+        terms = rank_memory(model, plan, workload, rank, live, live_words=words[pp_rank])
+        found.append(
+            RankMemory(rank, pp_rank, {name: getattr(terms, name) for name in MemoryTerms.__dataclass_fields__})
+        )
+    return tuple(found)
+
+
+def _fits(memory: tuple[RankMemory, ...], plan: Plan, cluster: ClusterSpec) -> bool | None:
+    limits = [cluster.group_of(one.rank).device.memory_bytes for one in memory]
+    if None in limits:
+        return None
+    return all(one.total <= limit for one, limit in zip(memory, limits, strict=True) if limit is not None)
