@@ -50,8 +50,9 @@ class Command:
 
     @property
     def measures(self) -> bool:
-        """Whether the numbers that it prints differ from run to run: those of a training do."""
-        trains = self.words[:2] in (["muster", "train"], ["muster", "verify"]) and "--dry-run" not in self.words
+        """Whether the numbers that it prints differ from run to run: those of a training and of a profile do."""
+        measuring = (["muster", "train"], ["muster", "verify"], ["muster", "profile"])
+        trains = self.words[:2] in measuring and "--dry-run" not in self.words
         return self.words[0] == "cat" or trains
 
 

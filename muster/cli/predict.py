@@ -10,9 +10,11 @@ from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
     from muster.simulate.predict import Prediction
+    from muster.spec.model import ModelSpec
     from muster.spec.plan import Plan
     from muster.spec.workload import Workload
 
+SEQ_LEN = 4096
 MICRO_BATCHES = 8
 """Of each pipeline rank, where no batch size is given."""
 PICTURE_EVENTS = 20_000
@@ -52,7 +54,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--cluster", metavar="C", help="devices, such as 64xh100, a cluster that comes with Muster, or its file")
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, or its file")
-    add("--seq-len", type=whole_number, metavar="S", help="tokens of a sequence (default: 4096, or the model's most)")
+    add(
+        "--seq-len",
+        type=whole_number,
+        metavar="S",
+        help=f"tokens of a sequence (default: {SEQ_LEN}, or the model's most)",
+    )
     add(
         "--global-batch",
         type=whole_number,
@@ -72,10 +79,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _predict(args: argparse.Namespace) -> "Prediction":
     from muster.simulate.predict import predict
     from muster.spec.load_cluster import load_cluster
-    from muster.spec.load_model import load_model
+    from muster.spec.named_model import HF_PREFIX, load_model
 
-    model, cluster, plan = load_model(args.model), load_cluster(args.cluster), _load_plan(args.plan)
-    return predict(model, plan, _workload(args, plan), cluster)
+    name = HF_PREFIX + args.model if Path(args.model).is_dir() else args.model
+    model, cluster, plan = load_model(name), load_cluster(args.cluster), _load_plan(args.plan)
+    return predict(model, plan, _workload(args, model, plan), cluster)
 
 
 def _load_plan(text: str) -> "Plan":
@@ -88,11 +96,12 @@ def _load_plan(text: str) -> "Plan":
     return parse_plan_name(text)
 
 
-def _workload(args: argparse.Namespace, plan: "Plan") -> "Workload":
+def _workload(args: argparse.Namespace, model: "ModelSpec", plan: "Plan") -> "Workload":
     from muster.spec.workload import Workload
 
     batch = args.global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
-    return Workload(seq_len=args.seq_len or 4096, global_batch_size=batch)
+    seq_len = args.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
+    return Workload(seq_len=seq_len, global_batch_size=batch)
 
 
 def _write_trace(path: Path, prediction: "Prediction") -> None:

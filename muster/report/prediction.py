@@ -21,7 +21,7 @@ def prediction_lines(prediction: Prediction) -> list[str]:
     rows = [("", "time", "of the step"), *parts_of(prediction)]
     shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
     parts = [f"{line}  {bar}".rstrip() for line, bar in zip(_aligned(rows), shares, strict=True)]
-    memory = _aligned(memory_rows(prediction))
+    memory = _aligned(memory_rows(prediction)) if prediction.memory else []
     return [*figures, "", *parts, "", *memory]
 
 
@@ -43,6 +43,8 @@ def _or_why_not(one: Prediction) -> str:
 
 
 def _fits(one: Prediction) -> str:
+    if not one.memory:
+        return "N/A (the memory of this plan can't be predicted yet)"
     fullest = max(one.memory, key=lambda rank: rank.total)
     limit = one.cluster.group_of(fullest.rank).device.memory_bytes
     if limit is None:
@@ -111,7 +113,7 @@ def prediction_page(prediction: Prediction, title: str) -> str:
         header,
         section("Where the time goes", table([("", "time", "of the step"), *parts_of(prediction)])),
         section("One step", draw_timelines(prediction.timeline)),
-        section("Memory", table(memory_rows(prediction))),
+        section("Memory", table(memory_rows(prediction))) if prediction.memory else "",
     )
 
 

@@ -14,12 +14,13 @@ from muster.schedule.action import Action
 from muster.schedule.build import program_of
 from muster.schedule.live import live_at_peak, live_words
 from muster.schedule.program import Program
+from muster.schedule.resolve import resolved
 from muster.simulate.simulator import simulate_parts
 from muster.simulate.spans import BUBBLE, HOP
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import asked_world_size, counted, problems
+from muster.spec.legal import counted, problems
 from muster.spec.mesh import members
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -73,7 +74,7 @@ class Prediction:
     bubble_fraction: float
     """Of the time of a round in which its ranks wait for others to compute."""
     memory: tuple[RankMemory, ...]
-    """By pipeline rank."""
+    """By pipeline rank; none where the plan uses what there is no formula for."""
     fits: bool | None
     """Whether every rank's memory suffices; None where a device's is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
@@ -169,6 +170,7 @@ def predict(
     Raises InfeasibleError with the reasons why the plan can't hold for this model, batch and cluster.
     """
     require_legal(plan, model, workload, cluster)
+    plan = resolved(plan, model, workload)
     program = program or program_of(plan, model, workload)
     times = times or plan_times(model, plan, workload, cluster, software)
     found_s, make_timeline = simulate_parts(program, times)
@@ -192,10 +194,13 @@ def predict(
 
 def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
     """Raises InfeasibleError with each reason why the plan can't hold; what the runtime can't do yet is no reason."""
-    # Processes can share cores, so that any number of ranks can run on them.
-    devices = asked_world_size(plan) if cluster.device.shared_cores else cluster.num_devices
-    found = [problem.replace("process", "device") for problem in problems(plan, model, workload, devices)]
+    devices = cluster.num_devices
+    found = [
+        problem.replace("processes", "devices").replace("process", "device")
+        for problem in problems(plan, model, workload, devices)
+    ]
     if found:
+        found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
         where = cluster.name or counted(devices, "device")
         raise InfeasibleError(f"plan {format_plan_name(plan)} doesn't fit {where}: {'; '.join(found)}")
 
@@ -214,7 +219,7 @@ def _parts(found_s: Mapping[str, float], program: Program, times: OpTimes) -> St
             optimizer_s -= time_s
         else:
             compute_s -= time_s
-    shown = {axis: time_s for axis, time_s in communication_s.items() if time_s}
+    shown = {axis: time_s for axis, time_s in sorted(communication_s.items(), key=lambda pair: -pair[1]) if time_s}
     return StepParts(compute_s, shown, found_s.get(BUBBLE, 0.0), optimizer_s, times.data_s)
 
 
@@ -231,19 +236,20 @@ def _exposed_within(program: Program, times: OpTimes) -> dict[tuple[str, str], f
 
 
 def _memory(model: ModelSpec, plan: Plan, workload: Workload, program: Program) -> tuple[RankMemory, ...]:
-    found = []
-    words = live_words(program)
-    for pp_rank, live in enumerate(live_at_peak(program)):
-        rank = next(members(plan, pp_rank))[0]
-        terms = rank_memory(model, plan, workload, rank, live, live_words=words[pp_rank])
-        found.append(
-            RankMemory(rank, pp_rank, {name: getattr(terms, name) for name in MemoryTerms.__dataclass_fields__})
-        )
+    words, found = live_words(program), []
+    try:
+        for pp_rank, live in enumerate(live_at_peak(program)):
+            rank = next(members(plan, pp_rank))[0]
+            terms = rank_memory(model, plan, workload, rank, live, live_words=words[pp_rank])
+            named = {name: getattr(terms, name) for name in MemoryTerms.__dataclass_fields__}
+            found.append(RankMemory(rank, pp_rank, named))
+    except InfeasibleError:  # there is no formula yet
+        return ()
     return tuple(found)
 
 
 def _fits(memory: tuple[RankMemory, ...], plan: Plan, cluster: ClusterSpec) -> bool | None:
     limits = [cluster.group_of(one.rank).device.memory_bytes for one in memory]
-    if None in limits:
+    if None in limits or not limits:
         return None
     return all(one.total <= limit for one, limit in zip(memory, limits, strict=True) if limit is not None)

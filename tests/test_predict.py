@@ -1,0 +1,182 @@
+"""The prediction of a plan and `muster predict`."""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from muster.cli.main import main
+from muster.cost.op_times import Hop, OpTimes
+from muster.cost.plan_times import plan_times
+from muster.schedule.build import program_of
+from muster.schedule.check import check
+from muster.schedule.live import live_at_peak, live_words
+from muster.simulate.breakdown import breakdown
+from muster.simulate.predict import predict
+from muster.spec.errors import InfeasibleError
+from muster.spec.load_cluster import load_cluster
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, Strategy
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.schedules import SCHEDULES
+from muster.spec.workload import Workload
+
+SMALL = ModelSpec(vocab_size=512, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=128)
+WORKLOAD = Workload(seq_len=64, global_batch_size=32)
+
+
+@pytest.mark.parametrize(
+    "name", ["dp8", "dp2-pp4-mb2", "dp2-tp2-sp-pp2-z1", "dp2x2-pp2-z2-rfull", "pp4v2-dp2-sinterleaved"]
+)
+def test_the_parts_of_a_step_make_up_the_step(name: str):
+    one = predict(SMALL, parse_plan_name(name), WORKLOAD, load_cluster("8xh100"))
+    parts = one.parts
+    waits_s = sum(parts.communication_s.values())
+    total_s = parts.compute_s + waits_s + parts.bubble_s + parts.optimizer_s + parts.data_s
+    assert one.step_time_s == pytest.approx(total_s)
+    assert min(parts.compute_s, parts.bubble_s, parts.optimizer_s, *parts.communication_s.values()) >= 0
+    assert one.bubble_fraction == pytest.approx(breakdown(one.timeline).bubble_fraction)
+    assert one.tokens_per_s_per_device * 8 * one.step_time_s == pytest.approx(WORKLOAD.tokens_per_step)
+    again = predict(SMALL, one.plan, WORKLOAD, one.cluster, one.program, one.times)
+    assert (again.step_time_s, again.parts, again.memory) == (one.step_time_s, parts, one.memory)
+
+
+def test_each_axis_gets_what_ranks_wait_for_on_it():
+    """Two stages, one micro-batch: F 2 (of which 0.5 for tp), hop 1, F 2, B 3 (1 for dp), hop 1, B 3, REDUCE 2."""
+    plan = Plan(pp=2, dp_shard=2, default_strategy=Strategy(zero="z1"))
+    seconds = {("F", -1): 2.0, ("B", -1): 3.0, ("REDUCE", -1): 2.0, ("NORM", -1): 0.25, ("STEP", -1): 1.0}
+    exposed_s = {("F", -1): {"tp": 0.5}, ("B", 0): {"dp": 1.0}}
+    times = OpTimes(seconds, hops={(0, 1): Hop(1.0), (1, 0): Hop(1.0)}, exposed_s=exposed_s, data_s=0.125)
+    workload = Workload(seq_len=64, global_batch_size=2)
+    one = predict(SMALL, plan, workload, load_cluster("4xh100"), times=times)
+    assert one.step_time_s == pytest.approx(12 + 2 + 0.25 + 1 + 0.125)
+    parts = one.parts
+    assert parts.communication_s == pytest.approx({"dp": 2 + 1 / 2, "pp": 1, "tp": 0.5, "world": 0.25})
+    assert (parts.compute_s, parts.optimizer_s, parts.data_s) == pytest.approx((5 - 0.5 - 0.5, 1, 0.125))
+    assert parts.bubble_s == pytest.approx(6)
+
+
+@pytest.mark.parametrize("schedule", [name for name, entry in SCHEDULES.items() if not entry.searched])
+def test_live_micro_batches_are_those_of_the_checker(schedule: str):
+    entry, model = SCHEDULES[schedule], SMALL.model_copy(update={"num_layers": 16})
+    for spread in (False, True):
+        zero = Strategy(zero="z1")
+        plan = Plan(pp=4, vpp=entry.default_chunks, schedule=schedule, spread_vocab=spread, default_strategy=zero)
+        if entry.slow or (spread and plan.replicas > 1):
+            continue
+        program = program_of(plan, model, Workload(seq_len=64, global_batch_size=8))
+        report = check(program)
+        assert [sum(live.values()) for live in live_at_peak(program)] == list(report.peak_activations)
+        assert live_words(program) == list(report.peak_words)
+
+
+def test_a_plan_that_does_not_fit_says_why():
+    for name, words in (
+        ("dp4", "it needs 4 devices (dp_shard 4), but there are 8"),
+        ("tp8", "tp 8 doesn't cut the model's 4 heads"),
+        ("dp8-mb3", "global_batch_size 32 is not a multiple of 24"),
+        ("pp8v2-sinterleaved", "it has 16 stages, but the model has only 8 layers"),
+    ):
+        with pytest.raises(InfeasibleError, match="doesn't fit 8xh100") as error:
+            predict(SMALL, parse_plan_name(name), WORKLOAD, load_cluster("8xh100"))
+        assert words in str(error.value)
+
+
+def test_what_is_unknown_is_none():
+    one = predict(SMALL, parse_plan_name("dp1-fp32"), WORKLOAD, load_cluster("1xcpu"))
+    assert (one.usd_per_step, one.joules_per_step) == (None, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The verb
+
+ASK = ["predict", "--model", "llama3-8b", "--cluster", "64xh100", "--plan", "dp8-tp2-pp4-rsel"]
+
+
+def test_json_has_every_key(capsys):
+    assert main([*ASK, "--seq-len", "2048", "--global-batch", "128", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    figures = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu", "bubble_fraction"}
+    assert figures | {"breakdown", "memory", "fits", "usd_per_step", "joules_per_step"} <= found.keys()
+    assert found["breakdown"].keys() == {"compute_s", "communication_s", "bubble_s", "optimizer_s", "data_s"}
+    assert (found["seq_len"], found["global_batch_size"], found["devices"]) == (2048, 128, 64)
+    assert found["memory"].keys() == {"0", "16", "32", "48"}
+    for terms in found["memory"].values():
+        pp_rank, total = terms.pop("pp_rank"), terms.pop("total")
+        assert 0 <= pp_rank < 4
+        assert total == sum(terms.values())
+    assert found["fits"] is True
+    assert 0.1 < found["mfu"] < 1
+
+
+def test_pictures(tmp_path: Path, capsys):
+    assert main([*ASK, "--trace", str(tmp_path / "step.json"), "--html", str(tmp_path / "step.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "MFU" in shown
+    assert "a row for each pipeline rank" in shown
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {"F", "B", "SF", "RB", "STEP"}
+    page = (tmp_path / "step.html").read_text()
+    HTMLParser().feed(page)
+    assert "Where the time goes" in page
+    assert "timeline-predicted" in page
+
+
+def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["predict", "--model", str(tmp_path), "--cluster", "2xa100", "--plan", "dp2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seq_len"] == 512
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"--model": "lama3-8b"}, 2, "there is no model 'lama3-8b'; did you mean 'llama3-8b'?"),
+        ({"--model": "nowhere/config"}, 2, "there is no file nowhere/config"),
+        ({"--cluster": "64xh1000"}, 2, "there is no device 'h1000'; did you mean 'h100'?"),
+        ({"--cluster": "0xh100"}, 2, "a cluster has at least one device, got 0xh100"),
+        ({"--cluster": "-4xh100"}, 2, "a cluster has at least one device, got -4xh100"),
+        ({"--cluster": "nothing.yaml"}, 2, "can't read cluster file nothing.yaml: no such file or directory"),
+        ({"--plan": "dp8-tp4"}, 3, "it needs 32 devices (dp_shard 8 × tp 4), but there are 64"),
+        ({"--plan": "dp0"}, 2, "'dp0' says 0, but degrees and sizes begin at 1"),
+        ({"--plan": "dp64-zz"}, 2, "unknown part 'zz'"),
+        ({"--plan": "nothing.yaml"}, 2, "there is no file nothing.yaml"),
+        ({"--seq-len": "0"}, 2, "expected a whole number >= 1, got '0'"),
+        ({"--seq-len": "-5"}, 2, "expected a whole number >= 1, got '-5'"),
+        ({"--global-batch": "100"}, 3, "global_batch_size 100 is not a multiple of 8"),
+        ({"--plan": None}, 2, "--plan is missing"),
+        ({"--trace": "/nowhere/trace.json"}, 1, "the trace can't be written to /nowhere/trace.json: No such file"),
+    ],
+)
+def test_bad_input_is_one_sentence(changed: dict[str, str | None], code: int, words: str, capsys):
+    flags = dict(zip(ASK[1::2], ASK[2::2], strict=True)) | changed
+    assert main(["predict", *(f"{flag}={value}" for flag, value in flags.items() if value is not None)]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_no_torch_and_little_else_is_imported():
+    """The JSON of a prediction needs neither torch nor what draws."""
+    code = "import sys; from muster.cli.main import main; main(sys.argv[1:]); print([*sys.modules], file=sys.stderr)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    command = [sys.executable, "-c", code, *ASK, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    assert not [name for name in ("torch", "rich", "scipy", "ortools") if f"'{name}'" in done.stderr]
+
+
+def test_times_are_made_once_for_many_predictions():
+    """The planner's way: the same program under several times."""
+    plan, cluster = parse_plan_name("dp2-pp4"), load_cluster("8xh100")
+    program = program_of(plan, SMALL, WORKLOAD)
+    times = plan_times(SMALL, plan, WORKLOAD, cluster)
+    slower = OpTimes({key: 2 * time_s for key, time_s in times.seconds.items()}, hops=times.hops)
+    assert predict(SMALL, plan, WORKLOAD, cluster, program, slower).parts.compute_s > 1.9 * (
+        predict(SMALL, plan, WORKLOAD, cluster, program, times).parts.compute_s
+    )
