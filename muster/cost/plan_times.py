@@ -1,9 +1,11 @@
 """How long every instruction of a plan's Program takes on a cluster."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from muster.cost.collectives import Group, all_gather_s, all_reduce_s, make_group, message_s, reduce_scatter_s
 from muster.cost.kernels import matmul_s, stream_s
@@ -15,7 +17,7 @@ from muster.spec.device import LinkSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec, layer_parameters, stage_parameters
-from muster.spec.plan import Mesh, Plan
+from muster.spec.plan import Mesh, Plan, Strategy
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
@@ -41,19 +43,24 @@ def plan_times(
         raise InfeasibleError(
             f"the plan needs {plan.world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
-    setting = _PlanSetting(model, plan, workload, cluster, software or Software())
+    software = software or Software()
+    setting = _PlanSetting(model, plan, workload, cluster, software, _known(model, workload.seq_len, cluster, software))
     seconds: dict[tuple[str, int], float] = {}
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
+    held: list[float] = []
+    alike: dict[tuple, StageTimes] = {}
     for stage in range(plan.num_stages):
-        at = StageTimes(setting, stage)
-        for kind, spent in at.passes():
-            seconds[kind, stage] = spent.seconds(at.launch_s)
-            exposed_s[kind, stage] = spent.waits_s
-        seconds.update({(kind, stage): time_s for kind, time_s in at.step_kinds(seconds)})
+        own = StageTimes(setting, stage)
+        at = alike.setdefault(own.signature, own)
+        for kind, time_s in at.seconds.items():
+            seconds[kind, stage] = time_s
+        for kind, waits_s in at.waits_s.items():
+            exposed_s[kind, stage] = waits_s
+        seconds.update({(kind, stage): time_s for kind, time_s in own.between_stages()})
+        held.append(at.owned_numel)
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
-    world = setting.group(tuple(range(plan.world_size))) if plan.world_size > 1 else setting.alone
-    held = [StageTimes(setting, stage).owned_numel for stage in range(plan.num_stages)]
+    world = setting.group(0, ((1, plan.world_size),))
     most = max(
         sum(held[stage] for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank) for rank in range(plan.pp)
     )
@@ -73,43 +80,99 @@ class _PlanSetting:
     workload: Workload
     cluster: ClusterSpec
     software: Software
+    known: "_Known"
 
-    @cached_property
+    @property
     def alone(self) -> Group:
-        return Group(1, 1, 1, self.cluster.groups[0].intra, None)
+        """A rank by itself."""
+        return self.group(0, ())
 
     @cached_property
-    def _groups(self) -> dict[tuple[int, ...], Group]:
-        return {}
+    def _period(self) -> int:
+        """Groups that begin so many ranks apart lie alike: the devices of a fabric, where all are alike."""
+        cluster = self.cluster
+        alike = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
+        return cluster.groups[0].domain_devices if alike else cluster.num_devices
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
-        """Where these ranks lie."""
-        if ranks not in self._groups:
-            self._groups[ranks] = make_group(self.cluster, ranks) if len(ranks) > 1 else self.alone
-        return self._groups[ranks]
+    def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
+        """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
+        steps = tuple(step for step in steps if step[1] > 1)
+        key = (first % self._period, steps) if steps else ()
+        if not steps and not self.known.groups.get(key):
+            self.known.groups[key] = Group(1, 1, 1, self.cluster.groups[0].intra, None)
+        if key not in self.known.groups:
+            ranks = [key[0]]
+            for stride, size in steps:
+                ranks = [rank + stride * index for index in range(size) for rank in ranks]
+            self.known.groups[key] = make_group(self.cluster, sorted(ranks))
+        return self.known.groups[key]
+
+    def pair(self, one: int, other: int) -> Group:
+        """Where two ranks lie."""
+        low, high = sorted((one, other))
+        return self.group(low, ((high - low, 2),)) if low != high else self.alone
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        if self.plan.is_uniform:
+            stride = _strides(axis_sizes(self.plan))["pp"]
+            return [pp_rank * stride for pp_rank in range(self.plan.pp)]
+        sizes = [self.plan.mesh(pp_rank).ranks for pp_rank in range(self.plan.pp)]
+        return [sum(sizes[:pp_rank]) for pp_rank in range(self.plan.pp)]
 
     def first_rank(self, stage: int) -> int:
         """The first world rank that holds a stage."""
-        pp_rank = self.plan.pp_rank(stage)
-        if self.plan.is_uniform:
-            return pp_rank * _strides(axis_sizes(self.plan))["pp"]
-        return sum(self.plan.mesh(before).ranks for before in range(pp_rank))
+        return self._first_ranks[self.plan.pp_rank(stage)]
+
+    @cached_property
+    def _axes(self) -> list[tuple[dict[str, int], dict[str, int]]]:
+        """Sizes and strides of the axes, by pipeline rank."""
+        plan, found = self.plan, []
+        for pp_rank in range(1 if plan.is_uniform else plan.pp):
+            sizes = axis_sizes(plan, pp_rank) if plan.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
+            found.append((sizes, _strides(sizes)))
+        return found * plan.pp if plan.is_uniform else found
 
     def axis_group(self, stage: int, *axes: str) -> Group:
         """The first of the groups of a stage's ranks that differ on these axes alone."""
-        plan = self.plan
-        pp_rank = plan.pp_rank(stage)
-        sizes = axis_sizes(plan, pp_rank) if plan.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
-        strides, ranks = _strides(sizes), [self.first_rank(stage)]
-        for axis in axes:
-            ranks = [rank + strides[axis] * index for index in range(sizes[axis]) for rank in ranks]
-        return self.group(tuple(sorted(ranks)))
+        sizes, strides = self._axes[self.plan.pp_rank(stage)]
+        return self.group(self.first_rank(stage), tuple((strides[axis], sizes[axis]) for axis in axes))
 
     def expert_group(self, stage: int) -> Group:
         """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
         tensors (arXiv:2504.14960)."""
-        mesh, first = self.plan.mesh(stage), self.first_rank(stage)
-        return self.group(tuple(range(first, first + mesh.ep * mesh.etp, mesh.etp)))
+        mesh = self.plan.mesh(stage)
+        return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What many plans for a model on a cluster share."""
+
+    groups: dict[tuple, Group]
+    passes: dict[tuple, LayerPasses]
+    numels: dict[tuple, float]
+
+
+_RECENT: deque[tuple[ModelSpec, int, ClusterSpec, Software, _Known]] = deque(maxlen=8)
+
+
+def _known(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Software) -> _Known:
+    """What is known from recent calls for the same objects: a search asks for thousands of plans."""
+    for its_model, its_len, its_cluster, its_software, known in _RECENT:
+        if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == software:
+            return known
+    _RECENT.append((model, seq_len, cluster, software, _Known({}, {}, {})))
+    return _RECENT[-1][-1]
+
+
+class _Kind(NamedTuple):
+    """What tells layers apart that take different times."""
+
+    strategy: Strategy
+    experts: bool
+    linear_attention: bool
+    window: int | None
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, int]:
@@ -126,26 +189,52 @@ class StageTimes:
         plan = setting.plan
         self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
         self.layers = plan.layers(stage, setting.model.num_layers)
-        self.device = setting.cluster.group_of(setting.first_rank(stage)).device
+        first = setting.first_rank(stage)
+        self.device = setting.cluster.group_of(first).device
         self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
-        strategy = plan.strategy(self.layers.start)
-        self.zero = strategy.zero
-        mesh = self.mesh
-        self.at = LayerSetting(
-            setting.model,
-            self.device,
-            setting.software,
-            strategy,
-            plan.precision,
-            plan.rows(stage),
-            setting.workload.seq_len,
-            setting.axis_group(stage, "tp"),
-            setting.axis_group(stage, "cp"),
-            setting.expert_group(stage),
-            mesh.etp,
-        )
+        self.zero = plan.strategy(self.layers.start).zero
         self.data = setting.axis_group(stage, "cp", "dp_shard")
         self.replicas = setting.axis_group(stage, "dp_replicate")
+        self.groups = setting.axis_group(stage, "tp"), setting.axis_group(stage, "cp"), setting.expert_group(stage)
+
+    @cached_property
+    def at(self) -> LayerSetting:
+        """What its layers' times depend on."""
+        plan = self.setting.plan
+        return LayerSetting(
+            self.setting.model,
+            self.device,
+            self.setting.software,
+            plan.strategy(self.layers.start),
+            plan.precision,
+            plan.rows(self.stage),
+            self.setting.workload.seq_len,
+            *self.groups,
+            self.mesh.etp,
+        )
+
+    @cached_property
+    def signature(self) -> tuple:
+        """Equal for stages whose times are; groups and devices are the same objects where they are equal."""
+        plan = self.setting.plan
+        places = (self.device, *self.groups, self.data, self.replicas)
+        kinds = tuple(sorted((repr(kind), count) for kind, count in self._counts.items()))
+        return (plan.is_first(self.stage), plan.is_last(self.stage), kinds, self.mesh, tuple(map(id, places)))
+
+    @cached_property
+    def _spent(self) -> dict[str, Spent]:
+        return dict(self.passes())
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """By kind: the passes, and what happens once a step."""
+        found = {kind: spent.seconds(self.launch_s) for kind, spent in self._spent.items()}
+        return found | dict(self.step_kinds(found))
+
+    @cached_property
+    def waits_s(self) -> dict[str, dict[str, float]]:
+        """By pass: axis → what is waited for."""
+        return {kind: spent.waits_s for kind, spent in self._spent.items()}
 
     # -- passes
 
@@ -165,20 +254,8 @@ class StageTimes:
         """All that the stage computes of one micro-batch: layers that are alike are costed once."""
         model, plan = self.setting.model, self.setting.plan
         parts: list[LayerPasses] = []
-        kinds: dict[tuple, int] = {}
-        layers = list(self.layers)
-        if plan.is_last(self.stage):
-            layers += [model.num_layers - 1] * model.mtp_layers
-        for layer in layers:
-            kinds.setdefault(self._kind(layer), layer)
-        known = {
-            kind: layer_passes(replace(self.at, strategy=plan.strategy(layer)), layer) for kind, layer in kinds.items()
-        }
-        counts: dict[tuple, int] = {}
-        for layer in layers:
-            counts[self._kind(layer)] = counts.get(self._kind(layer), 0) + 1
-        for kind, count in counts.items():
-            one = known[kind]
+        for kind, count in self._counts.items():
+            one = self._layer_passes(kind)
             parts.append(LayerPasses(one.forward * count, one.inputs * count, one.weights * count, one.again * count))
         if not plan.spread_vocab:
             if plan.is_first(self.stage):
@@ -192,14 +269,33 @@ class StageTimes:
             weights, again = weights + part.weights, again + part.again
         return forward, inputs, weights, again
 
-    def _kind(self, layer: int) -> tuple:
-        model = self.setting.model
-        return (
-            self.setting.plan.strategy(layer),
-            model.has_experts(layer),
-            model.has_linear_attention(layer),
-            model.window(layer),
-        )
+    @cached_property
+    def _counts(self) -> dict["_Kind", int]:
+        """The kinds of its layers, and how many there are of each."""
+        model, plan = self.setting.model, self.setting.plan
+        layers = list(self.layers)
+        if plan.is_last(self.stage):
+            layers += [model.num_layers - 1] * model.mtp_layers
+        counts: dict[_Kind, int] = {}
+        for layer in layers:
+            kind = _Kind(
+                plan.strategy(layer), model.has_experts(layer), model.has_linear_attention(layer), model.window(layer)
+            )
+            counts[kind] = counts.get(kind, 0) + 1
+            self._example.setdefault(kind, layer)
+        return counts
+
+    @cached_property
+    def _example(self) -> dict["_Kind", int]:
+        return {}
+
+    def _layer_passes(self, kind: "_Kind") -> LayerPasses:
+        known, plan = self.setting.known.passes, self.setting.plan
+        places = tuple(map(id, (self.device, *self.groups)))
+        key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, places
+        if key not in known:
+            known[key] = layer_passes(replace(self.at, strategy=kind.strategy), self._example[kind])
+        return known[key]
 
     def _with_traffic(self, spent: Spent, travels_s: float) -> Spent:
         """A pass beside which parameters are gathered, or gradients reduced, layer by layer: the first one's, or the
@@ -218,15 +314,21 @@ class StageTimes:
     def numel(self) -> float:
         """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
         plan, model = self.setting.plan, self.setting.model
-        shapes = stage_parameters(model, self.layers, plan.is_first(self.stage), plan.is_last(self.stage))
-        return sum(self._part(name, shape) for name, shape in shapes)
+        ends = stage_parameters(model, range(0), plan.is_first(self.stage), plan.is_last(self.stage))
+        return sum(self._part(name, shape) for name, shape in ends) + sum(map(self._layer_numel, self.layers))
 
-    @cached_property
+    @property
     def layer_numel(self) -> float:
         """The same of its first layer."""
-        if not len(self.layers):
-            return 0.0
-        return sum(self._part(name, shape) for name, shape in layer_parameters(self.setting.model, self.layers[0]))
+        return self._layer_numel(self.layers[0]) if len(self.layers) else 0.0
+
+    def _layer_numel(self, layer: int) -> float:
+        model, known = self.setting.model, self.setting.known.numels
+        mesh = self.mesh
+        key = model.has_experts(layer), model.has_linear_attention(layer), mesh.tp, mesh.ep, mesh.etp
+        if key not in known:
+            known[key] = sum(self._part(name, shape) for name, shape in layer_parameters(model, layer))
+        return known[key]
 
     def _part(self, name: str, shape: Sequence[int]) -> float:
         if len(shape) == 1:
@@ -252,26 +354,31 @@ class StageTimes:
 
     # -- once a step
 
-    def step_kinds(self, seconds: dict[tuple[str, int], float]) -> Iterator[tuple[str, float]]:
-        """(kind, seconds) of what happens to a stage once a step."""
-        software, stage = self.setting.software, self.stage
+    def step_kinds(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """(kind, seconds) of what happens to a stage once a step, beside passes that take `seconds`."""
+        software = self.setting.software
         gradients = self.numel * software.gradient_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
         gather_s = all_gather_s(self.data, self.numel * self.at.act)
         buckets = max(1, len(self.layers))
-        beside_s = seconds["B", stage] if software.overlap_reduce else 0.0
+        beside_s = seconds["B"] if software.overlap_reduce else 0.0
         yield "REDUCE", _left_s(reduce_s, beside_s, buckets)
-        yield "UNSHARD", _left_s(gather_s, seconds["F", stage] if software.overlap_gather else 0.0, buckets)
+        yield "UNSHARD", _left_s(gather_s, seconds["F"] if software.overlap_gather else 0.0, buckets)
         norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
         yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
+
+    def between_stages(self) -> Iterator[tuple[str, float]]:
+        """(kind, seconds) of what a stage adds up with another once a step."""
+        software, setting = self.setting.software, self.setting
         words = self.setting.model.vocab_size * self.setting.model.hidden_size / self.mesh.tp
-        other = self.setting.plan.tied_stage(stage)
+        other = setting.plan.tied_stage(self.stage)
         if other is not None:
-            pair = self.setting.group(tuple(sorted({self.setting.first_rank(stage), self.setting.first_rank(other)})))
+            pair = setting.pair(setting.first_rank(self.stage), setting.first_rank(other))
             yield "TIE", all_reduce_s(pair, words * software.gradient_bytes)
-        if self.setting.plan.replicas > 1 and stage < self.setting.plan.depth:
-            ranks = {self.setting.first_rank(stage), self.setting.first_rank(stage + self.setting.plan.depth)}
-            yield "MERGE", all_reduce_s(self.setting.group(tuple(sorted(ranks))), gradients)
+        plan = setting.plan
+        if plan.replicas > 1 and self.stage < plan.depth:
+            pair = setting.pair(setting.first_rank(self.stage), setting.first_rank(self.stage + plan.depth))
+            yield "MERGE", all_reduce_s(pair, self.numel * software.gradient_bytes)
 
 
 def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
@@ -295,7 +402,7 @@ def _hops(setting: _PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
             sp = plan.strategy(plan.layers(source, model.num_layers).start).sp
             tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
             size = tokens * model.hidden_size * max(2, _bytes(plan))
-            pair = setting.group((setting.first_rank(source), setting.first_rank(target)))
+            pair = setting.pair(setting.first_rank(source), setting.first_rank(target))
             total_s = message_s(pair, size)
             yield (source, target), Hop(total_s, size / _wire(pair))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -224,8 +225,7 @@ class Plan(Frozen):
         """The mesh that one stage runs on."""
         if self.stages and (own := self.stages[stage % self.depth].mesh) is not None:
             return own
-        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
-        return Mesh(**{axis: getattr(self, axis) for axis in degrees})
+        return _mesh(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, self.etp)
 
     def strategy(self, layer: int) -> Strategy:
         """How one layer is stored and computed; the last override that covers it wins."""
@@ -263,6 +263,11 @@ class Plan(Frozen):
         """Twelve hexadecimal digits that differ when any field does."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=4096)
+def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int, etp: int) -> Mesh:
+    return Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
 
 
 def _completed(run: object, default: object) -> object:
