@@ -117,10 +117,19 @@ KEEP_TWO = Keep()
 
 
 def prune(root: Path, keep: Keep, newest: Path) -> list[Path]:
-    """Removes what `keep` doesn't, but never `newest`; those that can't be opened go first. Returns what was removed.
+    """Removes what `surplus` names, and returns it. What can't be removed now is tried again after the next save."""
+    removed = []
+    for path in surplus(root, keep, newest):
+        with contextlib.suppress(OSError):
+            remove(path)
+            removed.append(path)
+    return removed
 
-    Where all others are ephemeral the newest of them stays too, so that there is one to fall back to. What can't be
-    removed now is tried again after the next save.
+
+def surplus(root: Path, keep: Keep, newest: Path) -> list[Path]:
+    """The checkpoints that `keep` doesn't keep, but never `newest`; those that can't be opened go first.
+
+    Where all others are ephemeral the newest of them stays too, so that there is one to fall back to.
     """
     if not keep.last:
         return []
@@ -128,13 +137,7 @@ def prune(root: Path, keep: Keep, newest: Path) -> list[Path]:
     regular = [path for path in others if not keep.is_ephemeral(step_of(path))]
     candidates = sorted(regular or others[-1:], key=lambda path: problem_of(path) is None)
     kept = candidates[len(candidates) - min(keep.last - 1, len(candidates)) :]
-    removed = []
-    for path in others:
-        with contextlib.suppress(OSError):
-            if path not in kept:
-                remove(path)
-                removed.append(path)
-    return removed
+    return [path for path in others if path not in kept]
 
 
 def remove(folder: Path) -> None:

@@ -69,7 +69,7 @@ def save_with(
             raise MusterError(f"the checkpoint of step {step} was not saved: {problems[0]}") from cause
 
     def commit() -> None:
-        _write_manifest(beside, step, info, world_size)
+        write_manifest(beside, step, info, world_size)
         publish(beside, folder)
 
     try:
@@ -122,7 +122,8 @@ def _prepare(root: Path, beside: Path) -> None:
     beside.mkdir()
 
 
-def _write_manifest(beside: Path, step: int, info: Mapping[str, Any], world_size: int) -> None:
+def write_manifest(beside: Path, step: int, info: Mapping[str, Any], world_size: int) -> None:
+    """Makes the manifest of what so many ranks have listed in the folder, durably, and removes their lists."""
     paths = [list_path(beside, rank) for rank in range(world_size)]
     if missing := [path for path in paths if not path.exists()]:
         raise MusterError(f"there is no {missing[0]}: checkpoints need a folder that all ranks share")

@@ -18,6 +18,7 @@ VERBS = {
     "verify": "compare plans with training on one process, and name the first layer that differs",
     "generate": "let a trained model write",
     "predict": "say how long a step of a plan takes on a cluster, and what each rank holds",
+    "checkpoint": "look at checkpoints, and convert them from and to other kinds",
     "report": "show the report of a run",
 }
 """Each verb's module in this package has its name, and a function `run(arguments) -> exit code`."""
@@ -59,7 +60,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "".join(f"  {verb:<9} {explanation}\n" for verb, explanation in VERBS.items())
+    verbs = "".join(f"  {verb:<10} {explanation}\n" for verb, explanation in VERBS.items())
     return (
         "usage: muster VERB …\n\n"
         "Plan, predict and run the training of large language models on whatever machines you have.\n\n"

@@ -73,7 +73,7 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     plan = resolve_plan(resolved, options.nproc)
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    with _claimed(options.run_dir):
+    with claimed(options.run_dir):
         if not _prepare(resolved, plan, options):
             return 0
         from muster.train.launch import launch
@@ -213,8 +213,8 @@ def _flat(tree: object, prefix: str = "") -> dict[str, object]:
 
 
 @contextmanager
-def _claimed(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory for one job at a time."""
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory for one job at a time. Raises MusterError when another one has it."""
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -253,7 +253,7 @@ def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
         if rank == 0:
             verdict = "failed"
             try:
-                held.enter_context(_claimed(run_dir))
+                held.enter_context(claimed(run_dir))
                 verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
             finally:
                 store.set("prepared", verdict)

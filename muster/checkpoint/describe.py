@@ -1,0 +1,144 @@
+"""What a directory with a model's weights holds, and whether it is whole."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.checkpoint.directory import Directory, open_directory, weights_of
+from muster.checkpoint.folder import checkpoints
+from muster.checkpoint.formats.stored import StoredTensors
+from muster.checkpoint.statistics import statistics
+from muster.checkpoint.tensors import Kind, chunks
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.suggest import did_you_mean
+
+
+def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) -> dict[str, Any]:
+    """What is at `path`, as JSON has it; with every tensor, or with statistics of those that are named.
+
+    Raises as `open_directory` does, and ConfigError for a tensor that isn't there.
+    """
+    directory = open_directory(path)
+    kinds = directory.stored.kinds
+    for name in names:
+        if name not in kinds:
+            raise ConfigError(f"{directory.folder} holds no tensor {name}{did_you_mean(name, kinds)}")
+    manifest, model = directory.manifest, directory.model
+    facts: dict[str, Any] = {
+        "version": 1,
+        "path": str(directory.folder),
+        "format": directory.format,
+        "step": directory.step,
+        "plan": _plan_name(directory.plan),
+        "model": None if model is None else {"name": model.name, "parameters": model.num_parameters},
+        "written_by": None if manifest is None else {"muster": manifest.muster, "torch": manifest.torch},
+        "counters": dict(directory.counters),
+        "files": _files(directory),
+        "groups": _groups(kinds),
+    }
+    if with_tensors:
+        facts["tensors"] = {name: _kind(kind) for name, kind in kinds.items()}
+    if names:
+        facts["statistics"] = {name: _kind(kinds[name]) | asdict(statistics(directory.stored, name)) for name in names}
+    return facts
+
+
+def _plan_name(plan: Mapping[str, Any] | None) -> str | None:
+    return None if not plan else format_plan_name(Plan.model_validate(plan))
+
+
+def _files(directory: Directory) -> dict[str, int]:
+    if directory.manifest is not None:
+        return dict(directory.manifest.files)
+    files = sorted(path for path in directory.folder.rglob("*") if path.is_file())
+    return {path.relative_to(directory.folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _groups(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
+    """Tensors, numbers and bytes by the part before the name (`model`, `optim`), and by dtype within it."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, kind in kinds.items():
+        first = name.replace(".", "/").partition("/")[0]
+        key = first if first in ("model", "optim") and "/" in name else "all"
+        group = groups.setdefault(key, {"tensors": 0, "bytes": 0, "numbers": {}})
+        dtype = str(kind.dtype).removeprefix("torch.")
+        group["tensors"] += 1
+        group["bytes"] += kind.nbytes
+        group["numbers"][dtype] = group["numbers"].get(dtype, 0) + kind.numel
+    return groups
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    return {"shape": list(kind.shape), "dtype": str(kind.dtype).removeprefix("torch."), "bytes": kind.nbytes}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole or damaged
+
+
+@dataclass
+class Checked:
+    """What reading all of a directory found."""
+
+    path: str
+    format: str = "unknown"
+    tensors: int = 0
+    pieces: int = 0
+    """Parts that have a checksum of their own, or without checksums, tensors that could be read."""
+    bytes: int = 0
+    checksums: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(path: Path, begin: Callable[[int], None], progress: Callable[[int], None]) -> list[Checked]:
+    """Reads all tensors of the directory at `path`; of a run, those of each of its checkpoints.
+
+    `begin` receives the bytes of each directory before it is read, `progress` those of each part. Raises ConfigError
+    when there is nothing to verify.
+    """
+    folders = checkpoints(path / "checkpoints") or checkpoints(path) or [path]
+    return [_verify_one(folder, begin, progress) for folder in folders]
+
+
+def _verify_one(folder: Path, begin: Callable[[int], None], progress: Callable[[int], None]) -> Checked:
+    checked = Checked(str(folder))
+    try:
+        directory = open_directory(folder)
+        checked.format, checked.tensors = directory.format, len(directory.stored.kinds)
+        begin(sum(kind.nbytes for kind in directory.stored.kinds.values()))
+        if isinstance(directory.stored, StoredTensors):
+            _check_pieces(directory.stored, checked, progress)
+        else:
+            _check_readable(directory, checked, progress)
+        if directory.model is not None:
+            weights_of(directory)
+    except (ConfigError, InfeasibleError):
+        raise
+    except MusterError as error:
+        checked.problems.append(str(error))
+    return checked
+
+
+def _check_pieces(stored: StoredTensors, checked: Checked, progress: Callable[[int], None]) -> None:
+    checked.checksums = True
+    for name in stored.kinds:
+        for piece in stored.manifest.pieces(name):
+            if problem := stored.piece_problem(name, piece):
+                checked.problems.append(problem)
+            checked.pieces += 1
+            checked.bytes += piece.nbytes
+            progress(piece.nbytes)
+
+
+def _check_readable(directory: Directory, checked: Checked, progress: Callable[[int], None]) -> None:
+    for name, kind in directory.stored.kinds.items():
+        try:
+            for box in chunks(kind):
+                progress(directory.stored.read(name, box).nbytes)
+        except MusterError as error:
+            checked.problems.append(str(error))
+        checked.pieces += 1
+        checked.bytes += kind.nbytes

@@ -1,0 +1,169 @@
+"""A directory with a model's weights, of whatever kind: what it is, what lies in it, and its weights by our names."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from muster.checkpoint.folder import checkpoints, find_latest
+from muster.checkpoint.formats.dcp import METADATA, DcpTensors
+from muster.checkpoint.formats.huggingface import CONFIG, open_weights
+from muster.checkpoint.formats.stored import StoredTensors
+from muster.checkpoint.linked import RenamedTensors, check_shapes
+from muster.checkpoint.manifest import MANIFEST, Manifest
+from muster.checkpoint.mapping import from_hf
+from muster.checkpoint.tensors import Tensors
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.hf_config import load_hf_model
+from muster.spec.model import ModelSpec, parameters
+
+Format = Literal["muster", "hf", "dcp"]
+"""What can be written."""
+
+ABOUT = "muster.json"
+"""Beside the files of a `torch.distributed.checkpoint` folder that Muster wrote: its step, plan and model."""
+
+EXPECTED = (
+    "expected a run (with config.yaml), a Muster checkpoint (manifest.json), a Hugging Face directory (config.json and"
+    " *.safetensors) or a torch.distributed.checkpoint folder (.metadata)"
+)
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What lies in a directory."""
+
+    format: str
+    """`muster`, `hf`, `dcp` or `megatron`."""
+    folder: Path
+    """Where the tensors lie: of a run, its last good checkpoint."""
+    stored: Tensors
+    """As they lie there, by their own names."""
+    model: ModelSpec | None = None
+    step: int | None = None
+    plan: Mapping[str, Any] | None = None
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    run: Path | None = None
+    """The run that a checkpoint belongs to."""
+
+
+def open_directory(path: Path, model: ModelSpec | None = None) -> Directory:
+    """What lies at `path`; `model` is taken for the model that is there.
+
+    Raises ConfigError when it is of no known kind, MusterError when it is damaged.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}: {EXPECTED}")
+    if (path / MANIFEST).exists():
+        return _open_muster(path, model)
+    if (path / "config.yaml").exists() or checkpoints(path):
+        return _open_muster(_last_of_run(path), model)
+    if (path / METADATA).exists():
+        return _open_dcp(path, model)
+    if (path / CONFIG).exists():
+        return Directory(format="hf", folder=path, stored=open_weights(path), model=model or load_hf_model(path))
+    raise ConfigError(f"{path} is no directory of a known kind: {EXPECTED}")
+
+
+def weights_of(directory: Directory) -> Tensors:
+    """The parameters of the model by the names of `muster.spec.model.parameters`.
+
+    Raises ConfigError when it isn't known which model it is, MusterError when a parameter is missing or misshapen.
+    """
+    spec = directory.model
+    if spec is None:
+        raise ConfigError(f"{directory.folder} doesn't say what model it holds: give --model, such as --model tiny")
+    if directory.format == "hf":
+        return from_hf(directory.stored, spec, directory.folder)
+    prefix, shapes = _PREFIX[directory.format], dict(parameters(spec))
+    check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
+    return RenamedTensors(directory.stored, {name: prefix + name for name in shapes})
+
+
+def state_of(directory: Directory) -> Tensors:
+    """All that a directory holds, as a Muster checkpoint names it: `model/…` and, where it is there, `optim/…`.
+
+    Raises as `weights_of` does.
+    """
+    if directory.format == "muster":
+        return directory.stored
+    weights = weights_of(directory)
+    if directory.format == "dcp":
+        names = {f"{group}/{rest}": name for name in directory.stored.kinds for group, rest in [_split(name)] if group}
+        return RenamedTensors(directory.stored, names)
+    return RenamedTensors(weights, {f"model/{name}": name for name in weights.kinds})
+
+
+_PREFIX = {"muster": "model/", "dcp": "model."}
+"""Before the name of a parameter."""
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`optim.layers.0.…` → (`optim`, `layers.0.…`); nothing for what is neither weights nor optimizer state."""
+    group, _, rest = name.partition(".")
+    return (group, rest) if group in ("model", "optim") else ("", name)
+
+
+def _last_of_run(path: Path) -> Path:
+    root, problems = path if checkpoints(path) else path / "checkpoints", []
+    if (folder := find_latest(root, problems.append)) is not None:
+        return folder
+    if problems:
+        raise MusterError(f"{path} has no checkpoint that can be read: {'; '.join(problems)}")
+    raise ConfigError(f"{path} has no finished checkpoint yet: let it train to its end or to train.save_every")
+
+
+def _open_muster(folder: Path, model: ModelSpec | None) -> Directory:
+    stored = StoredTensors(folder)
+    manifest, run = stored.manifest, folder.resolve().parent.parent
+    return Directory(
+        format="muster",
+        folder=folder,
+        stored=stored,
+        model=model or spec_in(manifest.model, folder / MANIFEST),
+        step=manifest.step,
+        plan=manifest.plan,
+        counters=manifest.counters,
+        manifest=manifest,
+        run=run if (run / "config.yaml").exists() else None,
+    )
+
+
+def _open_dcp(folder: Path, model: ModelSpec | None) -> Directory:
+    about = read_json(folder / ABOUT) if (folder / ABOUT).exists() else {}
+    return Directory(
+        format="dcp",
+        folder=folder,
+        stored=DcpTensors(folder),
+        model=model or (spec_in(about["model"], folder / ABOUT) if "model" in about else None),
+        step=about.get("step"),
+        plan=about.get("plan"),
+        counters=about.get("counters", {}),
+    )
+
+
+def spec_in(fields: Mapping[str, Any], place: Path) -> ModelSpec:
+    """The model that a file describes. Raises MusterError."""
+    try:
+        return ModelSpec.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise MusterError(f"{place} is damaged: model.{where}: {problem['msg'].lower()}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises MusterError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise MusterError(f"could not read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MusterError(f"{path} is damaged: it is no JSON") from error
+    if not isinstance(content, dict):
+        raise MusterError(f"{path} is damaged: expected an object in JSON")
+    return content

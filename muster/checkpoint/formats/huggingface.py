@@ -1,0 +1,172 @@
+"""Hugging Face directories: config.json, safetensors files of one or several shards, tokenizer files."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.checkpoint.formats.safetensors import SafetensorsFiles, write_header
+from muster.checkpoint.tensors import Kind, Tensors, bytes_of, chunks
+from muster.spec.errors import ConfigError, MusterError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = WEIGHTS + ".index.json"
+
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What belongs to a complete directory beside configuration and weights, where its tokenizer has it."""
+
+
+def open_weights(folder: Path) -> SafetensorsFiles:
+    """The tensors of a directory, by the names there.
+
+    Raises ConfigError where there are none that can be read without running code, MusterError where shards are missing.
+    """
+    if (folder / INDEX).exists():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise MusterError(f"{folder / INDEX} is damaged: expected a weight_map in JSON") from error
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise MusterError(f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {missing[0]}")
+        return SafetensorsFiles(folder / name for name in names)
+    if found := sorted(folder.glob("*.safetensors")):
+        return SafetensorsFiles(found)
+    pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
+    if pickles:
+        raise ConfigError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which could run anything when opened: expected"
+            " *.safetensors (save_pretrained of transformers writes them)"
+        )
+    raise ConfigError(f"{folder} has a {CONFIG} but no weights: expected {WEIGHTS}, or shards and {INDEX}")
+
+
+def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, progress: Callable[[int], None]) -> list[str]:
+    """Writes all tensors in shards of at most `max_shard_bytes` (one tensor at least); returns the files' names.
+
+    No more than a few chunks of a tensor are in memory at once. `progress` receives the bytes of each. Raises OSError,
+    or what reading a tensor raises.
+    """
+    shards = list(_shards(tensors.kinds, max_shard_bytes))
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        with open(folder / name, "wb") as out:
+            write_header(out, shard.items())
+            for tensor_name, kind in shard.items():
+                for box in chunks(kind):
+                    found = tensors.read(tensor_name, box).contiguous()
+                    out.write(bytes_of(found))
+                    progress(found.nbytes)
+            out.flush()
+            os.fsync(out.fileno())
+    if len(shards) > 1:
+        total = sum(kind.nbytes for kind in tensors.kinds.values())
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return names
+
+
+def _shards(kinds: Mapping[str, Kind], max_bytes: int) -> Iterator[dict[str, Kind]]:
+    shard: dict[str, Kind] = {}
+    held = 0
+    for name, kind in kinds.items():
+        if shard and held + kind.nbytes > max_bytes:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = kind
+        held += kind.nbytes
+    yield shard
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """As `transformers` writes it: two spaces, keys sorted, a newline at the end. Raises OSError."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tokenizer of single bytes
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+def byte_tokenizer(context: int | None) -> dict[str, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json of `muster.data.tokenizer.ByteTokenizer`.
+
+    A byte-level model without merges, whose vocabulary is each byte under the character that stands for it.
+    """
+    characters = byte_characters()
+    end = {
+        "id": 256,
+        "content": END_OF_DOCUMENT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [end],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {character: byte for byte, character in enumerate(characters)} | {END_OF_DOCUMENT: 256},
+                "merges": [],
+            },
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END_OF_DOCUMENT,
+            "clean_up_tokenization_spaces": False,
+            **({"model_max_length": context} if context else {}),
+        },
+    }
+
+
+def byte_characters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte (GPT-2's table): printable bytes of Latin-1 stand
+    for themselves, the others for the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def dtype_names(kinds: Mapping[str, Kind]) -> str:
+    """The dtype that most of the numbers have, as torch calls it."""
+    numbers: dict[torch.dtype, int] = {}
+    for kind in kinds.values():
+        numbers[kind.dtype] = numbers.get(kind.dtype, 0) + kind.numel
+    return str(max(numbers, key=lambda dtype: numbers[dtype])).removeprefix("torch.")

@@ -1,0 +1,200 @@
+"""`muster checkpoint`: what a directory with a model's weights holds, and how it becomes one of another kind."""
+
+import argparse
+import contextlib
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muster.cli.parser import Parser, whole_number
+from muster.cli.progress import ByteProgress
+from muster.cli.runtime import runtime
+from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_POWERS = ("", "K", "M", "G", "T")
+
+
+def run(arguments: list[str]) -> int:
+    """Does what one of the verbs below says. Returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise ConfigError(f"unknown verb 'checkpoint {verb}'{did_you_mean(verb, VERBS)} (there are {', '.join(VERBS)})")
+    _, parse, act = VERBS[verb]
+    args = parse(rest)
+    # A request to stop is an error like any other: what was written so far is removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            facts, lines, code = act(args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(json.dumps(facts) if args.json else "\n".join(lines))
+    return code
+
+
+Outcome = tuple[dict[str, Any], list[str], int]
+"""JSON, lines for people, exit code."""
+
+
+def _convert(args: argparse.Namespace) -> Outcome:
+    from muster.spec.named_model import load_model
+
+    work = runtime("muster.checkpoint.convert")
+    how = work.Conversion(
+        to=args.to,
+        dtype=args.dtype,
+        max_shard_bytes=args.max_shard_size,
+        tokenizer=args.tokenizer,
+        model=None if args.model is None else load_model(args.model),
+    )
+    with ByteProgress("writing") as progress:
+        done = work.convert(args.source, args.target, how, progress.begin, progress.done)
+    facts = {
+        "version": 1,
+        "source": {"path": str(done.source.folder), "format": done.source.format, "step": done.source.step},
+        "target": {"path": str(args.target), "format": args.to},
+        "tensors": done.tensors,
+        "parameters": done.parameters,
+        "bytes": done.nbytes,
+        "dtype": done.dtype,
+        "files": list(done.files),
+        "tokenizer": done.tokenizer,
+    }
+    return facts, converted_lines(facts), 0
+
+
+def _inspect(args: argparse.Namespace) -> Outcome:
+    facts = runtime("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor)
+    return facts, described_lines(facts), 0
+
+
+def _verify(args: argparse.Namespace) -> Outcome:
+    with ByteProgress("reading") as progress:
+        found = runtime("muster.checkpoint.describe").verify(args.path, progress.begin, progress.done)
+    facts = {"version": 1, "directories": [vars(checked) for checked in found]}
+    return facts, verified_lines(facts), int(any(checked.problems for checked in found))
+
+
+def _diff(args: argparse.Namespace) -> Outcome:
+    work, directories = runtime("muster.checkpoint.diff"), runtime("muster.checkpoint.directory")
+    a, b = (directories.open_directory(path) for path in (args.a, args.b))
+    with ByteProgress("comparing") as progress:
+        facts = work.compare(a, b, progress.begin, progress.done)
+    return facts, diff_lines(facts), int(not facts["equal"])
+
+
+def _prune(args: argparse.Namespace) -> Outcome:
+    facts = runtime("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every or 0, args.dry_run)
+    return facts, pruned_lines(facts), 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _parse_convert(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser(
+        "convert",
+        "Write a run's last checkpoint, one of its checkpoints, a Hugging Face directory or a"
+        " torch.distributed.checkpoint folder as another kind of directory.",
+        "SRC DST --to muster|hf|dcp [flags]",
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="what is converted")
+    parser.add_argument("target", type=Path, metavar="DST", help="the directory that is written; it must not be there")
+    parser.add_argument("--to", choices=("muster", "hf", "dcp"), required=True, help="what DST will be")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they are stored)")
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files from there")
+    parser.add_argument("--model", metavar="NAME", help="what SRC holds, where it doesn't say it: a name or hf:DIR")
+    return parser.parse(arguments)
+
+
+def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser("inspect", "Say what a directory holds: plan, step, sizes, dtypes.", "PATH [flags]")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or another directory of weights")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument(
+        "--tensor", action="append", default=[], metavar="NAME", help="statistics of a tensor's numbers; repeatable"
+    )
+    return parser.parse(arguments)
+
+
+def _parse_verify(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser(
+        "verify",
+        "Read everything once, and compare each piece with its checksum where there is one. Exit code 1: damaged.",
+        "PATH [--json]",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a run (all of its checkpoints), or one directory")
+    return parser.parse(arguments)
+
+
+def _parse_diff(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser(
+        "diff",
+        "Compare two directories: step, plan, model, and every tensor that both can hold. Exit code 1: tensors differ.",
+        "A B [--json]",
+    )
+    for name in ("a", "b"):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help="a run, a checkpoint, or another directory")
+    return parser.parse(arguments)
+
+
+def _parse_prune(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser(
+        "prune",
+        "Remove a run's older checkpoints, and what killed runs left half-written. The last good one always stays.",
+        "RUN --keep-last N [flags]",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo")
+    parser.add_argument("--keep-last", type=whole_number, required=True, metavar="N", help="so many of the newest stay")
+    parser.add_argument("--keep-every", type=whole_number, metavar="N", help="steps that are multiples of it stay too")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    return parser.parse(arguments)
+
+
+def _parser(verb: str, description: str, usage: str) -> Parser:
+    parser = Parser(f"checkpoint {verb}", description, usage=f"muster checkpoint {verb} {usage}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    size = 0
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2].upper()))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MB, got '{text}'")
+    return size
+
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], argparse.Namespace], Callable[[argparse.Namespace], Outcome]]] = {
+    "convert": ("write a checkpoint as another kind of directory", _parse_convert, _convert),
+    "inspect": ("say what a directory holds", _parse_inspect, _inspect),
+    "verify": ("read everything, and check it", _parse_verify, _verify),
+    "diff": ("compare two directories", _parse_diff, _diff),
+    "prune": ("remove a run's older checkpoints", _parse_prune, _prune),
+}
+
+
+def _help() -> str:
+    verbs = "".join(f"  {verb:<8} {explanation}\n" for verb, (explanation, _, _) in VERBS.items())
+    return (
+        "usage: muster checkpoint VERB …\n\n"
+        "Look at, convert and tidy up checkpoints, Hugging Face directories and\n"
+        "torch.distributed.checkpoint folders.\n\n"
+        f"{verbs}\n'muster checkpoint VERB --help' explains a verb.\n"
+    )

@@ -1,0 +1,36 @@
+"""Removing a run's older checkpoints by hand."""
+
+from pathlib import Path
+from typing import Any
+
+from muster.checkpoint.folder import Keep, checkpoints, find_latest, prune, remove_stale, surplus
+from muster.spec.errors import ConfigError
+from muster.train.run import claimed
+
+
+def prune_run(run: Path, keep_last: int, keep_every: int = 0, dry_run: bool = False) -> dict[str, Any]:
+    """Keeps the last good checkpoint, the newest others, `keep_last` in all, and steps that are multiples of
+    `keep_every` (0: no more); removes the rest, and what killed runs left half-written. Returns what was done, as JSON.
+
+    Raises ConfigError where there is no checkpoint, MusterError while a job runs there.
+    """
+    root = run / "checkpoints"
+    if (newest := find_latest(root)) is None:
+        raise ConfigError(f"{run} has no good checkpoint: expected a run directory, such as runs/demo")
+    keep = Keep(last=keep_last, permanent_every=keep_every)
+    with claimed(run):
+        stale = sorted(root.glob("*.tmp"))
+        doomed = [*surplus(root, keep, newest), *stale]
+        nbytes = sum(file.stat().st_size for path in doomed for file in [path, *path.rglob("*")] if file.is_file())
+        if not dry_run:
+            prune(root, keep, newest)
+            remove_stale(root)
+        kept = [path for path in checkpoints(root) if path not in doomed]
+    return {
+        "version": 1,
+        "dry_run": dry_run,
+        "removed": [str(path) for path in doomed if dry_run or not path.exists()],
+        "failed": [str(path) for path in doomed if not dry_run and path.exists()],
+        "kept": [str(path) for path in kept],
+        "bytes": nbytes,
+    }
