@@ -1,0 +1,187 @@
+"""A table's rows with their predictions beside them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from muster.cost.plan_times import plan_times
+from muster.schedule.build import program_of
+from muster.schedule.program import Program
+from muster.simulate.predict import predict
+from muster.spec.errors import MusterError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, step_time_s
+from muster.validate.reading import UnreadableError
+from muster.validate.setting import Case, Setting, setting_of
+from muster.validate.sources import source_of
+from muster.validate.table import Row
+
+LEAST_MFU, MOST_MFU = 0.002, 1.0
+"""A measured time outside has another unit, or is of another job."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was predicted for one case."""
+
+    step_time_s: float
+    peak_bytes: float
+    """Of the rank that holds the most."""
+    capacity_bytes: float | None
+    fits: bool | None
+
+
+Predictor = Callable[[Setting, Case], Answer]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row, read and predicted as far as that can be."""
+
+    row: Row
+    reason: str = ""
+    """Why it isn't predicted or isn't scored; empty where it is."""
+    setting: Setting | None = None
+    measured_s: float | None = None
+    """None for outcomes and memory."""
+    answers: tuple[Answer, ...] = ()
+    """By case."""
+    chosen: int = 0
+    """The case that stands for the row."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it counts as a row: a step time, a throughput, or FLOP/s that a shipped formula turns into one."""
+        metric = self.row.metric
+        if metric in FLOP_METRICS:
+            return source_of(self.row.source).formula is not None
+        return metric in TIME_METRICS or (metric not in OTHER_METRICS and metric not in ("outcome", "peak_memory_gb"))
+
+    @property
+    def answer(self) -> Answer | None:
+        """The prediction that stands for the row."""
+        return self.answers[self.chosen] if self.answers else None
+
+    @property
+    def is_predicted(self) -> bool:
+        return self.is_timed and self.measured_s is not None and bool(self.answers)
+
+    @property
+    def predicted_s(self) -> float:
+        assert self.answers
+        return self.answers[self.chosen].step_time_s
+
+    @property
+    def error(self) -> float:
+        """(predicted − measured) / measured step time."""
+        assert self.measured_s is not None
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """The least and the most over the choices that the row leaves open."""
+        times = [answer.step_time_s for answer in self.answers]
+        return min(times), max(times)
+
+    @property
+    def is_fully_specified(self) -> bool:
+        return self.setting is not None and not self.setting.unstated
+
+    @property
+    def succeeded(self) -> bool | None:
+        """Whether the run worked: a row with a time did; None where that isn't known."""
+        if self.row.metric == "outcome":
+            return "oom" not in self.row.outcome.lower() and "memory" not in self.row.outcome.lower()
+        return True if self.is_timed and self.row.value is not None else None
+
+
+def results_of(rows: Iterable[Row], predictor: Predictor | None = None) -> list[Result]:
+    """Each row with its prediction; identical configurations are predicted once."""
+    ask = predictor or ask_predict
+    known: dict[str, Answer | str] = {}
+    return [_result(row, ask, known) for row in rows]
+
+
+def _result(row: Row, ask: Predictor, known: dict[str, Answer | str]) -> Result:
+    try:
+        if row.metric in OTHER_METRICS:
+            raise UnreadableError(f"{row.metric} is of a part of a step: not scored")
+        if row.metric not in (*TIME_METRICS, *FLOP_METRICS, "outcome", "peak_memory_gb"):
+            raise UnreadableError(
+                f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"
+            )
+        setting = setting_of(row)
+        measured_s = _measured_s(row, setting) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
+        answers = tuple(_remembered(setting, case, ask, known) for case in setting.cases)
+    except UnreadableError as error:
+        return Result(row, reason=str(error))
+    return Result(row, "", setting, measured_s, answers, _standing(setting, answers))
+
+
+def _remembered(setting: Setting, case: Case, ask: Predictor, known: dict[str, Answer | str]) -> Answer:
+    key = repr(
+        (setting.model, setting.cluster.name, setting.cluster.groups, setting.workload, case.plan, case.software)
+    )
+    if key not in known:
+        try:
+            known[key] = ask(setting, case)
+        except MusterError as error:
+            known[key] = str(error)
+    answer = known[key]
+    if isinstance(answer, str):
+        raise UnreadableError(answer)
+    return answer
+
+
+def _standing(setting: Setting, answers: tuple[Answer, ...]) -> int:
+    """The case that stands for the row: of those with the usual choices, the first recompute that fits the memory; a
+    run recomputes what it must."""
+    usual = _without_recompute(setting.cases[0])
+    candidates = [index for index, case in enumerate(setting.cases) if _without_recompute(case) == usual]
+    return next((index for index in candidates if answers[index].fits is not False), candidates[-1])
+
+
+def _without_recompute(case: Case) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for pair in case.chosen if pair[0] != "recompute")
+
+
+def _measured_s(row: Row, setting: Setting) -> float:
+    """Raises UnreadableError where it can't be a step of this model on these devices."""
+    device = setting.cluster.device
+    peaks = device.peak_flops_per_s
+    mfu_peak = device.flops_per_s("bf16") or 0.0
+    if row.metric == "MFU_pct" and not mfu_peak:
+        raise UnreadableError(f"the peak of {device.name} is unknown, of which {row.metric} is a part")
+    found_s = step_time_s(row, setting.model, setting.workload, source_of(row.source).formula, mfu_peak)
+    if not peaks:
+        return found_s
+    mfu = least_flops(setting.model, setting.workload) / (found_s * max(peaks.values()) * setting.cluster.num_devices)
+    if not LEAST_MFU <= mfu <= MOST_MFU:
+        raise UnreadableError(
+            f"{row.metric} {row.value:g} would be {100 * mfu:.3g} % of the devices' peak: expected seconds, tokens or"
+            " samples per second, or 10¹² FLOP/s"
+        )
+    return found_s
+
+
+def least_flops(model: ModelSpec, workload: Workload) -> float:
+    """FLOPs of a step that no implementation can save: 6 for each parameter that takes part in a token."""
+    return 6.0 * (model.num_active_parameters - model.vocab_size * model.hidden_size) * workload.tokens_per_step
+
+
+@lru_cache(maxsize=4)
+def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
+    return program_of(plan, model, workload)
+
+
+def ask_predict(setting: Setting, case: Case) -> Answer:
+    """What `muster predict` says of a case."""
+    times = plan_times(setting.model, case.plan, setting.workload, setting.cluster, case.software)
+    # The order of work is the same whatever is recomputed, and however attention is computed.
+    strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
+    program = _program(case.plan.model_copy(update={"default_strategy": strategy}), setting.model, setting.workload)
+    found = predict(setting.model, case.plan, setting.workload, setting.cluster, program, times)
+    peak_bytes = max((rank.total for rank in found.memory), default=0)
+    return Answer(found.step_time_s, peak_bytes, setting.cluster.device.memory_bytes, found.fits)

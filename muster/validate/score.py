@@ -1,0 +1,162 @@
+"""How far predictions are from what was measured."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from muster.validate.predicted import Result
+from muster.validate.table import Row
+
+_NOT_OF_THE_CONFIGURATION = ("file", "line", "number", "software", "value", "outcome", "peak_mem_gb", "notes")
+
+
+def family_of(row: Row) -> tuple[object, ...]:
+    """What makes two rows the same configuration, whatever release of the software measured it."""
+    return tuple(getattr(row, name) for name in Row.__dataclass_fields__ if name not in _NOT_OF_THE_CONFIGURATION)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of the step time in percent; a family of equal configurations counts once."""
+
+    rows: int
+    predicted: int
+    families: int
+    mape: float | None
+    median_ape: float | None
+    bias: float | None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Rows that leave something open."""
+
+    rows: int
+    width: float | None
+    """Median of (most − least) / least over the choices, in percent."""
+    coverage: float | None
+    """Of how many the measured time lies in it, in percent."""
+
+
+def errors_of(results: Iterable[Result], error: Callable[[Result], float | None] = lambda r: r.error) -> Errors:
+    """Of the timed ones among the results; `error` gives the relative error of one of them."""
+    timed = [result for result in results if result.is_timed]
+    found = [result for result in timed if result.is_predicted]
+    families: dict[object, list[float]] = defaultdict(list)
+    for result in found:
+        if (value := error(result)) is not None:
+            families[family_of(result.row)].append(100 * value)
+    apes = [mean(map(abs, errors)) for errors in families.values()]
+    return Errors(
+        rows=len(timed),
+        predicted=len(found),
+        families=len(families),
+        mape=mean(apes) if apes else None,
+        median_ape=median(apes) if apes else None,
+        bias=mean(mean(errors) for errors in families.values()) if apes else None,
+    )
+
+
+def interval_of(results: Iterable[Result]) -> Interval:
+    """Of the rows that leave something open."""
+    found = [result for result in results if result.is_predicted and not result.is_fully_specified]
+    widths, inside = [], 0
+    for result in found:
+        low, high = result.interval_s
+        widths.append(100 * (high / low - 1))
+        assert result.measured_s is not None
+        inside += low <= result.measured_s <= high
+    share = 100 * inside / len(found) if found else None
+    return Interval(len(found), median(widths) if widths else None, share)
+
+
+def worst(results: Iterable[Result], count: int) -> list[Result]:
+    """The predicted rows that are furthest off, one of each family."""
+    best: dict[object, Result] = {}
+    for result in sorted((r for r in results if r.is_predicted), key=lambda r: -abs(r.error)):
+        best.setdefault(family_of(result.row), result)
+    return list(best.values())[:count]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Does it fit?
+
+_NEAR = 0.05
+"""Of the capacity: so near to it, other things than the plan decide."""
+_SETTLED_BY_HABIT = ("sp",)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Out of memory or not, predicted against what happened; rows near the capacity are counted apart."""
+
+    oom_predicted_oom: int
+    oom_predicted_fit: int
+    success_predicted_fit: int
+    success_predicted_oom: int
+    balanced_accuracy: float | None
+    """Mean of both recalls, in percent, over the rows that aren't near the capacity; None unless both happened."""
+    near: tuple[Result, ...]
+    """Rows predicted within 5 % of the capacity, which aren't in the counts."""
+    undecided: int
+    """Rows left out because what they don't state decides."""
+
+    @property
+    def wrong(self) -> int:
+        return self.oom_predicted_fit + self.success_predicted_oom
+
+
+def outcome_of(results: Iterable[Result]) -> Outcome:
+    """Over all results whose run is known to have worked or not."""
+    counts: dict[tuple[bool, bool], int] = defaultdict(int)
+    near, undecided = [], 0
+    for result in results:
+        answer, worked = result.answer, result.succeeded
+        if answer is None or worked is None or answer.fits is None or answer.capacity_bytes is None:
+            continue
+        assert result.setting is not None
+        is_open = any(column not in _SETTLED_BY_HABIT for column in result.setting.unstated)
+        if is_open and len({one.fits for one in result.answers}) > 1:
+            undecided += 1
+        elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= _NEAR:
+            near.append(result)
+        else:
+            counts[worked, answer.fits] += 1
+    ooms, successes = counts[False, False] + counts[False, True], counts[True, True] + counts[True, False]
+    balanced = 50 * (counts[False, False] / ooms + counts[True, True] / successes) if ooms and successes else None
+    return Outcome(
+        counts[False, False],
+        counts[False, True],
+        counts[True, True],
+        counts[True, False],
+        balanced,
+        tuple(near),
+        undecided,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass(frozen=True)
+class MemoryErrors:
+    """Relative errors of the peak memory in percent.
+
+    What sources call peak differs: allocated or reserved, in 10⁹ bytes or GiB; GiB is taken.
+    """
+
+    rows: int
+    mape: float | None
+    bias: float | None
+
+
+def memory_errors(results: Sequence[Result]) -> MemoryErrors:
+    """Of the fully specified rows that say their peak memory."""
+    errors = []
+    for result in results:
+        said = result.row.peak_mem_gb or (result.row.value if result.row.metric == "peak_memory_gb" else None)
+        if said and result.answer is not None and result.is_fully_specified:
+            errors.append(100 * (result.answer.peak_bytes / (said * 2**30) - 1))
+    return MemoryErrors(len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None)

@@ -1,0 +1,254 @@
+"""What a row says as the values that a prediction takes: model, devices, batch and plan.
+
+Where a row leaves something open, every choice is a case of its own. The first case is the usual choice; which of the
+cases stands for the row is decided by what fits the memory (`muster.validate.predicted`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pydantic import ValidationError
+
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import AttentionKernel
+from muster.spec.errors import InfeasibleError
+from muster.spec.legal import divisors, problems
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, StageSpec, Strategy
+from muster.spec.software import Software
+from muster.spec.workload import Workload
+from muster.validate.devices import cluster_of
+from muster.validate.reading import UnreadableError
+from muster.validate.shape import model_of
+from muster.validate.sources import Source, source_of, with_facts
+from muster.validate.table import Row
+from muster.validate.words import (
+    Pipeline,
+    Sharding,
+    kernel_of,
+    pipeline_of,
+    precision_of,
+    recompute_of,
+    sharding_of,
+    yes_or_no,
+)
+
+_WITHOUT_SCORES_FROM = 16_384
+"""Positions beyond which attention that writes its scores is no choice: they alone would fill a device."""
+_SPREAD = ("vocab-1", "vocab-2")
+_WRITTEN: tuple[AttentionKernel, ...] = ("fused", "unfused")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to read a row."""
+
+    plan: Plan
+    software: Software
+    chosen: tuple[tuple[str, str], ...] = ()
+    """What was chosen for the columns that the row leaves open."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row as values."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    cases: tuple[Case, ...]
+    """From the usual choice on; among them recompute rises from none to full."""
+    unstated: tuple[str, ...]
+    """Columns that the row leaves open."""
+
+
+def setting_of(row: Row) -> Setting:
+    """A row as values. Raises UnreadableError, one sentence, where it can't be had."""
+    source, row = source_of(row.source), with_facts(row)
+    model = model_of(row)
+    if source.tied is not None:
+        model = model.model_copy(update={"tied_embeddings": source.tied})
+    cluster = cluster_of(row, source.device.get(row.gpu))
+    degrees = _degrees(row)
+    if row.global_batch is None or row.seq_len is None:
+        raise UnreadableError("global_batch is empty")
+    workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
+    open_columns = dict(_open(row, source, model, degrees))
+    cases, refused = [], ""
+    for values in product(*open_columns.values()):
+        chosen = dict(zip(open_columns, values, strict=True))
+        case = _case(row, source, model, degrees, chosen)
+        wrong = _wrong(case.plan, model, workload, row)
+        refused = refused or wrong
+        if not wrong:
+            cases.append(case)
+    if not cases:
+        raise UnreadableError(refused)
+    unstated = tuple(column for column, choices in open_columns.items() if len(choices) > 1)
+    return Setting(model, cluster, workload, tuple(cases), unstated)
+
+
+@dataclass(frozen=True)
+class _Degrees:
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
+def _degrees(row: Row) -> _Degrees:
+    """An empty cp or ep is 1, and an empty dp follows from the others; they must multiply to n_gpus."""
+    if row.tp is None or row.pp is None or row.n_gpus is None:
+        raise UnreadableError(f"{'tp' if row.tp is None else 'pp'} is empty")
+    cp, ep = row.cp or 1, row.ep or 1
+    dp = row.dp or row.n_gpus // (row.tp * row.pp * cp)
+    if row.tp * row.pp * cp * dp != row.n_gpus:
+        given = f"tp {row.tp} × pp {row.pp} × cp {cp} × dp {dp}"
+        raise UnreadableError(f"{given} is {row.tp * row.pp * cp * dp}, but n_gpus is {row.n_gpus}")
+    return _Degrees(row.tp, row.pp, cp, ep, dp)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choices
+
+
+def _open(row: Row, source: Source, model: ModelSpec, at: _Degrees) -> Iterator[tuple[str, Sequence[object]]]:
+    """For each column that a plan needs its choices, the usual one first; one alone where the row states it."""
+    assert row.global_batch is not None
+    pipeline = pipeline_of(row.schedule)
+    yield "attn_kernel", _kernels(row)
+    if at.tp == 1:
+        yield "sp", (False,)
+    elif (stated := yes_or_no(row.sp, "sp")) is not None:
+        yield "sp", (stated,)
+    else:
+        usual = yes_or_no(source.usual.get("sp", "yes"), "sp")
+        yield "sp", (usual, not usual)
+    yield "vpp", _chunks(row, pipeline, model, at)
+    if row.micro_batch is not None:
+        yield "micro_batch", (row.micro_batch,)
+    elif pipeline.micro_batches is not None:
+        yield "micro_batch", (max(1, row.global_batch // (at.dp * pipeline.micro_batches)),)
+    else:
+        yield "micro_batch", [size for size in divisors(max(1, row.global_batch // at.dp)) if size in (1, 4)]
+    stated_recompute = recompute_of(row.recompute)
+    yield "recompute", (stated_recompute,) if stated_recompute else ("none", "full")
+
+
+def _kernels(row: Row) -> tuple[AttentionKernel | None, ...]:
+    """None is the fastest that the device has."""
+    assert row.seq_len is not None
+    if row.attn_kernel:
+        return (kernel_of(row.attn_kernel),)
+    return (None,) if row.seq_len >= _WITHOUT_SCORES_FROM else (None, "fused")
+
+
+def _chunks(row: Row, pipeline: Pipeline, model: ModelSpec, at: _Degrees) -> Sequence[int]:
+    """Where they aren't stated: one, and the most that there can be; interleaved: the fewest and the most."""
+    if at.pp == 1:
+        return (1,)
+    if row.vpp is not None:
+        return (row.vpp,)
+    most = model.num_layers // at.pp
+    several = [count for count in divisors(most) if count > 1]
+    if pipeline.schedule == "interleaved":
+        return sorted({several[0], several[-1]}) if several else (1,)
+    if pipeline.vpp is not None:
+        return (pipeline.vpp,)
+    return (1, several[-1]) if several else (1,)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One case
+
+
+def _case(row: Row, source: Source, model: ModelSpec, at: _Degrees, chosen: dict[str, object]) -> Case:
+    pipeline = pipeline_of(row.schedule)
+    software = _software(row, source, chosen["attn_kernel"])
+    sharding = sharding_of(row.zero) or sharding_of(source.usual.get("zero", "ZeRO-1")) or Sharding("z1", None)
+    group = min(sharding.group or at.dp, at.dp)
+    if at.dp % group:
+        raise UnreadableError(f"zero '{row.zero}': groups of {group} don't divide dp {at.dp}")
+    vpp, recompute, sp = chosen["vpp"], chosen["recompute"], bool(chosen["sp"])
+    assert isinstance(vpp, int)
+    strategy = Strategy(
+        zero=sharding.zero,
+        sp=sp,
+        tp_overlap="chunked" if software.overlap_tensor and sp else "none",
+        recompute=recompute,  # type: ignore[arg-type]
+        attention="unfused" if software.attention in _WRITTEN else "flash",
+    )
+    named = pipeline.schedule if pipeline.schedule not in (None, "interleaved", "1f1b") else None
+    plan = _plan(
+        dp_replicate=at.dp // group,
+        dp_shard=group,
+        tp=at.tp,
+        pp=at.pp,
+        vpp=vpp,
+        cp=at.cp,
+        ep=at.ep,
+        schedule=named or ("interleaved" if vpp > 1 else "1f1b"),
+        micro_batch_size=chosen["micro_batch"],
+        default_strategy=strategy,
+        precision=precision_of(row.precision) or "bf16",
+        compile=row.compile.lower() == "yes",
+        **_vocabulary(row, source, pipeline, model),
+    )
+    said = tuple((column, str(value)) for column, value in chosen.items())
+    return Case(plan, software, said)
+
+
+def _plan(**fields: object) -> Plan:
+    try:
+        return Plan.model_validate(fields)
+    except ValidationError as error:
+        raise UnreadableError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def _software(row: Row, source: Source, kernel: object) -> Software:
+    """That of the source, with what the row says of kernels, compilation and overlap."""
+    fields: dict[str, object] = {**source.software, "attention": kernel}
+    if compiled := yes_or_no(row.compile, "compile"):
+        fields["fused"] = True
+    elif compiled is False:
+        fields["fused"] = False
+    if "rms kernel" in row.attn_kernel.lower():
+        fields["fused"] = True
+    if (chunked := yes_or_no(row.async_tp, "async_tp")) is not None:
+        fields["overlap_tensor"] = chunked
+    words = row.schedule.lower()
+    for phrase, field in (("tp-comm", "overlap_tensor"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_reduce")):
+        if f"no {phrase} overlap" in words:
+            fields[field] = False
+    return Software.model_validate(fields)
+
+
+def _vocabulary(row: Row, source: Source, pipeline: Pipeline, model: ModelSpec) -> dict[str, object]:
+    """How embedding and head lie on the pipeline: in the plan's words."""
+    how = pipeline.vocabulary
+    if how in ("", "baseline"):
+        return {}
+    if how in _SPREAD:
+        return {"spread_vocab": True}
+    counts = source.stages.get(how, {}).get(model.vocab_size)
+    if counts is None:
+        raise UnreadableError(
+            f"no plan has the vocabulary as '{how}' says: there are baseline, redis, vocab-1, vocab-2"
+        )
+    return {"stages": tuple(StageSpec(layers=count) for count in counts)}
+
+
+def _wrong(plan: Plan, model: ModelSpec, workload: Workload, row: Row) -> str:
+    """Why the plan can't be the row's; empty where it can."""
+    for problem in problems(plan, model, workload, plan.world_size):
+        return problem
+    try:
+        count = plan.num_micro_batches(workload)
+    except InfeasibleError as error:
+        return str(error)
+    stated = pipeline_of(row.schedule).micro_batches
+    if stated is not None and stated != count:
+        return f"schedule says {stated} micro-batches, but global_batch {row.global_batch} makes {count}"
+    return ""

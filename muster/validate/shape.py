@@ -1,0 +1,115 @@
+"""From a row's widths to a model.
+
+The rule, in this order:
+
+1. A name that the catalogue knows (`LLAMA3-70B`, `Qwen3-30B-A3B`) gives what widths can't say: norms, biases, the width
+   of a head, experts' details. The row's own widths stand where both say one.
+2. Otherwise families are told apart by name. GPT's (GPT, GPT-2, GPT-3, OPT, BLOOM, Megatron) have LayerNorm, learned
+   positions, GELU, biases and a tied head; MPT's the same without biases; Nemotron's LayerNorm, rotary positions,
+   squared ReLU and no biases. What is left is Llama-style.
+3. A Llama-style name whose `params_b` is met better without a gate (by more than a twentieth of it) has none.
+"""
+
+import re
+from functools import cache
+
+import yaml
+from pydantic import ValidationError
+
+from muster.catalog import names, read
+from muster.spec.model import ModelSpec
+from muster.spec.model_parts import MoeSpec
+from muster.validate.reading import UnreadableError
+from muster.validate.table import Row
+
+_GPT = re.compile(r"^(gpt(?!-?oss)|opt|bloom|megatron|turing|mt-nlg)", re.IGNORECASE)
+_MPT = re.compile(r"^mpt", re.IGNORECASE)
+_NEMOTRON = re.compile(r"^nemotron", re.IGNORECASE)
+
+_GPT_STYLE: dict[str, object] = {
+    "norm": "layer",
+    "position": "learned",
+    "activation": "gelu",
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied_embeddings": True,
+}
+_MPT_STYLE: dict[str, object] = _GPT_STYLE | {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+_NEMOTRON_STYLE: dict[str, object] = {"norm": "layer", "activation": "relu", "gated": False}
+
+
+def model_of(row: Row) -> ModelSpec:
+    """The model of a row. Raises UnreadableError."""
+    for column in ("hidden", "layers", "heads", "ffn_hidden", "vocab", "seq_len"):
+        if getattr(row, column) is None:
+            raise UnreadableError(f"{column} is empty")
+    known = _known(row.model_name)
+    if known is not None and known.hidden_size == row.hidden and known.num_heads == row.heads:
+        widths = _widths(row)
+        if known.moe is not None:
+            del widths["intermediate_size"]  # a table's is that of an expert
+        return _made(known.model_dump() | widths)
+    fields = _widths(row) | _style(row) | _experts(row)
+    model = _made(fields)
+    if model.gated and row.params_b and not row.n_experts:
+        plain = _made(fields | {"gated": False})
+        gaps = [abs(spec.num_parameters / 1e9 - row.params_b) for spec in (model, plain)]
+        if gaps[1] < gaps[0] and gaps[0] > row.params_b / 20:
+            return plain
+    return model
+
+
+def _widths(row: Row) -> dict[str, object]:
+    return {
+        "name": row.model_name,
+        "vocab_size": row.vocab,
+        "hidden_size": row.hidden,
+        "num_layers": row.layers,
+        "num_heads": row.heads,
+        "num_kv_heads": row.kv_heads or row.heads,
+        "intermediate_size": row.ffn_hidden,
+        "max_positions": row.seq_len,
+    }
+
+
+def _style(row: Row) -> dict[str, object]:
+    if _NEMOTRON.match(row.model_name):
+        return _NEMOTRON_STYLE
+    if _MPT.match(row.model_name):
+        return _MPT_STYLE
+    return _GPT_STYLE if _GPT.match(row.model_name) else {}
+
+
+def _experts(row: Row) -> dict[str, object]:
+    """Experts of every layer, each as wide as the row's `ffn_hidden`."""
+    if not row.n_experts:
+        return {}
+    if not row.top_k:
+        raise UnreadableError(f"n_experts is {row.n_experts}, but top_k is empty")
+    assert row.ffn_hidden is not None
+    return {"moe": MoeSpec(num_experts=row.n_experts, top_k=row.top_k, expert_size=row.ffn_hidden)}
+
+
+def _made(fields: dict[str, object]) -> ModelSpec:
+    try:
+        return ModelSpec.model_validate(fields)
+    except ValidationError as error:
+        raise UnreadableError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+@cache
+def _known(name: str) -> ModelSpec | None:
+    """The catalogue's model of that name, whatever its hyphens, dots and what stands in parentheses."""
+    plain = _plain(re.sub(r"\(.*?\)", "", name))
+    for entry in names("models"):
+        if _plain(entry) == plain:
+            fields = yaml.safe_load(read("models", entry))
+            fields.pop("version", None)
+            return ModelSpec.model_validate(fields)
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

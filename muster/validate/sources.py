@@ -1,0 +1,56 @@
+"""What is known of a source of measurements beside its table (`catalog/measurements/sources.yaml`)."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+
+import yaml
+from pydantic import ValidationError
+
+from muster.spec.base import Frozen
+from muster.validate.table import Row
+
+NUMBERS = ("vpp", "micro_batch", "gpus_per_node")
+
+
+class Source(Frozen):
+    """Facts, usual choices and the software of one source; the file's first lines say what each key means."""
+
+    match: str = ""
+    title: str = ""
+    facts: dict[str, str] = {}
+    usual: dict[str, str] = {}
+    software: dict[str, bool | int | str] = {}
+    formula: str | None = None
+    device: dict[str, str] = {}
+    """What `gpu` means, where it names no memory or form."""
+    tied: bool | None = None
+    """Whether embedding and head are one weight, where that isn't the family's habit."""
+    stages: dict[str, dict[int, tuple[int, ...]]] = {}
+    """Layers of each stage, by how the vocabulary lies and how large it is."""
+    why: str = ""
+    calibrated: str = ""
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """All that the catalogue knows."""
+    text = (files("muster.catalog") / "measurements" / "sources.yaml").read_text(encoding="utf-8")
+    try:
+        return tuple(Source.model_validate(entry) for entry in yaml.safe_load(text)["sources"])
+    except ValidationError as error:
+        raise AssertionError(f"sources.yaml: {error}") from None
+
+
+@cache
+def source_of(name: str) -> Source:
+    """The entry that serves a row's `source`; an empty one where there is none."""
+    return next((source for source in sources() if re.match(source.match, name)), Source())
+
+
+def with_facts(row: Row) -> Row:
+    """The row with the columns filled that its source states elsewhere."""
+    facts = source_of(row.source).facts
+    empty = {column: text for column, text in facts.items() if getattr(row, column) in ("", None)}
+    return replace(row, **{column: int(text) if column in NUMBERS else text for column, text in empty.items()})

@@ -1,0 +1,94 @@
+"""Sweeps: many layouts of one model on the same devices. Is the order right, and how good is what is ranked first?"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from muster.validate.predicted import Result
+
+LEAST_LAYOUTS = 6
+
+_SAME = (
+    *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
+    *("attn_kernel", "compile", "async_tp", "software"),
+)
+"""What rows of a sweep have in common; recompute is part of a layout."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One sweep's scores."""
+
+    name: str
+    layouts: int
+    """Timed ones."""
+    failed: int
+    """Layouts that ran out of memory: to rank one first is to reach nothing."""
+    rank_correlation: float
+    """Spearman's, of predicted and measured step times."""
+    first_reaches: float
+    """Throughput of the layout ranked first as a part of the best measured."""
+    best_in_first_three: bool
+
+
+def sweeps_of(results: Iterable[Result], least: int = LEAST_LAYOUTS) -> list[Sweep]:
+    """Every sweep with at least `least` timed layouts."""
+    groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.answer is not None and result.succeeded is not None:
+            groups[tuple(getattr(result.row, name) for name in _SAME)].append(result)
+    return [sweep for key, group in groups.items() if (sweep := _sweep(key, group, least)) is not None]
+
+
+def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Sweep | None:
+    timed = _one_of_each([result for result in group if result.is_predicted])
+    if len(timed) < least:
+        return None
+    failed = _one_of_each([result for result in group if result.succeeded is False])
+    measured = [_measured(result) for result in timed]
+    best_s = min(measured)
+    ranked = sorted((*timed, *failed), key=_rank)
+    speeds = [best_s / _measured(result) if result.is_predicted else 0.0 for result in ranked]
+    words = dict(zip(_SAME, key, strict=True))
+    name = (
+        f"{words['model_name']}, {words['n_gpus']} × {words['gpu']}, sequences of {words['seq_len']},"
+        f" {words['attn_kernel'] or 'attention not stated'}"
+    )
+    correlation = spearman([result.predicted_s for result in timed], measured)
+    return Sweep(name, len(timed), len(failed), correlation, speeds[0], max(speeds[:3]) == 1.0)
+
+
+def _rank(result: Result) -> tuple[bool, float]:
+    """Layouts that fit come first, by their predicted time."""
+    answer = result.answer
+    assert answer is not None
+    return answer.fits is False, answer.step_time_s
+
+
+def _one_of_each(results: Sequence[Result]) -> list[Result]:
+    """One row for each plan: of a layout measured twice, the first."""
+    found: dict[str, Result] = {}
+    for result in results:
+        assert result.setting is not None
+        found.setdefault(repr(result.setting.cases[result.chosen].plan), result)
+    return list(found.values())
+
+
+def _measured(result: Result) -> float:
+    assert result.measured_s is not None
+    return result.measured_s
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's rank correlation; equal values share their mean rank. 0 where either has no order."""
+    a, b = _ranks(one), _ranks(other)
+    middle = mean(a)
+    above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    below = (sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)) ** 0.5
+    return above / below if below else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]

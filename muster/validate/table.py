@@ -1,0 +1,178 @@
+"""Tables of measurements: one row is one published result and what its source says about how it was had."""
+
+import csv
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+_INTEGERS = (
+    *("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
+    *("tp", "pp", "vpp", "dp", "cp", "ep", "micro_batch", "global_batch"),
+)
+_FLOATS = ("params_b", "peak_mem_gb")
+_WORDS = (
+    *("source", "url_or_repo", "model_name", "ffn_hidden", "gpu", "intra_link", "inter_link", "zero", "sp"),
+    *("recompute", "precision", "schedule", "attn_kernel", "metric", "value", "notes"),
+)
+_OPTIONAL = ("compile", "async_tp", "software")
+COLUMNS = (
+    *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
+    *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
+    *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
+    *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
+)
+"""The header, in its usual order; only `compile`, `async_tp` and `software` may be left out."""
+
+LARGEST = 10**9
+"""No degree, width or batch of a table is larger."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. Numbers are None and words are empty where the source doesn't say."""
+
+    file: str
+    line: int
+    """In the file, counted from 1 with the header."""
+    number: int
+    """Of the row, counted from 1 without the header."""
+    source: str
+    url_or_repo: str
+    model_name: str
+    params_b: float | None
+    layers: int | None
+    hidden: int | None
+    ffn_hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    vocab: int | None
+    seq_len: int | None
+    n_experts: int | None
+    top_k: int | None
+    gpu: str
+    n_gpus: int | None
+    gpus_per_node: int | None
+    intra_link: str
+    inter_link: str
+    tp: int | None
+    pp: int | None
+    vpp: int | None
+    dp: int | None
+    zero: str
+    cp: int | None
+    ep: int | None
+    sp: str
+    micro_batch: int | None
+    global_batch: int | None
+    recompute: str
+    precision: str
+    schedule: str
+    attn_kernel: str
+    compile: str
+    async_tp: str
+    software: str
+    metric: str
+    value: float | None
+    """None for an outcome, which is a word."""
+    outcome: str
+    peak_mem_gb: float | None
+    notes: str
+
+    @property
+    def place(self) -> str:
+        """`torchtitan.csv:3`."""
+        return f"{self.file}:{self.line}"
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table. Raises ConfigError, one sentence with file and line, where it can't be one."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected a CSV table in UTF-8") from None
+    return parse_table(text, path.name)
+
+
+def parse_table(text: str, file: str) -> list[Row]:
+    """The rows of a table's text; `file` is its name in messages."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        _check_header(header, file)
+        rows = list(_rows(reader, header, file))
+    except csv.Error as error:
+        raise ConfigError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
+    if not rows:
+        raise ConfigError(f"{file}:1: the table has a header but no rows")
+    return rows
+
+
+def _check_header(header: list[str], file: str) -> None:
+    if not header:
+        raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
+    missing = [name for name in COLUMNS if name not in header and name not in _OPTIONAL]
+    if missing:
+        spare = [name for name in header if name not in COLUMNS]
+        hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
+        raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
+    twice = [name for name in COLUMNS if header.count(name) > 1]
+    if twice:
+        raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
+
+
+def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator[Row]:
+    number, line = 0, 1
+    for cells in reader:
+        first, line = line + 1, reader.line_num  # type: ignore[attr-defined]  # a quoted cell may span lines
+        if not any(cell.strip() for cell in cells):
+            continue
+        number += 1
+        if len(cells) != len(header):
+            raise ConfigError(f"{file}:{first}: the row has {len(cells)} cells, but the header {len(header)}")
+        yield _row(dict(zip(header, (cell.strip() for cell in cells), strict=True)), file, first, number)
+
+
+def _row(cells: dict[str, str], file: str, line: int, number: int) -> Row:
+    where = f"{file}:{line}"
+    fields: dict[str, object] = {name: cells.get(name, "") for name in (*_WORDS, *_OPTIONAL)}
+    fields |= {name: _whole(cells[name], name, where) for name in _INTEGERS}
+    fields |= {name: _real(cells[name], name, where) for name in _FLOATS}
+    # "768 per expert": the number alone is the width.
+    fields["ffn_hidden"] = _whole(cells["ffn_hidden"].split(" per ")[0], "ffn_hidden", where)
+    is_outcome = cells["metric"] == "outcome"
+    fields["value"] = None if is_outcome else _real(cells["value"], "value", where)
+    fields["outcome"] = cells["value"] if is_outcome else ""
+    return Row(file=file, line=line, number=number, **fields)  # type: ignore[arg-type]
+
+
+def _whole(text: str, name: str, where: str) -> int | None:
+    value = _real(text, name, where)
+    if value is None:
+        return None
+    if value != int(value) or not 1 <= value <= LARGEST:
+        raise ConfigError(f"{where}: {name}: expected a whole number from 1 to 10⁹, got '{text}'")
+    return int(value)
+
+
+def _real(text: str, name: str, where: str) -> float | None:
+    """A number above 0; None where there is none."""
+    if not text:
+        return None
+    try:
+        value = float(text) if "_" not in text else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {name}: expected a number above 0 without a unit, got '{text}'")
+    return value
+
+
+def _listed(names: list[str]) -> str:
+    return f"the column{'s' if len(names) > 1 else ''} {', '.join(names)}"
