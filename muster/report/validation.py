@@ -10,6 +10,7 @@ from muster.report.validation_rows import (
     Cells,
     error_rows,
     outcome_rows,
+    specified_rows,
     sweep_rows,
     unread_rows,
     worst_rows,
@@ -21,7 +22,8 @@ def validation_text(summary: Summary) -> Lines:
     """All scores, the worst rows, and what couldn't be predicted."""
     parts = [
         (f"{summary.overall.every.rows} rows, {summary.overall.every.predicted} predicted", error_rows(summary)),
-        ("Does it fit? Predicted against what happened, away from the capacity", outcome_rows(summary)),
+        ("Rows that leave nothing open, and rows with an interval over what they do", specified_rows(summary)),
+        ("Does it fit?", outcome_rows(summary)),
         ("Sweeps: is the order of layouts right?", sweep_rows(summary)),
         ("The worst rows", worst_rows(summary)),
         ("Not predicted", unread_rows(summary)),

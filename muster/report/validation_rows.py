@@ -1,12 +1,16 @@
 """The tables of a validation, as cells: the same for the terminal, the page and the documentation."""
 
+import re
+
 from muster.report.numbers import NOTHING, format_seconds
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.validate.score import Errors
-from muster.validate.summary import Group, Summary, titles, unread
+from muster.validate.summary import Group, Summary, unread
 
 Cells = tuple[str, ...]
+_NAME = 40
+"""Letters of a source's name that are shown."""
 _PLACES = 4
 """So many places of rows that share a reason are named."""
 
@@ -20,22 +24,36 @@ def percent(value: float | None, sign: bool = False) -> str:
 
 def error_rows(summary: Summary) -> list[Cells]:
     """A header, one row for each source, and one for all."""
-    head = (
-        *("source", "rows", "predicted", "error", "median", "bias"),
-        *("specified", "error", "median", "bias", "open", "width", "inside", "Calculon", "Muster there"),
-    )
-    names = titles(summary)
-    rows = [_error_row(names[name], group) for name, group in summary.by_source.items() if group.every.rows]
-    return [head, *rows, _error_row("all", summary.overall)]
+    head = ("source", "rows", "predicted", "error", "median", "bias", "Calculon", "here")
+    return [head, *(_error_row(name, group) for name, group in _groups(summary))]
 
 
 def _error_row(name: str, group: Group) -> Cells:
-    return (
-        *(name, str(group.every.rows), str(group.every.predicted), *_errors(group.every)),
-        *(str(group.specified.predicted), *_errors(group.specified)),
-        *(str(group.interval.rows), percent(group.interval.width), percent(group.interval.coverage)),
-        *(percent(group.calculon.mape), percent(group.beside_calculon.mape)),
-    )
+    calculon = (percent(group.calculon.mape), percent(group.beside_calculon.mape))
+    return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), *calculon)
+
+
+def specified_rows(summary: Summary) -> list[Cells]:
+    """The same, apart: rows that leave nothing open, and those that do with the interval over their choices."""
+    head = ("source", "stated", "error", "median", "bias", "open", "error", "width", "inside")
+    return [head, *(_specified_row(name, group) for name, group in _groups(summary))]
+
+
+def _specified_row(name: str, group: Group) -> Cells:
+    interval = (percent(group.interval.width), percent(group.interval.coverage))
+    stated = (str(group.specified.predicted), *_errors(group.specified))
+    return (name, *stated, str(group.interval.rows), percent(group.open.mape), *interval)
+
+
+def _groups(summary: Summary) -> list[tuple[str, Group]]:
+    """Those with rows, and all."""
+    shown = [(short(name), group) for name, group in summary.by_source.items() if group.every.rows]
+    return [*shown, ("all", summary.overall)]
+
+
+def short(source: str) -> str:
+    """A source's name without what stands in parentheses."""
+    return re.sub(r"\s*\(.*?\)", "", source).removeprefix("NVIDIA ")[:_NAME]
 
 
 def _errors(errors: Errors) -> Cells:
@@ -43,13 +61,11 @@ def _errors(errors: Errors) -> Cells:
 
 
 def outcome_rows(summary: Summary) -> list[Cells]:
-    """A header, one row for each source with a failed run, and one for all."""
-    head = ("source", "failed, said so", "failed, said fits", "worked, said fits", "worked, said fails")
-    head += ("balanced accuracy", "near the capacity", "undecided")
-    names = titles(summary)
-    groups = {names[name]: group for name, group in summary.by_source.items()} | {"all": summary.overall}
+    """A header and one row for each source of runs that are known to have worked or failed; near: within 5 % of the
+    capacity, not in the counts; undecided: what the row leaves open decides."""
+    head = ("source", "OOM: said", "missed", "success: said", "missed", "balanced", "near", "undecided")
     rows = []
-    for name, group in groups.items():
+    for name, group in _groups(summary):
         found = group.outcome
         counts = (found.oom_predicted_oom, found.oom_predicted_fit)
         counts += (found.success_predicted_fit, found.success_predicted_oom)
@@ -61,7 +77,7 @@ def outcome_rows(summary: Summary) -> list[Cells]:
 
 def sweep_rows(summary: Summary) -> list[Cells]:
     """A header and one row for each sweep."""
-    head = ("sweep", "layouts", "out of memory", "rank correlation", "first reaches", "best in first three")
+    head = ("sweep", "layouts", "OOM", "rank corr.", "first reaches", "best in 3")
     return [
         head,
         *(

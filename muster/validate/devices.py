@@ -10,7 +10,7 @@ from muster.validate.reading import UnreadableError
 from muster.validate.table import Row
 
 _FAMILY = re.compile(
-    r"(gb300|gb200|b300|b200|h200|h100|h800|a100|a800|v100|mi\d{3}x?|l40s|rtx[ -]?4090|4090|tpu[ -]?v\d\w?)"
+    r"(gb300|gb200|b300|b200|h200|h100|h800|a100|a800|v100|mi\d{3}x?|l40s|rtx[ -]?4090|4090|tpu[ -]?v\d\w?)(?!\d)"
 )
 
 _GBIT_PER_S = 1e9 / 8

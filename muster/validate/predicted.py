@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from muster.cost.plan_times import plan_times
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
@@ -178,10 +177,13 @@ def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
 
 def ask_predict(setting: Setting, case: Case) -> Answer:
     """What `muster predict` says of a case."""
-    times = plan_times(setting.model, case.plan, setting.workload, setting.cluster, case.software)
     # The order of work is the same whatever is recomputed, and however attention is computed.
     strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
-    program = _program(case.plan.model_copy(update={"default_strategy": strategy}), setting.model, setting.workload)
-    found = predict(setting.model, case.plan, setting.workload, setting.cluster, program, times)
+    program = _program(
+        case.plan.model_copy(update={"default_strategy": strategy}),  # type: ignore[arg-type]
+        setting.model,  # type: ignore[arg-type]
+        setting.workload,  # type: ignore[arg-type]
+    )
+    found = predict(setting.model, case.plan, setting.workload, setting.cluster, program, software=case.software)
     peak_bytes = max((rank.total for rank in found.memory), default=0)
     return Answer(found.step_time_s, peak_bytes, setting.cluster.device.memory_bytes, found.fits)

@@ -22,7 +22,6 @@ from muster.validate.score import (
     outcome_of,
     worst,
 )
-from muster.validate.sources import source_of
 from muster.validate.sweeps import Sweep, sweeps_of
 from muster.validate.table import Row, parse_table, read_table
 
@@ -188,11 +187,6 @@ def _row_json(result: Result) -> dict[str, Any]:
         "error": 100 * result.error,
         "unstated": list(result.setting.unstated),
     }
-
-
-def titles(summary: Summary) -> dict[str, str]:
-    """Source → what it is called."""
-    return {name: source_of(name).title or name for name in summary.by_source}
 
 
 def unread(results: Iterable[Result]) -> dict[str, list[str]]:

@@ -1,0 +1,388 @@
+"""Predictions held against measurements: how tables are read, what rows mean, how scores are made."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from muster.spec.errors import ConfigError
+from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
+from muster.validate.predicted import Answer, Result, results_of
+from muster.validate.reading import UnreadableError
+from muster.validate.setting import Case, Setting, setting_of
+from muster.validate.summary import shipped_tables, summarize, to_json
+from muster.validate.sweeps import spearman, sweeps_of
+from muster.validate.table import COLUMNS, Row, parse_table
+
+LLAMA_8B = {
+    "source": "a paper",
+    "model_name": "LLAMA3-8B",
+    "layers": "32",
+    "hidden": "4096",
+    "ffn_hidden": "14336",
+    "heads": "32",
+    "kv_heads": "8",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpu": "H100-80GB SXM",
+    "n_gpus": "16",
+    "gpus_per_node": "8",
+    "tp": "2",
+    "pp": "2",
+    "vpp": "1",
+    "dp": "4",
+    "zero": "ZeRO-1",
+    "cp": "1",
+    "ep": "1",
+    "sp": "True",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "recompute": "none",
+    "precision": "bf16",
+    "schedule": "1F1B",
+    "attn_kernel": "flash",
+    "metric": "iteration_time_s",
+    "value": "10",
+}
+"""A row that leaves nothing open."""
+
+
+def table(*rows: dict[str, str]) -> str:
+    """A table whose rows are LLAMA_8B with changes."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**LLAMA_8B, **row} for row in rows)
+    return out.getvalue()
+
+
+def row(**changes: str) -> Row:
+    return parse_table(table(changes), "t.csv")[0]
+
+
+def told(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> Answer:
+    return Answer(step_time_s, peak_bytes, 80e9, fits)
+
+
+def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[Result]:
+    return results_of(parse_table(table(*rows), "t.csv"), answer)
+
+
+# --- tables ---
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "t.csv:1: the table is empty"),
+        (table(), "t.csv:1: the table has a header but no rows"),
+        (
+            table({}).replace("seq_len", "sequence_len", 1),
+            "t.csv:1: the header lacks the column seq_len; is it 'sequence_len'",
+        ),
+        (table({}).replace("tp,pp,", "tp,", 1), "t.csv:1: the header lacks the column pp"),
+        (table({}, {"hidden": "4k"}), "t.csv:3: hidden: expected a number above 0 without a unit, got '4k'"),
+        (table({"value": "10 s"}), "t.csv:2: value: expected a number above 0 without a unit, got '10 s'"),
+        (table({"value": "-1"}), "t.csv:2: value: expected a number above 0"),
+        (table({"value": "nan"}), "t.csv:2: value: expected a number above 0"),
+        (table({"tp": "0"}), "t.csv:2: tp: expected a number above 0"),
+        (table({"tp": "1.5"}), "t.csv:2: tp: expected a whole number"),
+        (table({}) + "one,two\n", "t.csv:3: the row has 2 cells, but the header 39"),
+        (table({}) + '"', "t.csv:3: not valid CSV"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_one_sentence(text, sentence):
+    with pytest.raises(ConfigError) as error:
+        parse_table(text, "t.csv")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_three_columns_may_be_left_out():
+    text = table({})
+    names = text.split("\n")[0].split(",")
+    kept = [name for name in names if name not in ("compile", "async_tp", "software")]
+    rows = [line.split(",") for line in text.strip().split("\n")]
+    shorter = "\n".join(",".join(cells[names.index(name)] for name in kept) for cells in rows)
+    assert parse_table(shorter, "t.csv")[0].software == ""
+
+
+def test_a_row_becomes_a_plan():
+    setting = setting_of(row())
+    plan = setting.cases[0].plan
+    assert (plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp) == (1, 4, 2, 2)
+    assert (plan.default_strategy.zero, plan.default_strategy.sp, plan.schedule) == ("z1", True, "1f1b")
+    assert setting.cluster.num_devices == 16
+    assert setting.cluster.device.name == "h100-sxm"
+    assert setting.model.num_parameters == 8_030_261_248
+    assert (setting.unstated, len(setting.cases)) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicate", "shard", "level"),
+    [
+        ("none (DDP)", 4, 1, "z1"),
+        ("ZeRO-1 sharded within groups of 2", 2, 2, "z1"),
+        ("FSDP SHARD_GRAD_OP (ZeRO-2)", 1, 4, "z2"),
+        ("FSDP=2 (+DP)", 2, 2, "z3"),
+        ("1 (Megatron distributed optimizer)", 1, 4, "z1"),
+    ],
+)
+def test_words_of_sharding(zero, replicate, shard, level):
+    plan = setting_of(row(zero=zero)).cases[0].plan
+    assert (plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero) == (replicate, shard, level)
+
+
+def test_what_a_row_leaves_open_becomes_cases():
+    setting = setting_of(row(recompute="", sp="", vpp="", schedule="", attn_kernel=""))
+    assert set(setting.unstated) == {"recompute", "sp", "vpp", "attn_kernel"}
+    assert len(setting.cases) == 16
+    assert len({case.plan.hash + repr(case.software) for case in setting.cases}) == 16
+
+
+def test_what_says_nothing_is_not_open():
+    """Sequence parallelism without tensor parallelism, chunks without a pipeline."""
+    alone = setting_of(row(tp="1", pp="1", dp="16", sp="", vpp="", schedule=""))
+    assert alone.unstated == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden": ""}, "hidden is empty"),
+        ({"n_gpus": ""}, "n_gpus is empty"),
+        ({"tp": ""}, "tp is empty"),
+        ({"dp": "8"}, "tp 2 × pp 2 × cp 1 × dp 8 is 32, but n_gpus is 16"),
+        ({"gpu": "H1000"}, "there is no device 'H1000'"),
+        ({"gpu": "Quantum 9"}, "there is no device 'Quantum 9'"),
+        ({"global_batch": "62"}, "global_batch_size 62 is not a multiple of 4"),
+        ({"precision": "NVFP4"}, "precision 'NVFP4' is not predicted"),
+        ({"recompute": "some"}, "recompute 'some' is none of"),
+        ({"sp": "maybe"}, "sp 'maybe' is neither yes nor no"),
+        ({"schedule": "GA=3"}, "schedule says 3 micro-batches, but global_batch 64 makes 16"),
+        ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't cut"),
+        ({"n_gpus": "12", "dp": "3"}, "n_gpus 12 is not a multiple of gpus_per_node 8"),
+        ({"metric": "iteration_time_ms"}, "metric 'iteration_time_ms' is none of"),
+        ({"value": "10000"}, "of the devices' peak"),
+        ({"metric": "tokens_per_s_per_gpu", "value": "1e9"}, "of the devices' peak"),
+        ({"value": ""}, "value is empty"),
+        ({"metric": "TFLOPs_per_gpu"}, "no formula is known for its source"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):
+    summary = summarize(scored({}, changes))
+    wrong = summary.results[1]
+    assert sentence in wrong.reason
+    if changes.get("metric") != "TFLOPs_per_gpu":  # which isn't a row, but is told
+        assert (summary.overall.every.rows, summary.overall.every.predicted) == (2, 1)
+        assert to_json(summary)["unpredicted"] == [{"row": "t.csv:3", "why": wrong.reason}]
+    else:
+        assert to_json(summary)["left_out"] == {"TFLOPs_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node", "rate_bytes_per_s", "count"),
+    [
+        ("8x200Gb HDR IB per node", 8, 25e9, 8),
+        ("1600 Gbps/node RoCE", 8, 25e9, 8),
+        ("4x100Gb RoCE per node", 8, 12.5e9, 4),
+        ("400Gb/s RDMA per GPU", 8, 50e9, 8),
+        ("25 GB/s InfiniBand per GPU", 4, 25e9, 4),
+    ],
+)
+def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
+    changes = {"inter_link": text, "gpus_per_node": str(per_node)}
+    nics = setting_of(row(**changes)).cluster.groups[0].nics
+    assert nics is not None
+    assert (nics.link.bandwidth_bytes_per_s, nics.count) == (rate_bytes_per_s, count)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("A100-80GB (Selene)", "a100-80-sxm"),
+        ("A100-40GB", "a100-40-sxm"),
+        ("A100-PCIe", "a100-80-pcie"),
+        ("V100-32GB (DGX-2)", "v100-32-sxm"),
+        ("H100-96GB HBM2e 2.4TB/s 500W cap (Grand Teton)", "h100-96-hbm2e"),
+        ("H200-141GB SXM", "h200"),
+        ("B200-SXM", "b200"),
+        ("GB300", "gb300"),
+    ],
+)
+def test_words_of_devices(gpu, name):
+    assert setting_of(row(gpu=gpu)).cluster.device.name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "norm", "gated", "tied"),
+    [
+        ({"model_name": "GPT 175B", "ffn_hidden": "16384"}, "layer", False, True),
+        ({"model_name": "MPT-7b", "ffn_hidden": "16384"}, "layer", False, True),
+        ({"model_name": "InternLM-7B", "ffn_hidden": "11008"}, "rms", True, False),
+        ({"model_name": "a model", "ffn_hidden": "16384", "kv_heads": "32", "params_b": "7.5"}, "rms", False, False),
+    ],
+)
+def test_styles_of_models(changes, norm, gated, tied):
+    model = setting_of(row(**changes)).model
+    assert (model.norm, model.gated, model.tied_embeddings) == (norm, gated, tied)
+
+
+# --- times ---
+
+
+def test_rates_become_times():
+    tokens = 64 * 8192
+    rates = {
+        "iteration_time_s": 10.0,
+        "tokens_per_s_per_gpu": tokens / 160,
+        "tokens_per_s_total": tokens / 10,
+        "samples_per_s_per_gpu": 64 / 160,
+        "samples_per_s_total": 6.4,
+    }
+    found = scored(*({"metric": metric, "value": f"{value}"} for metric, value in rates.items()))
+    assert [result.measured_s for result in found] == pytest.approx([10.0] * 5)
+
+
+def test_flops_of_published_formulas():
+    """GPT-3 of 1 T parameters: iteration time and FLOP/s of arXiv:2205.05198, table 5; 175 B: arXiv:2104.04473."""
+    by_model = {(r.source, r.model_name, r.n_gpus): r for r in shipped_tables() if r.metric == "iteration_time_s"}
+    one_trillion = next(
+        r for (source, model, _), r in by_model.items() if "Korthikanti" in source and model == "GPT 1T"
+    )
+    setting = setting_of(one_trillion)
+    per_s = korthikanti_flops(setting.model, setting.workload) / (71.49 * 512 * 312e12)
+    assert per_s == pytest.approx(0.563, abs=0.002)  # MFU in the same table
+    gpt3 = next(r for (source, _, _), r in by_model.items() if "GPT-3" in source)
+    setting = setting_of(gpt3)
+    assert sc21_flops(setting.model, setting.workload) / (32 * 1024) == pytest.approx(138e12, rel=0.02)
+
+
+def test_megatron_counts_as_its_logs_do():
+    """Llama 3 8B at 8192: 12,273 tokens/s and 711 TFLOP/s in one line of NeMo's summary."""
+    setting = setting_of(row())
+    per_token = megatron_flops(setting.model, setting.workload) / setting.workload.tokens_per_step
+    assert per_token * 12_273 == pytest.approx(711e12, rel=0.01)
+
+
+# --- scores ---
+
+
+def test_errors_are_weighed_by_family():
+    """Three releases of one configuration count as much as one other row."""
+    releases = [{"software": release, "value": "10"} for release in ("1", "2", "3")]
+    found = summarize(scored(*releases, {"global_batch": "128", "value": "20"}, answer=lambda s, c: told(15.0))).overall
+    assert (found.every.rows, found.every.predicted, found.every.families) == (4, 4, 2)
+    assert found.every.mape == pytest.approx((50 + 25) / 2)
+    assert found.every.bias == pytest.approx((50 - 25) / 2)
+    assert found.every.median_ape == pytest.approx((50 + 25) / 2)
+
+
+def by_recompute(setting: Setting, case: Case) -> Answer:
+    full = case.plan.default_strategy.recompute == "full"
+    return told(13.0, 40e9) if full else told(9.0, 120e9, fits=False)
+
+
+def test_an_interval_over_what_is_open_and_the_case_that_fits():
+    [result] = scored({"recompute": ""}, answer=by_recompute)
+    assert result.interval_s == (9.0, 13.0)
+    assert result.predicted_s == 13.0
+    group = summarize([result]).overall
+    assert (group.specified.predicted, group.interval.rows, group.interval.coverage) == (0, 1, 100.0)
+    assert group.interval.width == pytest.approx(100 * 4 / 9)
+
+
+def test_outcomes():
+    def answer(setting: Setting, case: Case) -> Answer:
+        size = {1: 40e9, 2: 79e9, 4: 120e9}[case.plan.micro_batch_size]
+        return told(10.0, size, fits=size < 80e9)
+
+    oom = {"metric": "outcome", "value": "OOM Error"}
+    rows = [{}, {"micro_batch": "4"}, oom, oom | {"micro_batch": "4"}, oom | {"micro_batch": "2"}]
+    summary = summarize(scored(*rows, answer=answer))
+    found = summary.overall.outcome
+    assert (found.success_predicted_fit, found.success_predicted_oom) == (1, 1)
+    assert (found.oom_predicted_fit, found.oom_predicted_oom) == (1, 1)
+    assert found.balanced_accuracy == 50.0
+    assert [result.row.line for result in found.near] == [6]
+    assert summary.overall.every.rows == 2  # an outcome is no row
+
+
+def test_sweeps():
+    layouts = [
+        {"tp": t, "dp": d, "micro_batch": m} for t, d in (("2", "4"), ("4", "2"), ("8", "1")) for m in ("1", "2")
+    ]
+    rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
+    failed = {"metric": "outcome", "value": "OOM Error", "micro_batch": "4"}
+
+    def answer(setting: Setting, case: Case) -> Answer:
+        tp, size = case.plan.tp, case.plan.micro_batch_size
+        return told({2: 12.0, 4: 11.0, 8: 13.0}[tp] + size / 10, fits=size < 4)
+
+    [sweep] = sweeps_of(scored(*rows, failed, answer=answer))
+    assert (sweep.layouts, sweep.failed) == (6, 1)
+    assert sweep.rank_correlation == pytest.approx(spearman([12.1, 12.2, 11.1, 11.2, 13.1, 13.2], range(6)))
+    assert sweep.first_reaches == pytest.approx(10 / 12)
+    assert sweep.best_in_first_three
+    [hopeful] = sweeps_of(scored(*rows, failed, answer=lambda s, c: told(case_time(c))))
+    assert hopeful.first_reaches == 0.0  # it ranks the one first that ran out of memory
+
+
+def case_time(case: Case) -> float:
+    return 20.0 - case.plan.micro_batch_size
+
+
+def test_spearman_shares_ranks():
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
+    assert spearman([1, 1, 1], [1, 2, 3]) == 0
+
+
+# --- the shipped tables ---
+
+
+def test_every_shipped_row_can_be_read_or_says_why():
+    rows = shipped_tables()
+    assert len(rows) == 1156
+    reasons = set()
+    for one in rows:
+        try:
+            setting_of(one)
+        except UnreadableError as error:
+            reasons.add(str(error))
+    assert reasons == {
+        "global_batch is empty",  # memory of one step alone
+        "tp is empty",
+        "precision 'NVFP4' is not predicted: expected fp8, bf16, fp16 or fp32",
+        "no plan has the vocabulary as 'interlaced' says: there are baseline, redis, vocab-1, vocab-2",
+    }
+
+
+def test_calculon_stands_beside_its_rows():
+    rows = [one for one in shipped_tables() if "Korthikanti" in one.source]
+    overall = summarize(results_of(rows, lambda setting, case: told())).overall
+    assert overall.calculon.predicted == 9
+    assert overall.calculon.mape == pytest.approx(4.5, abs=0.1)
+
+
+def test_the_command(tmp_path: Path, capsys):
+    from muster.cli.main import main
+
+    path = tmp_path / "mine.csv"
+    path.write_text(table({}, {"gpu": "Quantum 9"}))
+    assert main(["validate", "--csv", str(path), "--json"]) == 0
+    import json
+
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["overall"]) >= {"rows", "predicted", "mape", "median_ape", "bias", "outcome"}
+    assert found["by_source"]["a paper"]["rows"] == 2
+    assert found["unpredicted"][0]["row"] == "mine.csv:3"
+    assert main(["validate", "--csv", str(path)]) == 0
+    assert "Quantum 9" in capsys.readouterr().out
+    path.write_text(table({"hidden": "wide"}))
+    assert main(["validate", "--csv", str(path)]) == 2
+    assert (
+        capsys.readouterr().err == "muster: mine.csv:2: hidden: expected a number above 0 without a unit, got 'wide'\n"
+    )
