@@ -16,6 +16,7 @@ from muster.checkpoint.manifest import read_manifest
 from muster.spec.errors import MusterError
 from muster.train.metrics import MetricsLog, read_metrics
 from tests.train_runs import (
+    AT_ONCE,
     QUICK,
     Command,
     assert_one_sentence,
@@ -141,7 +142,7 @@ def truncated_store(run: Path) -> tuple:
 
 def other_data(run: Path) -> tuple:
     manifest = tensor_file(run, 20).with_name("manifest.json")
-    manifest.write_text(re.sub(r'"data":"[^"]*"', '"data":"bytes-7-00c0ffee"', manifest.read_text()))
+    manifest.write_text(re.sub(r'"data": "[^"]*"', '"data": "bytes-7-00c0ffee"', manifest.read_text()))
     return ("--train.steps", "22"), 2, f"the text of data.source is not what {run} began with (bytes-7-00c0ffee, now "
 
 
@@ -194,7 +195,7 @@ def test_a_flipped_byte_is_noticed(whole: Path) -> None:
 def test_losses_that_are_not_finite_stop_it_and_what_led_to_them_is_kept(whole: Path) -> None:
     run = copy_of(whole, "not-finite")
     (run / "notes.txt").write_text("mine")
-    command = [*TINY, "--run", run, "--fresh", "--optim.lr", "1e30", "--train.save_every", "1"]
+    command = [*TINY, "--run", run, "--fresh", "--optim.lr", "1e30", "--train.save_every", "1", *AT_ONCE]
     ended = train(*command, "--train.max_skipped", "2", "--train.keep_last", "9")
     assert_one_sentence(
         ended, 1, f"error: rank 0 on {HOST}: steps 2 to 3 were skipped", f"{run}/failed", "samples 24 to 71"
@@ -225,18 +226,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(whole: Path, small_disk: Path) -> None:
+def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, small_disk: Path) -> None:
     run = small_disk / "run"
-    ended = train(*TINY, "--run", run, "--data.cache", whole.with_name(".data"), "--train.save_every", "2")
-    assert_one_sentence(ended, 1, "error: ", "the checkpoint of step 4 was not saved", "No space left on device")
+    ended = train(*TINY, "--run", run, "--data.cache", whole.with_name(".data"), "--train.save_every", "2", *AT_ONCE)
+    assert_one_sentence(
+        ended,
+        1,
+        "error: ",
+        "the checkpoint of step 20 was not saved: could not write ",
+        "No space left on device",
+        "; the last checkpoint is that of step 2: the steps since are lost",
+    )
+    assert "the checkpoint of step 4 was not saved" in ended.out
+    assert "No space left on device (rank 0); the training goes on, and it is tried again after step 6" in ended.out
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
     assert problem_of(run / "checkpoints/step-00000002") is None
-    assert steps(run) == [1, 2, 3, 4]
+    assert steps(run) == list(range(1, 21)), "it trained to the end"
 
 
-def test_metrics_on_a_full_disk_are_one_sentence() -> None:
-    with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\)"):
-        MetricsLog(Path("/dev/full")).append({"step": 1})
+def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
+    log = MetricsLog(Path("/dev/full"))
+    assert log.append({"step": 1}) == "can't write /dev/full (No space left on device); the training goes on"
+    assert log.append({"step": 2}) is None, "it is said once"
+    with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\); when that is put right"):
+        log.flush()
+    log.path = tmp_path / "metrics.jsonl"
+    log.append({"step": 3})
+    assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:

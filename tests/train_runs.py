@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 180.0
 """How long a command may take at most, on a machine with much else to do."""
+AT_ONCE = ("--train.async_save", "false")
+"""A step that is fast may find the last save under way, and then saves later: with this, each saves where it should."""
 QUICK = ("--train.eval_batches", "1", "--train.sample_tokens", "0")
 
 
@@ -155,7 +157,7 @@ def assert_one_sentence(ended: Ended, code: int, *words: str) -> None:
 def whole_run(folder: Path) -> tuple[Path, Ended]:
     """A run of the preset `tiny` in one process that nothing disturbed; read-only, for all tests to compare with."""
     run = folder / "train" / "whole"
-    ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5")
+    ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE)
     assert ended.code == 0, ended.err
     return run, ended
 

@@ -37,8 +37,8 @@ def save(
 
     `pieces` are all that this rank holds: of a part that several hold, each writes its share. `info` holds the
     manifest's `plan`, `model`, `counters` and, if there is one, `run`. Afterwards those checkpoints remain that `keep`
-    says. `root` must be the same folder for all ranks. When any rank fails, every rank raises MusterError and earlier
-    checkpoints are untouched.
+    says. `root` must be the same folder for all ranks, and its parent must exist. When any rank fails, every rank
+    raises MusterError and earlier checkpoints are untouched.
     """
     write = partial(write_rank, rank=rank, pieces=pieces)
     return save_with(write, root, step, info, rank, world_size, exchange, keep)
@@ -117,7 +117,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _prepare(root: Path, beside: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(exist_ok=True)  # its parent must be there: one that vanished may be another disk
     remove_stale(root)
     beside.mkdir()
 

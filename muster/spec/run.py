@@ -47,6 +47,12 @@ class TrainConfig(Frozen):
     """Steps between checkpoints; 0: only at the end."""
     keep_last: PositiveInt = 2
     """Checkpoints that are kept."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of it are kept for good, beside the last ones; 0: none is."""
+    ephemeral_every: NonNegativeInt = 0
+    """Steps between checkpoints that stay only until the next one of any kind is complete; 0: there are none."""
+    async_save: bool = True
+    """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
     eval_batches: NonNegativeInt = 8
     """Global batches of held-out windows that the validation loss is taken over; 0: none."""
     sample_tokens: NonNegativeInt = 200

@@ -1,16 +1,17 @@
 """Training from the first step, or the last checkpoint, to the end: what every rank does, in the same order."""
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 from time import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.folder import Keep, find_latest
+from muster.checkpoint.folder import find_latest
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
-from muster.checkpoint.save import save
 from muster.data.dataset import Dataset, StreamHash, sample_digest
 from muster.parallel.world import World, open_world
 from muster.simulate.simulator import simulate
@@ -26,6 +27,7 @@ from muster.train.ending import announce, finish
 from muster.train.errors import STOPPED
 from muster.train.metrics import MetricsLog, metrics_row, write_text
 from muster.train.order import measured_order
+from muster.train.saves import CHECKPOINTS, Saves
 from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
 
@@ -48,6 +50,7 @@ class Run:
         self.trainer = Trainer(config, plan, world, dataset)
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
+        self.saves = Saves(config.train, self.trainer, world, run_dir)
         signal.signal(signal.SIGTERM, self._on_stop)
 
     def _on_stop(self, *_: object) -> None:
@@ -64,13 +67,16 @@ class Run:
                 replace_text(self.run_dir / "plan.yaml", plan_text(self.plan))
         predicted = simulate(self.trainer.program, profile.times)
         self._resume()
+        self.saves.prepare()
         first_step = self.trainer.step_count + 1
         if self.is_main:
             announce(self.trainer, predicted)
         code = self._train()
+        self.metrics.flush()
         if code == 0:
             finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
             self.world.wait_for_main()
+        self.saves.close()
         return code
 
     def _train(self) -> int:
@@ -82,8 +88,10 @@ class Run:
                 if result.skipped and result.skipped_in_row >= train.max_skipped:
                     self._give_up(result, result.skipped)
                 at_end = result.step == train.steps
-                if at_end or result.stop_requested or (train.save_every and result.step % train.save_every == 0):
-                    self._save()
+                if at_end or result.stop_requested:
+                    self.saves.now(self._info())
+                elif (problem := self.saves.after_step(result, self._info)) and self.is_main:
+                    display.say(problem)
                 if result.stop_requested and not at_end:
                     if self.is_main:
                         print(f"stopped after step {result.step} as asked; the same command goes on from here")
@@ -98,7 +106,8 @@ class Run:
         train = self.config.train
         if self.is_main and (result.step % train.log_every == 0 or result.step == train.steps or result.skipped):
             row = metrics_row(result, result.step * result.tokens, None)
-            self.metrics.append(row)
+            if problem := self.metrics.append(row):
+                display.say(problem)
             display.step(row)
 
     def _hash_samples(self) -> None:
@@ -110,38 +119,29 @@ class Run:
         shares = sorted(share for share in self.world.exchange(own) if share is not None)
         self.stream.update(digest for _, digests in shares for digest in digests)
         if self.is_main:
-            write_text(self.run_dir / "samples.sha256", self.stream.state + "\n")
+            with suppress(MusterError):  # as with metrics.jsonl, which says so
+                write_text(self.run_dir / "samples.sha256", self.stream.state + "\n")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
-    def _save(self, folder: str = "checkpoints") -> None:
-        trainer, world = self.trainer, self.world
+    def _info(self) -> dict[str, Any]:
+        """What a checkpoint says beside the tensors."""
         counters = {
-            **trainer.counters(),
+            **self.trainer.counters(),
             "stream_hash": self.stream.state,
-            "data": trainer.dataset.store.fingerprint,
+            "data": self.trainer.dataset.store.fingerprint,
         }
-        info = {
+        return {
             "plan": self.plan.model_dump(mode="json"),
             "model": self.config.model.model_dump(mode="json"),
             "run": self.config.model_dump(mode="json"),
             "counters": counters,
         }
-        save(
-            self.run_dir / folder,
-            trainer.step_count,
-            trainer.pieces(),
-            info,
-            rank=world.rank,
-            world_size=world.size,
-            exchange=world.exchange,
-            keep=Keep(self.config.train.keep_last),
-        )
 
     def _resume(self) -> None:
         """Goes on from the last checkpoint, if there is one."""
-        latest = self.world.share(find_latest(self.run_dir / "checkpoints"))
+        latest = self.world.share(find_latest(self.run_dir / CHECKPOINTS))
         if latest is not None:
             manifest = self._load(latest)
             self.trainer.go_to(manifest.step, manifest.counters)
@@ -164,7 +164,7 @@ class Run:
         count = result.skipped_in_row
         samples = self._samples(count)
         self.trainer.go_back(count)
-        self._save("failed")
+        self.saves.now(self._info(), "failed")
         steps = f"step {result.step} was" if count == 1 else f"steps {result.step - count + 1} to {result.step} were"
         raise MusterError(
             f"{steps} skipped, as many in a row as train.max_skipped allows: step {result.step} because {reason};"

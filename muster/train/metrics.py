@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: list[str] = []
+        """Lines that could not be written."""
 
     def forget_after(self, step: int) -> None:
         """Drops the rows of steps that a resumed run does again, and a last line that a kill cut short."""
@@ -44,8 +47,34 @@ class MetricsLog:
             write_text(beside, "".join(json.dumps(row) + "\n" for row in kept))
             beside.replace(self.path)
 
-    def append(self, row: dict[str, Any]) -> None:
-        write_text(self.path, json.dumps(row) + "\n", mode="a")
+    def append(self, row: dict[str, Any]) -> str | None:
+        """Adds a row. One that can't be written waits for the next; the first time, a sentence is returned."""
+        first = not self._waiting
+        self._waiting.append(json.dumps(row) + "\n")
+        try:
+            self._write()
+        except OSError as error:
+            return f"can't write {self.path} ({error.strerror}); the training goes on" if first else None
+        return None
+
+    def flush(self) -> None:
+        """Writes what waits. Raises MusterError where that can't be done."""
+        try:
+            self._write()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def _write(self) -> None:
+        """All that waits, or none of it."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write("".join(self._waiting))
+        except OSError:
+            if self.path.is_file():
+                os.truncate(self.path, size)
+            raise
+        self._waiting = []
 
 
 def write_text(path: Path, text: str, mode: str = "w") -> None:
@@ -54,10 +83,14 @@ def write_text(path: Path, text: str, mode: str = "w") -> None:
         with path.open(mode) as file:
             file.write(text)
     except OSError as error:
-        raise MusterError(
-            f"can't write {path} ({error.strerror}); when that is put right, the same command goes on from the last"
-            " checkpoint"
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> MusterError:
+    return MusterError(
+        f"can't write {path} ({error.strerror}); when that is put right, the same command goes on from the last"
+        " checkpoint"
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -25,3 +25,7 @@ class StepResult:
     """Steps skipped since the last that was applied, this one included."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
+    saving: bool = False
+    """Whether any rank was still busy with a checkpoint."""
+    save_failed: bool = False
+    """Whether a checkpoint that was begun has failed since the step before."""

@@ -71,6 +71,8 @@ class Trainer:
         self.samples_consumed = 0
         self._num_valid = 1
         self.stop_requested = False
+        self.save_votes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        """Asked in each step: whether this rank is saving, and whether a save has failed since."""
         self.rounds: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_ROUNDS)
         self._micro_batches = plan.num_micro_batches(workload)
         self._reads = plan.spread_vocab or any(stage.is_first or stage.is_last for stage in self.stages.values())
@@ -123,6 +125,8 @@ class Trainer:
             skipped_so_far=self.skips.total,
             skipped_in_row=self.skips.in_row,
             stop_requested=self._any_stop_requested,
+            saving=self._saving,
+            save_failed=self._save_failed,
         )
 
     def evaluate(self, num_batches: int) -> float | None:
@@ -218,9 +222,9 @@ class Trainer:
         ]
 
     def _norm(self, action: Action) -> None:
-        """The global gradient norm, the step's loss and whether anyone wants to stop, in one sum over all ranks; from
-        it whether the step is skipped."""
-        sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+        """The global gradient norm, the step's loss, whether anyone wants to stop and how saving goes, in one sum over
+        all ranks; from it whether the step is skipped."""
+        sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
         for stage in self.stages.values():
             stage.take_gradients()
         if self.plan.pp_rank(0) == self.plan.pp_rank(self.plan.depth - 1):  # else TIE has added them up
@@ -235,10 +239,11 @@ class Trainer:
             sums[0] += _sum_of_squares(stage)
             sums[1:3] += stage.take_losses()
         sums[3] = self.stop_requested
-        squares, loss_sum, z_loss_sum, stop = self.world.add_up(sums).tolist()
+        sums[4], sums[5] = self.save_votes()
+        squares, loss_sum, z_loss_sum, stop, saving, save_failed = self.world.add_up(sums).tolist()
         self._loss, self._z_loss = loss_sum / self._num_valid, z_loss_sum / self._num_valid
         self._grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
-        self._any_stop_requested = stop > 0
+        self._any_stop_requested, self._saving, self._save_failed = stop > 0, saving > 0, save_failed > 0
         self._skipped = self.skips.judge(self._loss, self._grad_norm)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not math.isfinite(self._grad_norm))

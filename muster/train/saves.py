@@ -1,0 +1,110 @@
+"""When a run saves, and what becomes of it. All ranks decide alike, from what the step's one sum tells them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from muster.checkpoint.folder import Keep, find_latest, step_of
+from muster.checkpoint.saver import Saver, Target
+from muster.parallel.world import World
+from muster.spec.errors import MusterError
+from muster.spec.run import TrainConfig
+from muster.train.step_result import StepResult
+from muster.train.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+LONGEST_PAUSE = 64
+"""Steps between attempts at a save that keeps failing, at most."""
+LAST_ATTEMPTS = 3
+"""At the end of the training, where there is no later step to try again after."""
+PAUSE_S = 1.0
+"""Between those."""
+HANG_LIMIT_S = 600.0
+"""How long the end of a run waits for a disk that answers nothing."""
+
+
+class Saves:
+    """One rank's view of the checkpoints of its run."""
+
+    def __init__(self, train: TrainConfig, trainer: Trainer, world: World, run_dir: Path) -> None:
+        self._train, self._trainer, self._world, self._run_dir = train, trainer, world, run_dir
+        self._saver = Saver(world.rank, world.size, world.store)
+        self._told: str | None = None
+        self._under_way, self._due = False, False
+        self._failures, self._retry_at = 0, 0
+        trainer.save_votes = self._votes
+
+    def _votes(self) -> tuple[bool, bool]:
+        busy = self._saver.busy  # asked first: what has failed by then is told in the same step
+        self._told = self._saver.take_failure() or self._told
+        return busy, self._told is not None and self._world.rank == 0
+
+    def prepare(self) -> None:
+        """Makes the memory for copies before the first of them is wanted."""
+        train = self._train
+        if train.async_save and (train.save_every or train.ephemeral_every or train.keep_every):
+            self._saver.prepare(self._trainer.pieces())
+
+    def after_step(self, result: StepResult, info: Callable[[], dict[str, Any]]) -> str | None:
+        """Begins a save if one is due and the last is done. Returns a sentence when one has failed."""
+        said = None
+        if result.save_failed:
+            self._failures += 1
+            self._retry_at = result.step + min(2 ** (self._failures - 1), LONGEST_PAUSE)
+            said = f"{self._told}; the training goes on, and it is tried again after step {self._retry_at}"
+            self._told = None
+        elif self._under_way and not result.saving:
+            self._failures, self._retry_at = 0, 0
+        self._under_way = self._under_way and result.saving
+        self._due |= self._wants(result.step)
+        if self._due and not result.saving:
+            self._begin(CHECKPOINTS, info(), copy=self._train.async_save)
+            if not self._train.async_save:
+                self._saver.wait()
+            self._due, self._under_way, self._retry_at = False, True, 0
+        return said
+
+    def _wants(self, step: int) -> bool:
+        train = self._train
+        regular = any(every and step % every == 0 for every in (train.save_every, train.ephemeral_every))
+        permanent = train.keep_every and step % train.keep_every == 0
+        return bool(regular or permanent or (self._retry_at and step >= self._retry_at))
+
+    def now(self, info: dict[str, Any], folder: str = CHECKPOINTS) -> None:
+        """Saves the state as it is and waits until it is on disk; all ranks call it.
+
+        Raises MusterError when that can't be done, which says what is lost.
+        """
+        if not all(self._world.exchange(self._saver.wait(HANG_LIMIT_S))):
+            raise MusterError(
+                f"a checkpoint is still being written after {HANG_LIMIT_S / 60:.0f} minutes; {self._lost()}"
+            )
+        problem = ""
+        for attempt in range(LAST_ATTEMPTS):
+            if attempt:
+                sleep(PAUSE_S)
+            self._begin(folder, info, copy=False)
+            done = self._saver.wait(HANG_LIMIT_S)
+            own = self._saver.problem if done else "the disk answers nothing"
+            problem = next((text for text in self._world.exchange(own) if text), "")
+            if not problem:
+                return
+        raise MusterError(f"{problem}; {self._lost()}")
+
+    def _begin(self, folder: str, info: dict[str, Any], copy: bool) -> None:
+        step, train = self._trainer.step_count, self._train
+        regular = train.save_every if train.ephemeral_every else 0
+        keep = Keep(train.keep_last, train.keep_every, regular)
+        self._saver.begin(Target(self._run_dir / folder, step, info, keep), self._trainer.pieces(), copy)
+
+    def _lost(self) -> str:
+        """What is lost when the run ends here."""
+        latest = find_latest(self._run_dir / CHECKPOINTS)
+        if latest is None:
+            return "there is no checkpoint, so all steps are lost"
+        return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
+
+    def close(self) -> None:
+        """Ends what the saver has started."""
+        self._saver.close()

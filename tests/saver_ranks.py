@@ -1,0 +1,200 @@
+"""What each rank does in the tests of saving beside the training: it saves, and its writer is killed or refused."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muster.checkpoint import saver as saver_module
+from muster.checkpoint.folder import Keep, checkpoints, find_latest, problem_of
+from muster.checkpoint.load import load, read_full
+from muster.checkpoint.manifest import read_manifest
+from muster.checkpoint.piece import Piece
+from muster.checkpoint.saver import Saver, Target
+from muster.spec.layout import Box, TensorLayout, shard_rows
+
+ROWS, COLUMNS = 4096, 64
+
+
+def pieces_of(rank: int, size: int, step: int) -> list[Piece]:
+    """This rank's rows of a matrix and of a vector that two ranks share, full of the step's number."""
+    first, rows = shard_rows(ROWS, size, rank)
+    matrix = TensorLayout("model/w", (ROWS, COLUMNS), (Box((first, 0), (rows, COLUMNS)),))
+    vector = TensorLayout("model/v", (100_000,), (Box((0,), (100_000,)),), size, rank, size)
+    return [
+        Piece("model/w", matrix, torch.full((rows, COLUMNS), float(step))),
+        Piece("model/v", vector, torch.full((100_000,), float(step))),
+    ]
+
+
+class Rank:
+    """A rank and its saver; the ranks meet at `barrier` as they would in the sum of a step."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, root: Path) -> None:
+        self.rank, self.size, self.store, self.root = rank, size, store, root
+        self.saver = Saver(rank, size, store)
+        self._meetings = 0
+
+    def barrier(self) -> None:
+        self._meetings += 1
+        key = f"test/{self._meetings}"
+        if self.store.add(f"{key}/here", 1) == self.size:
+            self.store.set(f"{key}/all", "")
+        self.store.wait([f"{key}/all"], timedelta(seconds=60))
+
+    def begin(self, step: int, root: Path | None = None, keep: Keep | None = None) -> list[Piece]:
+        """Begins a save; the tensors change at once, as they would in the next step."""
+        pieces = pieces_of(self.rank, self.size, step)
+        info = {"plan": {}, "model": {}, "counters": {"step": step}}
+        self.saver.begin(Target(root or self.root, step, info, keep or Keep()), pieces)
+        for piece in pieces:
+            piece.tensor.fill_(-1)
+        return pieces
+
+    def save(self, step: int, **options: Any) -> str | None:
+        """Saves, waits, and returns what went wrong."""
+        self.begin(step, **options)
+        assert self.saver.wait(60)
+        self.barrier()
+        return self.saver.problem
+
+    def writer_pid(self) -> int | None:
+        writer = self.saver._writer
+        return writer._process.pid if writer is not None and writer.alive else None
+
+
+def all_equal(folder: Path) -> int:
+    """The step of a checkpoint all of whose numbers are that step's; an AssertionError where they aren't."""
+    step = read_manifest(folder).step
+    for name in ("model/w", "model/v"):
+        assert (read_full(folder, name) == step).all(), f"{folder} is mixed"
+    return step
+
+
+def saves_beside_the_training(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, Any]:
+    """What becomes of saves that succeed, are killed, are refused and are overtaken."""
+    root = Path(payload["root"])
+    me, found = Rank(rank, size, store, root), {}
+    me.saver.prepare(pieces_of(rank, size, 0))
+    pid, staging = me.writer_pid(), me.saver._staging
+    found["first"] = me.save(1)
+    found["again"] = me.save(2)
+    found["same writer and memory"] = (me.writer_pid(), me.saver._staging) == (pid, staging)
+    wanted = pieces_of(rank, size, 7)
+    load(root / "step-00000002", wanted)
+    found["read"] = all((piece.tensor == 2).all().item() for piece in wanted)
+    found["killed"] = killed_while_it_writes(me, 3)
+    found["after the kill"] = me.save(4)
+    found["refused"] = refused(me, 5)
+    found["vanished"] = me.save(6, root=root / "gone" / "checkpoints")
+    found["after all"] = me.save(7)
+    me.saver.close()
+    if rank == 0:
+        found["steps"] = [all_equal(folder) for folder in checkpoints(root)]
+        found["rubbish"] = [path.name for path in root.glob("*.tmp*")]
+    return found
+
+
+def killed_while_it_writes(me: Rank, step: int) -> str | None:
+    """The last rank's writer is stopped before it can write, and killed when the save is under way."""
+    pid = me.writer_pid()
+    victim = me.rank == me.size - 1
+    if victim and pid is not None:
+        os.kill(pid, signal.SIGSTOP)
+    me.barrier()
+    me.begin(step)
+    assert not me.saver.wait(0.3), "nobody is done while one rank isn't"
+    if victim and pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    assert me.saver.wait(60)
+    me.barrier()
+    first, second = me.saver.take_failure(), me.saver.take_failure()
+    assert first == me.saver.problem
+    assert second is None, "a failure is told once"
+    return first
+
+
+def refused(me: Rank, step: int) -> str | None:
+    """Rank 0's folder can't be made: a file lies in its place."""
+    place = me.root / f"step-{step:08}.tmp"
+    if me.rank == 0:
+        original, saver_module.save_with = saver_module.save_with, _in_the_way(place)
+    me.barrier()
+    problem = me.save(step)
+    if me.rank == 0:
+        saver_module.save_with = original
+        assert problem_of(me.root / "step-00000004") is None
+    return problem
+
+
+def _in_the_way(place: Path) -> Any:
+    from muster.checkpoint.save import save_with
+
+    def save(write: Any, *args: Any, **options: Any) -> Path:
+        def into_a_file(beside: Path) -> None:
+            shutil.rmtree(place)
+            place.write_text("")
+            write(beside)
+
+        return save_with(into_a_file, *args, **options)
+
+    return save
+
+
+def random_kills(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, int]:
+    """Saves again and again; each time some rank's writer is killed at a random moment.
+
+    After each, the last complete checkpoint is whole and no older than the last save that succeeded.
+    """
+    root, draw = Path(payload["root"]), random.Random(payload["seed"])
+    me = Rank(rank, size, store, root)
+    kills, failed = 0, 0
+    problem = me.save(1)
+    assert problem is None, problem
+    saved = 1
+    seconds = 0.05
+    for step in range(2, payload["kills"] + 2):
+        victim, delay = draw.randrange(size), draw.uniform(0, 1.2 * seconds)
+        started = time.monotonic()
+        me.begin(step, keep=Keep(last=draw.choice([1, 2])))
+        if rank == victim:
+            time.sleep(delay)
+            while (pid := me.writer_pid()) is None and me.saver.busy:
+                time.sleep(0.001)  # it is being started anew
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                kills += 1
+        assert me.saver.wait(60), "a killed writer must not hang the save"
+        if me.saver.problem is None:
+            saved = step
+            seconds = 0.5 * seconds + 0.5 * min(time.monotonic() - started, 0.2)
+        else:
+            failed += 1
+        me.barrier()
+        if rank == 0:
+            latest = find_latest(root)
+            assert latest is not None
+            assert all_equal(latest) == saved, f"the last one is {latest}, but step {saved} was saved"
+        me.barrier()
+    me.saver.close()
+    return {"kills": kills, "failed": failed, "saved": saved}
+
+
+def saves_for_ever(rank: int, size: int, store: dist.Store, payload: dict) -> None:
+    """Goes on from the last checkpoint, saves every step, and says which are done, until it is killed."""
+    root = Path(payload["root"])
+    latest = find_latest(root)
+    me, step = Rank(rank, size, store, root), all_equal(latest) if latest else 0
+    while True:
+        step += 1
+        problem = me.save(step)
+        assert problem is None, problem
+        if rank == 0:
+            Path(payload["saved"]).write_text(str(step))

@@ -1,0 +1,74 @@
+"""Saving beside the training, on real ranks: what fails is told to all and stops nothing."""
+
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from muster.checkpoint.folder import checkpoints, find_latest, problem_of
+from tests.ranks import _start, run_ranks
+from tests.saver_ranks import all_equal
+
+
+def test_saves_beside_the_training(tmp_path: Path) -> None:
+    found = run_ranks(3, "tests.saver_ranks:saves_beside_the_training", {"root": str(tmp_path / "checkpoints")})
+    for rank in found:
+        assert (rank["first"], rank["again"], rank["after the kill"], rank["after all"]) == (None,) * 4
+        assert rank["same writer and memory"], "the copy goes where the one before went"
+        assert rank["read"]
+        killed = "the checkpoint of step 3 was not saved: the process that writes it was killed by SIGKILL (rank 2)"
+        assert rank["killed"] == killed
+        assert rank["refused"].startswith("the checkpoint of step 5 was not saved: could not write ")
+        assert ": Not a directory (rank " in rank["refused"]
+        assert rank["vanished"].startswith("the checkpoint of step 6 was not saved: could not write ")
+        assert rank["vanished"].endswith("/gone/checkpoints: No such file or directory (rank 0)")
+    assert found[0]["steps"] == [4, 7]
+    assert found[0]["rubbish"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_of_savers_lose_nothing(seed: int, tmp_path: Path) -> None:
+    """200 kills over four long-lived launches of 2 to 4 ranks."""
+    size = 2 + seed % 3
+    payload = {"root": str(tmp_path / "checkpoints"), "seed": random.randrange(10**6), "kills": 50}
+    found = run_ranks(size, "tests.saver_ranks:random_kills", payload, timeout_s=280)
+    assert sum(rank["kills"] for rank in found) >= 48, found
+    assert 5 <= found[0]["failed"] <= 50, f"the kills met saves at work: {found}"
+
+
+@pytest.mark.soak
+def test_kills_of_whole_jobs_lose_nothing(tmp_path: Path) -> None:
+    """20 jobs of two ranks, each killed with its writers at a random moment of saving; the next goes on from there."""
+    root, said = tmp_path / "checkpoints", tmp_path / "saved"
+    said.write_text("0")
+    for _ in range(20):
+        before = int(said.read_text() or 0)
+        kill_a_job(tmp_path, {"root": str(root), "saved": str(said)}, before)
+        latest = find_latest(root)
+        assert latest is not None
+        assert all_equal(latest) >= before + 1, "what was said to be saved is there"
+        assert all(problem_of(folder) is None for folder in checkpoints(root)), "half a checkpoint under a good name"
+
+
+def kill_a_job(folder: Path, payload: dict, before: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (folder / "payload.json").write_text(json.dumps(payload))
+    parent = _start(folder, 2, store.port, "tests.saver_ranks:saves_for_ever", 120)
+    try:
+        limit = time.monotonic() + 60
+        while int(Path(payload["saved"]).read_text() or 0) <= before:
+            assert parent.poll() is None, (folder / "output-0.txt").read_text()
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.5))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
