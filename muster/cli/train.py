@@ -41,6 +41,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--nproc", type=whole_number, metavar="N", help="local processes (default: as the plan wants)")
     parser.add_argument("--parallel", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, its file, or auto")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
+    parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
     parser.add_argument("--seed", metavar="S", help="what all randomness comes from")
     parser.add_argument("--fresh", action="store_true", help="start anew, whatever the run directory holds")
     parser.add_argument("--dry-run", action="store_true", help="print configuration, plan and program; write nothing")
@@ -49,6 +50,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     if args.file is None and args.preset is None:
         raise ConfigError("nothing to train: expected a run file or --preset NAME, such as --preset tiny")
     flags = [(key, getattr(args, key)) for key in ("parallel", "model", "seed")]
+    flags.append(("train.init_from", args.init_from))
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 

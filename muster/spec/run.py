@@ -42,6 +42,9 @@ class TrainConfig(Frozen):
     """Tokens per sequence."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
+    init_from: str | None = None
+    """Directory whose weights the training begins with: a run, a checkpoint, a Hugging Face directory or a folder of
+    torch.distributed.checkpoint; None: the model's initial values."""
     log_every: PositiveInt = 1
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint.folder import find_latest
+from muster.checkpoint.initial import load_initial
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
 from muster.data.dataset import Dataset, StreamHash, sample_digest
@@ -146,6 +147,9 @@ class Run:
             manifest = self._load(latest)
             self.trainer.go_to(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
+        elif (place := self.config.train.init_from) is not None:
+            load_initial(Path(place), self.config.model, self.trainer.pieces())
+            self.trainer.go_to(0, {"samples_consumed": 0})
         if self.is_main:
             self.metrics.forget_after(self.trainer.step_count)
 

@@ -127,6 +127,8 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
             print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
             show_report(run_dir)
             return False
+    if manifest is None and config.train.init_from is not None:
+        _check_weights(config.train.init_from, config)
     dataset = open_dataset(config, run_dir)
     header = dataset.store.header
     print(f"data: {header.num_tokens:,} tokens in {header.num_documents:,} documents from {config.data.source}")
@@ -141,6 +143,15 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_resolved(resolved, plan, run_dir)
     return True
+
+
+def _check_weights(place: str, config: RunConfig) -> None:
+    """Says which weights the run begins with, once they fit the model."""
+    from muster.checkpoint.initial import check_initial  # imports torch
+
+    directory = check_initial(Path(place), config.model)
+    step = "" if directory.step is None else f" of step {directory.step}"
+    print(f"weights: from {directory.folder}{step}")
 
 
 def _last_checkpoint(run_dir: Path) -> Path | None:
