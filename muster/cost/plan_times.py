@@ -47,24 +47,21 @@ def plan_times(
     setting = _PlanSetting(model, plan, workload, cluster, software, _known(model, workload.seq_len, cluster, software))
     seconds: dict[tuple[str, int], float] = {}
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
-    held: list[float] = []
+    held = [0.0] * plan.pp
     alike: dict[tuple, StageTimes] = {}
     for stage in range(plan.num_stages):
-        own = StageTimes(setting, stage)
-        at = alike.setdefault(own.signature, own)
+        key = setting.signature(stage)
+        at = alike.get(key) or alike.setdefault(key, StageTimes(setting, stage))
         for kind, time_s in at.seconds.items():
             seconds[kind, stage] = time_s
         for kind, waits_s in at.waits_s.items():
             exposed_s[kind, stage] = waits_s
-        seconds.update({(kind, stage): time_s for kind, time_s in own.between_stages()})
-        held.append(at.owned_numel)
+        seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, at)})
+        held[setting.placement[stage]] += at.owned_numel
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
     world = setting.group(0, ((1, plan.world_size),))
-    most = max(
-        sum(held[stage] for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank) for rank in range(plan.pp)
-    )
-    device = cluster.device
+    most, device = max(held), cluster.device
     seconds["NORM", -1] = all_reduce_s(world, 32) + stream_s(device, NORM_BYTES * most)
     seconds["STEP", -1] = STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
     processes = tuple(plan.mesh(rank).ranks for rank in range(plan.pp)) if device.shared_cores else ()
@@ -97,7 +94,7 @@ class _PlanSetting:
     def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
         """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
         steps = tuple(step for step in steps if step[1] > 1)
-        key = (first % self._period, steps) if steps else ()
+        key: tuple = (first % self._period, steps) if steps else ()
         if not steps and not self.known.groups.get(key):
             self.known.groups[key] = Group(1, 1, 1, self.cluster.groups[0].intra, None)
         if key not in self.known.groups:
@@ -120,9 +117,41 @@ class _PlanSetting:
         sizes = [self.plan.mesh(pp_rank).ranks for pp_rank in range(self.plan.pp)]
         return [sum(sizes[:pp_rank]) for pp_rank in range(self.plan.pp)]
 
+    @cached_property
+    def depth(self) -> int:
+        """Stages of one replica."""
+        return self.plan.depth
+
+    @cached_property
+    def placement(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        return [self.plan.pp_rank(stage) for stage in range(self.plan.num_stages)]
+
     def first_rank(self, stage: int) -> int:
         """The first world rank that holds a stage."""
-        return self._first_ranks[self.plan.pp_rank(stage)]
+        return self._first_ranks[self.placement[stage]]
+
+    def signature(self, stage: int) -> tuple:
+        """Equal for stages whose times are: they lie alike, and have layers alike."""
+        plan, pp_rank = self.plan, self.placement[stage]
+        place = self._first_ranks[pp_rank] % self._period if plan.is_uniform else pp_rank
+        layers = plan.layers(stage, self.model.num_layers)
+        kinds = len(layers) if self._layers_alike else tuple(self.layer_kind(layer) for layer in layers)
+        return stage % self.depth == 0, (stage + 1) % self.depth == 0, place, kinds
+
+    @cached_property
+    def _layers_alike(self) -> bool:
+        return self.known.layers_alike and not self.plan.overrides
+
+    def layer_kind(self, layer: int) -> "_Kind":
+        """What a layer's times depend on besides where it lies."""
+        model = self.model
+        return _Kind(
+            self.plan.strategy(layer),
+            model.has_experts(layer),
+            model.has_linear_attention(layer),
+            model.window(layer),
+        )
 
     @cached_property
     def _axes(self) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -135,7 +164,7 @@ class _PlanSetting:
 
     def axis_group(self, stage: int, *axes: str) -> Group:
         """The first of the groups of a stage's ranks that differ on these axes alone."""
-        sizes, strides = self._axes[self.plan.pp_rank(stage)]
+        sizes, strides = self._axes[self.placement[stage]]
         return self.group(self.first_rank(stage), tuple((strides[axis], sizes[axis]) for axis in axes))
 
     def expert_group(self, stage: int) -> Group:
@@ -152,6 +181,8 @@ class _Known:
     groups: dict[tuple, Group]
     passes: dict[tuple, LayerPasses]
     numels: dict[tuple, float]
+    layers_alike: bool
+    """Of the model, whatever the plan does with single ones."""
 
 
 _RECENT: deque[tuple[ModelSpec, int, ClusterSpec, Software, _Known]] = deque(maxlen=8)
@@ -162,7 +193,9 @@ def _known(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Softw
     for its_model, its_len, its_cluster, its_software, known in _RECENT:
         if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == software:
             return known
-    _RECENT.append((model, seq_len, cluster, software, _Known({}, {}, {})))
+    layers = range(model.num_layers)
+    kinds = {(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers}
+    _RECENT.append((model, seq_len, cluster, software, _Known({}, {}, {}, len(kinds) == 1)))
     return _RECENT[-1][-1]
 
 
@@ -212,14 +245,6 @@ class StageTimes:
             *self.groups,
             self.mesh.etp,
         )
-
-    @cached_property
-    def signature(self) -> tuple:
-        """Equal for stages whose times are; groups and devices are the same objects where they are equal."""
-        plan = self.setting.plan
-        places = (self.device, *self.groups, self.data, self.replicas)
-        kinds = tuple(sorted((repr(kind), count) for kind, count in self._counts.items()))
-        return (plan.is_first(self.stage), plan.is_last(self.stage), kinds, self.mesh, tuple(map(id, places)))
 
     @cached_property
     def _spent(self) -> dict[str, Spent]:
@@ -278,9 +303,7 @@ class StageTimes:
             layers += [model.num_layers - 1] * model.mtp_layers
         counts: dict[_Kind, int] = {}
         for layer in layers:
-            kind = _Kind(
-                plan.strategy(layer), model.has_experts(layer), model.has_linear_attention(layer), model.window(layer)
-            )
+            kind = self.setting.layer_kind(layer)
             counts[kind] = counts.get(kind, 0) + 1
             self._example.setdefault(kind, layer)
         return counts
@@ -367,18 +390,20 @@ class StageTimes:
         norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
         yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
 
-    def between_stages(self) -> Iterator[tuple[str, float]]:
-        """(kind, seconds) of what a stage adds up with another once a step."""
-        software, setting = self.setting.software, self.setting
-        words = self.setting.model.vocab_size * self.setting.model.hidden_size / self.mesh.tp
-        other = setting.plan.tied_stage(self.stage)
-        if other is not None:
-            pair = setting.pair(setting.first_rank(self.stage), setting.first_rank(other))
-            yield "TIE", all_reduce_s(pair, words * software.gradient_bytes)
-        plan = setting.plan
-        if plan.replicas > 1 and self.stage < plan.depth:
-            pair = setting.pair(setting.first_rank(self.stage), setting.first_rank(self.stage + plan.depth))
-            yield "MERGE", all_reduce_s(pair, self.numel * software.gradient_bytes)
+
+def _between_stages(setting: _PlanSetting, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
+    """(kind, seconds) of what a stage adds up with another once a step; `at`: a stage whose times are the same."""
+    plan, gradient_bytes = setting.plan, setting.software.gradient_bytes
+    if stage % setting.depth and (stage + 1) % setting.depth and plan.replicas == 1:
+        return
+    words = setting.model.vocab_size * setting.model.hidden_size / at.mesh.tp
+    other = plan.tied_stage(stage)
+    if other is not None:
+        pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
+        yield "TIE", all_reduce_s(pair, words * gradient_bytes)
+    if plan.replicas > 1 and stage < plan.depth:
+        pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
+        yield "MERGE", all_reduce_s(pair, at.numel * gradient_bytes)
 
 
 def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
@@ -394,17 +419,20 @@ def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
 def _hops(setting: _PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
     """(sender's stage, receiver's stage) → the transfer between them: the hidden state forward, its gradient back."""
     plan, model = setting.plan, setting.model
-    for stage in range(plan.num_stages - 1):
-        if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
+    known: dict[tuple, Hop] = {}
+    for stage in range(len(setting.placement) - 1):
+        if (stage + 1) % setting.depth == 0 or setting.placement[stage] == setting.placement[stage + 1]:
             continue
         for source, target in ((stage, stage + 1), (stage + 1, stage)):
             mesh: Mesh = plan.mesh(source)
             sp = plan.strategy(plan.layers(source, model.num_layers).start).sp
-            tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
-            size = tokens * model.hidden_size * max(2, _bytes(plan))
             pair = setting.pair(setting.first_rank(source), setting.first_rank(target))
-            total_s = message_s(pair, size)
-            yield (source, target), Hop(total_s, size / _wire(pair))
+            key = id(pair), mesh, sp
+            if key not in known:
+                tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
+                size = tokens * model.hidden_size * max(2, _bytes(plan))
+                known[key] = Hop(message_s(pair, size), size / _wire(pair))
+            yield (source, target), known[key]
 
 
 def _bytes(plan: Plan) -> int:

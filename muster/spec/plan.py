@@ -3,6 +3,7 @@
 import hashlib
 import json
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -236,9 +237,10 @@ class Plan(Frozen):
 
     def layers(self, stage: int, num_layers: int) -> range:
         """The layers of one stage, of a model with `num_layers`."""
-        counts = [s.layers for s in self.stages] or split_evenly(num_layers, self.depth)
-        start = sum(counts[: stage % self.depth])
-        return range(start, start + counts[stage % self.depth])
+        if not self.stages:
+            return _even_runs(num_layers, self.depth)[stage % self.depth]
+        start = sum(s.layers for s in self.stages[: stage % self.depth])
+        return range(start, start + self.stages[stage % self.depth].layers)
 
     def num_micro_batches(self, workload: Workload) -> int:
         """Micro-batches that each data-parallel rank runs in one step.
@@ -275,6 +277,12 @@ def _completed(run: object, default: object) -> object:
     if isinstance(run, dict) and isinstance(own := run.get("strategy"), dict) and isinstance(default, dict):
         return run | {"strategy": default | own}
     return run
+
+
+@lru_cache(maxsize=1024)
+def _even_runs(num_layers: int, parts: int) -> tuple[range, ...]:
+    ends = list(accumulate(split_evenly(num_layers, parts)))
+    return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def split_evenly(count: int, parts: int) -> list[int]:

@@ -9,7 +9,7 @@ from muster.spec.placement import both_ways, looped, waves
 from muster.spec.suggest import did_you_mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each stands once in SCHEDULES; told apart by identity, hashing is fast
 class Entry:
     """A schedule: where the function that makes it is, what it is in one line, and where its stages lie."""
 
