@@ -25,9 +25,15 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Precision, Strategy
 from muster.spec.software import Software
 
-UNFUSED = 3.0
-"""Traffic of a norm or an activation that runs operation by operation, in float32 where the norm's sums need it, over
-that of one kernel: counted in Llama's published code."""
+EAGER_NORM = (40, 100)
+"""Bytes that an RMSNorm moves for each number, forward and backward, when each of its operations is a kernel, in
+float32: cast, square, mean, product, cast, product with the weight; Llama's published code, and autograd's for it."""
+EAGER_ROTATION = (20, 24)
+"""Bytes for each number of queries and keys when rotary positions are two products, a negation, a concatenation and a
+sum."""
+LAYOUT = (4, 4)
+"""Bytes for each number of queries, keys, values and of the output of attention that is written in another order before
+it is read: heads together."""
 _FLASH: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
@@ -117,6 +123,8 @@ class _Part:
 
     def __init__(self) -> None:
         self.forward, self.inputs, self.weights = Spent(), Spent(), Spent()
+        self.last = Spent()
+        """Of the forward, its last product."""
         self.core, self.products, self.cheap = Spent(), Spent(), Spent()
         """Of the forward: attention on its scores, matrix products, single passes over memory."""
 
@@ -133,6 +141,7 @@ class _Part:
         forward_s = grouped_matmul_s(device, tokens, wide, inner, precision, groups)
         self.forward.add(forward_s)
         self.products.add(forward_s)
+        self.last = Spent(forward_s, 1)
         self.inputs.add(grouped_matmul_s(device, tokens, inner, wide, precision, groups))
         summed = float(2 * at.software.gradient_bytes) if at.software.fused_gradients else 0.0
         self.weights.add(
@@ -160,11 +169,16 @@ def _attention(at: LayerSetting, part: _Part, window: int | None) -> None:
     )
     enter(at, part)
     part.linear(at, tokens, q_width + 2 * kv_width, model.hidden_size)
-    rotated = tokens * (q_width + kv_width) * at.act
-    passes = (model.position == "rope") + model.qk_norm
-    if passes:
-        factor = passes * (1.0 if at.software.fused else UNFUSED)
-        part.stream(at, 2 * rotated * factor, 2 * rotated * factor, 2 * factor)
+    rotated = tokens * (q_width + kv_width)
+    if model.position == "rope":
+        forward, backward = (2 * at.act, 2 * at.act) if at.software.fused else EAGER_ROTATION
+        part.stream(at, forward * rotated, backward * rotated, 2 if at.software.fused else 10)
+    if model.qk_norm:
+        forward, backward = _norm_bytes(at, "rms")
+        part.stream(at, forward * rotated, backward * rotated, 2)
+    if not at.software.fused:
+        laid = 2 * tokens * (q_width + kv_width)
+        part.stream(at, LAYOUT[0] * laid, LAYOUT[1] * laid, 4)
     _scores(at, part, model.num_heads / tp, model.head_dim, model.head_dim, window, kv_width)
     part.linear(at, tokens, model.hidden_size, q_width)
     leave(at, part)
@@ -370,17 +384,26 @@ def _around(at: LayerSetting, part: _Part) -> None:
     """The norm before, and the residual sum after: a read and a write, two reads and a write; backward three and three.
     Dropout keeps a byte for each number."""
     numbers = at.norm_tokens * at.model.hidden_size
-    norm = 1.0 if at.software.fused or at.model.norm == "layer" else UNFUSED
+    forward, backward = _norm_bytes(at, at.model.norm)
     kept = numbers * (1 if at.software.fused else 6) if at.software.dropout else 0.0
-    part.stream(at, 2 * norm * numbers * at.act, 3 * norm * numbers * at.act, 1 if norm == 1.0 else 5)
+    part.stream(at, forward * numbers, backward * numbers, 1 if forward < EAGER_NORM[0] else 8)
     part.stream(at, 3 * numbers * at.act + kept, 3 * numbers * at.act + kept)
+
+
+def _norm_bytes(at: LayerSetting, norm: str) -> tuple[int, int]:
+    """Bytes for each number, forward and backward: read and written; its gradient and itself read, and written, and
+    both read once more for the weight's gradient. torch has a kernel for LayerNorm, not for RMSNorm."""
+    software = at.software
+    fused = software.fused if software.fused_norms is None else software.fused_norms
+    return (2 * at.act, 5 * at.act) if fused or norm == "layer" else EAGER_NORM
 
 
 def _again(at: LayerSetting, attention: _Part, mlp: _Part) -> Spent:
     """What the backward computes again (`muster.spec.plan.Recompute`)."""
     match at.strategy.recompute:
         case "full":
-            return attention.forward + mlp.forward
+            whole = attention.forward + mlp.forward
+            return whole + mlp.last * -1 if at.software.stops_recompute else whole
         case "attention":
             return attention.core
         case "selective":

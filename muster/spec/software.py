@@ -12,10 +12,15 @@ class Software(Frozen):
     attention: AttentionKernel | None = None
     """None: the fastest that the device has a rate for."""
     fused: bool = True
-    """Norms, activations, rotary positions and residuals are one pass over memory each, as with torch.compile or
-    hand-written kernels; else each of their operations is one."""
+    """Activations, rotary positions and norms are one pass over memory each, as with torch.compile or hand-written
+    kernels; else each of their operations is one."""
+    fused_norms: bool | None = None
+    """Whether norms are, where that is another question; None: as `fused` says."""
     fused_loss: bool = True
     """The cross-entropy reads the logits and writes their gradient, without float32 copies of them."""
+    stops_recompute: bool = True
+    """Full recompute ends where the backward has all that it needs: a layer's last product isn't repeated, as with
+    torch's checkpoint without reentry; else the whole layer is."""
     dropout: bool = False
     """After attention and MLP, and on attention's probabilities."""
     fused_gradients: bool = True
