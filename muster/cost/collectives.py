@@ -14,6 +14,8 @@ flags instead of fences: all-reduces of 8 H100 take 62 µs beside their bytes wi
 FLAG_BANDWIDTH = 0.5
 """Share of the bandwidth that the protocol for small messages reaches on these machines: half of what it sends are
 flags."""
+NVLS_STEPS = 7
+"""Steps of NCCL's latency that an all-reduce in the switches takes, whatever the ranks (same source)."""
 START_S = 6e-6
 """To start a collective's kernel and find the partners' buffers."""
 
@@ -52,7 +54,8 @@ def make_group(cluster: ClusterSpec, ranks: Sequence[int]) -> Group:
     slowest = min((group.intra for group in groups), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency)
     nodes = sorted({node for _, node in places})
     if len(counts) == 1:
-        return Group(len(ranks), 1, len(ranks), _measured(cluster, nodes, slowest), None)
+        link = _measured(cluster, nodes, _bridged(cluster, ranks, groups[0], slowest))
+        return Group(len(ranks), 1, len(ranks), link, None)
     rates = [(_network_bytes_per_s(group), group) for group in groups]
     rate, group = min(rates, key=lambda pair: pair[0])
     network = group.nics.link if group.nics else None
@@ -68,6 +71,20 @@ def make_group(cluster: ClusterSpec, ranks: Sequence[int]) -> Group:
         matrix = cluster.node_bandwidth_bytes_per_s
         rate = min(matrix[a][b] for a in nodes for b in nodes if a != b) / group.devices_per_node
     return Group(len(ranks), len(counts), max(counts.values()), slowest, network, rate, latency_s)
+
+
+def _bridged(cluster: ClusterSpec, ranks: Sequence[int], group: NodeGroup, link: LinkSpec) -> LinkSpec:
+    """The link as a group finds it that lies on both sides of a host bridge: all the node's groups alike share the
+    line between (rings of 8, 4 and 2 of 8 A100 on PCIe: 13, 7.3 and 4 GB/s, github:MooreThreads/SimuMax
+    configs/system/a100_pcie.json)."""
+    if link.bridge_devices is None or link.bridge_bytes_per_s is None:
+        return link
+    places = {rank % group.devices_per_node // link.bridge_devices for rank in ranks}
+    if len(places) == 1:
+        return link
+    rings = max(1, min(group.devices_per_node, cluster.num_devices) // len(ranks))
+    share = min(1.0, link.bridge_bytes_per_s / rings / (link.bandwidth_bytes_per_s * link.efficiency))
+    return link.model_copy(update={"efficiency": link.efficiency * share})
 
 
 def _network_bytes_per_s(group: NodeGroup) -> float:
@@ -102,6 +119,15 @@ def all_gather_s(group: Group, size: float) -> float:
     return _curve(group, "all_gather", size) or _ring_s(group, size, 1)
 
 
+def broadcasts_s(group: Group, size: float) -> float:
+    """Every rank gives its part of a tensor of `size` bytes to all others, rank after rank: the bytes of
+    `all_gather_s`, but each part first goes along the whole chain of ranks."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    chain_s = (group.local - 1) * group.intra.latency_s + (group.domains - 1) * group.network_latency_s
+    return size / group.ring_bytes_per_s + group.size * (START_S + SIMPLE_STEPS * chain_s)
+
+
 def reduce_scatter_s(group: Group, size: float) -> float:
     """Every rank gets its part of the sum of tensors of `size` bytes: `all_gather_s` backwards."""
     if group.size == 1 or size <= 0:
@@ -120,7 +146,7 @@ def all_reduce_s(group: Group, size: float) -> float:
     times_s = [_ring_s(group, size, 2)]
     if group.domains == 1 and group.intra.in_network and group.size > 2:
         rate = group.intra.bandwidth_bytes_per_s * group.intra.in_network
-        times_s.append(_protocols_s(2 * _others(group) * size, rate, 2 * 7 * group.intra.latency_s))
+        times_s.append(_protocols_s(2 * _others(group) * size, rate, NVLS_STEPS * group.intra.latency_s))
     if group.domains > 2:
         steps_s = 2 * (ceil(log2(group.domains)) * group.network_latency_s + (group.local - 1) * group.intra.latency_s)
         times_s.append(_protocols_s(2 * size, group.ring_bytes_per_s, steps_s))

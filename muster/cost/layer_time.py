@@ -34,6 +34,9 @@ sum."""
 LAYOUT = (4, 4)
 """Bytes for each number of queries, keys, values and of the output of attention that is written in another order before
 it is read: heads together."""
+PERMUTED = 0.5
+"""Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
+configs/system/b200_bf16_ceperm.json)."""
 _FLASH: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
@@ -53,6 +56,8 @@ class LayerSetting:
     cp: Group
     ep: Group
     etp: int = 1
+    is_sharded: bool = False
+    """Whether there are data-parallel ranks, which z2 and z3 reduce gradients over in every backward."""
 
     @property
     def tokens(self) -> float:
@@ -143,12 +148,13 @@ class _Part:
         self.products.add(forward_s)
         self.last = Spent(forward_s, 1)
         self.inputs.add(grouped_matmul_s(device, tokens, inner, wide, precision, groups))
-        summed = float(2 * at.software.gradient_bytes) if at.software.fused_gradients else 0.0
-        self.weights.add(
-            matmul_s(device, wide, inner, tokens / groups, precision, batch=groups, out_bytes=summed or at.act)
-        )
-        if not summed:
-            moved = wide * inner * groups * (at.act + 2 * at.software.gradient_bytes)
+        summed, once = 2 * at.software.gradient_bytes, at.strategy.zero != "z1" and at.is_sharded
+        into_sum = at.software.fused_gradients and not once
+        out_bytes = float(summed if into_sum else at.act)
+        self.weights.add(matmul_s(device, wide, inner, tokens / groups, precision, batch=groups, out_bytes=out_bytes))
+        if not into_sum:
+            # Added to the sum; or cast into the buffer that is reduced, and divided by the ranks' number.
+            moved = wide * inner * groups * (at.act + (1.5 if once else 1.0) * summed)
             self.weights.add(stream_s(device, moved))
         if precision == "fp8":
             self.forward.add(stream_s(device, 4 * tokens * inner))
@@ -317,7 +323,8 @@ def _experts(at: LayerSetting, part: _Part) -> None:
     sent = own * moe.top_k
     hidden = model.hidden_size * at.act
     part.stream(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
-    part.stream(at, 4 * sent * hidden, 4 * sent * hidden, 4)
+    permuted = 4 * sent * hidden / PERMUTED
+    part.stream(at, permuted, permuted, 4)
     for spent in (part.forward, part.inputs):
         spent.wait("ep", 2 * all_to_all_s(at.ep, sent * hidden))
     if at.etp > 1:
@@ -340,7 +347,7 @@ def enter(at: LayerSetting, part: _Part) -> None:
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
-    hides_s = _beside_weights_s(at)
+    hides_s = _beside_weights_s(at) if at.software.overlap_tensor_gradients else 0.0
     if at.strategy.sp:
         gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
         _travel(at, part.forward, gather_s)

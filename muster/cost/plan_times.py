@@ -4,10 +4,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import log2, prod
 from typing import NamedTuple
 
-from muster.cost.collectives import Group, all_gather_s, all_reduce_s, make_group, message_s, reduce_scatter_s
+from muster.cost.collectives import (
+    Group,
+    all_gather_s,
+    all_reduce_s,
+    broadcasts_s,
+    make_group,
+    message_s,
+    reduce_scatter_s,
+)
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.layer_time import LayerPasses, LayerSetting, embedding_passes, head_passes, layer_passes
 from muster.cost.op_times import Hop, OpTimes
@@ -26,6 +34,9 @@ OPTIMIZER_BYTES = 30
 passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
 NORM_BYTES = 4
 """The gradients' norm reads each once."""
+WAITING = 0.01
+"""Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest: the same plan takes
+1.0-1.3 % longer on twice the nodes in Megatron-LM's table 2 (arXiv:2104.04473) and llm-foundry's tables of A100."""
 STEP_HOST_S = 5e-3
 """Of the host, once a step: the optimizer's and the loop's own Python, as far as it can't run ahead of the device
 because the gradients' norm is waited for."""
@@ -79,6 +90,12 @@ class _PlanSetting:
     software: Software
     known: "_Known"
 
+    @cached_property
+    def num_nodes(self) -> int:
+        """Nodes that the plan's ranks fill."""
+        per_node = self.cluster.groups[0].devices_per_node
+        return max(1, min(self.cluster.num_nodes, -(-self.plan.world_size // per_node)))
+
     @property
     def alone(self) -> Group:
         """A rank by itself."""
@@ -98,7 +115,7 @@ class _PlanSetting:
         if not steps and not self.known.groups.get(key):
             self.known.groups[key] = Group(1, 1, 1, self.cluster.groups[0].intra, None)
         if key not in self.known.groups:
-            ranks = [key[0]]
+            ranks = [first % self._period]
             for stride, size in steps:
                 ranks = [rank + stride * index for index in range(size) for rank in ranks]
             self.known.groups[key] = make_group(self.cluster, sorted(ranks))
@@ -244,6 +261,7 @@ class StageTimes:
             self.setting.workload.seq_len,
             *self.groups,
             self.mesh.etp,
+            self.data.size > 1,
         )
 
     @cached_property
@@ -253,7 +271,8 @@ class StageTimes:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """By kind: the passes, and what happens once a step."""
-        found = {kind: spent.seconds(self.launch_s) for kind, spent in self._spent.items()}
+        slower = 1 + WAITING * log2(self.setting.num_nodes)
+        found = {kind: slower * spent.seconds(self.launch_s) for kind, spent in self._spent.items()}
         return found | dict(self.step_kinds(found))
 
     @cached_property
@@ -315,7 +334,7 @@ class StageTimes:
     def _layer_passes(self, kind: "_Kind") -> LayerPasses:
         known, plan = self.setting.known.passes, self.setting.plan
         places = tuple(map(id, (self.device, *self.groups)))
-        key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, places
+        key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, self.data.size > 1, places
         if key not in known:
             known[key] = layer_passes(replace(self.at, strategy=kind.strategy), self._example[kind])
         return known[key]
@@ -382,7 +401,8 @@ class StageTimes:
         software = self.setting.software
         gradients = self.numel * software.gradient_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
-        gather_s = all_gather_s(self.data, self.numel * self.at.act)
+        gather = broadcasts_s if software.broadcast_updates else all_gather_s
+        gather_s = gather(self.data, self.numel * self.at.act)
         buckets = max(1, len(self.layers))
         beside_s = seconds["B"] if software.overlap_reduce else 0.0
         yield "REDUCE", _left_s(reduce_s, beside_s, buckets)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-CONTENTION = 0.12
+CONTENTION = 0.2
 """Share of a device's rate that is lost while a collective runs beside the compute: its kernels hold some compute units
 and memory bandwidth (measured as 8-20 % for products beside all-reduces and all-gathers on A100 and H100)."""
 

@@ -97,6 +97,10 @@ class LinkSpec(Frozen):
     """Share of the bandwidth that long ring collectives reach (busbw of nccl-tests over the line rate)."""
     in_network: PositiveFloat | None = None
     """Share of the bandwidth (as busbw) that all-reduces reach where switches add up (NVLS); None where they can't."""
+    bridge_devices: PositiveInt | None = None
+    """Devices below one host bridge, where what passes between bridges shares a line; None where nothing is shared."""
+    bridge_bytes_per_s: PositiveFloat | None = None
+    """What that line carries, one way."""
     curves: dict[str, tuple[tuple[PositiveInt, PositiveFloat, PositiveFloat], ...]] = {}
     """Measured: collective → (ranks, bytes, seconds), by ranks and bytes. Where given it stands for the formulas."""
     sources: dict[str, str] = {}

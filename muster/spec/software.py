@@ -32,8 +32,13 @@ class Software(Frozen):
     """Gradients are reduced while the last micro-batch's backward runs."""
     overlap_gather: bool = True
     """Parameters that the step updated are gathered while the first forward runs."""
+    broadcast_updates: bool = False
+    """Each rank hands its updated parameters to the others in a broadcast of its own, one after another, instead of one
+    all-gather."""
     overlap_p2p: bool = True
     """Sends between stages run beside the passes."""
+    overlap_tensor_gradients: bool = True
+    """The gradients of what enters column-parallel products are added up while the weights' gradients are computed."""
     overlap_tensor: bool = False
     """Tensor-parallel collectives are split and run beside the products (asynchronous tensor parallelism)."""
     graphs: bool = False
