@@ -4,6 +4,7 @@ Where a row leaves something open, every choice is a case of its own. The first 
 cases stands for the row is decided by what fits the memory (`muster.validate.predicted`).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -209,15 +210,17 @@ def _plan(**fields: object) -> Plan:
 
 def _software(row: Row, source: Source, kernel: object) -> Software:
     """That of the source, with what the row says of kernels, compilation and overlap."""
-    fields: dict[str, object] = {**source.software, "attention": kernel}
+    fields: dict[str, object] = {"attention": kernel, **source.software}
+    if re.search(r"\d", row.attn_kernel) or kernel in _WRITTEN:
+        fields["attention"] = kernel  # the row itself says which generation
     if compiled := yes_or_no(row.compile, "compile"):
         fields["fused"] = True
     elif compiled is False:
         fields["fused"] = False
     if "rms kernel" in row.attn_kernel.lower():
-        fields["fused"] = True
+        fields["fused_norms"] = True
     if (chunked := yes_or_no(row.async_tp, "async_tp")) is not None:
-        fields["overlap_tensor"] = chunked
+        fields["overlap_tensor"] = chunked and "vanilla tp" not in row.notes.lower()
     words = row.schedule.lower()
     for phrase, field in (("tp-comm", "overlap_tensor"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_reduce")):
         if f"no {phrase} overlap" in words:
