@@ -16,12 +16,12 @@ from muster.cost.collectives import (
     message_s,
     reduce_scatter_s,
 )
-from muster.cost.kernels import matmul_s, stream_s
+from muster.cost.kernels import matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.layer_time import LayerPasses, LayerSetting, embedding_passes, head_passes, layer_passes
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.spent import CONTENTION, Spent
 from muster.spec.cluster import ClusterSpec
-from muster.spec.device import LinkSpec
+from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec, layer_parameters, stage_parameters
@@ -32,6 +32,8 @@ from muster.spec.workload import Workload
 OPTIMIZER_BYTES = 30
 """AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
 passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
+_LARGE_BYTES = 2**26
+"""Groups are compared by how long so much takes."""
 NORM_BYTES = 4
 """The gradients' norm reads each once."""
 WAITING = 0.01
@@ -102,11 +104,15 @@ class _PlanSetting:
         return self.group(0, ())
 
     @cached_property
+    def is_flat(self) -> bool:
+        """Whether it doesn't matter which nodes ranks are on: nodes are alike, and so are the links between them."""
+        cluster = self.cluster
+        return cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
+
+    @cached_property
     def _period(self) -> int:
         """Groups that begin so many ranks apart lie alike: the devices of a fabric, where all are alike."""
-        cluster = self.cluster
-        alike = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
-        return cluster.groups[0].domain_devices if alike else cluster.num_devices
+        return self.cluster.groups[0].domain_devices if self.is_flat else self.cluster.num_devices
 
     def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
         """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
@@ -180,9 +186,54 @@ class _PlanSetting:
         return found * plan.pp if plan.is_uniform else found
 
     def axis_group(self, stage: int, *axes: str) -> Group:
-        """The first of the groups of a stage's ranks that differ on these axes alone."""
+        """The slowest of the groups of a stage's ranks that differ on these axes alone: the others wait for it."""
         sizes, strides = self._axes[self.placement[stage]]
-        return self.group(self.first_rank(stage), tuple((strides[axis], sizes[axis]) for axis in axes))
+        steps = tuple((strides[axis], sizes[axis]) for axis in axes)
+        first = self.first_rank(stage)
+        if self.is_flat:
+            return self.group(first, steps)
+        key = "slowest", first, steps, tuple(sizes.items())
+        if key not in self.known.groups:
+            found = [self.group(first + offset, steps) for offset in self._offsets(stage, axes)]
+            self.known.groups[key] = max(found, key=lambda group: all_reduce_s(group, _LARGE_BYTES))
+        return self.known.groups[key]
+
+    def _offsets(self, stage: int, without: Sequence[str] = ()) -> list[int]:
+        """From a stage's first rank to its others that don't differ from it on some axes."""
+        sizes, strides = self._axes[self.placement[stage]]
+        offsets = [0]
+        for axis, size in sizes.items():
+            if axis not in without and axis != "pp":
+                offsets = [offset + strides[axis] * index for offset in offsets for index in range(size)]
+        return offsets
+
+    def device(self, stage: int) -> DeviceSpec:
+        """The slowest of a stage's devices."""
+        first = self.first_rank(stage)
+        if self.cluster.is_uniform:
+            return self.cluster.groups[0].device
+        sizes, strides = self._axes[self.placement[stage]]
+        key = first, tuple(sizes.items()), tuple(strides.items())
+        if key not in self.known.devices:
+            devices = {id(one): one for one in (self._device_at(first + offset) for offset in self._offsets(stage))}
+            self.known.devices[key] = min(
+                devices.values(), key=lambda one: sustained_flops_per_s(one, self.plan.precision)
+            )
+        return self.known.devices[key]
+
+    def _device_at(self, rank: int) -> DeviceSpec:
+        return self.cluster.group_of(rank).device
+
+    def between(self, source: int, target: int) -> Group:
+        """The slowest pair of ranks of two stages that send to each other."""
+        one, other = self.first_rank(source), self.first_rank(target)
+        if self.is_flat or not self.plan.is_uniform:
+            return self.pair(one, other)
+        key = "pair", min(one, other), max(one, other), tuple(self._axes[0][0].items())
+        if key not in self.known.groups:
+            found = [self.pair(one + offset, other + offset) for offset in self._offsets(source)]
+            self.known.groups[key] = max(found, key=lambda pair: message_s(pair, _LARGE_BYTES))
+        return self.known.groups[key]
 
     def expert_group(self, stage: int) -> Group:
         """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
@@ -198,6 +249,7 @@ class _Known:
     groups: dict[tuple, Group]
     passes: dict[tuple, LayerPasses]
     numels: dict[tuple, float]
+    devices: dict[tuple, DeviceSpec]
     layers_alike: bool
     """Of the model, whatever the plan does with single ones."""
 
@@ -212,7 +264,7 @@ def _known(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Softw
             return known
     layers = range(model.num_layers)
     kinds = {(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers}
-    _RECENT.append((model, seq_len, cluster, software, _Known({}, {}, {}, len(kinds) == 1)))
+    _RECENT.append((model, seq_len, cluster, software, _Known({}, {}, {}, {}, len(kinds) == 1)))
     return _RECENT[-1][-1]
 
 
@@ -239,8 +291,7 @@ class StageTimes:
         plan = setting.plan
         self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
         self.layers = plan.layers(stage, setting.model.num_layers)
-        first = setting.first_rank(stage)
-        self.device = setting.cluster.group_of(first).device
+        self.device = setting.device(stage)
         self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
         self.zero = plan.strategy(self.layers.start).zero
         self.data = setting.axis_group(stage, "cp", "dp_shard")
@@ -446,7 +497,7 @@ def _hops(setting: _PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
         for source, target in ((stage, stage + 1), (stage + 1, stage)):
             mesh: Mesh = plan.mesh(source)
             sp = plan.strategy(plan.layers(source, model.num_layers).start).sp
-            pair = setting.pair(setting.first_rank(source), setting.first_rank(target))
+            pair = setting.between(source, target)
             key = id(pair), mesh, sp
             if key not in known:
                 tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
