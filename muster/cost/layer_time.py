@@ -25,7 +25,10 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import Precision, Strategy
 from muster.spec.software import Software
 
-EAGER_NORM = (40, 100)
+CAST_NORM = (20, 32)
+"""Bytes that a norm's kernel moves for each number, forward and backward, with casts to float32 and back around it, as
+eager programs have them."""
+EAGER_NORM = (45, 115)
 """Bytes that an RMSNorm moves for each number, forward and backward, when each of its operations is a kernel, in
 float32: cast, square, mean, product, cast, product with the weight; Llama's published code, and autograd's for it."""
 EAGER_ROTATION = (20, 24)
@@ -266,6 +269,9 @@ def _scores(
     else:
         forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, kernel)
         kernels = 4.0 if kernel == "fused" else 8.0
+    if not at.software.balanced_context:
+        # The last rank's queries see all keys of the others, and half of its own; on average they see half of all.
+        forward_s, backward_s = ((2 - 1 / at.cp.size) * seconds for seconds in (forward_s, backward_s))
     part.forward.add(forward_s, kernels)
     part.core.add(forward_s, kernels)
     part.inputs.add(backward_s, 2 * kernels)
@@ -402,7 +408,9 @@ def _norm_bytes(at: LayerSetting, norm: str) -> tuple[int, int]:
     both read once more for the weight's gradient. torch has a kernel for LayerNorm, not for RMSNorm."""
     software = at.software
     fused = software.fused if software.fused_norms is None else software.fused_norms
-    return (2 * at.act, 5 * at.act) if fused or norm == "layer" else EAGER_NORM
+    if norm == "rms" and not software.fused:
+        return CAST_NORM if fused else EAGER_NORM
+    return (2 * at.act, 5 * at.act)
 
 
 def _again(at: LayerSetting, attention: _Part, mlp: _Part) -> Spent:

@@ -341,8 +341,10 @@ class StageTimes:
         reduce_s = self._layer_reduce_s() * len(self.layers) if sharded else 0.0
         backward = again + inputs + weights
         yield "F", self._with_traffic(forward, gather_s)
-        yield "B", self._with_traffic(backward, gather_s + reduce_s)
-        yield "I", self._with_traffic(again + inputs, gather_s)
+        # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.
+        gathers = 1 + (self.setting.software.gathers_parts and again.compute_s > 0)
+        yield "B", self._with_traffic(backward, gathers * gather_s + reduce_s)
+        yield "I", self._with_traffic(again + inputs, gathers * gather_s)
         yield "W", self._with_traffic(weights, reduce_s)
 
     def _whole(self) -> tuple[Spent, Spent, Spent, Spent]:
@@ -396,6 +398,9 @@ class StageTimes:
         if travels_s <= 0:
             return spent
         total = spent + Spent()
+        if self.setting.software.gathers_parts:
+            total.wait("dp", travels_s)
+            return total
         first_s = travels_s / max(1, len(self.layers))
         total.wait("dp", first_s)
         total.beside("dp", travels_s - first_s, spent.seconds(self.launch_s))
@@ -438,12 +443,20 @@ class StageTimes:
 
     def _layer_gather_s(self) -> float:
         """z3: a layer's parameters, in the dtype of the compute."""
-        return all_gather_s(self.data, self.layer_numel * self.at.act)
+        return all_gather_s(self.data, self.layer_numel * self.at.act) + self._parts_s()
+
+    def _parts_s(self) -> float:
+        """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
+        a collective for each."""
+        if not self.setting.software.gathers_parts:
+            return 0.0
+        tensors = sum(1 for _ in layer_parameters(self.setting.model, 0))
+        return tensors * (self.data.size * self.device.launch_s + all_gather_s(self.data, 1.0))
 
     def _layer_reduce_s(self) -> float:
         """z2, z3: a layer's gradients, and their sum over replicas."""
         size = self.layer_numel * self.setting.software.gradient_bytes
-        return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size)
+        return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size) + self._parts_s()
 
     # -- once a step
 

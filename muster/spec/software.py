@@ -32,6 +32,11 @@ class Software(Frozen):
     """Gradients are reduced while the last micro-batch's backward runs."""
     overlap_gather: bool = True
     """Parameters that the step updated are gathered while the first forward runs."""
+    gathers_parts: bool = False
+    """Under z3 every parameter is gathered, and its gradient reduced, by a collective of its own that nothing hides,
+    and each rank's part is copied by a kernel of its own (lists of tensors, as DeepSpeed's first ZeRO-3)."""
+    balanced_context: bool = True
+    """Context-parallel ranks have equal shares of what the causal mask leaves; else the last has most."""
     broadcast_updates: bool = False
     """Each rank hands its updated parameters to the others in a broadcast of its own, one after another, instead of one
     all-gather."""
