@@ -6,7 +6,7 @@ activations in flight between stages.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.layout import held_parts, shard_rows, stage_layouts, stages_of, tensor_slice
@@ -28,23 +28,41 @@ class MemoryTerms:
     """Bytes on one rank, by what they are for."""
 
     parameters: int = 0
+    """The rank's own, as the optimizer changes them."""
     gathered_parameters: int = 0
+    """As the passes use them, with the buffers of their all-gathers."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    """What forwards keep for backwards."""
+    logits: int = 0
+    """Logits, and what is made of them for the loss and kept."""
+    communication: int = 0
+    """Buffers of sends, receives, reductions and communicators."""
+    workspace: int = 0
+    """What lives within a pass only: gradients that are not reduced yet, intermediate results, what is made again."""
+    fragmentation: int = 0
+    """What the allocator holds and can't use."""
+    context: int = 0
+    """The device's driver, the framework's kernels and libraries."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gathered_parameters + self.gradients + self.optimizer + self.activations
+        return sum(self.by_name().values())
+
+    def by_name(self) -> dict[str, int]:
+        """Term → bytes, in the order above."""
+        return {name: getattr(self, name) for name in TERMS}
 
     def __add__(self, other: "MemoryTerms") -> "MemoryTerms":
-        return MemoryTerms(
-            self.parameters + other.parameters,
-            self.gathered_parameters + other.gathered_parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.activations + other.activations,
-        )
+        return MemoryTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+
+    def times(self, count: int) -> "MemoryTerms":
+        """As much, `count` times."""
+        return MemoryTerms(*(count * getattr(self, name) for name in TERMS))
+
+
+TERMS = tuple(field.name for field in fields(MemoryTerms))
 
 
 def compute_bytes(precision: Precision) -> int:
@@ -192,7 +210,7 @@ def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
     ranks, or with sequence parallelism cut along the sequence.
     """
     layers, tp = plan.layers(stage, spec.num_layers), plan.mesh(stage).tp
-    own, precision = _own_widths(spec, tp, at.tp), plan.precision
+    own, precision = own_widths(spec, tp, at.tp), plan.precision
     tokens = plan.rows(stage) * workload.seq_len
     hidden_tokens = tokens // tp if plan.strategy(layers.start).sp else tokens
     total = sum(
@@ -234,7 +252,7 @@ def layer_saved_bytes(
     return total - made_again if recompute == "selective" else total
 
 
-def _own_widths(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
+def own_widths(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
     """The model as wide as rank `index` of `tp` computes it."""
 
     def rows(name: str, count: int) -> int:

@@ -1,5 +1,7 @@
 """The training loss as a sum, so that any cut of the batch adds up to the same number."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,17 @@ IGNORED = -100
 _CHUNK_NUMBERS = {"cpu": 1 << 17}
 _CHUNK_NUMBERS_ELSEWHERE = 1 << 26
 """Logits that are worked on at once: what stays in a core's cache, and elsewhere enough to fill a device."""
+
+
+@contextmanager
+def large_chunks() -> Iterator[None]:
+    """Losses within work on as many logits at once as on a GPU, wherever they run."""
+    own = _CHUNK_NUMBERS.copy()
+    _CHUNK_NUMBERS.clear()
+    try:
+        yield
+    finally:
+        _CHUNK_NUMBERS.update(own)
 
 
 class LossSums(NamedTuple):

@@ -47,13 +47,13 @@ class _Recipe:
     """Stands for a tensor among those that autograd saves; made at its first use, dropped at its last."""
 
     def __init__(self, made: Tensor, make: Callable[[], Tensor]) -> None:
-        self._place, self._numel, self._make = made.data_ptr(), made.numel(), make
+        self._place, self._numel, self._make = _place(made), made.numel(), make
         self._uses = 0
         self._made: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | torch.Size:
         """The shape alone of the tensor or of a view of all of it; any other tensor as it is."""
-        if tensor.data_ptr() != self._place or tensor.numel() != self._numel:
+        if _place(tensor) != self._place or tensor.numel() != self._numel:
             return tensor
         self._uses += 1
         return tensor.shape
@@ -68,3 +68,8 @@ class _Recipe:
         if self._uses == 0:
             self._made = None
         return made.view(packed)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies: its storage, which fake tensors have too, and where in it the tensor begins."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -102,7 +102,7 @@ class DecoderStage:
         for layer, block in zip(self.layers, self.module.blocks(), strict=True):
             apply_recompute(block, plan.strategy(layer).recompute)
         self.is_sharded = shard_stage(self.module, world, strategy.zero, plan)
-        materialise(self.module, world.device)
+        self._materialise()
         self.parameters: dict[str, Tensor] = local_parameters(self.module)
         self.layouts: dict[str, TensorLayout] = {
             layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)
@@ -121,6 +121,9 @@ class DecoderStage:
             finish = partial(finish_backward, self.module)
             self.words = Words(self.module, world.pipe_axis(), ends, start, self.receive_buffer, finish)
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def _materialise(self) -> None:
+        materialise(self.module, self.world.device)
 
     def reset_values(self, seed: int) -> None:
         """Sets every parameter to its initial value."""

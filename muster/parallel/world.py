@@ -117,6 +117,14 @@ def open_world(
         dist.destroy_process_group()
 
 
+def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:
+    """The world as `rank` sees it where all ranks are one process's fiction: the process group is there already, and it
+    is PyTorch's fake one."""
+    at, device = coordinates(plan, rank), torch.device("cpu")
+    pipe = _pipe_axis(plan, at) if plan.spread_vocab else None
+    return World(0, rank, plan.world_size, plan, at, device, store, _stage_mesh(plan, at.pp, device), pipe)
+
+
 def _stage_mesh(plan: Plan, pp_rank: int, device: torch.device) -> DeviceMesh:
     """The ranks of one pipeline rank. Every rank of the world must call it."""
     ranks, mesh = [rank for rank, _ in members(plan, pp_rank)], plan.mesh(pp_rank)

@@ -41,13 +41,15 @@ KEPT_ROUNDS = 64
 class Trainer:
     """This rank's stages, optimizer and position in the data."""
 
+    stage_type = DecoderStage
+
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset) -> None:
         self.config, self.plan, self.world, self.dataset = config, plan, world, dataset
         workload = config.workload
         self._read_plan()
         split_backward = has_split_backward(self.program) or plan.splits
         self.stages = {
-            index: DecoderStage(config.model, world, index, workload.seq_len, config.seed, split_backward)
+            index: self.stage_type(config.model, world, index, workload.seq_len, config.seed, split_backward)
             for index in stages_of(plan, world.at.pp)
         }
         self.parameters: dict[str, Tensor] = {}

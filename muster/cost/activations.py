@@ -1,0 +1,147 @@
+"""What one micro-batch leaves behind in a layer, for every kind of layer and of recompute.
+
+Dense layers are those of `muster.cost.memory`, which follow the runtime tensor by tensor; what the runtime can't do yet
+(experts, latent and linear attention, cp, ep, unfused attention) follows the same rule: kept is what a linear layer, a
+norm or a kernel with a derivative of its own reads in its backward, once.
+"""
+
+from dataclasses import dataclass
+
+from muster.cost.memory import (
+    attention_saved_bytes,
+    compute_bytes,
+    mlp_saved_bytes,
+    norm_saved_bytes,
+    own_widths,
+    wide_bytes,
+)
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Mesh, Plan, Precision, Recompute
+from muster.spec.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """What a pass over one micro-batch works on, on the first rank of a stage."""
+
+    own: ModelSpec
+    """The model as wide as the rank computes it."""
+    mesh: Mesh
+    tokens: int
+    """Positions that attention and MLP work on."""
+    hidden_tokens: int
+    """Positions whose hidden state the rank holds: fewer under sequence parallelism."""
+    precision: Precision
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the hidden state as it is held."""
+        return self.hidden_tokens * self.own.hidden_size * compute_bytes(self.precision)
+
+    @property
+    def whole_hidden_bytes(self) -> int:
+        """Of the hidden state of all tokens."""
+        return self.tokens * self.own.hidden_size * compute_bytes(self.precision)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Rows that go through the rank's experts where every expert has as many: each token `top_k` times, dealt over
+        the ranks that share the experts."""
+        assert self.own.moe is not None
+        return self.tokens * self.own.moe.top_k * self.mesh.etp // self.mesh.tp
+
+
+def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> PassSizes:
+    """Of the first rank of a stage; context parallelism cuts every sequence (arXiv:2310.01889)."""
+    mesh = plan.mesh(stage)
+    tokens = plan.rows(stage) * workload.seq_len // mesh.cp
+    sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
+    return PassSizes(own_widths(spec, mesh.tp, 0), mesh, tokens, tokens // mesh.tp if sp else tokens, plan.precision)
+
+
+def layer_bytes(
+    sizes: PassSizes, layer: int, recompute: Recompute, attention: str = "flash", seq_len: int | None = None
+) -> int:
+    """What a layer keeps from its forward to its backward. `seq_len` is needed for unfused attention.
+
+    attention (arXiv:2205.05198 §5): without the scores, or what flash attention keeps of them. alternate (torchtitan's
+    selective checkpointing by operation): the input, every second matrix product's output, attention's output.
+    """
+    own, tokens, precision = sizes.own, sizes.tokens, sizes.precision
+    if recompute == "full":
+        return sizes.hidden_bytes
+    if recompute == "alternate":
+        return sizes.hidden_bytes + _alternate_bytes(sizes, layer)
+    scores = score_bytes(sizes, seq_len or 0) if attention != "flash" else 0
+    norms = 2 * norm_saved_bytes(own, sizes.hidden_tokens, precision)
+    total = norms + mixing_bytes(sizes, layer) + mlp_bytes(sizes, layer)
+    if recompute == "attention":
+        return total - tokens * own.num_heads * wide_bytes(precision)
+    if recompute == "selective":
+        total -= 2 * sizes.hidden_bytes + product_bytes(sizes, layer)
+    return total + scores
+
+
+def score_bytes(sizes: PassSizes, seq_len: int) -> int:
+    """The softmax of unfused attention, which weighs the values and is needed again by its own derivative."""
+    return sizes.tokens * sizes.own.num_heads * seq_len * compute_bytes(sizes.precision)
+
+
+def mixing_bytes(sizes: PassSizes, layer: int) -> int:
+    """What a layer's attention keeps, its norm left out."""
+    own, tokens, precision = sizes.own, sizes.tokens, sizes.precision
+    size = compute_bytes(precision)
+    if own.has_linear_attention(layer):
+        linear = own.linear_attention
+        assert linear is not None
+        keys = linear.num_key_heads * linear.key_head_dim // sizes.mesh.tp
+        values = linear.num_value_heads * linear.value_head_dim // sizes.mesh.tp
+        # q, k, v before and after the convolution, the gate, the output before and after its norm (arXiv:2412.06464)
+        return tokens * size * (2 * (2 * keys + values) + 3 * values)
+    if own.mla is not None:
+        return tokens * _latent_numbers(own) * size + tokens * own.num_heads * wide_bytes(precision)
+    return attention_saved_bytes(own, tokens, precision)
+
+
+def _latent_numbers(own: ModelSpec) -> int:
+    """Per token: the narrow vectors before and after their norms; queries, keys and values of all heads; the output
+    (arXiv:2405.04434 §2.1)."""
+    mla = own.mla
+    assert mla is not None
+    head = mla.nope_head_dim + mla.rope_head_dim
+    narrow = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.rope_head_dim
+    return narrow + own.num_heads * (2 * head + 2 * mla.v_head_dim)
+
+
+def mlp_bytes(sizes: PassSizes, layer: int) -> int:
+    """What a layer's MLP keeps, its norm left out. Experts: the router's probabilities, the rows as they were sent, and
+    what each expert keeps of them; rows are combined after they were weighed, so that no more is kept of them."""
+    own, size = sizes.own, compute_bytes(sizes.precision)
+    if not own.has_experts(layer):
+        return mlp_saved_bytes(own, sizes.tokens, sizes.precision)
+    moe, inner = own.moe, 2 + own.gated
+    assert moe is not None
+    router = sizes.hidden_tokens * moe.num_experts * wide_bytes(sizes.precision)
+    rows = sizes.expert_tokens * (own.hidden_size + inner * moe.expert_size // sizes.mesh.etp) * size
+    weighed = sizes.expert_tokens * own.hidden_size * size
+    return router + rows + weighed + sizes.tokens * inner * moe.shared_size // sizes.mesh.tp * size
+
+
+def product_bytes(sizes: PassSizes, layer: int) -> int:
+    """The MLP's activated inner state: the input of its last matrix product."""
+    size = compute_bytes(sizes.precision)
+    if not sizes.own.has_experts(layer):
+        return sizes.tokens * sizes.own.intermediate_size * size
+    moe = sizes.own.moe
+    assert moe is not None
+    shared = sizes.tokens * moe.shared_size // sizes.mesh.tp
+    return (sizes.expert_tokens * moe.expert_size // sizes.mesh.etp + shared) * size
+
+
+def _alternate_bytes(sizes: PassSizes, layer: int) -> int:
+    """q, v, gate and down of the seven products q, k, v, o, gate, up, down; attention's output and log-sum-exp."""
+    own, size, tokens = sizes.own, compute_bytes(sizes.precision), sizes.tokens
+    attention = (2 * own.num_heads + own.num_kv_heads) * own.head_dim * size + own.num_heads * wide_bytes(
+        sizes.precision
+    )
+    return tokens * attention + product_bytes(sizes, layer) + sizes.hidden_bytes

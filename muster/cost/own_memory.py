@@ -1,0 +1,359 @@
+"""A stage in Muster's own storage: `fully_shard` around a plain decoder (`muster.parallel.shard`), float32 master
+weights, gradients and moments.
+
+Follows the runtime buffer by buffer; `muster memory-check` holds it against PyTorch's accounting of that runtime.
+"""
+
+from dataclasses import dataclass
+
+from muster.cost.activations import PassSizes, layer_bytes, mlp_bytes, pass_sizes, product_bytes
+from muster.cost.holdings import Held, StageHoldings, stage_holdings
+from muster.cost.memory import (
+    MemoryTerms,
+    compute_bytes,
+    loss_saved_bytes,
+    norm_saved_bytes,
+    wide_bytes,
+    word_bytes,
+)
+from muster.cost.stage_memory import Moment, StageMemory
+from muster.spec.layout import has_words, shard_rows
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+_GATHERING = "gathering embedding and head"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the runtime's kernels need for a while on a kind of device."""
+
+    fused_norm: bool
+    """Without float32 copies of a norm's input."""
+    loss_numbers: int
+    """Logits that the loss works on at once (`muster.model.loss`)."""
+
+
+KERNELS = {"cpu": Kernels(fused_norm=False, loss_numbers=1 << 17)}
+OTHER_KERNELS = Kernels(fused_norm=True, loss_numbers=1 << 26)
+
+
+def own_stage(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, kernels: Kernels, state_numbers: float = 2.0
+) -> StageMemory:
+    """A stage in Muster's own storage. `state_numbers`: what the optimizer keeps of each parameter."""
+    return _Own(spec, plan, workload, stage, kernels, state_numbers).memory()
+
+
+class _Own:
+    """Works out one stage; every quantity in bytes."""
+
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, kernels: Kernels, state_numbers: float
+    ) -> None:
+        self.spec, self.plan, self.stage, self.kernels = spec, plan, stage, kernels
+        self.workload, self.seq_len = workload, workload.seq_len
+        self.state_numbers = state_numbers
+        self.size, self.wide = compute_bytes(plan.precision), wide_bytes(plan.precision)
+        self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
+        self.held: StageHoldings = stage_holdings(spec, plan, stage)
+        self.layers = list(plan.layers(stage, spec.num_layers))
+        mesh = plan.mesh(stage)
+        self.alone = mesh.data_ranks * mesh.cp == 1
+        self.plain = self.alone and self.size == self.wide
+        """Not sharded at all: gradients are added up where they are made."""
+        self.zero = "z2" if self.alone else plan.strategy(self.layers[0] if self.layers else 0).zero
+        self.reads, self.scores = (end and not plan.spread_vocab for end in (plan.is_first(stage), plan.is_last(stage)))
+
+    def memory(self) -> StageMemory:
+        whole = self.held.all
+        shards = whole.shard * self.wide
+        neighbours = sum(self.sizes.hidden_bytes for end in self._ends() if not end)
+        resident = MemoryTerms(
+            parameters=shards,
+            optimizer=int(shards * self.state_numbers),
+            communication=neighbours,  # each receive is posted ahead of its use
+        )
+        kept = self._kept()
+        gathered = 0 if self.plain else (self.held.root if self.zero == "z3" else whole).whole * self.size
+        return StageMemory(
+            resident,
+            gathered,
+            self.zero != "z3",
+            whole.whole * self.wide if self.zero == "z1" else shards,
+            kept,
+            self._deferred(kept),
+            MemoryTerms(logits=self._word_bytes()),
+            self.sizes.hidden_bytes,
+            {
+                "F": tuple(self._forward(kept)),
+                "B": tuple(self._backward(kept, weights=True)),
+                "I": tuple(self._backward(kept, weights=False)),
+                "W": (self._weights(),),
+                **self._word_passes(),
+                "gather F": (self._gather(kept),),
+                "gather B": (self._gather(None),),
+                "UNSHARD": (self._unshard(),),
+                "REDUCE": (self._reduce(),),
+                "MERGE": (Moment("copies swapped", MemoryTerms(communication=2 * shards)),),
+            },
+        )
+
+    def _ends(self) -> tuple[bool, bool]:
+        """Whether nothing comes from another rank before the stage, and after it."""
+        plan, stage = self.plan, self.stage
+        own = plan.pp_rank(stage)
+        return (
+            plan.is_first(stage) or plan.pp_rank(stage - 1) == own,
+            plan.is_last(stage) or plan.pp_rank(stage + 1) == own,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Kept by micro-batch
+
+    def _layer(self, layer: int, how: str = "") -> int:
+        strategy = self.plan.strategy(layer)
+        recompute = how or strategy.recompute
+        return layer_bytes(self.sizes, layer, recompute, strategy.attention, self.seq_len)  # type: ignore[arg-type]
+
+    def _kept(self) -> MemoryTerms:
+        strategies = [self.plan.strategy(layer) for layer in self.layers]
+        total = sum(
+            0 if strategy.offload in ("activations", "all") else self._layer(layer)
+            for layer, strategy in zip(self.layers, strategies, strict=True)
+        )
+        sizes, logits = self.sizes, 0
+        if self.reads:
+            total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp which words are the rank's
+        if self.plan.is_last(self.stage):
+            total += norm_saved_bytes(self.spec, sizes.hidden_tokens, self.plan.precision)
+            if self.scores:
+                logits = loss_saved_bytes(sizes.own, sizes.tokens, self.plan.precision) * (1 + self.spec.mtp_layers)
+                total += self.spec.mtp_layers * (self._layer(self.spec.num_layers - 1) + 4 * sizes.hidden_bytes)
+            else:
+                total -= sizes.hidden_bytes
+        elif not self._ends()[1]:
+            total += sizes.hidden_bytes  # the output, until its backward
+        return MemoryTerms(activations=total, logits=logits)
+
+    def _deferred(self, kept: MemoryTerms) -> MemoryTerms:
+        """Inputs and output gradients of all linear layers."""
+        own, sizes = self.sizes.own, self.sizes
+        width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+        inner = sum(product_bytes(sizes, layer) for layer in self.layers)
+        per_layer = 4 * sizes.whole_hidden_bytes + sizes.tokens * width * self.size
+        logits = kept.logits + (sizes.whole_hidden_bytes if self.scores else 0)
+        return MemoryTerms(activations=len(self.layers) * per_layer + (2 + own.gated) * inner, logits=logits)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Moments
+
+    def _buckets(self, count: int) -> int:
+        """Whole parameters of that many buckets of layers, gathered within a pass."""
+        if self.zero != "z3" or self.plain:
+            return 0
+        largest = sorted((held.whole for held in self.held.layers), reverse=True)
+        return sum(largest[: count * self.plan.bucket_layers]) * self.size
+
+    @property
+    def _ahead(self) -> int:
+        return 1 + self.plan.prefetch_buckets
+
+    def _forward(self, kept: MemoryTerms) -> list[Moment]:
+        moments = []
+        if self.layers:
+            last = self._layer(self.layers[-1])
+            work, logits = self._forward_work(self.layers[-1]), -kept.logits
+            after = MemoryTerms(gathered_parameters=self._buckets(1), workspace=work, logits=logits)
+            before = MemoryTerms(
+                gathered_parameters=self._buckets(self._ahead), activations=-last, workspace=work, logits=logits
+            )
+            moments += [Moment("last layer", after), Moment("layer before the last", before)]
+        if self.scores:
+            moments.append(Moment("loss", self._loss_work(kept)))
+        return moments
+
+    def _forward_work(self, layer: int) -> int:
+        """Of a layer at its end: what it has made and doesn't keep, and its output."""
+        sizes, how = self.sizes, self.plan.strategy(layer).recompute
+        product = product_bytes(sizes, layer)
+        made = {"none": 0, "attention": 0, "selective": product}.get(how, (2 + sizes.own.gated) * product)
+        moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
+        return made + sizes.whole_hidden_bytes + moved
+
+    def _loss_work(self, kept: MemoryTerms) -> MemoryTerms:
+        """Logits beside their gradient, which is kept, and float32 copies: of some of them, or with tp of all twice."""
+        sizes = self.sizes
+        numbers = sizes.tokens * sizes.own.vocab_size
+        if sizes.mesh.tp > 1:
+            return MemoryTerms(logits=numbers * (self.size + 2 * self.wide) - kept.logits)
+        at_once = max(1, self.kernels.loss_numbers // sizes.own.vocab_size) * sizes.own.vocab_size
+        copies = 2 * numbers if at_once >= numbers else 3 * at_once  # those of the part before are dropped last
+        return MemoryTerms(logits=numbers * self.size, workspace=copies * self.wide)
+
+    def _backward(self, kept: MemoryTerms, weights: bool) -> list[Moment]:
+        """`weights`: their gradients are made here, not in W."""
+        sizes, size, wide = self.sizes, self.size, self.wide
+        head = self.held.words.whole * size if self.scores and weights else 0
+        if self.scores and self.reads and not self.spec.tied_embeddings:
+            head //= 2
+        reduces = weights and not self.plain and self.zero != "z1"
+        replicated = reduces and self.plan.mesh(self.stage).dp_replicate > 1
+        """Sums over replicas live until the backward ends; in a step's first they are the gradients themselves."""
+        moments = []
+        if self.scores:
+            extra = MemoryTerms(
+                gathered_parameters=self._buckets(1), workspace=head + (1 + self._cut) * sizes.whole_hidden_bytes
+            )
+            moments.append(Moment("head", extra))
+        head = 0 if self.plain else head
+        logits, done, made = -kept.logits, 0, 0
+        gathered = {True: self._buckets(1), False: self._buckets(self._ahead)}
+        for index, layer in enumerate(reversed(self.layers[-2:])):
+            held, work = self.held.layers[-1 - index], self._backward_work(layer, weights)
+            reducing = held_before(self.held.layers, index, self.plan.bucket_layers) * wide if reduces else 0
+            summing = made if replicated else 0
+            extra = MemoryTerms(
+                gathered_parameters=gathered[layer == self.layers[0]],
+                activations=-done,
+                logits=logits,
+                communication=reducing + summing,
+                workspace=head + work,
+            )
+            first = 0 if replicated else made
+            moments.append(Moment("last layer" if index == 0 else "layer before the last", extra, first))
+            done += self._layer(layer)
+            if weights:
+                complete = MemoryTerms(
+                    gathered_parameters=gathered[layer == self.layers[0]],
+                    activations=-done,
+                    logits=logits,
+                    communication=reducing + summing,
+                    workspace=head + self._norm_work + (0 if self.plain else held.whole * size),
+                )
+                moments.append(Moment("end of a layer", complete, first))
+                reduced = self._layer_end(held, done, logits, head, reduces) + MemoryTerms(communication=summing)
+                moments.append(Moment("gradients of a layer", reduced, first))
+            made += held.whole * wide if self.zero == "z1" else held.shard * wide
+        if weights:
+            moments.append(self._root_end(kept, reduces, replicated))
+        else:
+            words = self.held.words.whole * size // (1 + self.scores) if self.reads else 0
+            left = self._deferred(kept) + kept.times(-1) + MemoryTerms(workspace=sizes.hidden_bytes + words)
+            moments.append(Moment("inputs", left))
+        return moments
+
+    @property
+    def _cut(self) -> int:
+        """Whole hidden states that sequence parallelism gathers within a backward."""
+        return 1 if self.sizes.hidden_tokens < self.sizes.tokens else 0
+
+    def _backward_work(self, layer: int, weights: bool) -> int:
+        """Of a layer where its gated unit goes backward: the gradient of the output, of the product, of gate and up,
+        one more of the same size, and the last matrix's gradient; and what is made again."""
+        sizes, how = self.sizes, self.plan.strategy(layer).recompute
+        product = product_bytes(sizes, layer)
+        again = {"none": 0, "attention": 0, "selective": product}.get(how, -1)
+        if again < 0:
+            again = self._layer(layer, "none") - self._layer(layer)
+        inner = 3 * product if sizes.own.gated else 2 * product
+        own = sizes.own
+        matrix = own.intermediate_size * own.hidden_size * self.size if weights else 0
+        mlp = again + inner + matrix + sizes.hidden_bytes
+        return max(mlp, self._norm_work - mlp_bytes(sizes, layer))
+
+    @property
+    def _norm_work(self) -> int:
+        """A norm's backward: the gradients of its output and of its input, and float32 copies where it isn't fused."""
+        sizes = self.sizes
+        copies = 0 if self.kernels.fused_norm else 4 * sizes.hidden_tokens * sizes.own.hidden_size * self.wide
+        return copies + 2 * sizes.hidden_bytes
+
+    def _layer_end(self, held: Held, done: int, logits: int, head: int, reduces: bool) -> MemoryTerms:
+        """A layer's gradients are complete, and copied into what is reduced."""
+        communication, gradients = self._reducing(held, reduces)
+        return MemoryTerms(
+            gathered_parameters=self._buckets(1),
+            activations=-done,
+            logits=logits,
+            communication=communication,
+            workspace=head + gradients + self.sizes.hidden_bytes,
+        )
+
+    def _reducing(self, held: Held, reduces: bool) -> tuple[int, int]:
+        """(buffers, gradients) where gradients that are complete are reduced: they are copied into one buffer, then
+        dropped, all but the last (a loop's variable in `foreach_reduce` holds it); the result has another buffer. A
+        rank alone divides by 1 on the way, which takes a third."""
+        gradients = 0 if self.plain else held.whole * self.size
+        if not reduces:
+            return 0, gradients
+        source, result = held.whole * self.wide, held.shard * self.wide * (1 + self.alone)
+        dropped = gradients if self.alone else gradients - held.last * self.size
+        return source + max(0, result - dropped), gradients
+
+    def _root_end(self, kept: MemoryTerms, reduces: bool, replicated: bool) -> Moment:
+        """The gradients of embedding and head are reduced last, together; under z3 they are no longer gathered then."""
+        root, layers = self.held.root, sum(held.shard for held in self.held.layers)
+        if self.zero == "z1":
+            layers = sum(held.whole for held in self.held.layers)
+        gone = root.whole * self.size if self.zero == "z3" and not self.plain else 0
+        communication, gradients = self._reducing(root, reduces)
+        extra = MemoryTerms(
+            gathered_parameters=-gone,
+            activations=-kept.activations,
+            logits=-kept.logits,
+            communication=communication + (layers * self.wide if replicated else 0),
+            workspace=gradients + self.sizes.hidden_bytes,
+        )
+        return Moment("embedding and head", extra, 0 if replicated else layers * self.wide)
+
+    def _word_bytes(self) -> int:
+        plan, stage = self.plan, self.stage
+        return word_bytes(self.spec, plan, self.workload, plan.pp_rank(stage)) if has_words(plan, stage) else 0
+
+    def _word_passes(self) -> dict[str, tuple[Moment, ...]]:
+        """S: logits, and two float32 copies of them, one of which is kept. T: a copy of the softmax as products take
+        it, and the head's gradient."""
+        if not has_words(self.plan, self.stage):
+            return {}
+        rows = shard_rows(self.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage))[1]
+        numbers = rows * self.sizes.tokens
+        head = rows * self.spec.hidden_size * self.size
+        return {
+            "S": (Moment("scores", MemoryTerms(logits=numbers * (self.size + self.wide))),),
+            "T": (Moment("head", MemoryTerms(logits=numbers * self.size, workspace=head)),),
+        }
+
+    def _weights(self) -> Moment:
+        """W: the gradients of all the stage's layers, before they are reduced one by one."""
+        layers = sum(held.whole for held in self.held.layers)
+        reducing = 0 if self.plain or self.zero == "z1" else max((h.whole for h in self.held.layers), default=0)
+        made = MemoryTerms(communication=reducing * self.wide, workspace=0 if self.plain else layers * self.size)
+        return Moment("weights", made)
+
+    def _gather(self, kept: MemoryTerms | None) -> Moment:
+        """z3: embedding and head are copied from the gather's buffer to their places, before a forward, of which
+        nothing is kept yet, or before a backward, when the last layers are there already."""
+        root = self.held.root.whole * self.size if self.zero == "z3" and not self.plain else 0
+        if kept is None:
+            return Moment(_GATHERING, MemoryTerms(gathered_parameters=root + self._buckets(self._ahead)))
+        return Moment(
+            _GATHERING, MemoryTerms(gathered_parameters=root, activations=-kept.activations, logits=-kept.logits)
+        )
+
+    def _unshard(self) -> Moment:
+        """All groups' gathers are under way, and the first one is copied to its place."""
+        largest = max([self.held.root.whole, *(held.whole for held in self.held.layers)])
+        return Moment("gathering", MemoryTerms(gathered_parameters=largest * self.size))
+
+    def _reduce(self) -> Moment:
+        largest = max([self.held.root.whole, *(held.whole for held in self.held.layers)])
+        return Moment("reducing", MemoryTerms(communication=largest * self.wide))
+
+
+def held_before(layers: tuple[Held, ...], index: int, bucket: int) -> int:
+    """Numbers of the bucket of layers whose gradients were reduced just before, and whose buffer lives on."""
+    if index == 0:
+        return 0
+    return sum(held.whole for held in layers[-min(bucket, len(layers)) :]) if bucket == 1 else 0

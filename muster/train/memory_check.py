@@ -1,0 +1,135 @@
+"""What one rank of a plan allocates, by PyTorch's own accounting and without a byte of it: the trainer on fake tensors.
+
+One process stands for one rank of a world of any size: the process group is PyTorch's fake one, whose collectives do
+nothing, and tensors are fake ones, which have a shape and a dtype but no memory. Stages, sharding, executor and
+optimizer are those of training. `MemTracker` counts the bytes of every storage from its making to its end.
+
+The losses' chunks are those of a GPU: a CPU's are so small that following them would take minutes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from muster.data.dataset import Batch, Dataset
+from muster.model.loss import large_chunks
+from muster.parallel.stage import DecoderStage
+from muster.parallel.world import World, fake_world
+from muster.schedule.action import Action
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.spec.workload import Workload
+from muster.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """What PyTorch counted on one rank."""
+
+    rank: int
+    resident_bytes: int
+    """Before the step: parameters and optimizer state."""
+    peak_bytes: int
+    """At the fullest moment of a step."""
+
+
+def account(
+    model: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
+) -> Accounting:
+    """Builds `rank` of the plan's ranks and runs one step of it, on fake tensors on the CPU."""
+    config = RunConfig(
+        model=model,
+        parallel=plan,
+        data=DataConfig(source="none"),
+        optim=optim or OptimConfig(lr=1e-3),
+        train=TrainConfig(steps=1, seq_len=workload.seq_len, global_batch_size=workload.global_batch_size),
+    )
+    with _fake_group(plan, rank) as world, large_chunks():
+        trainer = _FakeTrainer(config, plan, world, cast(Dataset, None))
+        tracker = _make_tracker()
+        tracker.track_external(*trainer.tensors())
+        with FAKE, tracker:
+            resident = _total(tracker, "current")
+            trainer.round()
+        return Accounting(rank, resident, _total(tracker, "peak"))
+
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _fake_group(plan: Plan, rank: int) -> Iterator[World]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    try:
+        yield fake_world(plan, rank, FakeStore())
+    finally:
+        dist.destroy_process_group()
+
+
+class _FakeStage(DecoderStage):
+    """A stage whose memory is fake, and whose values therefore don't matter."""
+
+    def _materialise(self) -> None:
+        with FAKE:
+            super()._materialise()
+
+    def reset_values(self, seed: int) -> None:
+        pass
+
+
+class _FakeTrainer(Trainer):
+    stage_type = _FakeStage
+
+    def tensors(self) -> list[Any]:
+        """All that is there before a step."""
+        states = [tensor for _, tensor in self.optimizer.state().values()]
+        locals_ = [local for stage in self.stages.values() for local in stage.parameters.values()]
+        return [*(stage.module for stage in self.stages.values()), *states, *locals_]
+
+    def round(self) -> None:
+        """One step over tokens that are all the same."""
+        workload, rows = self.config.workload, self.plan.rows(self.world.at.pp)
+        tokens = np.zeros((self._micro_batches * rows, workload.seq_len), np.int64)
+        self._feed(Batch(tokens, tokens, tokens.size) if self._reads else None, tokens.size)
+        self._learning_rate = 0.0
+        self._executor.run()
+
+    def _norm(self, action: Action) -> None:
+        """Without looking at the values, which fake tensors haven't: as if the gradients were to be clipped."""
+        for stage in self.stages.values():
+            stage.take_gradients()
+            stage.take_losses()
+        self._skipped, self._grad_norm = None, 2 * self.config.optim.clip_norm
+
+
+class _NoModules:
+    """In place of `MemTracker`'s view by module, which can't follow several micro-batches and keeps their inputs
+    alive."""
+
+    is_bw = False
+
+    def register_user_hooks(self, *hooks: Any) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _make_tracker() -> MemTracker:
+    tracker = MemTracker()
+    tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
+    return tracker
+
+
+def _total(tracker: MemTracker, which: str) -> int:
+    return sum(by_kind.get("Total", 0) for by_kind in tracker.get_tracker_snapshot(which).values())
