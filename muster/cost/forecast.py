@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from muster.cost.device_memory import device_terms
+from muster.cost.holdings import layer_kind
+from muster.cost.megatron_memory import megatron_stage
 from muster.cost.memory import MemoryTerms
 from muster.cost.own_memory import KERNELS, OTHER_KERNELS, Kernels, own_stage
 from muster.cost.stage_memory import StageMemory
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
-from muster.spec.layout import stages_of
+from muster.spec.layout import has_words, stages_of
 from muster.spec.mesh import members
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.software import Software
 from muster.spec.workload import Workload
 
 
@@ -58,18 +62,49 @@ def forecast(
     workload: Workload,
     cluster: ClusterSpec,
     program: Program,
+    software: Software | None = None,
     kernels: Kernels | None = None,
 ) -> MemoryForecast:
-    """What each rank holds at its peak while it follows the Program."""
+    """What each rank holds at its peak while it follows the Program.
+
+    `software`: how it stores the model, Muster's own way if not given. `kernels`: what kernels need for a while, those
+    of the cluster's first device if not given.
+    """
+    software = software or Software()
     kernels = kernels or KERNELS.get(cluster.device.kind, OTHER_KERNELS)
+    alike: dict[tuple, StageMemory] = {}
     found = []
     for pp_rank in range(plan.pp):
-        stages = {s: own_stage(model, plan, workload, s, kernels) for s in stages_of(plan, pp_rank)}
+        stages = {}
+        for stage in stages_of(plan, pp_rank):
+            key = _kind_of_stage(model, plan, stage)
+            if key not in alike:
+                alike[key] = (
+                    megatron_stage(model, plan, workload, stage, software)
+                    if software.storage == "megatron"
+                    else own_stage(model, plan, workload, stage, kernels)
+                )
+            stages[stage] = alike[key]
         at, terms = walk(program, pp_rank, stages)
         ranks = [rank for rank, _ in members(plan, pp_rank)]
-        capacity = cluster.group_of(ranks[0]).device.memory_bytes
-        found.append(RankForecast(pp_rank, ranks[0], len(ranks), at, terms, capacity))
+        device = cluster.group_of(ranks[0]).device
+        fixed = sum(stage.resident.total for stage in stages.values())
+        terms += device_terms(device, plan, pp_rank, terms.total - fixed)
+        found.append(RankForecast(pp_rank, ranks[0], len(ranks), at, terms, device.memory_bytes))
     return MemoryForecast(tuple(found))
+
+
+def _kind_of_stage(model: ModelSpec, plan: Plan, stage: int) -> tuple:
+    """What stages that hold alike have in common."""
+    layers, own = plan.layers(stage, model.num_layers), plan.pp_rank(stage)
+    neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == own for other in (stage - 1, stage + 1)]
+    words = plan.spread_vocab and (own, has_words(plan, stage))
+    kinds = (
+        tuple((layer_kind(model, layer), str(plan.strategy(layer))) for layer in layers)
+        if plan.overrides
+        else (tuple(layer_kind(model, layer) for layer in layers))
+    )
+    return kinds, plan.is_first(stage), plan.is_last(stage), str(plan.mesh(stage)), tuple(neighbours), words
 
 
 def walk(program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> tuple[str, MemoryTerms]:

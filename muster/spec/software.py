@@ -1,14 +1,23 @@
 """What a training program is made of, where that is not the plan's to say: kernels, fusion, and what overlaps."""
 
+from typing import Literal
+
 from pydantic import PositiveInt
 
 from muster.spec.base import Frozen
 from muster.spec.device import AttentionKernel
 
+Storage = Literal["muster", "megatron"]
+"""muster: float32 weights, gradients and moments, all sharded alike by `fully_shard`, with a gathered copy in the compute
+dtype. megatron: weights in the compute dtype, whole gradients in one buffer, and float32 master weights and moments that
+data-parallel ranks share (Megatron-LM's distributed optimizer, DeepSpeed's ZeRO-1)."""
+
 
 class Software(Frozen):
     """Stated properties of a training program. The defaults are those of a current one on GPUs."""
 
+    storage: Storage = "muster"
+    """How a rank keeps its part of the model."""
     attention: AttentionKernel | None = None
     """None: the fastest that the device has a rate for."""
     fused: bool = True
@@ -21,6 +30,9 @@ class Software(Frozen):
     stops_recompute: bool = True
     """Full recompute ends where the backward has all that it needs: a layer's last product isn't repeated, as with
     torch's checkpoint without reentry; else the whole layer is."""
+    whole_logits: bool = False
+    """The loss is composed of the framework's own functions, in float32, on the logits of all words, which every
+    tensor-parallel rank gathers (Aleph Alpha's scaling: lm_head.py, cross_entropy.py)."""
     dropout: bool = False
     """After attention and MLP, and on attention's probabilities."""
     fused_gradients: bool = True
