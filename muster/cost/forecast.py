@@ -1,6 +1,7 @@
 """How much memory each rank of a plan needs, moment by moment of its Program, and whether that is there."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.cost.device_memory import device_terms
@@ -8,7 +9,8 @@ from muster.cost.holdings import layer_kind
 from muster.cost.megatron_memory import megatron_stage
 from muster.cost.memory import MemoryTerms
 from muster.cost.own_memory import KERNELS, OTHER_KERNELS, Kernels, own_stage
-from muster.cost.stage_memory import StageMemory
+from muster.cost.stage_memory import Moment, StageMemory
+from muster.schedule.action import Action
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.layout import has_words, stages_of
@@ -108,106 +110,136 @@ def _kind_of_stage(model: ModelSpec, plan: Plan, stage: int) -> tuple:
 
 
 def walk(program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> tuple[str, MemoryTerms]:
-    """The peak of one rank's compute and collective lanes: when it is, and what is held then."""
-    state = _State(program, pp_rank, stages)
-    for (kind, stage, *_), _, _ in program.ranks[pp_rank].get("collective", ()):
-        if kind == "UNSHARD":
-            state.enter(kind, stage, 0)
-    for (kind, stage, micro_batch, *_), _, _ in program.ranks[pp_rank].get("compute", ()):
-        state.enter(kind, stage, micro_batch)
-    for (kind, stage, micro_batch, *_), _, _ in program.ranks[pp_rank].get("collective", ()):
-        if kind in ("REDUCE", "MERGE"):
-            state.enter(kind, stage, micro_batch)
-    return state.peak()
+    """The peak of one rank as it follows its lanes: when it is, and what is held then."""
+    order = _order(program, pp_rank)
+    keys = [action[:2] for action in order]
+    steps = {key: _Step.of(program, pp_rank, key, stages) for key in set(keys)}
+    fullest = _find_peak(keys, steps, sum(stage.resident.total for stage in stages.values()))
+    moment, terms = _terms_at(keys, fullest, steps, stages)
+    kind, stage, micro_batch = order[fullest][:3]
+    return f"{stage}{kind}{micro_batch if micro_batch >= 0 else ''}, {moment}", terms
 
 
-class _State:
-    """What a rank holds as its program goes on: counts, and their sum in bytes."""
+def _order(program: Program, pp_rank: int) -> list[Action]:
+    """What makes or frees memory: gathers come first, sums over ranks last."""
+    lanes = program.ranks[pp_rank]
+    collectives = [action for action, _, _ in lanes.get("collective", ())]
+    return [
+        *(action for action in collectives if action[0] == "UNSHARD"),
+        *(action for action, _, _ in lanes.get("compute", ()) if action[0] in _PASSES),
+        *(action for action in collectives if action[0] in ("REDUCE", "MERGE")),
+    ]
 
-    def __init__(self, program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> None:
-        self.program, self.stages, self.pp_rank = program, stages, pp_rank
-        self.live = dict.fromkeys(stages, 0)
-        self.deferred = dict.fromkeys(stages, 0)
-        self.gathered: set[int] = set()
-        self.reduced: set[int] = set()
-        self.sent = self.words = 0
-        self.total = sum(stage.resident.total for stage in stages.values())
-        self.best, self.at = -1, ("", -1, -1, "")
-        self.snapshot: MemoryTerms = MemoryTerms()
-        self.totals = {
-            (kind, index): [(moment, moment.extra.total) for moment in moments]
-            for index, stage in stages.items()
-            for kind, moments in stage.moments.items()
-        }
-        self.kept = {index: stage.kept.total for index, stage in stages.items()}
-        self.later = {index: stage.deferred.total for index, stage in stages.items()}
 
-    def enter(self, kind: str, stage: int, micro_batch: int) -> None:
-        """Follows one instruction: what it makes, its moments, what it frees."""
-        own = self.stages.get(stage)
-        if own is None or (kind, stage) not in self.totals:
-            return
-        first = kind in ("B", "I") and stage not in self.reduced
-        moments = self.totals[kind, stage]
-        if kind == "F":
-            self.live[stage] += 1
-            self.total += self.kept[stage]
-        if kind == "S":
-            self.words += 1
-            self.total += own.words.total
-        if kind in ("F", "B", "I", "W", "UNSHARD") and stage not in self.gathered:
-            self.gathered.add(stage)
-            self.total += own.gathered
-            moments = moments + self.totals.get(("gather F" if kind == "F" else "gather B", stage), [])
-        for moment, extra in moments:
-            held = self.total + extra + (moment.gradients if first else 0)
-            if held > self.best:
-                self.best, self.at = held, (kind, stage, micro_batch, moment.name)
-                self.snapshot = self._terms(own, moment.extra, moment.gradients if first else 0)
-        self._leave(kind, stage, own, first)
+_PASSES = frozenset(("F", "B", "I", "W", "S", "T"))
+_Key = tuple[str, int]
+"""Kind and stage of an instruction."""
 
-    def _leave(self, kind: str, stage: int, own: StageMemory, first: bool) -> None:
-        if kind in ("B", "I"):
-            self.live[stage] -= 1
-            self.total -= self.kept[stage]
-            if self._goes_away(stage, 1):
-                self.sent += own.sent
-                self.total += own.sent
-            if kind == "I":
-                self.deferred[stage] += 1
-                self.total += self.later[stage]
-            if self._goes_away(stage, -1):
-                self.sent += own.sent
-                self.total += own.sent
-        if kind == "W":
-            self.deferred[stage] -= 1
-            self.total -= self.later[stage]
-        if kind == "T":
-            self.words -= 1
-            self.total -= own.words.total
-        if first:
-            self.reduced.add(stage)
-            self.total += own.gradients
-        if kind in ("B", "W") and not own.stays and stage in self.gathered:
-            self.gathered.remove(stage)
-            self.total -= own.gathered
 
-    def _goes_away(self, stage: int, step: int) -> bool:
-        """Whether what a stage passes on leaves the rank."""
-        if self.program.is_last(stage) if step > 0 else self.program.is_first(stage):
-            return False
-        return self.program.placement[stage + step] != self.pp_rank
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one kind of instruction of one stage does to the bytes that a rank holds."""
 
-    def _terms(self, own: StageMemory, extra: MemoryTerms, gradients: int) -> MemoryTerms:
-        total = extra + MemoryTerms(gradients=gradients, communication=self.sent)
-        for index, stage in self.stages.items():
-            total += stage.resident + stage.kept.times(self.live[index]) + stage.deferred.times(self.deferred[index])
-            total += stage.words.times(self.words) + MemoryTerms(
-                gathered_parameters=stage.gathered if index in self.gathered else 0,
-                gradients=stage.gradients if index in self.reduced else 0,
-            )
-        return total
+    before: int
+    """Added when it begins."""
+    after: int
+    """Added when it ends."""
+    moments: tuple[Moment, ...]
+    highest: int
+    """The most that a moment adds."""
+    first: int | None
+    """That in the stage's first backward of a step; None for what is no backward."""
+    gathered: int
+    """Parameters that it gathers if they aren't there; and what it adds then at most."""
+    gathering: int
+    drops: bool
+    """Whether it drops them at its end."""
+    gradients: int
+    sent: int
 
-    def peak(self) -> tuple[str, MemoryTerms]:
-        kind, stage, micro_batch, name = self.at
-        return f"{stage}{kind}{micro_batch if micro_batch >= 0 else ''}, {name}", self.snapshot
+    @classmethod
+    def of(cls, program: Program, pp_rank: int, key: tuple[str, int], stages: Mapping[int, StageMemory]) -> "_Step":
+        kind, index = key
+        own = stages[index] if index in stages else next(iter(stages.values()))
+        moments = own.moments.get(kind, ())
+        kept, deferred, words = own.kept.total, own.deferred.total, own.words.total
+        backward = kind in ("B", "I")
+        ways = ((index - 1, program.is_first(index)), (index + 1, program.is_last(index)))
+        away = sum(not end and program.placement[other] != pp_rank for other, end in ways)
+        sent = away * own.sent if backward else 0
+        gather = own.moments.get("gather F" if kind == "F" else "gather B", ())
+        return cls(
+            before={"F": kept, "S": words}.get(kind, 0),
+            after=sent + {"B": -kept, "I": deferred - kept, "W": -deferred, "T": -words}.get(kind, 0),
+            moments=moments,
+            highest=max((moment.extra.total for moment in moments), default=0),
+            first=max((m.extra.total + m.gradients for m in moments), default=0) if backward else None,
+            gathered=own.gathered if kind in ("F", "B", "I", "W", "UNSHARD") else 0,
+            gathering=max((moment.extra.total for moment in gather), default=0),
+            drops=kind in ("B", "W") and not own.stays,
+            gradients=own.gradients,
+            sent=sent,
+        )
+
+
+def _find_peak(keys: Sequence[_Key], steps: Mapping[_Key, _Step], total: int) -> int:
+    """The place in the order at which most is held."""
+    there: set[int] = set()
+    begun: set[int] = set()
+    most = fullest = 0
+    for place, key in enumerate(keys):
+        step = steps[key]
+        total += step.before
+        high = step.highest
+        if step.first is not None and key[1] not in begun:
+            begun.add(key[1])
+            high = step.first - step.gradients
+            total += step.gradients
+        if step.gathered and key[1] not in there:
+            there.add(key[1])
+            total += step.gathered
+            high = max(high, step.gathering)
+        if total + high > most:
+            most, fullest = total + high, place
+        total += step.after
+        if step.drops and key[1] in there:
+            there.remove(key[1])
+            total -= step.gathered
+    return fullest
+
+
+def _terms_at(
+    keys: Sequence[_Key], fullest: int, steps: Mapping[_Key, _Step], stages: Mapping[int, StageMemory]
+) -> tuple[str, MemoryTerms]:
+    """What is held at one place of the order, by term, and the name of the moment."""
+    done, (kind, stage) = Counter(keys[:fullest]), keys[fullest]
+    there = {index for index in stages if _is_gathered(keys[:fullest], steps, index)}
+    begun = {index for index in stages if done["B", index] + done["I", index]}
+    step, own = steps[kind, stage], stages.get(stage) or next(iter(stages.values()))
+    is_first = step.first is not None and stage not in begun
+    moments = list(step.moments)
+    if step.gathered and stage not in there:
+        there.add(stage)
+        moments += own.moments.get("gather F" if kind == "F" else "gather B", ())
+    done[kind, stage] += kind in ("F", "S")
+    words = sum(done["S", index] - done["T", index] for index in stages)
+    moment = max(moments, key=lambda one: one.extra.total + (one.gradients if is_first else 0))
+    sent = sum(count * steps[key].sent for key, count in done.items())
+    terms = moment.extra + MemoryTerms(gradients=moment.gradients if is_first else 0, communication=sent)
+    for index, memory in stages.items():
+        live = done["F", index] - done["B", index] - done["I", index]
+        deferred = done["I", index] - done["W", index]
+        terms += memory.resident + memory.kept.times(live) + memory.deferred.times(deferred)
+        terms += memory.words.times(words) + MemoryTerms(
+            gathered_parameters=memory.gathered if index in there else 0,
+            gradients=memory.gradients if index in begun else 0,
+        )
+    return moment.name, terms
+
+
+def _is_gathered(keys: Sequence[_Key], steps: Mapping[_Key, _Step], stage: int) -> bool:
+    """Whether a stage's parameters are there after these instructions."""
+    for key in reversed(keys):
+        if key[1] == stage and (steps[key].gathered or steps[key].drops):
+            return not steps[key].drops
+    return False

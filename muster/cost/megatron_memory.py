@@ -120,8 +120,8 @@ class _Megatron:
         return softmax + extra + (numbers * _WIDE if self.software.attention == "unfused" else 0)
 
     def _norm(self) -> int:
-        """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and what
-        it has normalised, for the gradient of its weight."""
+        """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and
+        what it has normalised, for the gradient of its weight."""
         sizes = self.sizes
         if self.software.fused or self.spec.norm == "layer":
             return 2 * sizes.hidden_bytes

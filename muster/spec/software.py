@@ -8,9 +8,9 @@ from muster.spec.base import Frozen
 from muster.spec.device import AttentionKernel
 
 Storage = Literal["muster", "megatron"]
-"""muster: float32 weights, gradients and moments, all sharded alike by `fully_shard`, with a gathered copy in the compute
-dtype. megatron: weights in the compute dtype, whole gradients in one buffer, and float32 master weights and moments that
-data-parallel ranks share (Megatron-LM's distributed optimizer, DeepSpeed's ZeRO-1)."""
+"""muster: float32 weights, gradients and moments, all sharded alike by `fully_shard`, and a gathered copy in the
+compute dtype. megatron: weights in the compute dtype, whole gradients in one buffer, and float32 master weights and
+moments that data-parallel ranks share (Megatron-LM's distributed optimizer, DeepSpeed's ZeRO-1)."""
 
 
 class Software(Frozen):
