@@ -2,13 +2,19 @@
 
 import pytest
 
-from muster.cost.forecast import forecast
+from muster.cost.forecast import forecast, walk
+from muster.cost.memory import MemoryTerms
 from muster.cost.own_memory import Kernels
+from muster.cost.stage_memory import Moment, StageMemory
 from muster.schedule.build import program_of
+from muster.schedule.check import check
 from muster.spec.cluster import single_device
 from muster.spec.device import DeviceSpec
+from muster.spec.layout import stages_of
 from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 from muster.train.memory_check import account
 
@@ -35,3 +41,23 @@ def assert_forecast_is_accounting(spec: ModelSpec, name: str, seq_len: int, micr
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Moment by moment
+
+
+@pytest.mark.parametrize("schedule", [name for name, entry in SCHEDULES.items() if not entry.searched])
+def test_live_micro_batches_are_those_of_the_checker(schedule):
+    """With nothing else to hold, the peak is the checker's count of activations."""
+    entry = SCHEDULES[schedule]
+    if entry.slow:
+        return
+    plan = Plan(pp=4, vpp=entry.default_chunks, schedule=schedule, default_strategy=Strategy(zero="z1"))
+    model = SHORT_LLAMA.model_copy(update={"num_layers": 16})
+    program = program_of(plan, model, Workload(seq_len=64, global_batch_size=8))
+    one = MemoryTerms(activations=1)
+    moments = {kind: (Moment("", MemoryTerms()),) for kind in ("F", "B", "I", "W")}
+    stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, MemoryTerms(), 0, moments)
+    peaks = [walk(program, rank, dict.fromkeys(stages_of(plan, rank), stage))[1].total for rank in range(4)]
+    assert peaks == list(check(program).peak_activations)

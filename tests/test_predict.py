@@ -13,8 +13,6 @@ from muster.cli.main import main
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.plan_times import plan_times
 from muster.schedule.build import program_of
-from muster.schedule.check import check
-from muster.schedule.live import live_at_peak, live_words
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
@@ -22,7 +20,6 @@ from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=512, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=128)
@@ -58,20 +55,6 @@ def test_each_axis_gets_what_ranks_wait_for_on_it():
     assert parts.communication_s == pytest.approx({"dp": 2 + 1 / 2, "pp": 1, "tp": 0.5, "world": 0.25})
     assert (parts.compute_s, parts.optimizer_s, parts.data_s) == pytest.approx((5 - 0.5 - 0.5, 1, 0.125))
     assert parts.bubble_s == pytest.approx(6)
-
-
-@pytest.mark.parametrize("schedule", [name for name, entry in SCHEDULES.items() if not entry.searched])
-def test_live_micro_batches_are_those_of_the_checker(schedule: str):
-    entry, model = SCHEDULES[schedule], SMALL.model_copy(update={"num_layers": 16})
-    for spread in (False, True):
-        zero = Strategy(zero="z1")
-        plan = Plan(pp=4, vpp=entry.default_chunks, schedule=schedule, spread_vocab=spread, default_strategy=zero)
-        if entry.slow or (spread and plan.replicas > 1):
-            continue
-        program = program_of(plan, model, Workload(seq_len=64, global_batch_size=8))
-        report = check(program)
-        assert [sum(live.values()) for live in live_at_peak(program)] == list(report.peak_activations)
-        assert live_words(program) == list(report.peak_words)
 
 
 def test_a_plan_that_does_not_fit_says_why():

@@ -123,7 +123,9 @@ class _Megatron:
         """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and
         what it has normalised, for the gradient of its weight."""
         sizes = self.sizes
-        if self.software.fused or self.spec.norm == "layer":
+        software = self.software
+        fused = software.fused if software.fused_norms is None else software.fused_norms
+        if fused or self.spec.norm == "layer":
             return 2 * sizes.hidden_bytes
         return 2 * sizes.hidden_bytes + sizes.hidden_bytes // self.size * _WIDE
 

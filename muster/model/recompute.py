@@ -70,6 +70,6 @@ class _Recipe:
         return made.view(packed)
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _place(tensor: Tensor) -> tuple[Any, Any]:
     """Where a tensor lies: its storage, which fake tensors have too, and where in it the tensor begins."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -7,12 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from muster.cost.flops import train_flops_per_token
-from muster.cost.memory import MemoryTerms, rank_memory
+from muster.cost.forecast import MemoryForecast, forecast
 from muster.cost.op_times import OpTimes
 from muster.cost.plan_times import plan_times
 from muster.schedule.action import Action
 from muster.schedule.build import program_of
-from muster.schedule.live import live_at_peak, live_words
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolved
 from muster.simulate.simulator import simulate_parts
@@ -21,7 +20,6 @@ from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import counted, problems
-from muster.spec.mesh import members
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -175,7 +173,7 @@ def predict(
     times = times or plan_times(model, plan, workload, cluster, software)
     found_s, make_timeline = simulate_parts(program, times)
     round_s = sum(found_s.values())
-    memory = _memory(model, plan, workload, program)
+    found = forecast(model, plan, workload, cluster, program, software)
     return Prediction(
         model,
         plan,
@@ -186,8 +184,8 @@ def predict(
         round_s + times.data_s,
         _parts(found_s, program, times),
         found_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0,
-        memory,
-        _fits(memory, plan, cluster),
+        _memory(found),
+        found.fits,
         make_timeline,
     )
 
@@ -235,21 +233,5 @@ def _exposed_within(program: Program, times: OpTimes) -> dict[tuple[str, str], f
     return total_s
 
 
-def _memory(model: ModelSpec, plan: Plan, workload: Workload, program: Program) -> tuple[RankMemory, ...]:
-    words, found = live_words(program), []
-    try:
-        for pp_rank, live in enumerate(live_at_peak(program)):
-            rank = next(members(plan, pp_rank))[0]
-            terms = rank_memory(model, plan, workload, rank, live, live_words=words[pp_rank])
-            named = {name: getattr(terms, name) for name in MemoryTerms.__dataclass_fields__}
-            found.append(RankMemory(rank, pp_rank, named))
-    except InfeasibleError:  # there is no formula yet
-        return ()
-    return tuple(found)
-
-
-def _fits(memory: tuple[RankMemory, ...], plan: Plan, cluster: ClusterSpec) -> bool | None:
-    limits = [cluster.group_of(one.rank).device.memory_bytes for one in memory]
-    if None in limits or not limits:
-        return None
-    return all(one.total <= limit for one, limit in zip(memory, limits, strict=True) if limit is not None)
+def _memory(found: MemoryForecast) -> tuple[RankMemory, ...]:
+    return tuple(RankMemory(one.rank, one.pp_rank, one.terms.by_name()) for one in found.ranks)
