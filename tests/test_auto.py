@@ -1,6 +1,7 @@
 """The automatic and the exact schedule: valid, in memory, and never behind what else is known."""
 
 import csv
+import json
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -168,26 +169,27 @@ def test_exact_is_proven_and_auto_near_it(chunks: int, limit: float):
     pytest.importorskip("ortools")
     setting = Setting.of_shares(3, 4, (1, 1.2, 0.8), chunks, hop_s=0.2, memory_limit=limit)
     proof = prove_exact(setting)
-    assert str(proof) == "proven optimal for its placement"
+    assert str(proof.gap) == f"proven optimal: no schedule on its placement takes less than {proof.gap.bound_s:.6g}"
     assert max(time_schedule(proof.schedule, setting).peak_activation) <= limit
     check(lower(proof.schedule, Lowering()))
     makespan_s = auto(setting)[1].makespan_s
-    assert bound_s(setting) - 1e-9 <= proof.makespan_s <= makespan_s + 1e-9
-    assert makespan_s <= 1.01 * proof.makespan_s
+    assert bound_s(setting) - 1e-9 <= proof.gap.makespan_s <= makespan_s + 1e-9
+    assert makespan_s <= 1.01 * proof.gap.makespan_s
 
 
 def test_exact_agrees_with_a_known_optimum():
     pytest.importorskip("ortools")
     setting = Setting.of_shares(4, 8, (1, 1.2, 0.8), hop_s=0.2, memory_limit=4)
-    assert prove_exact(setting).makespan_s == pytest.approx(30.6)
+    assert prove_exact(setting).gap.makespan_s == pytest.approx(30.6)
 
 
 def test_exact_says_how_far_it_is_where_time_runs_out():
     pytest.importorskip("ortools")
     setting = Setting.of_shares(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
     proof = exact.prove(setting, make_schedule("auto", setting), limit_s=0.5)
-    assert not proof.optimal
-    assert str(proof).startswith("at most ")
+    assert not proof.gap.proven
+    assert proof.gap.share > 0
+    assert str(proof.gap).startswith("at most ")
 
 
 def test_exact_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch):
@@ -196,9 +198,30 @@ def test_exact_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch):
         prove_exact(Setting.of_shares(2, 2))
 
 
-def test_the_verb_prints_the_gap(capsys: pytest.CaptureFixture[str]):
-    assert main(["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--chunks", "1"]) == 0
-    assert "no schedule with 1 stage per rank takes less" in capsys.readouterr().out
+def known_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict]:
+    """The line on how good the schedule is, and what --json says of that."""
+    assert main(["schedule", *flags]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no schedule" in line]
+    assert main(["schedule", *flags, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data)[-3:] == ["proven", "bound", "gap"]
+    assert data["gap"] == pytest.approx(max(0.0, data["makespan"] / data["bound"] - 1), abs=1e-6)
+    return line, data
+
+
+def test_the_verb_says_how_good_the_schedule_is(capsys: pytest.CaptureFixture[str]):
+    line, data = known_of(capsys, "auto", "--ranks", "2", "--microbatches", "4", "--chunks", "1")
+    assert line == "proven optimal: no schedule with 1 stage per rank takes less than 13"
+    assert (data["proven"], data["bound"], data["makespan"]) == (True, 13, 13)
     flags = ["--ranks", "4", "--microbatches", "8", "--comm", "0.2", "--memory-limit", "2"]
-    assert main(["schedule", "auto", *flags]) == 0
-    assert "above the optimum: with 2 stages per rank none takes less than" in capsys.readouterr().out
+    line, data = known_of(capsys, "auto", *flags)
+    assert "above the optimum: no schedule with 2 stages per rank takes less than" in line
+    assert not data["proven"]
+
+
+def test_the_verb_says_what_exact_has_proven(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("ortools")
+    line, data = known_of(capsys, "exact", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    assert line == f"proven optimal: no schedule on its placement takes less than {data['bound']:g}"
+    assert data["proven"]
+    assert data["makespan"] == data["bound"]

@@ -11,6 +11,7 @@ from muster.cli.parser import Parser, whole_number
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from muster.schedule.bound import Gap
     from muster.schedule.compare import Request
     from muster.schedule.schedule import Schedule
     from muster.schedule.timing import Timing
@@ -24,7 +25,7 @@ def run(arguments: list[str]) -> int:
     elif args.compare:
         _compare(_request(args))
     else:
-        _show(args, *((*_read(args), "") if args.file else _make(args)))
+        _show(args, *((*_read(args), None) if args.file else _make(args)))
     return 0
 
 
@@ -120,11 +121,11 @@ def _request(args: argparse.Namespace) -> "Request":
 # One schedule
 
 
-def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, str]":
+def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, Gap | None]":
     """The schedule, its timing and, where that is known, how good it is."""
     from dataclasses import replace
 
-    from muster.schedule.auto import gap_text
+    from muster.schedule.auto import gap_of
     from muster.schedule.compare import make_best, timed
     from muster.schedule.registry import prove_exact
     from muster.spec.schedules import entry_of
@@ -136,12 +137,12 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, str]":
     if args.name == "exact":
         setting = request.setting(entry)
         proof = prove_exact(setting)
-        return *timed(proof.schedule, setting), str(proof)
+        return *timed(proof.schedule, setting), proof.gap
     schedule, timing = make_best(args.name, request)
     if args.name != "auto" or schedule.replicas > 1:
-        return schedule, timing, ""
+        return schedule, timing, None
     setting = replace(request, chunks=schedule.chunks).setting(entry)
-    return schedule, timing, gap_text(setting, timing.makespan_s)
+    return schedule, timing, gap_of(setting, timing.makespan_s)
 
 
 def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
@@ -174,7 +175,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
     return timed(schedule, setting)
 
 
-def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", note: str) -> None:
+def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap: "Gap | None") -> None:
     from muster.schedule.plain import schedule_to_json
 
     if args.svg is not None:
@@ -187,7 +188,7 @@ def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", note
 
         _write(args.trace, json.dumps(chrome_trace(timeline_of(schedule, timing), schedule.name)))
     if args.json:
-        print(json.dumps(schedule_to_json(schedule, timing)))
+        print(json.dumps(schedule_to_json(schedule, timing, gap)))
         return
     from rich.console import Console
 
@@ -195,8 +196,8 @@ def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", note
 
     console = Console(highlight=False)
     console.print(facts_text(schedule, timing), soft_wrap=True)
-    if note:
-        console.print(note, soft_wrap=True)
+    if gap is not None:
+        console.print(str(gap), soft_wrap=True)
     console.print(grid_text(schedule, timing, console.width))
 
 

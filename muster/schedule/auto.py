@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-from muster.schedule.bound import lower_bound_s
+from muster.schedule.bound import Gap, lower_bound_s
 from muster.schedule.pipe import Pipe, codes_of, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
 from muster.schedule.search import NUM_RULES, Search, explore, improve
@@ -60,13 +60,10 @@ def bound_s(setting: Setting) -> float:
     return min(lower_bound_s(pipe) for pipe in pipes_of(setting))
 
 
-def gap_text(setting: Setting, makespan_s: float) -> str:
-    """How far a makespan is from what no schedule can beat, in words."""
-    least_s = bound_s(setting)
-    stages = f"{setting.chunks} stage{'s' * (setting.chunks > 1)} per rank"
-    if makespan_s <= least_s * (1 + 1e-9):
-        return f"no schedule with {stages} takes less"
-    return f"at most {makespan_s / least_s - 1:.2%} above the optimum: with {stages} none takes less than {least_s:.6g}"
+def gap_of(setting: Setting, makespan_s: float) -> Gap:
+    """How far a makespan is from what no schedule on these placements can beat."""
+    stages = f"with {setting.chunks} stage{'s' * (setting.chunks > 1)} per rank"
+    return Gap(makespan_s, bound_s(setting), stages)
 
 
 def _merit(found: tuple[Timing, Schedule]) -> tuple[float, float]:

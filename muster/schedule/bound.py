@@ -1,8 +1,36 @@
 """What no schedule of a setting can beat."""
 
+from dataclasses import dataclass
 from math import ceil
 
 from muster.schedule.pipe import Pipe
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far a makespan is from what none can beat."""
+
+    makespan_s: float
+    bound_s: float
+    among: str
+    """Of which schedules that is the bound, in words: `on its placement`, `with 2 stages per rank`."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no schedule takes less; a solver's units round."""
+        return self.makespan_s <= self.bound_s * (1 + 1e-6)
+
+    @property
+    def share(self) -> float:
+        """By how much of the bound the makespan may be above the optimum."""
+        return 0.0 if self.proven else self.makespan_s / self.bound_s - 1
+
+    def __str__(self) -> str:
+        if self.proven:
+            return f"proven optimal: no schedule {self.among} takes less than {self.bound_s:.6g}"
+        return (
+            f"at most {self.share:.2%} above the optimum: no schedule {self.among} takes less than {self.bound_s:.6g}"
+        )
 
 
 def lower_bound_s(pipe: Pipe) -> float:

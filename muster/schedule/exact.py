@@ -6,6 +6,7 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from muster.schedule.bound import Gap
 from muster.schedule.critical import begin_s, depth, source
 from muster.schedule.pipe import Pipe, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
@@ -29,18 +30,8 @@ class Proof:
     """A schedule, and what is known of how good it is."""
 
     schedule: Schedule
-    makespan_s: float
-    bound_s: float
-    """No schedule with the same stages on the same ranks takes less."""
-
-    @property
-    def optimal(self) -> bool:
-        return self.makespan_s <= self.bound_s * (1 + 1e-6)
-
-    def __str__(self) -> str:
-        if self.optimal:
-            return "proven optimal for its placement"
-        return f"at most {self.makespan_s / self.bound_s - 1:.2%} above the optimum for its placement"
+    gap: Gap
+    """Between schedules with the same stages on the same ranks."""
 
 
 def prove(setting: Setting, start: Schedule, limit_s: float = 60.0) -> Proof:
@@ -67,7 +58,7 @@ def prove(setting: Setting, start: Schedule, limit_s: float = 60.0) -> Proof:
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         passes = sorted(range(pipe.size), key=lambda code: (solver.value(model.begin[code]), depth(pipe, code)))
         best = min(best, schedule_of(pipe, passes, "exact"), key=lambda one: time_schedule(one, setting).makespan_s)
-    return Proof(best, time_schedule(best, setting).makespan_s, bound_s)
+    return Proof(best, Gap(time_schedule(best, setting).makespan_s, bound_s, "on its placement"))
 
 
 def _in_order(pipe: Pipe, schedule: Schedule, setting: Setting) -> list[int]:

@@ -4,14 +4,16 @@ from math import log10
 from typing import Any
 
 from muster.schedule.action import parse_action
+from muster.schedule.bound import Gap
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
 
-def schedule_to_json(schedule: Schedule, timing: Timing) -> dict[str, Any]:
+def schedule_to_json(schedule: Schedule, timing: Timing, gap: Gap | None = None) -> dict[str, Any]:
     """`stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds
     each rank's passes in order. Times are in the unit of the setting, to 12 significant digits of the makespan;
-    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1."""
+    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1. What
+    is known of how good it is follows: `proven`, whether none takes less, the `bound`, the `gap` to it as a share."""
     digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
     return {
         "name": schedule.name,
@@ -26,7 +28,7 @@ def schedule_to_json(schedule: Schedule, timing: Timing) -> dict[str, Any]:
         "bubble": round(timing.bubble_s, digits),
         "span_bubble": [round(bubble_s, digits) for bubble_s in timing.span_bubble_s],
         "peak_activation": [round(peak, 9) for peak in timing.peak_activation],
-    }
+    } | ({} if gap is None else {"proven": gap.proven, "bound": round(gap.bound_s, digits), "gap": round(gap.share, 9)})
 
 
 def schedule_from_json(data: Any) -> Schedule:
