@@ -72,6 +72,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_sum(self, values: torch.Tensor) -> dist.Work:
+        """Begins to sum `values` over all ranks, of which there are several; they hold the sum once that is over."""
+        work = dist.all_reduce(values, async_op=True)
+        assert work is not None
+        return work
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.size > 1:

@@ -35,7 +35,7 @@ PAINTS = (
     Paint("backward", "backward", ("B",), "#e5a52f", "#1d2126", "#e3b04f"),
     Paint("inputs", "backward for inputs", ("I",), "#e3a3c0", "#1d2126", "#d78fbc"),
     Paint("weights", "backward for weights", ("W", "T", "EW"), "#176655", "#ffffff", "#33907a"),
-    Paint("step", "gradient norm, optimizer step", ("NORM", "STEP"), "#2b2f36", "#ffffff", "#e3e7ec"),
+    Paint("step", "gradient norm, optimizer step", ("NORM", "VOTE", "STEP"), "#2b2f36", "#ffffff", "#e3e7ec"),
     Paint("gather", "gather, reduce", _GATHERS, "#c3502e", "#ffffff", "#df7650"),
     Paint(
         "transfer", "send, receive", ("SF", "RF", "SB", "RB", "EC", "HC", "SC", "DC"), "#5fb3e4", "#1d2126", "#86c9f0"

@@ -63,6 +63,7 @@ for _kind in (
     Kind("MERGE", "collective", "add up the gradients of the same layers in two replicas"),
     Kind("TIE", "collective", "add up the gradients of a weight that lies on two stages"),
     Kind("NORM", "collective", "add up the squares of all gradients, and what the step reports"),
+    Kind("VOTE", "collective", "begin to add up what NORM does, which is known before the next step only"),
     Kind("STEP", "compute", "optimizer step"),
 ):
     register_kind(_kind)

@@ -29,7 +29,8 @@ _WORDS = {
 _AT_THE_ENDS = {"EC": ("makes", "x"), "HC": ("frees", "y"), "SC": ("makes", "g"), "DC": ("frees", "d")}
 """What a collective of words does on the rank of the first stage (x, d) or of the last (y, g)."""
 
-_GRADIENT_ORDER = {"B": 0, "W": 0, "T": 0, "EW": 0, "REDUCE": 1, "SYNC": 2, "MERGE": 3, "TIE": 4, "NORM": 5, "STEP": 6}
+_GRADIENT_ORDER = {"B": 0, "W": 0, "T": 0, "EW": 0, "REDUCE": 1, "SYNC": 2, "MERGE": 3, "TIE": 4}
+_GRADIENT_ORDER |= {"NORM": 5, "VOTE": 5, "STEP": 6}
 """Gradients are made, reduced, added up between stages, measured and used: each kind needs all the earlier ones."""
 
 

@@ -60,6 +60,7 @@ def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = T
         copies=any(partial_copies(model, names, tp, sp) for tp, sp in tensor_axes),
         tied=model.tied_embeddings and not plan.spread_vocab,
         words=_word_times(plan, model) if plan.spread_vocab else None,
+        post_validation=plan.post_validation,
         train=train,
     )
     return lower(schedule, lowering)

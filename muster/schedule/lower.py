@@ -25,6 +25,8 @@ class Lowering:
     """Whether first and last stage share a weight."""
     words: WordTimes | None = None
     """Where the vocabulary is spread over all pipeline ranks: what its passes take."""
+    post_validation: bool = False
+    """Whether a step is taken before the sum over all ranks is known."""
     train: bool = True
     """False: no gradients are reduced and no optimizer steps."""
 
@@ -90,7 +92,7 @@ def lower(schedule: Schedule, lowering: Lowering) -> Program:
                 add_merges(draft)
             if lowering.tied:
                 add_tied(draft)
-            add_step(draft)
+            add_step(draft, lowering)
         return draft.finish()
 
 
@@ -213,8 +215,10 @@ def add_tied(draft: Draft) -> None:
                 draft.add(rank, Action("TIE", stage), after, partner)
 
 
-def add_step(draft: Draft) -> None:
-    """The gradient norm over all ranks when every gradient is complete, then the optimizer step."""
+def add_step(draft: Draft, lowering: Lowering) -> None:
+    """The gradient norm over all ranks when every gradient is complete, then the optimizer step; or, with
+    post-validation, the step at once, while the norm is added up beside the next step's passes."""
+    kind = "VOTE" if lowering.post_validation else "NORM"
     for rank in range(len(draft.ranks)):
         after = draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC", "MERGE", "TIE")
-        draft.add(rank, Action("STEP"), [draft.add(rank, Action("NORM"), after)])
+        draft.add(rank, Action("STEP"), [draft.add(rank, Action(kind), after)])

@@ -61,7 +61,7 @@ def check_collectives(program: Program) -> None:
             rank = program.placement[stage]
             raise ProgramError(f"{stage}SYNC is missing on rank {rank}, though other stages have theirs")
     _check_partners(program)
-    for action in sorted({one for actions in found for one in actions if one.kind in ("NORM", "STEP")}):
+    for action in sorted({one for actions in found for one in actions if one.kind in ("NORM", "VOTE", "STEP")}):
         for rank, actions in enumerate(found):
             if action not in actions:
                 raise ProgramError(f"{action} is missing on rank {rank}")

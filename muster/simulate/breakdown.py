@@ -47,7 +47,7 @@ _PARTS = {
     "backward": ("B", "I", "W", "T", "EW"),
     "send": (HOP, "EC", "HC", "SC", "DC"),
     "gather": ("UNSHARD", "RESHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
-    "optimizer": ("NORM", "STEP"),
+    "optimizer": ("NORM", "VOTE", "STEP"),
     "bubble": (BUBBLE,),
 }
 """What makes up each part of a step."""

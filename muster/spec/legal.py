@@ -68,6 +68,14 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
         lambda plan: plan.spread_vocab and plan.compile,
     ),
     (
+        "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
+        lambda plan: plan.post_validation and plan.precision == "fp16",
+    ),
+    (
+        "post_validation with spread_vocab (all ranks look up words together when a step begins)",
+        lambda plan: plan.post_validation and plan.spread_vocab,
+    ),
+    (
         "selective recompute with compile (the compiler chooses itself what is cheap to make again)",
         lambda plan: plan.compile and any(s.recompute == "selective" for s in strategies_of(plan)),
     ),
@@ -268,6 +276,8 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
+    if plan.post_validation and plan.pp == 1:
+        yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
     if plan.spread_vocab and plan.pp == 1:
         yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
     if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:

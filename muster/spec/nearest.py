@@ -127,6 +127,10 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                 and axes["tp"] == 1
                 and plan.replicas == 1
                 and (asked.zero != "z3" or axes["dp_replicate"] * axes["dp_shard"] == 1),
+                "post_validation": plan.post_validation
+                and axes["pp"] > 1
+                and not plan.spread_vocab
+                and plan.precision != "fp16",
                 "compile": plan.compile
                 and not plan.spread_vocab
                 and not any(s.recompute == "selective" for s in strategies_of(plan))

@@ -131,6 +131,10 @@ class Plan(Frozen):
     """Under z3, buckets that are gathered ahead of the one in use."""
     spread_vocab: bool = False
     """Embedding and head lie in equal parts on all pipeline ranks, instead of on the first and the last stage."""
+    post_validation: bool = False
+    """Steps don't wait for the gradient norm of all ranks: a rank steps when its own gradients are complete, and takes
+    the step back where it should have been clipped or skipped. It keeps its parameters, their optimizer state and
+    gradients once more for that."""
     axis_order: tuple[str, ...] = AXES
 
     @model_validator(mode="before")

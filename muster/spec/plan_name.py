@@ -50,6 +50,7 @@ _WORDS = (
         lambda word: {"schedule": _SCHEDULE_BY_WORD[word]},
     ),
     _Word("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
+    _Word("pv", "pv", lambda: {"post_validation": True}),
     _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
     _Word(
         ", ".join("r" + word for word in _RECOMPUTE),
@@ -90,6 +91,7 @@ def _words(plan: Plan) -> list[str]:
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
         f"keep{plan.activation_limit or 0:g}": plan.activation_limit is not None,
+        "pv": plan.post_validation,
         "vocab": plan.spread_vocab,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
         plan.precision: True,

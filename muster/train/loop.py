@@ -1,6 +1,7 @@
 """Training from the first step, or the last checkpoint, to the end: what every rank does, in the same order."""
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import time
@@ -84,20 +85,37 @@ class Run:
         trainer, train = self.trainer, self.config.train
         with TrainingDisplay(train.steps, trainer.step_count, visible=self.is_main) as display:
             while trainer.step_count < train.steps:
-                result = trainer.step()
-                self._write_down(result, display)
-                if result.skipped and result.skipped_in_row >= train.max_skipped:
-                    self._give_up(result, result.skipped)
-                at_end = result.step == train.steps
-                if at_end or result.stop_requested:
+                stopping = False
+                for result in self._steps():
+                    self._write_down(result, display)
+                    if result.skipped and result.skipped_in_row >= train.max_skipped:
+                        self._give_up(result, result.skipped)
+                    stopping = stopping or result.stop_requested
+                    if result.step < train.steps and not stopping:
+                        problem = self.saves.after_step(result, self._info)
+                        if problem and self.is_main:
+                            display.say(problem)
+                at_end = trainer.step_count == train.steps
+                if at_end or stopping:
                     self.saves.now(self._info())
-                elif (problem := self.saves.after_step(result, self._info)) and self.is_main:
-                    display.say(problem)
-                if result.stop_requested and not at_end:
+                if stopping and not at_end:
                     if self.is_main:
-                        print(f"stopped after step {result.step} as asked; the same command goes on from here")
+                        print(f"stopped after step {trainer.step_count} as asked; the same command goes on from here")
                     return STOPPED
         return 0
+
+    def _steps(self) -> Iterator[StepResult]:
+        """Makes the next step, and gives the steps whose outcome is known by now: all, where a save may begin then, or
+        the fed samples are hashed."""
+        ahead, step = self.trainer.ahead, self.trainer.step_count + 1
+        if ahead is None:
+            yield self.trainer.step()
+            return
+        settle = self.config.data.hash_samples or step == self.config.train.steps or self.saves.expects(step)
+        for result in ahead.advance(settle):
+            yield result
+            if result.stop_requested:
+                yield from ahead.settle()
 
     def _write_down(self, result: StepResult, display: TrainingDisplay) -> None:
         if self.config.data.hash_samples:

@@ -58,12 +58,16 @@ class Saves:
             self._failures, self._retry_at = 0, 0
         self._under_way = self._under_way and result.saving
         self._due |= self._wants(result.step)
-        if self._due and not result.saving:
+        if self._due and not result.saving and self._trainer.stands_after(result.step):
             self._begin(CHECKPOINTS, info(), copy=self._train.async_save)
             if not self._train.async_save:
                 self._saver.wait()
             self._due, self._under_way, self._retry_at = False, True, 0
         return said
+
+    def expects(self, step: int) -> bool:
+        """Whether a save may begin after a step to come."""
+        return self._due or self._wants(step)
 
     def _wants(self, step: int) -> bool:
         train = self._train

@@ -18,19 +18,21 @@ from muster.optim.make import make_optimizer
 from muster.parallel.executor import Executor
 from muster.parallel.feed import Feed
 from muster.parallel.op_profile import Profile, profile_stages
-from muster.parallel.route import Route, stage_routes, tied_routes
+from muster.parallel.route import stage_routes, tied_routes
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action
 from muster.schedule.build import program_of
 from muster.schedule.check import check
-from muster.schedule.program import has_split_backward
+from muster.schedule.program import Program, has_split_backward
 from muster.simulate.timeline import Event
 from muster.spec.layout import TensorLayout, stages_of
 from muster.spec.mesh import rank_at
 from muster.spec.plan import Order, Plan
 from muster.spec.run import RunConfig
+from muster.train.gradients import add_other_replica, find_copies, sum_of_squares
 from muster.train.loss_scale import LossScale
+from muster.train.post_validation import PostValidation
 from muster.train.skips import Skips
 from muster.train.step_result import StepResult
 
@@ -58,20 +60,20 @@ class Trainer:
             for name, layout in stage.layouts.items():
                 if self._layouts.setdefault(name, layout) is layout and layout.boxes:
                     self.parameters[name] = stage.parameters[name]
-        self._copies = self._find_copies()
-        handlers = {"NORM": self._norm, "STEP": self._apply, "TIE": self._tie, "MERGE": self._merge}
-        self._handlers = handlers
+        self._copies = find_copies(self.stages.values(), self.parameters)
+        self.handlers = {"NORM": self._norm, "STEP": self._apply, "TIE": self._tie, "MERGE": self._merge}
         self._routes = stage_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_routes(config.model, world, self.stages)
-        self._executor = self._make_executor(train=True)
-        self._evaluator = self._make_executor(train=False)
+        self._make_executors()
+        evaluation = program_of(plan, config.model, workload, train=False)
+        self._evaluator = self._make_executor(evaluation, self.handlers)
         self._make_optimizer()
         self.skips = Skips(config.train)
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self.step_count = 0
         """Steps made, skipped ones included."""
         self.samples_consumed = 0
-        self._num_valid = 1
+        self.num_valid = 1
         self.stop_requested = False
         self.save_votes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         """Asked in each step: whether this rank is saving, and whether a save has failed since."""
@@ -89,13 +91,21 @@ class Trainer:
         """Goes on in another order of the plan's schedule, which has the stages where they are."""
         self.plan = self.plan.model_copy(update={"order": order})
         self._read_plan()
-        self._executor = self._make_executor(train=True)
+        self._make_executors()
 
-    def _make_executor(self, train: bool) -> Executor:
-        program = self.program if train else program_of(self.plan, self.config.model, self.config.workload, train=False)
+    def _make_executors(self) -> None:
+        """The one that waits for all ranks before a step, and what goes ahead of that where the plan says so."""
+        waiting = self.plan.model_copy(update={"post_validation": False})
+        program = program_of(waiting, self.config.model, self.config.workload)
+        self._executor = self._make_executor(program, self.handlers)
+        self.ahead: PostValidation | None = None
+        if self.plan.post_validation:
+            self.ahead = PostValidation(self, lambda own: self._make_executor(self.program, self.handlers | own))
+
+    def _make_executor(self, program: Program, handlers: Mapping[str, Callable[[Action], None]]) -> Executor:
         world = self.world
         words = next((stage.words for stage in self.stages.values() if stage.words), None)
-        return Executor(program, world.at.pp, world.rank, self.stages, self._routes, self._handlers, words=words)
+        return Executor(program, world.at.pp, world.rank, self.stages, self._routes, handlers, words=words)
 
     def _make_optimizer(self) -> None:
         self.optimizer = make_optimizer(self.config.optim, self.parameters, self._layouts, self.world)
@@ -106,22 +116,34 @@ class Trainer:
     def step(self) -> StepResult:
         """One optimizer step over the next global batch. A batch whose step is skipped is not tried again."""
         start_s = perf_counter()
-        batch_size = self.config.train.global_batch_size
-        self._num_valid = self.dataset.num_valid(self.samples_consumed, batch_size)
-        self._feed(self._share(self.dataset.train_batch, self.samples_consumed, batch_size), self._num_valid)
+        self.feed_step()
         data_s = perf_counter() - start_s
-        self._learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.steps)
-        self.rounds.append((self.step_count + 1, self._executor.run()))
+        self.count_step(self._executor.run())
+        return self.result(self.step_count, self.learning_rate, perf_counter() - start_s, data_s)
+
+    def feed_step(self) -> None:
+        """Gives the stages the next global batch."""
+        batch_size = self.config.train.global_batch_size
+        self.num_valid = self.dataset.num_valid(self.samples_consumed, batch_size)
+        self._feed(self._share(self.dataset.train_batch, self.samples_consumed, batch_size), self.num_valid)
+        self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.steps)
+
+    def count_step(self, events: list[Event]) -> None:
+        """Goes on to the batch after the one that has been trained on."""
         self.step_count += 1
-        self.samples_consumed += batch_size
+        self.samples_consumed += self.config.train.global_batch_size
+        self.rounds.append((self.step_count, events))
+
+    def result(self, step: int, learning_rate: float, time_s: float, data_s: float) -> StepResult:
+        """Of the step that was judged last."""
         return StepResult(
-            step=self.step_count,
+            step=step,
             loss=self._loss,
             z_loss=self._z_loss,
             grad_norm=self._grad_norm,
-            learning_rate=self._learning_rate,
+            learning_rate=learning_rate,
             tokens=self.config.workload.tokens_per_step,
-            time_s=perf_counter() - start_s,
+            time_s=time_s,
             data_s=data_s,
             skipped=self._skipped,
             skipped_so_far=self.skips.total,
@@ -130,6 +152,10 @@ class Trainer:
             saving=self._saving,
             save_failed=self._save_failed,
         )
+
+    def stands_after(self, step: int) -> bool:
+        """Whether the state is that after this step, for good."""
+        return step == self.step_count and (self.ahead is None or self.ahead.is_settled)
 
     def evaluate(self, num_batches: int) -> float | None:
         """Mean loss over the first held-out batches; None when there are too few held-out samples for one."""
@@ -153,8 +179,8 @@ class Trainer:
 
     def profile(self) -> Profile:
         """Times every instruction and counts bytes; afterwards parameters and optimizer are as new."""
-        self._learning_rate = 0.0
-        found = profile_stages(self.program, self.stages, self.world, self._handlers, self._routes)
+        self.learning_rate = 0.0
+        found = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes)
         for stage in self.stages.values():
             stage.drop_gradients()
             stage.reshard()
@@ -206,26 +232,15 @@ class Trainer:
         depth = self.plan.depth
         stage = self.stages.get(action.stage) or self.stages[action.stage + depth]
         other = rank_at(self.plan, replace(self.world.at, pp=self.plan.pp_rank((stage.index + depth) % (2 * depth))))
-        stage.take_gradients()
-        gradients = [local.grad for local in stage.parameters.values() if local.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            flat += Route.to(other).swap(flat)
-            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-    def _find_copies(self) -> list[tuple[Tensor, Tensor]]:
-        """(tied weight of a last stage, the same weight of a first stage on this rank): the optimizer knows one."""
-        return [
-            (copy, self.parameters[name])
-            for stage in self.stages.values()
-            for name, copy in stage.parameters.items()
-            if name in self.parameters and copy is not self.parameters[name]
-        ]
+        add_other_replica(stage, other)
 
     def _norm(self, action: Action) -> None:
         """The global gradient norm, the step's loss, whether anyone wants to stop and how saving goes, in one sum over
         all ranks; from it whether the step is skipped."""
+        self.conclude(self.world.add_up(self.local_sums()), self.num_valid)
+
+    def local_sums(self) -> Tensor:
+        """What this rank adds to that sum, of its complete gradients: float64 [6]."""
         sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
         for stage in self.stages.values():
             stage.take_gradients()
@@ -238,26 +253,45 @@ class Trainer:
         if self.loss_scale is not None:
             self._multiply_gradients(1 / self.loss_scale.value)
         for stage in self.stages.values():
-            sums[0] += _sum_of_squares(stage)
+            sums[0] += sum_of_squares(stage)
             sums[1:3] += stage.take_losses()
         sums[3] = self.stop_requested
         sums[4], sums[5] = self.save_votes()
-        squares, loss_sum, z_loss_sum, stop, saving, save_failed = self.world.add_up(sums).tolist()
-        self._loss, self._z_loss = loss_sum / self._num_valid, z_loss_sum / self._num_valid
+        return sums
+
+    def conclude(self, sums: Tensor, num_valid: int) -> None:
+        """Reads the sum of a step with so many counted tokens, and judges by it."""
+        squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
+        self._loss, self._z_loss = loss_sum / num_valid, z_loss_sum / num_valid
         self._grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
         self._any_stop_requested, self._saving, self._save_failed = stop > 0, saving > 0, save_failed > 0
         self._skipped = self.skips.judge(self._loss, self._grad_norm)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not math.isfinite(self._grad_norm))
 
+    @property
+    def is_as_computed(self) -> bool:
+        """Whether the step that was judged last is one with the gradients as they are."""
+        return self._skipped is None and not self._clips()
+
+    def _clips(self) -> bool:
+        return 0 < self.config.optim.clip_norm < self._grad_norm
+
     def _apply(self, action: Action) -> None:
         """Clips by the global norm and steps; gathered parameters are dropped, since they are old now."""
         if self._skipped is None:
-            clip_norm = self.config.optim.clip_norm
-            if clip_norm and self._grad_norm > clip_norm:
-                self._multiply_gradients(clip_norm / (self._grad_norm + 1e-6))
-            self.optimizer.step(self._learning_rate)
-            self._update_copies()
+            if self._clips():
+                self._multiply_gradients(self.config.optim.clip_norm / (self._grad_norm + 1e-6))
+            self.take_step()
+        self.drop_gradients()
+
+    def take_step(self) -> None:
+        """Changes the parameters by their gradients as they are."""
+        self.optimizer.step(self.learning_rate)
+        self.update_copies()
+
+    def drop_gradients(self) -> None:
+        """And the gathered parameters."""
         for stage in self.stages.values():
             stage.drop_gradients()
             stage.reshard()
@@ -270,7 +304,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # State
 
-    def _update_copies(self) -> None:
+    def update_copies(self) -> None:
         for copy, original in self._copies:
             copy.copy_(original)
 
@@ -289,7 +323,7 @@ class Trainer:
 
     def go_to(self, step: int, counters: Mapping[str, Any]) -> None:
         """Takes up the position of a checkpoint whose pieces have been loaded."""
-        self._update_copies()
+        self.update_copies()
         self.step_count, self.samples_consumed = step, counters["samples_consumed"]
         if "skips" in counters:
             self.skips.load(counters["skips"])
@@ -301,13 +335,3 @@ class Trainer:
         """Goes back over steps that were skipped: the state is still that before them."""
         self.step_count -= steps
         self.samples_consumed -= steps * self.config.train.global_batch_size
-
-
-def _sum_of_squares(stage: DecoderStage) -> float:
-    """Of this rank's gradients, each divided by the number of ranks that hold the same."""
-    by_copies: dict[int, list[Tensor]] = {}
-    for name, local in stage.parameters.items():
-        if local.grad is not None and local.grad.numel():
-            by_copies.setdefault(stage.layouts[name].copies, []).append(local.grad)
-    norms = {copies: float(torch.nn.utils.get_total_norm(grads)) for copies, grads in by_copies.items()}
-    return sum(norm * norm / copies for copies, norm in norms.items())

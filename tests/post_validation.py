@@ -1,0 +1,131 @@
+"""What each rank does in the tests of post-validation: trains with and without it while gradients go wrong now and
+then, and says what came of it."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.parallel.world import open_world
+from muster.spec.errors import MusterError
+from muster.spec.nearest import require_runnable
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.run import RunConfig
+from muster.train.loop import Run
+from muster.train.post_validation import PostValidation
+from muster.train.trainer import Trainer
+from tests.parity import open_data, small_run
+
+
+class RoughTrainer(Trainer):
+    """Multiplies one rank's gradients by `factors[step]`: the last rank's, or the first one's at odd steps."""
+
+    factors: dict[int, float] = {}
+
+    def local_sums(self) -> Tensor:
+        step = self.step_count + 1
+        if step in self.factors and self.world.rank == (0 if step % 2 else self.world.size - 1):
+            for stage in self.stages.values():
+                stage.take_gradients()
+                for local in stage.parameters.values():
+                    if local.grad is not None:
+                        local.grad.mul_(self.factors[step])
+        return super().local_sums()
+
+
+@contextmanager
+def not_restored() -> Iterator[None]:
+    """What was kept is lost, and a wrong step is not taken back."""
+    keep = PostValidation._keep
+
+    def faulty(self: PostValidation) -> None:
+        keep(self)
+        self._kept = self._state()
+
+    with patch.object(PostValidation, "_keep", faulty):
+        yield
+
+
+FAULTS = {None: nullcontext, "not restored": not_restored}
+
+
+def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each case of `payload["cases"]` in turn, in a world of its own."""
+    found = []
+    for index, case in enumerate(payload["cases"]):
+        factors = {int(step): float(factor) for step, factor in case.pop("factors", {}).items()}
+        with patch.object(RoughTrainer, "factors", factors), patch("muster.train.post_validation.CALM", 3):
+            found.append(_run_case(rank, world_size, store, index, payload["folder"], **case))
+    return found
+
+
+def _run_case(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    generation: int,
+    folder: str,
+    plan: str,
+    steps: int = 13,
+    run: str = "",
+    stop_at: int = 0,
+    fault: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    config = _config(steps, **more)
+    full_plan = parse_plan_name(plan, Plan(precision="fp32", micro_batch_size=1))
+    require_runnable(full_plan, config.model, config.workload, world_size)
+    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
+        data = open_data(config, folder)
+        if run:
+            return _run(Run, config, full_plan, world, data, Path(folder) / run, stop_at)
+        trainer = RoughTrainer(config, full_plan, world, data)
+        results = []
+        while trainer.step_count < steps:
+            at_once = trainer.ahead is not None
+            results += trainer.ahead.advance(trainer.step_count == steps - 1) if at_once else [trainer.step()]
+        digest = hashlib.sha256()
+        for tensor in [*trainer.parameters.values(), *(one for _, one in trainer.optimizer.state().values())]:
+            digest.update(tensor.numpy().tobytes())
+        return {
+            "digest": digest.hexdigest(),
+            "steps": [result.step for result in results],
+            "told": [[result.loss, result.grad_norm, result.learning_rate, result.skipped] for result in results],
+            "taken_back": trainer.ahead.taken_back if trainer.ahead else None,
+            "finite": all(bool(torch.isfinite(local).all()) for local in trainer.parameters.values()),
+        }
+
+
+def _run(kind: type[Run], config: RunConfig, plan: Plan, world: Any, data: Any, run_dir: Path, stop_at: int) -> dict:
+    run_dir.mkdir(exist_ok=True)
+    with patch("muster.train.loop.Trainer", RoughTrainer):
+        body = kind(config, plan, world, data, run_dir)
+        feed = body.trainer.feed_step
+
+        def feed_and_ask() -> None:
+            body.trainer.stop_requested = body.trainer.step_count + 1 == stop_at
+            feed()
+
+        body.trainer.feed_step = feed_and_ask  # type: ignore[method-assign]
+        try:
+            return {"code": body.go()}
+        except MusterError as error:
+            return {"said": str(error)}
+
+
+def _config(steps: int, tied: bool = False, layers: int = 4, optim: str = "adamw", **train: Any) -> RunConfig:
+    config = small_run(tied, steps, layers, optim=optim)
+    quick = {"eval_batches": 0, "sample_tokens": 0, **train}
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update=quick),
+            "optim": config.optim.model_copy(update={"clip_norm": 50.0}),
+        }
+    )

@@ -1,0 +1,116 @@
+"""Steps that don't wait for the norm of all ranks end as those that do, to the bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.checkpoint.folder import find_latest
+from muster.schedule.build import program_of
+from muster.schedule.check import check
+from muster.schedule.program import ProgramError, parse_program
+from muster.spec.legal import not_yet, problems
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.workload import Workload
+from tests.ranks import run_ranks
+
+ROUGH = {"5": 1e4, "6": 1e4, "11": float("nan")}
+"""Clipped when steps are taken at once, after 3 calm ones; clipped when they wait; skipped when taken at once again."""
+MODEL = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
+WORKLOAD = Workload(seq_len=8, global_batch_size=8)
+
+
+def run(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[list[dict[str, Any]]]:
+    """Per case, what each rank found."""
+    payload = {"cases": cases, "folder": str(folder)}
+    by_rank = run_ranks(num_ranks, "tests.post_validation:run_cases", payload, timeout_s=280)
+    return [[found[index] for found in by_rank] for index in range(len(cases))]
+
+
+def check_same(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> None:
+    """Cases with a fault must end otherwise than without post-validation, the others the same."""
+    both = [case | {"plan": case["plan"] + pv, "factors": ROUGH} for case in cases for pv in ("", "-pv")]
+    found = run(num_ranks, both, folder)
+    for case, waiting, ahead in zip(cases, found[::2], found[1::2], strict=True):
+        for one, other in zip(waiting, ahead, strict=True):
+            same = (other["digest"], other["told"]) == (one["digest"], one["told"])
+            assert same == ("fault" not in case), case
+            assert other["steps"] == list(range(1, 14)), case
+            assert other["taken_back"] == 2, case
+            assert other["finite"] or "fault" in case
+        assert [step for step, told in enumerate(waiting[0]["told"], 1) if told[3]] == [11]
+
+
+@pytest.mark.timeout(300)
+def test_to_the_bit_as_with_waiting(tmp_path: Path) -> None:
+    """And one that can't take its steps back is found out."""
+    cases = [{"plan": "pp2v2-szbv", "tied": True}, {"plan": "pp2-szbh2"}, {"plan": "pp2", "fault": "not restored"}]
+    check_same(2, cases, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_to_the_bit_as_with_waiting_under_more_plans(tmp_path: Path) -> None:
+    check_same(2, [{"plan": "pp2v2-sdualpipe", "tied": True}, {"plan": "pp2", "optim": "muon"}], tmp_path)
+    plans = ("pp4-szbh2", "dp2-pp2v2-z1-szbv", "dp2-pp2-z2", "dp2-pp2-z3-szbh1", "tp2-sp-pp2-szbh2")
+    check_same(4, [{"plan": plan} for plan in plans], tmp_path)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    keys = ("step", "train/loss", "train/grad_norm", "train/lr", "train/skipped")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row.get(key) for key in keys} for row in rows]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_saves_stops_and_gives_up_as_with_waiting(tmp_path: Path) -> None:
+    """Stopped in the middle, gone on, and ended by a step that is skipped."""
+    common = {"layers": 2, "save_every": 4, "max_skipped": 1, "factors": {"5": 1e4, "11": float("nan")}}
+    attempts = [
+        common | {"plan": "pp2" + pv, "run": name, "stop_at": stop}
+        for pv, name in (("", "waiting"), ("-pv", "ahead"))
+        for stop in (7, 0)
+    ]
+    stopped, given_up, other_stopped, other_given_up = run(2, attempts, tmp_path)
+    assert stopped[0]["code"] == other_stopped[0]["code"] == 75
+    assert "step 11 was skipped, as many in a row as train.max_skipped allows" in given_up[0]["said"]
+    assert other_given_up[0]["said"] == given_up[0]["said"].replace("waiting", "ahead")
+    rows = rows_of(tmp_path / "ahead")
+    assert rows == rows_of(tmp_path / "waiting")
+    assert [row["step"] for row in rows] == list(range(1, 12))
+    for folder in ("checkpoints", "failed"):
+        one, other = (find_latest(tmp_path / name / folder) for name in ("waiting", "ahead"))
+        assert one is not None
+        assert other is not None
+        files = sorted(path.name for path in one.glob("*.safetensors"))
+        assert files
+        assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan and its program
+
+
+def test_the_program_votes_and_steps_at_once() -> None:
+    plan = parse_plan_name("dp2-pp2-z1-pv")
+    assert "-pv-" in format_plan_name(plan)
+    program = program_of(plan, MODEL, WORKLOAD)
+    check(program)
+    assert "0REDUCE@compute:7 VOTE@compute:7,collective:1\n" in str(program)
+    for wrong, said in (("@collective:2", "STEP on rank 0 begins before VOTE is known to be over"),):
+        with pytest.raises(ProgramError, match=said):
+            check(parse_program(str(program).replace(f"STEP{wrong}", "STEP", 1)))
+
+
+def test_where_it_is_refused() -> None:
+    def said(name: str) -> str:
+        plan = parse_plan_name(name, Plan(precision="fp32"))
+        return "; ".join(problems(plan, MODEL, WORKLOAD, plan.world_size) or not_yet(plan))
+
+    assert "post_validation lets pipeline ranks step without waiting for each other, but pp is 1" in said("dp2-pv")
+    assert "post_validation with fp16" in said("pp2-pv-fp16")
+    assert "post_validation with spread_vocab" in said("pp2-pv-vocab")
+    assert said("pp2-pv") == ""
