@@ -1,10 +1,11 @@
 """Does the executor keep to the schedule? Runs schedules whose passes sleep; compares makespans.
 
-    python benchmarks/sleeping_stages.py [--ranks 4] [--micro-batches 8] [--rounds 5]
+    python -m benchmarks.sleeping_stages [SCHEDULE …] [--ranks 4] [--micro-batches 8] [--rounds 3] [--no-wait]
 
 Sleeping passes need no core, so the bubbles of 4 ranks show on 2 cores too. How long a pass really sleeps and a hop
 takes is measured in the same run, one at a time. Prints, per schedule, simulated and measured makespan (median and
-spread over rounds) and their ratio.
+spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with a norm of all ranks before
+each, and with that norm added up beside the next step (post-validation), in turn.
 """
 
 import argparse
@@ -23,10 +24,16 @@ from muster.parallel.route import direct_routes
 from muster.schedule.action import Action
 from muster.schedule.lower import Lowering, lower
 from muster.schedule.registry import make_schedule
+from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.simulate.simulator import simulate
+from muster.spec.errors import InfeasibleError
+from muster.spec.schedules import SCHEDULES
 
-FORWARD_S, BACKWARD_S = 0.05, 0.1
+SLEEP_S = {"F": 0.05, "I": 0.06, "W": 0.05, "B": 0.11}
+"""Of each stage's passes."""
+STEPS = 6
+"""With --no-wait, in a row."""
 
 
 class SleepingStage:
@@ -35,11 +42,19 @@ class SleepingStage:
     result = torch.zeros(4, 256, 256)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        time.sleep(FORWARD_S)
-        return self.result
+        return self._sleep("F")
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
-        time.sleep(BACKWARD_S)
+        return self._sleep("B")
+
+    def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
+        return self._sleep("I")
+
+    def backward_weight(self, micro_batch: int) -> None:
+        self._sleep("W")
+
+    def _sleep(self, kind: str) -> Tensor:
+        time.sleep(SLEEP_S[kind])
         return self.result
 
     def receive_buffer(self) -> Tensor:
@@ -52,26 +67,29 @@ class SleepingStage:
     def synchronise(self) -> None: ...
 
 
-def measure_pass(do: Callable[[], object]) -> float:
-    """Median seconds of one pass by itself, the mean over ranks."""
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        do()
-        times.append(time.perf_counter() - start_s)
-    total = torch.tensor([median(times)], dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+def measure_passes() -> dict[str, float]:
+    """Median seconds of each pass by itself, the mean over ranks."""
+    stage, found = SleepingStage(), {}
+    for kind in SLEEP_S:
+        times = []
+        for _ in range(5):
+            start_s = time.perf_counter()
+            stage._sleep(kind)
+            times.append(time.perf_counter() - start_s)
+        total = torch.tensor([median(times)], dtype=torch.float64)
+        dist.all_reduce(total)
+        found[kind] = total.item() / dist.get_world_size()
+    return found
 
 
-def measure_hop(rank: int, size: int) -> float:
+def measure_hop(rank: int) -> float:
     """Median seconds from the start of a send by rank 0 until rank 1 has it, as in a schedule: after a sleep, with the
     receive posted before. The clock is the machine's, which all its processes share."""
     hops = []
     for _ in range(15):
         dist.barrier()
         if rank == 0:
-            time.sleep(FORWARD_S)
+            time.sleep(SLEEP_S["F"])
             begin = torch.tensor([time.perf_counter()], dtype=torch.float64)
             dist.isend(SleepingStage.result, 1).wait()
             dist.send(begin, 1)
@@ -86,50 +104,108 @@ def measure_hop(rank: int, size: int) -> float:
     return hop.item()
 
 
-def run_rank(rank: int, size: int, port: int, micro_batches: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier(), "STEP": lambda _: None}
-    hop_s = measure_hop(rank, size)
-    stage = SleepingStage()
-    forward_s = measure_pass(lambda: stage.forward(0, None))
-    backward_s = measure_pass(lambda: stage.backward(0, None))
+def schedules(args: argparse.Namespace) -> list[Schedule]:
+    """Those asked for, or all that run with so many ranks and micro-batches, each with its usual stages per rank."""
+    made = []
+    for name in args.schedules or [name for name, entry in SCHEDULES.items() if not entry.slow]:
+        entry = SCHEDULES[name]
+        setting = Setting(args.ranks, args.micro_batches, entry.default_chunks, replicas=entry.default_replicas)
+        try:
+            made.append(make_schedule(name, setting))
+        except InfeasibleError as error:
+            if args.schedules:
+                raise SystemExit(str(error)) from None
+    return made
+
+
+def executor_of(schedule: Schedule, rank: int, handlers: dict[str, Callable[[Action], None]], ahead: bool) -> Executor:
+    program = lower(schedule, Lowering(post_validation=ahead))
+    stages = {index: SleepingStage() for index, place in enumerate(program.placement) if place == rank}
+    return Executor(program, rank, rank, stages, direct_routes(program.placement), handlers)
+
+
+def span_s(executor: Executor, steps: int) -> float:
+    """Seconds from the first begin to the last end on any rank."""
+    dist.barrier()
+    events = [event for _ in range(steps) for event in executor.run()]
+    ends = torch.tensor([-min(e.start_s for e in events), max(e.end_s for e in events)], dtype=torch.float64)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return ends.sum().item()
+
+
+def compare_simulated(rank: int, args: argparse.Namespace, passes: dict[str, float], hop_s: float) -> None:
     if rank == 0:
-        passes = f"forward {forward_s * 1e3:.1f} ms, backward {backward_s * 1e3:.1f} ms"
-        print(f"{size} ranks, {micro_batches} micro-batches, {passes}, hop {hop_s * 1e3:.2f} ms")
-        print(f"{'schedule':12} {'simulated':>10} {'measured':>10} {'spread':>15} {'ratio':>7}")
-    for name in ("gpipe", "1f1b"):
-        schedule = make_schedule(name, Setting(size, micro_batches))
-        program = lower(schedule, Lowering(zero="z1", data_ranks=1, tied=False, train=True))
-        times = OpTimes({("F", -1): forward_s, ("B", -1): backward_s}, hop_s=hop_s)
-        simulated_s = simulate(program, times).makespan_s
-        executor = Executor(program, rank, rank, {rank: stage}, direct_routes(program.placement), handlers)
-        spans = []
-        for _ in range(rounds):
-            dist.barrier()
-            events = executor.run()
-            ends = torch.tensor([-min(e.start_s for e in events), max(e.end_s for e in events)], dtype=torch.float64)
-            dist.all_reduce(ends, dist.ReduceOp.MAX)
-            spans.append(ends.sum().item())
+        print(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'spread':>15} {'ratio':>7}", flush=True)
+    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
+    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    for schedule in schedules(args):
+        executor = executor_of(schedule, rank, handlers, ahead=False)
+        times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, hop_s=hop_s)
+        simulated_s = simulate(executor.program, times).makespan_s
+        spans = [span_s(executor, 1) for _ in range(args.rounds)]
         if rank == 0:
             spread = f"{min(spans):.3f}–{max(spans):.3f} s"
             ratio = median(spans) / simulated_s
-            print(f"{name:12} {simulated_s:8.3f} s {median(spans):8.3f} s {spread:>15} {ratio:7.3f}")
+            print(
+                f"{schedule.name:14} {simulated_s:8.3f} s {median(spans):8.3f} s {spread:>15} {ratio:7.3f}", flush=True
+            )
+
+
+def compare_waiting(rank: int, args: argparse.Namespace) -> None:
+    """A vote reads the sum of the step before, as the trainer does."""
+    if rank == 0:
+        print(f"{STEPS} steps      {'waiting':>10} {'ahead':>10} {'ratio':>7}", flush=True)
+    votes: list[dist.Work] = []
+
+    def vote(_: Action) -> None:
+        if votes:
+            votes.pop().wait()
+        work = dist.all_reduce(torch.zeros(4, dtype=torch.float64), async_op=True)
+        assert work is not None
+        votes.append(work)
+
+    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier(), "VOTE": vote}
+    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    for schedule in schedules(args):
+        both = [executor_of(schedule, rank, handlers, ahead) for ahead in (False, True)]
+        spans: tuple[list[float], list[float]] = ([], [])
+        for _ in range(args.rounds):
+            for executor, own in zip(both, spans, strict=True):
+                own.append(span_s(executor, STEPS))
+                if votes:
+                    votes.pop().wait()
+        if rank == 0:
+            waiting_s, ahead_s = map(median, spans)
+            print(f"{schedule.name:14} {waiting_s:8.3f} s {ahead_s:8.3f} s {ahead_s / waiting_s:7.3f}", flush=True)
+
+
+def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    passes, hop_s = measure_passes(), measure_hop(rank)
+    if rank == 0:
+        shown = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in passes.items())
+        print(f"{args.ranks} ranks, {args.micro_batches} micro-batches, {shown}, hop {hop_s * 1e3:.2f} ms", flush=True)
+    if args.no_wait:
+        compare_waiting(rank, args)
+    else:
+        compare_simulated(rank, args, passes, hop_s)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedules", nargs="*", choices=[*SCHEDULES, []], metavar="SCHEDULE")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-wait", action="store_true")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = (args.ranks, store.port, args.micro_batches, args.rounds)
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=run_rank, args=(rank, *arguments)) for rank in range(args.ranks)]
+    processes = [spawn.Process(target=run_rank, args=(rank, store.port, args)) for rank in range(args.ranks)]
     for process in processes:
         process.start()
     for process in processes:

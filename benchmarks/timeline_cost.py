@@ -1,0 +1,115 @@
+"""What recording the measured Timeline costs of a training step.
+
+    python -m benchmarks.timeline_cost [PLAN] [--preset tiny] [--rounds 40]
+
+One process trains a preset; a second executor that records nothing takes turns with the real one on a program of
+passes that do nothing, which gives the cost of one recorded instruction. Prints that cost, the instructions of a
+training step, and their share of the step's median time. The smaller the micro-batches, the larger the share.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.parallel.executor import Executor
+from muster.parallel.world import open_world
+from muster.schedule.action import Lane
+from muster.schedule.lower import Lowering, lower
+from muster.schedule.program import Wait
+from muster.schedule.registry import make_schedule
+from muster.schedule.setting import Setting
+from muster.spec.load import load_run, resolve_plan
+from muster.spec.plan_name import format_plan_name
+from muster.train.data import open_dataset
+from muster.train.trainer import Trainer
+
+
+class IdleStage:
+    """Passes that do nothing."""
+
+    nothing = torch.zeros(())
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        return self.nothing
+
+    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        return None
+
+    backward_input = backward
+
+    def backward_weight(self, micro_batch: int) -> None: ...
+
+    def receive_buffer(self) -> Tensor:
+        return self.nothing
+
+    def unshard(self) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def synchronise(self) -> None: ...
+
+
+class SilentExecutor(Executor):
+    """The executor without its two clocks and its event for each instruction."""
+
+    def _begin_next(self, lane: Lane) -> None:
+        index = self._cursor[lane]
+        instruction = self.lanes[lane][index]
+        for wait in instruction.waits:
+            self._make_over(wait)
+        self._cursor[lane] = index + 1
+        self._do[instruction.action.kind](instruction)
+
+    def _finish(self, wait: Wait) -> None:
+        self._arriving.pop(wait).wait()
+
+
+def cost_of_one(rounds: int) -> tuple[float, float]:
+    """(seconds that one recorded instruction takes more, the same of the middle half of the rounds' spread)."""
+    program = lower(make_schedule("1f1b", Setting(1, 500)), Lowering())
+    handlers = dict.fromkeys(("NORM", "STEP"), lambda _: None)
+    both = [kind(program, 0, 0, {0: IdleStage()}, {}, handlers) for kind in (SilentExecutor, Executor)]
+    count = len(both[1].run())
+    differences = []
+    for _ in range(rounds):
+        times = []
+        for executor in both:
+            start_s = time.perf_counter()
+            executor.run()
+            times.append(time.perf_counter() - start_s)
+        differences.append((times[1] - times[0]) / count)
+    ordered = sorted(differences)
+    return median(ordered), ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", nargs="?", default="dp1-mb1")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    resolved = load_run(args.preset, None, [("parallel", args.plan)])
+    config, plan = resolved.config, resolve_plan(resolved, 1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder, open_world(store, 0, 1, plan) as world:
+        trainer = Trainer(config, plan, world, open_dataset(config, Path(folder) / "run"))
+        times = [trainer.step().time_s for _ in range(8)][2:]
+        instructions = len(trainer.rounds[-1][1])
+        one_s, spread_s = cost_of_one(args.rounds)
+    share = one_s * instructions / median(times)
+    print(f"recording one instruction: {one_s * 1e6:.2f} µs (quartiles {spread_s * 1e6:.2f} µs apart)")
+    spread = f"{min(times) * 1e3:.1f}–{max(times) * 1e3:.1f}"
+    print(f"{args.preset}, {format_plan_name(plan)}: {instructions} instructions a step")
+    print(f"step: {median(times) * 1e3:.1f} ms ({spread})")
+    print(f"share of the step: {share:.4%}")
+
+
+if __name__ == "__main__":
+    main()
