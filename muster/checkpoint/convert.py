@@ -17,6 +17,7 @@ from muster.checkpoint.formats.huggingface import (
     CONFIG,
     SIDE_FILES,
     byte_tokenizer,
+    chunk_bytes,
     dtype_names,
     write_json,
     write_weights,
@@ -167,7 +168,7 @@ def _write_dcp(
 ) -> str | None:
     from muster.checkpoint.formats.dcp_write import write_dcp  # torch.distributed.checkpoint takes a second to import
 
-    write_dcp(folder, tensors, progress)
+    write_dcp(folder, tensors, chunk_bytes(how.max_shard_bytes), progress)
     about = {"version": 1, "step": source.step or 0, "plan": source.plan, "counters": source.counters}
     model = {"model": source.model.model_dump(mode="json")} if source.model else {}
     write_json(folder / ABOUT, about | model)

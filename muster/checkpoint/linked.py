@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from muster.checkpoint.tensors import Kind, Tensors
+from muster.checkpoint.tensors import Kind, Tensors, empty
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, overlap, within
 
@@ -56,7 +55,7 @@ class LinkedTensors:
                 raise MusterError(f"the map of names doesn't make up all of {name}")
 
     def read(self, name: str, box: Box) -> Tensor:
-        out = torch.empty(box.size, dtype=self.kinds[name].dtype)
+        out = empty(box.size, self.kinds[name].dtype)
         for origin in self._origins[name]:
             if (common := overlap(box, origin.wanted_box)) is not None:
                 found = self._stored.read(origin.stored, origin.part(common))

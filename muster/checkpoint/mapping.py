@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muster.checkpoint.families import Link, hf_shapes, is_derived, links_of
 from muster.checkpoint.linked import LinkedTensors, Origin, check_shapes, some
-from muster.checkpoint.tensors import Kind, Tensors
+from muster.checkpoint.tensors import Kind, Tensors, empty
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box
 from muster.spec.model import ModelSpec, parameters
@@ -63,7 +63,7 @@ class CastTensors:
         }
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self._tensors.read(name, box).to(self.kinds[name].dtype)
+        return empty(box.size, self.kinds[name].dtype).copy_(self._tensors.read(name, box))
 
 
 def _spelled(name: str, stored: Mapping[str, Kind]) -> str:

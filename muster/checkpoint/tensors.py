@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box
 
-CHUNK_BYTES = 8 << 20
-"""What conversions hold of a tensor at once: large enough for a disk, small beside any model."""
+CHUNK_BYTES = 4 << 20
+"""What is held of a tensor at once: large enough for a disk, small beside any model."""
+
+_LARGE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,16 @@ class Tensors(Protocol):
         ...
 
 
+def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for a part of a tensor. A large part's comes from the system and goes back as soon as it is dropped: C's
+    allocator keeps blocks of changing sizes, and was seen to hold ten times what was in use."""
+    nbytes = prod(size) * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return torch.empty(size, dtype=dtype)
+    memory = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
+
+
 def chunks(kind: Kind, limit_bytes: int = CHUNK_BYTES) -> Iterator[Box]:
     """Boxes of at most `limit_bytes` (at least one number) that make up a tensor, in the order of its numbers in
     memory: their bytes one after another are the tensor's. An empty tensor has none."""
@@ -85,7 +98,7 @@ class ByteFile:
 
     def read_box(self, offset: int, kind: Kind, box: Box) -> Tensor:
         """A box of the array of `kind` whose first byte is at `offset`. Raises MusterError where the file ends."""
-        out = torch.empty(box.size, dtype=kind.dtype)
+        out = empty(box.size, kind.dtype)
         strides = [prod(kind.shape[dim + 1 :]) * kind.dtype.itemsize for dim in range(len(kind.shape))]
         try:
             with open(self.path, "rb", buffering=0) as file:

@@ -94,7 +94,7 @@ def _diff(args: argparse.Namespace) -> Outcome:
 
 
 def _prune(args: argparse.Namespace) -> Outcome:
-    facts = runtime("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every or 0, args.dry_run)
+    facts = runtime("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every, args.dry_run)
     return facts, pruned_lines(facts), 0
 
 
@@ -160,7 +160,12 @@ def _parse_prune(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo")
     parser.add_argument("--keep-last", type=whole_number, required=True, metavar="N", help="so many of the newest stay")
-    parser.add_argument("--keep-every", type=whole_number, metavar="N", help="steps that are multiples of it stay too")
+    parser.add_argument(
+        "--keep-every",
+        type=whole_number,
+        metavar="N",
+        help="steps that are multiples of it stay too (default: the run's train.keep_every)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     return parser.parse(arguments)
 

@@ -5,18 +5,22 @@ from typing import Any
 
 from muster.checkpoint.folder import Keep, checkpoints, find_latest, prune, remove_stale, surplus
 from muster.spec.errors import ConfigError
+from muster.spec.load import load_run
 from muster.train.run import claimed
 
 
-def prune_run(run: Path, keep_last: int, keep_every: int = 0, dry_run: bool = False) -> dict[str, Any]:
+def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:
     """Keeps the last good checkpoint, the newest others, `keep_last` in all, and steps that are multiples of
-    `keep_every` (0: no more); removes the rest, and what killed runs left half-written. Returns what was done, as JSON.
+    `keep_every` (None: as the run does); removes the rest, and what killed runs left half-written. Returns what was
+    done, as JSON.
 
     Raises ConfigError where there is no checkpoint, MusterError while a job runs there.
     """
     root = run / "checkpoints"
     if (newest := find_latest(root)) is None:
         raise ConfigError(f"{run} has no good checkpoint: expected a run directory, such as runs/demo")
+    if keep_every is None:
+        keep_every = load_run(None, run / "config.yaml", []).config.train.keep_every
     keep = Keep(last=keep_last, permanent_every=keep_every)
     with claimed(run):
         stale = sorted(root.glob("*.tmp"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.formats.unpickle import Record, Refused, read_pickle
-from muster.checkpoint.tensors import ByteFile, Kind
+from muster.checkpoint.tensors import ByteFile, Kind, empty
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, overlap, within
 
@@ -105,7 +105,7 @@ class DcpTensors:
 
     def read(self, name: str, box: Box) -> Tensor:
         kind = self.kinds[name]
-        out, filled = torch.empty(box.size, dtype=kind.dtype), 0
+        out, filled = empty(box.size, kind.dtype), 0
         for chunk in self._chunks[name]:
             if (common := overlap(box, chunk.box)) is not None:
                 out[within(common, box)] = self._read_chunk(name, chunk, kind.dtype, common)

@@ -69,7 +69,7 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, progress
         with open(folder / name, "wb") as out:
             write_header(out, shard.items())
             for tensor_name, kind in shard.items():
-                for box in chunks(kind):
+                for box in chunks(kind, chunk_bytes(max_shard_bytes)):
                     found = tensors.read(tensor_name, box).contiguous()
                     out.write(bytes_of(found))
                     progress(found.nbytes)
@@ -80,6 +80,12 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, progress
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return names
+
+
+def chunk_bytes(max_shard_bytes: int) -> int:
+    """What to hold of a tensor at once, small beside a shard: many small parts of a matrix that has to be transposed
+    would each touch all of it."""
+    return min(max(max_shard_bytes // 32, 1 << 20), 64 << 20)
 
 
 def _shards(kinds: Mapping[str, Kind], max_bytes: int) -> Iterator[dict[str, Kind]]:

@@ -1,5 +1,6 @@
 """The tensors of a Muster checkpoint, read and written box by box."""
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.checkpoint.load import read_box
+from muster.checkpoint.folder import file_problem
 from muster.checkpoint.manifest import StoredPiece, read_manifest
 from muster.checkpoint.piece import dtype_name
+from muster.checkpoint.reads import Read, plan_reads
 from muster.checkpoint.save import write_manifest
-from muster.checkpoint.tensors import Kind, Tensors, bytes_of, chunks
+from muster.checkpoint.tensors import ByteFile, Kind, Tensors, bytes_of, chunks, empty
 from muster.checkpoint.write import BLOCK_BYTES, Part, write_file
 from muster.spec.errors import MusterError
-from muster.spec.layout import Box
+from muster.spec.layout import Box, overlap, within
 
 
 class StoredTensors:
@@ -29,8 +31,28 @@ class StoredTensors:
             name: Kind(tensor.shape, getattr(torch, tensor.dtype)) for name, tensor in self.manifest.tensors.items()
         }
 
+        self._last: tuple[Read, Tensor] | None = None
+
     def read(self, name: str, box: Box) -> Tensor:
-        return read_box(self.folder, self.manifest, name, box)
+        # One piece at a time, and the last one kept: boxes smaller than a piece mostly follow one another.
+        out = empty(box.size, self.kinds[name].dtype)
+        for read in plan_reads(self.manifest, [(name, box)]):
+            common = overlap(read.box, box)
+            assert common is not None
+            out[within(common, box)] = self._piece(name, read)[within(common, read.box)]
+        return out
+
+    def _piece(self, name: str, read: Read) -> Tensor:
+        if self._last is None or self._last[0] != read:
+            self._last = None
+            path, kind = self.folder / self.manifest.file_names[read.file], self.kinds[name]
+            if problem := file_problem(path, self.manifest.files[path.name]):
+                raise MusterError(problem)
+            data = ByteFile(path).read_box(read.offset, kind := Kind(read.box.size, kind.dtype), kind.whole)
+            if zlib.crc32(bytes_of(data)) != read.crc32:
+                raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
+            self._last = read, data
+        return self._last[1]
 
     def piece_problem(self, name: str, piece: StoredPiece) -> str | None:
         """Why the bytes of a piece aren't those that were written; None when its checksum is right."""
