@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -31,7 +32,7 @@ def write_dcp(folder: Path, tensors: Tensors, limit_bytes: int, progress: Callab
     The format keeps its index in a pickle. `limit_bytes` are in memory of a tensor at once; `progress` receives the
     bytes of each chunk that is written. Raises OSError, or what reading a tensor raises.
     """
-    described: dict[str, TensorStorageMetadata] = {}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     with open(folder / _FILE, "wb") as out:
         for name, kind in tensors.kinds.items():
