@@ -16,15 +16,19 @@ from muster.data.dataset import Batch, Dataset
 from muster.data.store import open_or_build
 from muster.data.tokenizer import ByteTokenizer
 from muster.model.decoder import Decoder
-from muster.model.init import initial_value
+from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _Recipe
 from muster.optim.lr import learning_rate
+from muster.parallel import tensor
+from muster.parallel.axis import TensorAxis
+from muster.parallel.deferred import WeightWork
 from muster.parallel.route import Arrival
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import open_world
 from muster.schedule.resolve import resolved
 from muster.spec.model import ModelSpec
+from muster.spec.model_parts import RopeScaling
 from muster.spec.nearest import require_runnable
 from muster.spec.optim_state import no_decay
 from muster.spec.plan import Plan
@@ -35,9 +39,41 @@ from muster.train.order import measured_order
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {
+        "norm": "layer",
+        "position": "learned",
+        "max_positions": 16,
+        "activation": "gelu_tanh",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen3": {
+        "qk_norm": True,
+        "head_dim": 12,
+        "sliding_window": 5,
+        "window_layers": (1, 3),
+        "rope_scaling": RopeScaling(kind="llama3", factor=4.0, original_positions=8),
+    },
+}
+
+
+def start_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The initial value, with noise on norms and biases: ones and zeros would hide what is done to them twice."""
+    value = initial_value(spec, name, shape, seed)
+    return value + draw(f"noise/{name}", shape, seed, 0.1) if len(shape) == 1 else value
+
 
 def small_run(
-    tied: bool = False, steps: int = 20, layers: int = 4, z_loss: float = 0.0, optim: str = "adamw"
+    tied: bool = False,
+    steps: int = 20,
+    layers: int = 4,
+    z_loss: float = 0.0,
+    optim: str = "adamw",
+    family: str = "llama",
 ) -> RunConfig:
     """A model of a few thousand parameters on the standard library's first source files."""
     model = ModelSpec(
@@ -48,6 +84,7 @@ def small_run(
         num_kv_heads=2,
         intermediate_size=48,
         tied_embeddings=tied,
+        **FAMILIES[family],
     )
     return RunConfig(
         seed=3,
@@ -68,7 +105,9 @@ def open_data(config: RunConfig, cache: str) -> Dataset:
 
 
 @lru_cache
-def reference(config_json: str, cache: str, precision: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def reference(
+    config_json: str, cache: str, precision: str, steps: int, start: Callable[..., Tensor] = initial_value
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of `steps` steps and of a held-out batch after them, and the first step's gradients before clipping."""
     config = RunConfig.model_validate_json(config_json)
     dataset, spec = open_data(config, cache), config.model
@@ -76,7 +115,7 @@ def reference(config_json: str, cache: str, precision: str, steps: int) -> tuple
     model.to(torch.float64 if precision == "fp64" else torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(spec, name, tuple(parameter.shape), config.seed))
+            parameter.copy_(start(spec, name, tuple(parameter.shape), config.seed))
     optim, size = config.optim, config.train.global_batch_size
     named = list(model.named_parameters())
     matrices = [p for n, p in named if n.startswith("layers.") and p.ndim == 2] if optim.name == "muon" else []
@@ -166,20 +205,22 @@ def run_case(
     steps: int = 20,
     profile: bool = False,
     z_loss: float = 0.0,
+    family: str = "llama",
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
     `changes` are fields of the plan that no name says. With `profile`, also what the rank held, beside the formulas.
     """
-    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim)
+    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family)
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
-    losses, gradients = reference(config.model_dump_json(), cache, precision, steps)
+    losses, gradients = reference(config.model_dump_json(), cache, precision, steps, start_value)
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
     full_plan = resolved(full_plan, config.model, config.workload)
     require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
+    noise = patch("muster.parallel.stage.initial_value", start_value)
+    with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
         trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
         found = trainer.profile() if profile else None
         if found and (order := measured_order(config, full_plan, world, found)):
@@ -195,7 +236,9 @@ def run_case(
         for name, gradient in (trainer.first_gradients or {}).items():
             whole = gradients[name]
             part = whole[layouts[name].boxes[0].slices]
-            gradient_error = max(gradient_error, float((gradient - part).abs().max() / whole.abs().max()))
+            # The bias of keys that aren't turned adds the same to all scores of a query: its gradient is 0.
+            size = max(float(whole.abs().max()), 1e-6 * norm)
+            gradient_error = max(gradient_error, float((gradient - part).abs().max()) / size)
             digest.update(trainer.parameters[name].numpy().tobytes())
         return {
             "loss_error": max(abs(a - b) / b for a, b in zip(own, losses, strict=True)),
@@ -302,6 +345,26 @@ def half_a_boundary() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def doubled_bias() -> Iterator[None]:
+    """Every tensor-parallel rank adds the bias to its own part of a sum."""
+
+    def faulty(axis: TensorAxis, work: WeightWork, x: Tensor, linear: nn.Linear) -> Tensor:
+        y = join(axis, work, x, linear)
+        return y if linear.bias is None else y + (axis.size - 1) * linear.bias
+
+    join = tensor.join
+    with patch.object(tensor, "join", faulty):
+        yield
+
+
+@contextmanager
+def lost_copies() -> Iterator[None]:
+    """The gradients of weights that several ranks have a copy of are not added up."""
+    with patch("muster.parallel.stage.partial_copies", lambda *_: {}):
+        yield
+
+
 FAULTS = {
     None: no_fault,
     "dropped gradient": dropped_gradient,
@@ -310,4 +373,6 @@ FAULTS = {
     "wrong recompute": wrong_recompute,
     "doubled boundary": doubled_boundary,
     "half a boundary": half_a_boundary,
+    "doubled bias": doubled_bias,
+    "lost copies": lost_copies,
 }

@@ -1,6 +1,7 @@
 """The single-device model, its initial values and its loss."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from muster.model.decoder import Decoder
 from muster.model.init import draw, init_stage, initial_value
-from muster.model.kernels import rms_norm, rotate, swiglu
+from muster.model.kernels import activate, gated, rms_norm, rotate
 from muster.model.loss import cross_entropy_sum, loss_sums
-from muster.model.rope import rotary_tables
+from muster.model.positions import rotary_tables
 from muster.model.saved import count_saved_bytes
 from muster.spec.model import ModelSpec, parameters, stage_parameters
+from muster.spec.model_parts import Activation
 
 SMALL = ModelSpec(
     vocab_size=61, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40
@@ -163,7 +165,9 @@ def test_hand_written_derivatives(rows, pairs, seed):
     x, weight = numbers(2, rows, 2 * pairs), numbers(2 * pairs)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * pairs,), weight, 1e-5))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
-    assert torch.autograd.gradcheck(swiglu, (x, numbers(2, rows, 2 * pairs)))
+    for kind in get_args(Activation):
+        assert torch.autograd.gradcheck(lambda x, up, kind=kind: gated(x, up, kind), (x, numbers(2, rows, 2 * pairs)))
+        assert torch.equal(gated(x, torch.ones_like(x), kind), activate(x, kind))
     cos, sin = rotary_tables(rows, 2 * pairs, 1e4, torch.float64, torch.device("cpu"))
     assert torch.autograd.gradcheck(lambda x: rotate(x.unsqueeze(2), cos, sin), (x,))
 

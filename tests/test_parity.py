@@ -29,6 +29,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp1", "tied": True},
         {"plan": "dp1", "z_loss": 0.1},
         {"plan": "dp1-rfull"},
+        {"plan": "dp1-rsel", "family": "gpt2"},
     ],
     2: [
         {"plan": "pp2"},
@@ -69,6 +70,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-sauto"},
         {"plan": "pp2-sexact", "tied": True},
         {"plan": "pp2v2-sauto-keep1", "profile": True},
+        {"plan": "tp2-sp", "family": "gpt2", "tied": True, "profile": True},
+        {"plan": "tp2-rsel", "family": "gpt2", "profile": True},
+        {"plan": "tp2", "family": "gpt2", "changes": CHUNKED},
+        {"plan": "pp2-szbh1", "family": "gpt2"},
+        {"plan": "pp2-vocab", "family": "gpt2", "tied": True},
+        {"plan": "dp2", "family": "gpt2", "profile": True},
+        {"plan": "tp2-sp", "family": "qwen3", "profile": True},
+        {"plan": "pp2-szbh1", "family": "qwen3"},
+        {"plan": "dp2-rfull", "family": "qwen3"},
     ],
     4: [
         {"plan": "pp4"},
@@ -107,6 +117,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp-rsel-pp2v2-sdualpipev"},
         {"plan": "tp2-rfull-pp2-szbh1"},
         {"plan": "tp2-sp-dp2-z3", "optim": "muon"},
+        {"plan": "tp2-sp-pp2-szbh1", "family": "gpt2", "tied": True},
+        {"plan": "tp4", "family": "qwen3"},
         {"plan": "dp2-pp2v2-sinterleaved-z1"},
         {"plan": "dp2-pp2v2-sinterleaved-z2", "tied": True},
         {"plan": "dp2-pp2v2-sinterleaved-z3"},
@@ -226,6 +238,10 @@ def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
     faults["wrong recompute"] = "tp2-sp-rsel"
     cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
+    cases += [
+        {"plan": "tp2-sp", "family": family, "precision": "fp64", "steps": 1, "fault": fault}
+        for family, fault in (("gpt2", "doubled bias"), ("qwen3", "lost copies"))
+    ]
     for case, found in zip(cases, run(2, cases, cache), strict=True):
         assert max(rank["gradient_error"] for rank in found) > 1e4 * GRADIENT_TOLERANCE, case
     cut = {"plan": "pp2-sp", "changes": unequal((2, {"tp": 2}), (2, {})), "precision": "fp64", "steps": 1}

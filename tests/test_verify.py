@@ -45,6 +45,9 @@ SOUND = [
     {"plan": "pp2-vocab", "tied": True, "precision": "fp64"},
     {"plan": "tp2", "precision": "fp64"},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},
+    {"plan": "tp2-sp", "family": "gpt2", "tied": True},
+    {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
+    {"plan": "tp2-sp", "family": "qwen3", "precision": "fp64"},
 ]
 SOWN = [
     {"plan": "dp2-z2", "bug": "padding_in_the_loss", "found": ("loss", "loss")},
@@ -65,7 +68,7 @@ SOWN = [
 
 
 def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
-    kind = {key: case[key] for key in ("tied", "optim", "z_loss") if key in case}
+    kind = {key: case[key] for key in ("tied", "optim", "z_loss", "family") if key in case}
     return for_comparison(small_run(**kind), 3, folder / "run")
 
 

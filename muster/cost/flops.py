@@ -10,9 +10,8 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
     and 4 · seq_len · heads · head_dim per layer for scores and weighted values. As in PaLM (arXiv:2204.02311,
     appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all scores count.
     """
-    matrices = sum(
-        shape[0] * shape[1] for name, shape in parameters(spec) if len(shape) == 2 and name != "embed.weight"
-    )
+    looked_up = ("embed.weight", "positions.weight")
+    matrices = sum(shape[0] * shape[1] for name, shape in parameters(spec) if len(shape) == 2 and name not in looked_up)
     head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
     attention = 4 * seq_len * spec.num_heads * spec.head_dim * spec.num_layers
     return 2 * (matrices + head) + attention

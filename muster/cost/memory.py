@@ -268,22 +268,30 @@ def own_widths(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
 
 
 def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """A norm's input and one statistic per token, and its output as the input of the linear layers after it."""
-    return tokens * (2 * spec.hidden_size * compute_bytes(precision) + wide_bytes(precision))
+    """A norm's input and its statistics per token (LayerNorm has a mean besides), and its output as the input of the
+    linear layers after it."""
+    statistics = 2 if spec.norm == "layer" else 1
+    return tokens * (2 * spec.hidden_size * compute_bytes(precision) + statistics * wide_bytes(precision))
 
 
 def attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """q and k after their rotation, v, the output, and flash attention's log-sum-exp per head (arXiv:2205.14135).
+    """q and k after their rotation, v, the output, and flash attention's log-sum-exp per head (arXiv:2205.14135); with
+    norms of q and k also what goes into these, and a statistic per head.
 
     The output is the input of the linear layer after it too, and counts once.
     """
     width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    return tokens * (width * compute_bytes(precision) + spec.num_heads * wide_bytes(precision))
+    statistics = spec.num_heads
+    if spec.qk_norm:
+        width += (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        statistics += spec.num_heads + spec.num_kv_heads
+    return tokens * (width * compute_bytes(precision) + statistics * wide_bytes(precision))
 
 
 def mlp_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """gate, up, and their product as the input of the last linear layer; silu(gate) is computed again."""
-    return tokens * 3 * spec.intermediate_size * compute_bytes(precision)
+    """gate if there is one, up, and what comes of them as the input of the last linear layer; the activation of gate is
+    computed again."""
+    return tokens * (3 if spec.gated else 2) * spec.intermediate_size * compute_bytes(precision)
 
 
 def loss_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:

@@ -25,11 +25,12 @@ class KvCache:
         self.length = 0
         """Positions read so far."""
         self._padded = bool(starts_B.any())
-        self._visible_B1SK: Tensor | None = None
+        self._visible: dict[int | None, Tensor | None] = {}
 
     def __enter__(self) -> "KvCache":
         for attention in self._attentions():
             attention.attend = partial(self._attend, {})  # type: ignore[method-assign]
+        self.model.where.starts_B = self.starts_B if self._padded else None
         return self
 
     def __exit__(
@@ -37,7 +38,7 @@ class KvCache:
     ) -> None:
         for attention in self._attentions():
             del attention.attend
-        self.model.rotary.first = 0
+        self.model.where.first, self.model.where.starts_B = 0, None
 
     def _attentions(self) -> list[Attention]:
         return [part for part in self.model.modules() if isinstance(part, Attention)]
@@ -47,24 +48,31 @@ class KvCache:
         """The logits (B, V) after the last of these tokens, which follow those that were read before."""
         end = self.length + tokens_BS.shape[1]
         assert end <= self.capacity, f"{end} positions don't fit in {self.capacity}"
-        self._visible_B1SK = self._visible(end)
-        self.model.rotary.first = self.length
+        self._visible = {window: self._visible_within(window, end) for window in self._windows()}
+        self.model.where.first = self.length
         logits_BV = self.model.next_logits(tokens_BS)
         self.length = end
         return logits_BV
 
-    def _visible(self, end: int) -> Tensor | None:
-        """Which keys each new position may look at; None: all. A position of the padding sees itself, as the softmax
-        of nothing is no number."""
-        if end == self.length + 1 and not self._padded:
+    def _windows(self) -> set[int | None]:
+        return {attention.window for attention in self._attentions()}
+
+    def _visible_within(self, window: int | None, end: int) -> Tensor | None:
+        """Which keys each new position may look at, (B, 1, S, K); None: all. A position of the padding sees itself, as
+        the softmax of nothing is no number."""
+        if end == self.length + 1 and not self._padded and (window is None or end <= window):
             return None
         key_K = torch.arange(end, device=self.starts_B.device)
         query_S1 = key_K[self.length :].unsqueeze(1)
-        visible_BSK = (key_K <= query_S1) & (key_K >= self.starts_B.view(-1, 1, 1)) | (key_K == query_S1)
+        near_SK = key_K <= query_S1 if window is None else (key_K <= query_S1) & (key_K > query_S1 - window)
+        visible_BSK = near_SK & (key_K >= self.starts_B.view(-1, 1, 1)) | (key_K == query_S1)
         return visible_BSK.unsqueeze(1)
 
-    def _attend(self, store: Store, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        """Attention of the new positions to all so far; `store` is what one layer keeps."""
+    def _attend(
+        self, store: Store, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, _: Tensor | None, window: int | None
+    ) -> Tensor:
+        """Attention of the new positions to all so far, as far as the window reaches; `store` is what one layer
+        keeps."""
         end = self.length + k_BKSd.shape[2]
         whole = []
         for name, new in (("keys", k_BKSd), ("values", v_BKSd)):
@@ -73,4 +81,4 @@ class KvCache:
             store[name][:, :, self.length : end] = new
             whole.append(store[name][:, :, :end])
         grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-        return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=self._visible_B1SK, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=self._visible[window], enable_gqa=grouped)

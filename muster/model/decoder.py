@@ -1,17 +1,18 @@
-"""The decoder family (Llama-style) as plain single-device code: RMSNorm, rotary positions, GQA, SwiGLU.
+"""The decoder family as plain single-device code: what `ModelSpec` says of dense layers, from GPT-2 to Qwen3.
 
 Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.model.kernels import rms_norm, rotate, swiglu
-from muster.model.rope import RotaryTables
+from muster.model.kernels import activate, gated, rms_norm, rotate
+from muster.model.positions import Positions
 from muster.spec.model import ModelSpec
 
 
@@ -30,10 +31,13 @@ def pass_on(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Ca
     return consume(make(*inputs), *args)
 
 
-def attend(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-    """What each query head makes of the values at its position and those before it: (B, H, S, d)."""
-    grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
-    return F.scaled_dot_product_attention(q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=grouped)
+def attend(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_SS: Tensor | None, window: int | None) -> Tensor:
+    """What each query head makes of the values at its position and those before it, as far as `window` reaches:
+    (B, H, S, d). The mask says the same; None where the window reaches everywhere."""
+    grouped, causal = q_BHSd.shape[1] != k_BKSd.shape[1], mask_SS is None
+    return F.scaled_dot_product_attention(
+        q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=causal, enable_gqa=grouped
+    )
 
 
 class RmsNorm(nn.Module):
@@ -48,6 +52,27 @@ class RmsNorm(nn.Module):
         return rms_norm(x_BSD, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """Mean 0 and variance 1 over the last dimension, times a weight (D), plus a bias (D) (arXiv:1607.06450)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return F.layer_norm(x_BSD, (x_BSD.shape[-1],), self.weight, self.bias, self.eps)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+def make_norm(spec: ModelSpec) -> Norm:
+    """The model's kind of norm of a hidden state."""
+    return (LayerNorm if spec.norm == "layer" else RmsNorm)(spec.hidden_size, spec.norm_eps)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention. The numbers of heads follow from the widths of the weights.
 
@@ -59,54 +84,63 @@ class Attention(nn.Module):
     spread, join = staticmethod(spread), staticmethod(join)
     attend, pass_on = staticmethod(attend), staticmethod(pass_on)
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
+        self.head_dim, self.window = spec.head_dim, window
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q = nn.Linear(spec.hidden_size, q_width, bias=False)
-        self.k = nn.Linear(spec.hidden_size, kv_width, bias=False)
-        self.v = nn.Linear(spec.hidden_size, kv_width, bias=False)
-        self.o = nn.Linear(q_width, spec.hidden_size, bias=False)
+        self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
+        self.v = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
+        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.o = nn.Linear(q_width, spec.hidden_size, bias=spec.out_bias)
 
-    def forward(self, x_BSD: Tensor, norm: RmsNorm, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, norm: nn.Module, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:
+        """`cos` and `sin` (S, 1, head_dim) are None without rotary positions, `mask` (S, S) without a window."""
         qkv = self.pass_on(norm, (x_BSD,), self.spread, self.q, self.k, self.v)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # The attention kernels take strided heads as they lie: a copy to (B, H, S) order would gain nothing.
-        q_BHSd = rotate(q, cos, sin).transpose(1, 2)
-        k_BKSd = rotate(k, cos, sin).transpose(1, 2)
-        out_BHSd = self.attend(q_BHSd, k_BKSd, v.transpose(1, 2))
+        out_BHSd = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.window)
         return self.join(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 
 class Mlp(nn.Module):
-    """Gated linear unit with silu; `spread`, `join` and `pass_on` as in `Attention`."""
+    """activation(gate) · up, or activation(up), through `down`; `spread`, `join` and `pass_on` as in `Attention`."""
 
     spread, join, pass_on = staticmethod(spread), staticmethod(join), staticmethod(pass_on)
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias) if spec.gated else None
+        self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self._activate = partial(gated if spec.gated else activate, kind=spec.activation)
 
-    def forward(self, x_BSD: Tensor, norm: RmsNorm) -> Tensor:
-        gate, up = self.pass_on(norm, (x_BSD,), self.spread, self.gate, self.up)
-        return self.pass_on(swiglu, (gate, up), self.join, self.down)
+    def forward(self, x_BSD: Tensor, norm: nn.Module) -> Tensor:
+        linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        inner = self.pass_on(norm, (x_BSD,), self.spread, *linears)
+        return self.pass_on(self._activate, inner, self.join, self.down)
 
 
 class Layer(nn.Module):
     """One decoder layer: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attn_norm = RmsNorm(spec.hidden_size, spec.norm_eps)
-        self.attn = Attention(spec)
-        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps)
+        self.attn_norm = make_norm(spec)
+        self.attn = Attention(spec, spec.window(layer))
+        self.mlp_norm = make_norm(spec)
         self.mlp = Mlp(spec)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
         # Added in place: nobody keeps what a linear layer returns, and fresh memory costs time on a CPU.
-        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin).add_(x_BSD)
+        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask).add_(x_BSD)
         return self.mlp(x_BSD, self.mlp_norm).add_(x_BSD)
 
 
@@ -125,10 +159,12 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, words: bool = True) -> None:
         super().__init__()
         self.first, self.words = first and words, words
-        self.rotary = RotaryTables(spec.head_dim, spec.rope_theta)
+        self.where = Positions(spec)
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
-        self.layers = nn.ModuleDict({str(layer): Layer(spec) for layer in layers})
-        self.norm = RmsNorm(spec.hidden_size, spec.norm_eps) if last else None
+        learned = first and spec.position == "learned"
+        self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
+        self.layers = nn.ModuleDict({str(layer): Layer(spec, layer) for layer in layers})
+        self.norm = make_norm(spec) if last else None
         self.head = None
         if not words:
             return
@@ -149,9 +185,11 @@ class Decoder(nn.Module):
 
     def _through_layers(self, x: Tensor) -> Tensor:
         x_BSD = self.look_up(x, self.embed.weight) if self.first and self.embed is not None else x
-        cos, sin = self.rotary.for_hidden(x_BSD)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, cos, sin)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.where.rows(self.positions.weight, x_BSD)
+        cos, sin = self.where.tables(x_BSD)
+        for layer in self.blocks():
+            x_BSD = layer(x_BSD, cos, sin, self.where.mask(layer.attn.window, x_BSD))
         return x_BSD
 
     def _logits(self, x_BSD: Tensor) -> Tensor:
@@ -160,6 +198,11 @@ class Decoder(nn.Module):
         head = self.head or self.embed
         assert head is not None, "a last stage has a head or an embedding"
         return self.project(x_BSD, head.weight)
+
+    def kept_anyway(self) -> Iterator[Tensor]:
+        """What autograd may keep for a backward without costing memory: parameters, and constants of all layers."""
+        yield from self.parameters()
+        yield from self.where.shared()
 
     def blocks(self) -> list[Layer]:
         """The decoder layers in order: the unit of sharding, recompute and compilation."""

@@ -7,9 +7,6 @@ from torch import Tensor, nn
 
 from muster.spec.model import ModelSpec
 
-STD = 0.02
-"""Standard deviation of the initial weights (GPT-2, and most decoders since)."""
-
 
 def keyed_generator(seed: int, key: str) -> torch.Generator:
     """A CPU generator whose draws depend on (seed, key) and on nothing that was drawn before."""
@@ -29,14 +26,17 @@ def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.
 def initial_value(
     spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The whole initial tensor of one parameter: ones for norms, else normal.
+    """The whole initial tensor of one parameter: ones for norms, zeros for biases, else normal.
 
-    What adds to the residual stream is scaled by 1 / sqrt(2 · layers), as that many terms add up in it (GPT-2, 2.3).
+    What adds to the residual stream is scaled by 1 / sqrt(2 · layers), as that many terms add up in it (GPT-2, 2.3),
+    where the model has it so.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype, device="cpu")
-    residual = name.endswith(("attn.o.weight", "mlp.down.weight"))
-    std = STD / (2 * spec.num_layers) ** 0.5 if residual else STD
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    residual = spec.scaled_residual and name.endswith(("attn.o.weight", "mlp.down.weight"))
+    std = spec.init_std / (2 * spec.num_layers) ** 0.5 if residual else spec.init_std
     return draw(name, shape, seed, std, dtype)
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muster.spec.model_parts import Activation
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums, angles and the loss are computed for tensors of `dtype`: float32 at least."""
@@ -54,28 +56,48 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gated linear unit
+# Activations
 
 
-class _Swiglu(torch.autograd.Function):
-    """Saves gate and up; silu(gate) is computed again in the backward, which costs less than keeping it does."""
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """The activation of each number. Saves x (and not the result, which the matrix product after it saves)."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "relu":
+        return F.threshold(x, 0.0, 0.0)
+    return F.gelu(x, approximate=_APPROXIMATE[kind])
+
+
+def _activate_backward(grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    if kind == "relu":
+        return torch.ops.aten.threshold_backward(grad, x, 0)
+    return torch.ops.aten.gelu_backward(grad, x, approximate=_APPROXIMATE[kind])
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class _Gated(torch.autograd.Function):
+    """Saves gate and up; the activation is computed again in the backward, which costs less than keeping it does."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.kind = kind
+        return activate(gate, kind).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grads[0])
-        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return grad_gate, grad_up
+        grad_up = activate(gate, ctx.kind).mul_(grads[0])
+        return _activate_backward(grads[0] * up, gate, ctx.kind), grad_up, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (arXiv:2002.05202)."""
-    return _Swiglu.apply(gate, up)  # type: ignore[return-value]
+def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
+    """activation(gate) · up (arXiv:2002.05202)."""
+    return _Gated.apply(gate, up, kind)  # type: ignore[return-value]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

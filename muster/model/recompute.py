@@ -23,12 +23,15 @@ def apply_recompute(layer: Layer, recompute: Recompute) -> None:
     if recompute == "selective":
         layer.attn.pass_on = layer.mlp.pass_on = remade  # type: ignore[assignment]
     if recompute == "full":
-        layer.forward = partial(_run_again, layer.forward)
+        layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
 
 
-def _run_again(forward: Callable[..., Tensor], x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`forward`, of which autograd keeps `x_BSD` alone: all layers share the tables. Nothing in it is random."""
-    run = partial(forward, cos=cos, sin=sin)
+def _run_again(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Tensor | None) -> Tensor:
+    """`forward`, of which autograd keeps `x_BSD` alone: all layers share the rest. Nothing in it is random."""
+
+    def run(x_BSD: Tensor) -> Tensor:
+        return forward(x_BSD, *shared)
+
     return checkpoint(run, x_BSD, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 

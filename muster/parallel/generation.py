@@ -24,7 +24,7 @@ def decoder_for_text(
     module.to(DTYPES[precision]).requires_grad_(False)
     if axis is not None:
         apply_words(module, axis, cut_weights(module, spec, axis), seq_len=0)
-        module.rotary.seq_len = None  # there is no sequence parallelism: hidden states have all positions that are read
+        module.where.seq_len = None  # there is no sequence parallelism: hidden states have all positions that are read
         apply_products(module, axis, WeightWork())
     module.to_empty(device=device)
     plan = Plan(tp=1 if axis is None else axis.size)

@@ -173,7 +173,7 @@ def _time_passes(stage: DecoderStage, clock: _Clock, backwards: list[str]) -> in
     the bytes that it saves."""
     tokens = torch.randint(stage.spec.vocab_size, (1, *stage.micro_batch_shape), device=stage.world.device)
     stage.feed = Feed(tokens, tokens, tokens.numel())
-    saved = count_saved_bytes(lambda: _pass_once(stage, clock, backwards[0]), stage.module.parameters())
+    saved = count_saved_bytes(lambda: _pass_once(stage, clock, backwards[0]), stage.module.kept_anyway())
     for _ in range(PASS_REPEATS):
         for kind in backwards:
             _pass_once(stage, clock, kind)

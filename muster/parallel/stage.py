@@ -223,8 +223,8 @@ def cut_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
     first_word = 0
     for name, parameter in list(module.named_parameters()):
         box, *_ = tensor_slice(spec, name, tuple(parameter.shape), axis.size, axis.index)
-        owner = module.get_submodule(name.rpartition(".")[0])
-        owner.weight = torch.nn.Parameter(parameter.new_empty(box.size))
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(parameter.new_empty(box.size)))
         if name in ("embed.weight", "head.weight"):
             first_word = box.start[0]
     return first_word

@@ -1,9 +1,10 @@
 """Tensor parallelism: a layer's weights cut over neighbouring ranks, with collectives around plain modules.
 
 Each column-parallel weight (q, k, v, gate, up, head) holds some rows, each row-parallel one (o, down) some columns, the
-embedding some words. Two places communicate: where the hidden state enters a column-parallel product, and where the
-partial sums of a row-parallel one leave. With sequence parallelism the hidden state between them is cut along the
-sequence, and the two places gather and scatter it instead (Megatron-LM, arXiv:1909.08053 §3, arXiv:2205.05198 §4.2.2).
+embedding some words; a bias goes with its rows, and is whole where columns are cut. Two places communicate: where the
+hidden state enters a column-parallel product, and where the partial sums of a row-parallel one leave. With sequence
+parallelism the hidden state between them is cut along the sequence, and the two places gather and scatter it instead
+(Megatron-LM, arXiv:1909.08053 §3, arXiv:2205.05198 §4.2.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +27,24 @@ from muster.parallel.deferred import WeightWork
 
 
 class _Products(torch.autograd.Function):
-    """Several products of one hidden state with weights, column-parallel ones if there is an axis.
+    """Several products of one hidden state with weights, plus biases: column-parallel ones if there is an axis.
 
-    In the backward the gradient of the hidden state travels while the weights' gradients are computed, or kept for
-    later.
+    `count` weights come first, then their biases, None where there is none. In the backward the gradient of the hidden
+    state travels while the weights' and biases' gradients are computed, or kept for later.
     """
 
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis | None, work: WeightWork, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, axis: TensorAxis | None, work: WeightWork, x: Tensor, count: int, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         # The weights themselves: hooks on saved tensors (recompute has some) would give back copies, and a gradient
         # that waits would be added to a copy's.
-        ctx.axis, ctx.work, ctx.weights = axis, work, weights
+        ctx.axis, ctx.work, ctx.weights, ctx.biases = axis, work, parameters[:count], parameters[count:]
         ctx.save_for_backward(x)
         if axis and axis.chunked:
-            return _multiply_parts(axis, x, weights)
+            return _multiply_parts(axis, x, ctx.weights, ctx.biases)
         whole = axis.gather(x).wait() if axis and axis.sequence else x
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return tuple(_multiply(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,26 +58,44 @@ class _Products(torch.autograd.Function):
         if axis is not None:
             summing = axis.scatter_sum(grad_x) if axis.sequence else axis.add_up(grad_x)
         whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
-        pairs = zip(weights, grads, strict=True)
-        grad_weights = [ctx.work.gradient(weight, whole_NI, grad.flatten(0, -2)) for weight, grad in pairs]
-        return None, None, summing.wait(), *grad_weights
+        found = [
+            ctx.work.gradients(weight, bias, whole_NI, grad.flatten(0, -2))
+            for weight, bias, grad in zip(weights, ctx.biases, grads, strict=True)
+        ]
+        return None, None, summing.wait(), None, *(weight for weight, _ in found), *(bias for _, bias in found)
 
 
-def _multiply_parts(axis: TensorAxis, x_BsD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """A product that is no view, as `F.linear` with a bias gives: what adds to the residual is added to in place."""
+    if bias_O is None:
+        return F.linear(x, weight_OI)
+    product = x.new_empty(*x.shape[:-1], len(weight_OI))
+    torch.addmm(bias_O, x.flatten(0, -2), weight_OI.t(), out=product.flatten(0, -2))
+    return product
+
+
+def _multiply_parts(
+    axis: TensorAxis, x_BsD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
     """The products of the whole sequence, of which this rank has a part, each part multiplied as it comes."""
     size = x_BsD.shape[1]
     products = tuple(x_BsD.new_empty(len(x_BsD), axis.size * size, len(weight)) for weight in weights)
     for whose, part_BsD in axis.parts(x_BsD):
-        for product, weight in zip(products, weights, strict=True):
-            _multiply_part(product, whose, part_BsD, weight.t())
+        for product, weight, bias in zip(products, weights, biases, strict=True):
+            _multiply_part(product, whose, part_BsD, weight.t(), bias)
     return products
 
 
-def _multiply_part(product_BSO: Tensor, whose: int, part_BsD: Tensor, weight_DO: Tensor) -> None:
+def _multiply_part(
+    product_BSO: Tensor, whose: int, part_BsD: Tensor, weight_DO: Tensor, bias_O: Tensor | None = None
+) -> None:
     """Sets the positions of rank `whose` in the product; each sequence's lie together, so that nothing is copied."""
     first, end = whose * part_BsD.shape[1], (whose + 1) * part_BsD.shape[1]
     for product_SO, part_sD in zip(product_BSO, part_BsD, strict=True):
-        torch.mm(part_sD, weight_DO, out=product_SO[first:end])
+        if bias_O is None:
+            torch.mm(part_sD, weight_DO, out=product_SO[first:end])
+        else:
+            torch.addmm(bias_O, part_sD, weight_DO, out=product_SO[first:end])
 
 
 class _ScatteredProduct(torch.autograd.Function):
@@ -96,7 +117,7 @@ class _ScatteredProduct(torch.autograd.Function):
         for whose, part in axis.parts(grad_BsD):
             whole.narrow(1, whose * size, size).copy_(part)
             _multiply_part(grad_x, whose, part, weight)
-        return None, None, grad_x, ctx.work.gradient(weight, x.flatten(0, -2), whole.flatten(0, -2))
+        return None, None, grad_x, ctx.work.gradients(weight, None, x.flatten(0, -2), whole.flatten(0, -2))[0]
 
 
 class _Leave(torch.autograd.Function):
@@ -115,20 +136,25 @@ class _Leave(torch.autograd.Function):
 
 def spread(axis: TensorAxis | None, work: WeightWork, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """The products of a hidden state with column-parallel layers: each rank gets the columns of its weights."""
-    return _Products.apply(axis, work, x, *(linear.weight for linear in linears))  # type: ignore[return-value]
+    parameters = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
+    return _Products.apply(axis, work, x, len(linears), *parameters)  # type: ignore[return-value]
 
 
 def join(axis: TensorAxis | None, work: WeightWork, x: Tensor, linear: nn.Linear) -> Tensor:
-    """The product with a row-parallel layer, summed over the ranks."""
-    if axis and axis.chunked:
-        return _ScatteredProduct.apply(axis, work, x, linear.weight)  # type: ignore[return-value]
-    (y,) = _Products.apply(None, work, x, linear.weight)  # type: ignore[misc]
-    return y if axis is None else _Leave.apply(axis, y)  # type: ignore[return-value]
+    """The product with a row-parallel layer, summed over the ranks. The bias, of which every rank has all, is added
+    once, to the sum."""
+    if axis is None:
+        return _Products.apply(None, work, x, 1, linear.weight, linear.bias)[0]  # type: ignore[index]
+    if axis.chunked:
+        y: Tensor = _ScatteredProduct.apply(axis, work, x, linear.weight)  # type: ignore[assignment]
+    else:
+        y = _Leave.apply(axis, *_Products.apply(None, work, x, 1, linear.weight, None))  # type: ignore[misc]
+    return y if linear.bias is None else y.add_(linear.bias)
 
 
 def project(axis: TensorAxis | None, work: WeightWork, x: Tensor, weight_VD: Tensor) -> Tensor:
     """The product with a column-parallel weight."""
-    return _Products.apply(axis, work, x, weight_VD)[0]  # type: ignore[index]
+    return _Products.apply(axis, work, x, 1, weight_VD, None)[0]  # type: ignore[index]
 
 
 def embed(axis: TensorAxis, first_row: int, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
@@ -202,7 +228,7 @@ def apply_products(module: Decoder, axis: TensorAxis | None, work: WeightWork) -
 
 def apply_words(module: Decoder, axis: TensorAxis, first_row: int, seq_len: int) -> None:
     """Lets a decoder look up words of which each rank knows those from `first_row` on."""
-    module.rotary.seq_len = seq_len
+    module.where.seq_len, module.where.part = seq_len, axis.index if axis.sequence else 0
     module.look_up = partial(embed, axis, first_row)  # type: ignore[assignment]
 
 

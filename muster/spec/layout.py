@@ -77,14 +77,16 @@ def stages_of(plan: Plan, pp_rank: int) -> list[int]:
 def tensor_slice(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
     """What rank `index` of `tp` holds of a parameter under tensor parallelism: (part, its copies, which of them).
 
-    Rows of q, k, v, gate, up, head and embedding, columns of o and down, all of a norm. Query and key/value heads stay
-    whole; where there are more ranks than key/value heads, neighbours hold the same one. Words and inner widths that
-    `tp` doesn't divide give the last ranks fewer.
+    Rows of q, k, v, gate, up, head and embedding with their biases, columns of o and down, all of a norm, of the biases
+    of o and down and of learned positions. Query and key/value heads stay whole; where there are more ranks than
+    key/value heads, neighbours hold the same one. Words and inner widths that `tp` doesn't divide give the last ranks
+    fewer.
     """
-    kind, whole = name.removesuffix(".weight").rpartition(".")[2], Box((0,) * len(shape), shape)
+    module, _, leaf = name.rpartition(".")
+    kind, whole = module.rpartition(".")[2], Box((0,) * len(shape), shape)
     if tp == 1:
         return whole, 1, 0
-    if kind.endswith("norm"):
+    if _is_whole(kind, leaf):
         return whole, tp, index
     if kind in ("k", "v") and tp > spec.num_kv_heads:
         copies = tp // spec.num_kv_heads
@@ -93,6 +95,11 @@ def tensor_slice(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, in
     dim = 1 if kind in ("o", "down") else 0
     start, count = shard_rows(shape[dim] // unit, tp, index)
     return _cut(whole, dim, start * unit, count * unit), 1, 0
+
+
+def _is_whole(kind: str, leaf: str) -> bool:
+    """Whether every tensor-parallel rank has all of a parameter."""
+    return kind.endswith("norm") or kind == "positions" or (leaf == "bias" and kind in ("o", "down"))
 
 
 WORDS = ("embed.weight", "head.weight")
@@ -142,12 +149,21 @@ def partial_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> 
     """Which of the parameters have copies on several tensor-parallel ranks that each see a part of the data only, and
     how many: their gradients have to be added up.
 
-    Norms do where the sequence is cut; key and value heads where several ranks hold the same one.
+    Where the sequence is cut, those of which every rank has all do; norms of queries and keys always, as each rank has
+    other heads; key and value heads where several ranks hold the same one.
     """
-    kv_copies = tp // spec.num_kv_heads
-    found = {name: tp for name in names if sp and tp > 1 and name.endswith("norm.weight")}
-    if kv_copies > 1:
-        found |= {name: kv_copies for name in names if name.endswith(("attn.k.weight", "attn.v.weight"))}
+    if tp == 1:
+        return {}
+    kv_copies, found = tp // spec.num_kv_heads, {}
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if kind in ("q_norm", "k_norm"):
+            found[name] = tp
+        elif kind in ("k", "v") and kv_copies > 1:
+            found[name] = kv_copies
+        elif sp and _is_whole(kind, leaf):
+            found[name] = tp
     return found
 
 

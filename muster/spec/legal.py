@@ -88,26 +88,8 @@ _NO_MODEL_YET: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     ("linear attention", lambda model: model.linear_attention is not None),
     ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
     ("attention sinks", lambda model: model.attention_sinks),
-    (
-        "layers other than Llama's",
-        lambda model: any(getattr(model, field) != ModelSpec.model_fields[field].default for field in _LLAMA_ONLY),
-    ),
 )
 """What of a model the runtime can't do; such a model can be planned and predicted."""
-_LLAMA_ONLY = (
-    "norm",
-    "position",
-    "rope_scaling",
-    "activation",
-    "gated",
-    "qkv_bias",
-    "out_bias",
-    "mlp_bias",
-    "qk_norm",
-    "sliding_window",
-    "init_std",
-    "scaled_residual",
-)
 
 
 def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:

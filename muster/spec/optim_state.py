@@ -11,12 +11,12 @@ ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 def no_decay(name: str) -> bool:
     """Whether weight decay passes over a parameter: norms, biases and embeddings."""
     module, _, leaf = name.rpartition(".")
-    return leaf == "bias" or module.endswith("norm") or module.rpartition(".")[2] == "embed"
+    return leaf == "bias" or module.endswith("norm") or module.rpartition(".")[2] in ("embed", "positions")
 
 
 def is_muon_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon updates a parameter of this (global) shape: a matrix, but neither embedding nor head."""
-    return len(shape) == 2 and name.rpartition(".")[0].rpartition(".")[2] not in ("embed", "head")
+    """Whether Muon updates a parameter of this (global) shape: a matrix, but neither embedding, positions nor head."""
+    return len(shape) == 2 and name.rpartition(".")[0].rpartition(".")[2] not in ("embed", "positions", "head")
 
 
 def state_names(optim: OptimConfig, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from muster.checkpoint.folder import folder_of
 from muster.checkpoint.load import read_full
 from muster.checkpoint.manifest import read_manifest
 from muster.report.verdict import Difference, Phase, Verdict, relative
+from muster.spec.model import ModelSpec
 from muster.train.verify.reference import Reference
 from muster.train.verify.sketch import parts_of
 from muster.train.verify.trace import GRADIENTS, UPDATED, Trace
@@ -25,8 +26,13 @@ def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> 
     ours, theirs = Trace.read(folder), reference.trace
     hidden = _hidden(reference, ours, step=0)
     kept = _Kept(folder_of(folder / GRADIENTS, 1))
-    gradients = {name: kept.differences(name, tensor) for name, tensor in reference.gradients.items()}
-    factor = _common_factor(kept, reference.gradients) if min(map(_worst, gradients.values())) > tolerance else None
+    idle = _idle(reference.config.model)
+    gradients = {
+        name: kept.differences(name, tensor, least=_size(reference.gradients[idle[name]]) if name in idle else 0.0)
+        for name, tensor in reference.gradients.items()
+    }
+    working = {name: tensor for name, tensor in reference.gradients.items() if name not in idle}
+    factor = _common_factor(kept, working) if min(map(_worst, gradients.values())) > tolerance else None
     updated = reference.updated({name: kept.first_copy(name, tensor) for name, tensor in reference.gradients.items()})
     kept = _Kept(folder_of(folder / UPDATED, 1))
     updates = {name: kept.differences(name, tensor) for name, tensor in updated.items()}
@@ -52,6 +58,16 @@ def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> 
         updates={name: _worst(sizes) for name, sizes in updates.items()},
         first=next((check for check in checks if not check.size <= tolerance), None),  # NaN is beyond any tolerance
     )
+
+
+def _idle(model: ModelSpec) -> dict[str, str]:
+    """The parameters whose gradient is rounding alone, each with another whose gradient says how large that may be.
+
+    The bias of keys that aren't turned adds the same to all scores of a query, which the softmax takes away.
+    """
+    if model.position == "rope" or not model.qkv_bias:
+        return {}
+    return {f"layers.{layer}.attn.k.bias": f"layers.{layer}.attn.q.bias" for layer in range(model.num_layers)}
 
 
 def _of_parameters(
@@ -103,9 +119,9 @@ class _Kept:
         copies = self.copies(name)
         return copies[0] if copies else torch.zeros_like(like)
 
-    def differences(self, name: str, expected: Tensor) -> list[float]:
-        """How far each copy is from what is expected."""
-        return [_relative(copy, expected) for copy in self.copies(name)]
+    def differences(self, name: str, expected: Tensor, least: float = 0.0) -> list[float]:
+        """How far each copy is from what is expected, as `_relative` says it."""
+        return [_relative(copy, expected, least) for copy in self.copies(name)]
 
 
 def _worst(sizes: list[float]) -> float:
@@ -125,8 +141,12 @@ def _common_factor(kept: _Kept, expected: Mapping[str, Tensor]) -> float | None:
     return factors[0] if max(factors) - min(factors) <= _ONE_FACTOR * abs(factors[0]) else None
 
 
-def _relative(ours: Tensor, expected: Tensor) -> float:
-    """The Euclidean norm of the difference as a part of that of what is expected."""
-    ours, expected = ours.double(), expected.double()
-    off, size = float((ours - expected).norm()), float(expected.norm())
+def _relative(ours: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The Euclidean norm of the difference as a part of that of what is expected, or of `least` if that is more."""
+    off, size = _size(ours.double() - expected.double()), max(_size(expected), least)
     return off / size if size else (inf if off else 0.0)
+
+
+def _size(tensor: Tensor) -> float:
+    """The Euclidean norm."""
+    return float(tensor.double().norm())

@@ -1,0 +1,130 @@
+"""What follows from positions alone: rotary angles, windows of attention, rows of learned positions."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from muster.model.kernels import wide
+from muster.spec.model import ModelSpec
+from muster.spec.model_parts import RopeScaling
+
+
+def rotary_tables(
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle, each (S, 1, head_dim); the two halves of the last dimension are alike.
+
+    Pair i at position t is turned by t · theta^(−2i / head_dim) (RoFormer, arXiv:2104.09864 §3.2.2), or by what
+    `scaling` makes of it, computed in float32 at least.
+    """
+    exponents_P = torch.arange(0, head_dim, 2, dtype=wide(dtype), device=device) / head_dim
+    positions_S = torch.arange(seq_len, dtype=wide(dtype), device=device)
+    per_position_P, factor = theta**-exponents_P, 1.0
+    if scaling is not None:
+        per_position_P, factor = scaled(per_position_P, theta, scaling), scaling.turn_factor
+    angles_SP = torch.outer(positions_S, per_position_P)
+    angles_S1D = torch.cat((angles_SP, angles_SP), dim=-1).unsqueeze(1)
+    return (angles_S1D.cos() * factor).to(dtype), (angles_S1D.sin() * factor).to(dtype)
+
+
+def scaled(angle_P: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """The angle per position of each pair, as `scaling` changes it; sources in `RopeScaling`."""
+    if scaling.kind == "linear":
+        return angle_P / scaling.factor
+    assert scaling.original_positions is not None
+    if scaling.kind == "llama3":
+        turns_P = scaling.original_positions * angle_P / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept_P = ((turns_P - low) / (high - low)).clamp(0, 1)
+    else:
+        kept_P = 1 - _yarn_ramp(angle_P, theta, scaling, scaling.original_positions)
+    return angle_P * (kept_P + (1 - kept_P) / scaling.factor)
+
+
+def _yarn_ramp(angle_P: Tensor, theta: float, scaling: RopeScaling, positions: int) -> Tensor:
+    """0 for pairs that turn more often than beta_fast in `positions`, 1 for those that turn less often than beta_slow,
+    and linear in the pair's index between (arXiv:2309.00071 §3.2)."""
+
+    def pair(turns: float) -> float:
+        return len(angle_P) * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(angle_P) - 1)
+    index_P = torch.arange(len(angle_P), dtype=angle_P.dtype, device=angle_P.device)
+    return ((index_P - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def window_mask(seq_len: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to scores (S, S) where a position sees itself and the `window − 1` before it: 0, elsewhere −∞."""
+    at_S = torch.arange(seq_len, device=device)
+    behind_SS = at_S.unsqueeze(1) - at_S
+    seen_SS = (behind_SS >= 0) & (behind_SS < window)
+    return torch.zeros(seq_len, seq_len, dtype=dtype, device=device).masked_fill_(~seen_SS, -math.inf)
+
+
+class Positions:
+    """Where a decoder's hidden states stand in their sequences, and the constants that all its layers share.
+
+    The constants are made at their first use, and again when a longer sequence, another dtype or another device comes.
+    They are no buffers of a module: nothing to save, to shard, or to lose when a module leaves the meta device.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.seq_len: int | None = None
+        """Positions of a sequence, where hidden states hold a part of it only."""
+        self.part = 0
+        """Which of the equal parts it is."""
+        self.first = 0
+        """The position of the sequence's first hidden state."""
+        self.starts_B: Tensor | None = None
+        """Where each sequence's position 0 lies, where that is not the first."""
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._masks: dict[int, Tensor] = {}
+
+    def tables(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """cos and sin for all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim); None where
+        the model has no rotary positions."""
+        if self._spec.position != "rope":
+            return None, None
+        end, kind = self.first + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
+        tables = self._tables
+        if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
+            size = end if self.first == 0 else 2 * end  # a text that grows would need a new table for each token
+            spec = self._spec
+            self._tables = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
+        return tables[0][self.first : end], tables[1][self.first : end]
+
+    def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
+        """The `window_mask` of whole sequences; None where it would hide nothing."""
+        length = self._length(x_BSD)
+        if window is None or length <= window:
+            return None
+        mask, kind = self._masks.get(window), (x_BSD.dtype, x_BSD.device)
+        if mask is None or len(mask) != length or (mask.dtype, mask.device) != kind:
+            self._masks[window] = mask = window_mask(length, window, *kind)
+        return mask
+
+    def rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
+        """Of a table with a vector for each position, those of the hidden states: (S, D) or (B, S, D)."""
+        count = x_BSD.shape[1]
+        begin = self.first + self.part * count
+        if self.starts_B is None:
+            return weight_PD[begin : begin + count]
+        at_S = torch.arange(begin, begin + count, device=x_BSD.device)
+        return weight_PD[(at_S - self.starts_B.unsqueeze(1)).clamp(min=0)]
+
+    def shared(self) -> list[Tensor]:
+        """The constants that autograd keeps for a backward, and that no micro-batch has to itself."""
+        return list(self._masks.values())
+
+    def _length(self, x_BSD: Tensor) -> int:
+        return self.seq_len or x_BSD.shape[1]

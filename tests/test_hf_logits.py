@@ -1,0 +1,91 @@
+"""Our decoder and `transformers` compute the same from the same weights, for every dense family, both ways."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from muster.checkpoint.families import hf_shapes, links_of
+from muster.model.cache import KvCache
+from muster.model.decoder import Decoder
+from muster.model.init import init_stage
+from muster.spec.hf_config import hf_config, spec_from_hf
+from muster.spec.model import ModelSpec
+from tests.hf_models import CONFIGS, DENSE, random_model
+
+TOLERANCE = 1e-5
+
+
+def decoder_of(spec: ModelSpec) -> Decoder:
+    return Decoder(spec, range(spec.num_layers), first=True, last=True)
+
+
+@torch.no_grad()
+def imported(spec: ModelSpec, hf: dict[str, Tensor]) -> Decoder:
+    model = decoder_of(spec)
+    for link in links_of(spec):
+        part = hf[link.hf_name][link.hf_box.slices]
+        part = part.t() if link.transposed else part
+        model.get_parameter(link.name)[link.box.slices] = part.reshape(link.box.size)
+    return model
+
+
+@torch.no_grad()
+def exported(spec: ModelSpec, model: nn.Module) -> dict[str, Tensor]:
+    links = links_of(spec)
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_shapes(links).items()}
+    for link in links:
+        part = model.get_parameter(link.name)[link.box.slices]
+        part = part.t() if link.transposed else part
+        tensors[link.hf_name][link.hf_box.slices] = part.reshape(link.hf_box.size)
+    return tensors
+
+
+def tokens_for(spec: ModelSpec, seq: int = 33) -> Tensor:
+    return torch.randint(spec.vocab_size, (2, seq), generator=torch.Generator().manual_seed(0))
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", DENSE)
+@torch.no_grad()
+def test_their_weights_give_their_logits(name):
+    spec, theirs = spec_from_hf(CONFIGS[name]), random_model(name)
+    ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
+    expected = theirs(tokens).logits
+    assert difference(ours(tokens), expected) < TOLERANCE
+    with KvCache(ours, torch.zeros(2, dtype=torch.int64), tokens.shape[1]) as cache:
+        cache.read(tokens[:, :20])
+        cache.read(tokens[:, 20:21])
+        assert difference(cache.read(tokens[:, 21:]), expected[:, -1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", DENSE)
+@torch.no_grad()
+def test_our_weights_give_our_logits(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = spec_from_hf(CONFIGS[name])
+    ours, tokens = decoder_of(spec), tokens_for(spec)
+    init_stage(ours, spec, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in ours.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    config = AutoConfig.for_model(**hf_config(spec))
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    missing, unexpected = theirs.load_state_dict(exported(spec, ours), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if spec.tied_embeddings else set())
+    theirs.tie_weights()
+    assert difference(ours(tokens), theirs(tokens).logits) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_wrong_map_is_seen():
+    """The comparison would see two tensors that change places."""
+    spec, theirs = spec_from_hf(CONFIGS["gpt2"]), random_model("gpt2")
+    ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
+    q, k = (ours.get_parameter(f"layers.1.attn.{kind}.weight") for kind in "qk")
+    q.data, k.data = k.data, q.data
+    assert difference(ours(tokens), theirs(tokens).logits) > 100 * TOLERANCE
