@@ -13,6 +13,7 @@ from muster.model.decoder import Decoder
 from muster.model.sample import generate, pick
 from muster.spec.errors import ConfigError
 from muster.spec.generation import Sampling
+from tests.parity import FAMILIES
 from tests.ranks import run_ranks
 from tests.test_model import SMALL, TIED, build, tokens_for
 from tests.train_runs import whole_run
@@ -21,12 +22,19 @@ GREEDY = Sampling(temperature=0)
 ANY = Sampling(temperature=1, top_k=0, seed=4)
 
 
+GPT2 = SMALL.model_copy(update=FAMILIES["gpt2"] | {"max_positions": 30})
+QWEN3 = SMALL.model_copy(update=FAMILIES["qwen3"])
+
+
 def outspoken_model(spec=SMALL) -> Decoder:
     """Weights so large that every token of the context matters to the next one."""
     model = build(spec).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 if parameter.ndim == 1 else 8)
+            if parameter.ndim == 1:
+                parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
+            else:
+                parameter.mul_(8)
     return model
 
 
@@ -38,7 +46,7 @@ def close(a: Tensor, b: Tensor) -> None:
 # The cache
 
 
-@pytest.mark.parametrize("spec", [SMALL, TIED])
+@pytest.mark.parametrize("spec", [SMALL, TIED, GPT2, QWEN3])
 def test_logits_through_the_cache_are_those_without(spec):
     model, tokens = outspoken_model(spec), tokens_for(spec, seq=23)
     expected = model(tokens).detach()
@@ -48,8 +56,9 @@ def test_logits_through_the_cache_are_those_without(spec):
     close(model(tokens), expected)
 
 
-def test_texts_of_different_lengths_share_a_cache():
-    model, tokens = outspoken_model(), tokens_for(SMALL, batch=3, seq=12)
+@pytest.mark.parametrize("spec", [SMALL, GPT2, QWEN3])
+def test_texts_of_different_lengths_share_a_cache(spec):
+    model, tokens = outspoken_model(spec), tokens_for(spec, batch=3, seq=12)
     starts, reads = [0, 5, 9], ((0, 10), (10, 11), (11, 12))
     expected = [
         [model(tokens[row : row + 1, start:end])[0, -1].detach() for row, start in enumerate(starts)]

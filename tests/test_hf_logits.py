@@ -1,5 +1,7 @@
 """Our decoder and `transformers` compute the same from the same weights, for every dense family, both ways."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,22 @@ def test_their_weights_give_their_logits(name):
         cache.read(tokens[:, :20])
         cache.read(tokens[:, 20:21])
         assert difference(cache.read(tokens[:, 21:]), expected[:, -1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn"])
+def test_their_weights_give_their_gradients(name):
+    spec, theirs = spec_from_hf(CONFIGS[name]), copy.deepcopy(random_model(name))
+    ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
+    for model, logits in ((ours, ours(tokens)), (theirs, theirs(tokens).logits)):
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    hf = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    size = max(float(grad.abs().max()) for grad in hf.values())
+    for link in links_of(spec):
+        expected = hf[link.hf_name][link.hf_box.slices]
+        expected = (expected.t() if link.transposed else expected).reshape(link.box.size)
+        found = ours.get_parameter(link.name).grad[link.box.slices]
+        assert float((found - expected).abs().max()) < TOLERANCE * size, link.name
 
 
 @pytest.mark.parametrize("name", DENSE)

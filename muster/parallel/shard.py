@@ -143,6 +143,9 @@ def finish_backward(module: nn.Module) -> None:
         root = _state(module)
         for state in root._state_ctx.all_states:
             for group in _groups(state):
+                for parameter in group.fsdp_params:  # what I left is in the master weights' dtype, what W made isn't
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
                 group.post_backward()
         root._root_post_backward_final_callback()
 
