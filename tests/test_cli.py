@@ -246,7 +246,7 @@ def test_dotted_flags_are_told_from_others():
 # --- the house ---
 
 FLOORS = dict(spec=0, catalog=0, schedule=1, cost=2, simulate=3, planner=4, validate=4, report=5)  # noqa: C408
-FLOORS |= dict(model=6, data=6, parallel=7, optim=8, checkpoint=9, train=10, probe=10, cli=11)  # noqa: C408
+FLOORS |= dict(model=6, data=6, parallel=7, optim=8, checkpoint=9, train=10, probe=11, cli=12)  # noqa: C408
 
 
 def _imports(path: Path) -> Iterator[str]:

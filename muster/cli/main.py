@@ -20,6 +20,7 @@ VERBS = {
     "predict": "say how long a step of a plan takes on a cluster, and what each rank holds",
     "checkpoint": "look at checkpoints, and convert them from and to other kinds",
     "validate": "predict published measurements, and say how far off the predictions are",
+    "profile": "measure this machine, and write a cluster file for predict",
     "report": "show the report of a run",
 }
 """Each verb's module in this package has its name, and a function `run(arguments) -> exit code`."""

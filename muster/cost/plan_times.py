@@ -18,6 +18,7 @@ from muster.cost.collectives import (
 )
 from muster.cost.kernels import matmul_s, stream_s, sustained_flops_per_s
 from muster.cost.layer_time import LayerPasses, LayerSetting, embedding_passes, head_passes, layer_passes
+from muster.cost.measured import measured_times
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.spent import CONTENTION, Spent
 from muster.spec.cluster import ClusterSpec
@@ -50,8 +51,11 @@ def plan_times(
     """Seconds of each (kind, stage) of the plan's Program, and of each hop between stages.
 
     Ranks are those of the plan's mesh, laid on the cluster's devices in order. Raises InfeasibleError where the cluster
-    has fewer devices, ConfigError where a device's rates are unknown.
+    has fewer devices, ConfigError where a device's rates are unknown. On a machine that was measured Muster itself
+    computes (`measured_times`).
     """
+    if cluster.device.rates is not None:
+        return measured_times(model, plan, workload, cluster.device.rates)
     if plan.world_size > cluster.num_devices:
         raise InfeasibleError(
             f"the plan needs {plan.world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"

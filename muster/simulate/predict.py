@@ -19,7 +19,7 @@ from muster.simulate.spans import BUBBLE, HOP
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import counted, problems
+from muster.spec.legal import asked_world_size, counted, problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -192,7 +192,9 @@ def predict(
 
 def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
     """Raises InfeasibleError with each reason why the plan can't hold; what the runtime can't do yet is no reason."""
-    devices = cluster.num_devices
+    # Measured cores are shared by as many ranks as there are.
+    shared = cluster.device.rates is not None and cluster.device.shared_cores
+    devices = asked_world_size(plan) if shared else cluster.num_devices
     found = [
         problem.replace("processes", "devices").replace("process", "device")
         for problem in problems(plan, model, workload, devices)

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from muster.spec.base import Frozen
 from muster.spec.plan import Precision
+from muster.spec.rates import MachineRates
 
 AttentionKernel = Literal["flash3", "flash2", "flash1", "fused", "unfused"]
 """flash1 … flash3: FlashAttention's generations and their equals; no scores in memory. fused: scores in memory, but
@@ -60,6 +61,8 @@ class DeviceSpec(Frozen):
     """Host time to issue one kernel from an eager framework."""
     matmul_rates: dict[Precision, tuple[tuple[PositiveFloat, PositiveFloat], ...]] = {}
     """Measured: (FLOPs of a product, FLOP/s), by FLOPs. Where given it stands for peak × efficiency × waves."""
+    rates: MachineRates | None = None
+    """What `muster profile` measured: where given it stands for all formulas, for the models that Muster runs."""
     watts: PositiveFloat | None = None
     """Board power limit."""
     price: Price | None = None

@@ -1,0 +1,121 @@
+"""Does `muster predict` know this machine? Predicted against measured steps and memory, for plans of 4 processes.
+
+    .venv/bin/python -m benchmarks.predict_here [--cluster machine.yaml] [--only demo …]
+
+Measures the machine with `muster profile` unless a file is given, then trains each case for some steps and prints the
+prediction from the cluster file alone beside the median of what was measured.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.compare import machine
+from muster.simulate.breakdown import Breakdown, breakdown
+from muster.simulate.predict import Prediction, predict
+from muster.simulate.timeline import timeline_from_json
+from muster.spec.cluster import ClusterSpec
+from muster.spec.load import load_run, resolve_plan
+from muster.spec.load_cluster import load_cluster
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the demo's data: what is changed of it, and how many steps are measured."""
+
+    name: str
+    plan: str
+    overrides: tuple[tuple[str, str], ...] = ()
+    steps: int = 16
+
+
+LARGER = (
+    ("model.hidden_size", "384"),
+    ("model.num_layers", "8"),
+    ("model.num_heads", "8"),
+    ("model.num_kv_heads", "4"),
+    ("model.intermediate_size", "1024"),
+    ("model.vocab_size", "2048"),
+)
+CASES = (
+    Case("demo", "dp2-pp2-mb1-z1-fp32"),
+    Case("z3", "dp4-mb2-fp32"),
+    Case("z2", "dp2-pp2-mb1-z2-fp32"),
+    Case("pipeline", "pp4-mb1-fp32"),
+    Case("tensor", "tp2-pp2-mb2-fp32"),
+    Case("tensor and data", "dp2-tp2-mb2-z1-fp32"),
+    Case("full recompute", "dp2-pp2-mb2-z1-rfull-fp32"),
+    Case("larger", "dp2-pp2-mb1-z1-fp32", LARGER, steps=8),
+    Case("larger z3", "dp4-mb1-fp32", LARGER, steps=8),
+)
+
+
+def measure(case: Case, run_dir: Path, cache: Path) -> tuple[float, Breakdown, Breakdown]:
+    """Trains. Returns the median step, where the time of one such step went, and the run's table of memory."""
+    flags = [*_overrides(case), ("train.steps", str(case.steps)), ("train.sample_tokens", "0")]
+    flags += [("train.eval_batches", "0"), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
+    command = [sys.executable, "-m", "muster", "train", "--preset", "demo", "--run", str(run_dir)]
+    command += [word for key, value in flags for word in (f"--{key}", value)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"case {case.name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    times_s = [row["time/step"] for row in rows[WARM_UP_STEPS:]]
+    timelines = json.loads((run_dir / "timeline.json").read_text())
+    return median(times_s), *(breakdown(timeline_from_json(timelines[side])) for side in ("measured", "predicted"))
+
+
+def predicted(case: Case, cluster: ClusterSpec) -> Prediction:
+    """From the cluster file alone."""
+    resolved = load_run("demo", None, _overrides(case))
+    config = resolved.config
+    return predict(config.model, resolve_plan(resolved, None), config.workload, cluster)
+
+
+def _overrides(case: Case) -> list[tuple[str, str]]:
+    return [("parallel", case.plan), *case.overrides]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", type=Path, help="a file of muster profile (default: measure now)")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])
+    parser.add_argument("--parts", action="store_true", help="show where the time goes, too")
+    args = parser.parse_args()
+    print("on " + ", ".join(f"{key} {value}" for key, value in machine().items() if value))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        file = args.cluster
+        if file is None:
+            file = folder / "machine.yaml"
+            subprocess.run([sys.executable, "-m", "muster", "profile", "-o", str(file)], check=True)
+        cluster = load_cluster(str(file))
+        print(f"{'case':16} {'plan':28} {'predicted':>10} {'measured':>10} {'error':>8}")
+        for index, case in enumerate(CASES):
+            if args.only and case.name not in args.only:
+                continue
+            one = predicted(case, cluster)
+            step_s, parts, own_profile = measure(case, folder / f"run-{index}", folder / "data")
+            error = one.step_time_s / step_s - 1
+            print(
+                f"{case.name:16} {case.plan:28} {one.step_time_s * 1e3:7.1f} ms {step_s * 1e3:7.1f} ms {error:+7.1%}",
+                flush=True,
+            )
+            if args.parts:
+                ours = breakdown(one.timeline)
+                for name in ("step", "forward", "backward", "send", "gather", "optimizer", "bubble"):
+                    row = (getattr(side, f"{name}_s") * 1e3 for side in (ours, own_profile, parts))
+                    print(f"    {name:12}" + "".join(f" {time_ms:8.2f} ms" for time_ms in row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Times of a plan on a machine that `muster profile` has measured: Muster's own passes, kernel by kernel.
+
+The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. What the runtime does
+beside them (hooks of sharding, lists of gradients) is an overhead with a part that grows with the layers; its names in
+`MachineRates.overheads` are those of `overhead_name`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from muster.cost.memory import compute_bytes, wide_bytes
+from muster.cost.op_times import Hop, OpTimes
+from muster.cost.rates import Rates
+from muster.spec.errors import InfeasibleError
+from muster.spec.layout import held_parts, shard_rows, stages_of
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.rates import MachineRates
+from muster.spec.workload import Workload
+
+_REPORT_BYTES = 32
+
+
+def measured_times(model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates) -> OpTimes:
+    """Seconds of every instruction of the plan, as the rank of a stage that has most to do takes them.
+
+    Raises InfeasibleError for what Muster itself can't run, ConfigError for a precision that was not measured.
+    """
+    _refuse(model, plan)
+    rates = Rates(machine, plan.precision)
+    seconds: dict[tuple[str, int], float] = {}
+    exposed_s: dict[tuple[str, int], dict[str, float]] = {}
+    for stage in range(plan.num_stages):
+        passes = _StagePasses(rates, model, plan, workload, stage)
+        for kind, time_s, within_s in passes.times():
+            seconds[kind, stage] = time_s + sum(within_s.values())
+            if within_s:
+                exposed_s[kind, stage] = within_s
+    for kind in ("NORM", "STEP"):
+        seconds[kind, -1] = max(_end_of_step(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
+    cores = machine.cores or None
+    processes = tuple(plan.mesh(pp_rank).ranks for pp_rank in range(plan.pp))
+    return OpTimes(
+        seconds, cores=cores, processes=processes, hops=_hops(rates, model, plan, workload), exposed_s=exposed_s
+    )
+
+
+def _refuse(model: ModelSpec, plan: Plan) -> None:
+    meshes = [plan.mesh(stage) for stage in range(plan.num_stages)]
+    refused = {
+        "context parallelism": any(mesh.cp > 1 for mesh in meshes),
+        "a vocabulary that is spread": plan.spread_vocab,
+        "mixtures of experts": model.moe is not None,
+        "latent attention": model.mla is not None,
+    }
+    if found := [what for what, wanted in refused.items() if wanted]:
+        raise InfeasibleError(f"a measured machine has no times for {' and '.join(found)}")
+
+
+def overhead_name(level: str, kind: str, part: str) -> str:
+    """Of what is done beside kernels: `part` is `base`, or `layer` for what comes with each."""
+    return f"{level} {kind} {part}"
+
+
+def level_of(plan: Plan, stage: int) -> str:
+    """How the runtime holds a stage: `whole`, or sharded as z1, z2 or z3; with `tensor` before it if it is cut."""
+    mesh = plan.mesh(stage)
+    whole = mesh.data_ranks == 1 and compute_bytes(plan.precision) == wide_bytes(plan.precision)
+    level = "whole" if whole else "z2" if mesh.data_ranks == 1 else plan.default_strategy.zero
+    return f"tensor {level}" if mesh.tp > 1 else level
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Passes
+
+
+@dataclass
+class _Cost:
+    """Seconds of a forward, and of a backward's two halves; and what ranks send to each other meanwhile, by axis."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    forward_within_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    backward_within_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, other: "_Cost") -> None:
+        self.forward_s += other.forward_s
+        self.input_s += other.input_s
+        self.weight_s += other.weight_s
+        for own, others in (
+            (self.forward_within_s, other.forward_within_s),
+            (self.backward_within_s, other.backward_within_s),
+        ):
+            for axis, time_s in others.items():
+                own[axis] += time_s
+
+
+class _StagePasses:
+    """The passes of one stage over one micro-batch."""
+
+    def __init__(self, rates: Rates, model: ModelSpec, plan: Plan, workload: Workload, stage: int) -> None:
+        self.rates, self.model, self.plan, self.stage = rates, model, plan, stage
+        self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
+        self.strategy = plan.strategy(self.layers.start)
+        self.rows, self.seq_len = plan.rows(stage), workload.seq_len
+        self.tokens = self.rows * self.seq_len
+        self.cut = self.mesh.tp if self.strategy.sp else 1
+        self.hidden = self.tokens // self.cut * model.hidden_size
+        """Numbers in the hidden state as this rank has it."""
+        self.size = compute_bytes(plan.precision)
+        self.parts: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Layer (or "" for what is in none) → name within it → shape."""
+        for name, _, part, *_ in held_parts(model, plan, stage):
+            head, _, rest = name.partition(".")
+            layer, _, own = rest.partition(".") if head == "layers" else ("", "", name)
+            self.parts.setdefault(layer, {})[own] = part.size
+
+    def times(self) -> Iterator[tuple[str, float, dict[str, float]]]:
+        """(kind, seconds of the rank's own work, axis → seconds of what it sends meanwhile)."""
+        cost, known = _Cost(), {}
+        for layer in self.layers:
+            key = self.plan.strategy(layer).recompute
+            if key not in known:
+                known[key] = self._layer(self.parts[str(layer)], key)
+            cost.add(known[key])
+        cost.add(self._ends(self.parts.get("", {})))
+        self._add_sharding(cost)
+        forward_s, backward_s = self._overhead("F"), self._overhead("B")
+        yield "F", cost.forward_s + forward_s, dict(cost.forward_within_s)
+        yield "B", cost.input_s + cost.weight_s + backward_s, dict(cost.backward_within_s)
+        yield "I", cost.input_s + backward_s / 2, dict(cost.backward_within_s)
+        yield "W", cost.weight_s + backward_s / 2, {}
+        yield "UNSHARD", sum(map(self._gather, self._buckets())) + self._overhead("UNSHARD"), {}
+        yield "REDUCE", sum(map(self._reduce, self._buckets())) + self._overhead("REDUCE"), {}
+        copied = sum(prod(shape) for parts in self.parts.values() for shape in parts.values() if len(shape) == 1)
+        yield "SYNC", self.rates.collective("all_reduce", self.mesh.tp, copied * wide_bytes(self.plan.precision)), {}
+
+    def _overhead(self, kind: str) -> float:
+        level = level_of(self.plan, self.stage)
+        base, layer = (self.rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
+        return max(0.0, base + layer * len(self.layers))
+
+    def _layer(self, parts: dict[str, tuple[int, ...]], recompute: str) -> _Cost:
+        rates, cost, d = self.rates, _Cost(), self.model.head_dim
+        for shape in parts.values():
+            if len(shape) == 2:
+                self._add_linear(cost, shape)
+        norms = sum(name.endswith("norm.weight") for name in parts)
+        heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
+        inner = parts["mlp.up.weight"][0] if "mlp.up.weight" in parts else 0
+        for direction in ("forward", "backward"):
+            cheap_s = norms * rates.curve(f"norm {direction}", self.hidden)
+            cheap_s += rates.curve(f"gated {direction}", self.tokens * inner)
+            time_s = cheap_s + 2 * rates.curve("add", self.hidden)
+            time_s += sum(rates.curve(f"rotary {direction}", self.tokens * count * d) for count in (heads, kv_heads))
+            time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
+            if direction == "forward":
+                cost.forward_s += time_s
+                again_s = cheap_s if recompute == "selective" else cost.forward_s if recompute == "full" else 0.0
+            else:
+                cost.input_s += time_s + again_s
+        self._add_tensor(cost, recompute == "full")
+        return cost
+
+    def _add_linear(self, cost: _Cost, shape: tuple[int, ...]) -> None:
+        outer, inner = shape
+        cost.forward_s += self.rates.product("forward", self.tokens, inner, outer)
+        cost.input_s += self.rates.product("input", self.tokens, inner, outer)
+        cost.weight_s += self.rates.product("weight", self.tokens, inner, outer)
+
+    def _add_tensor(self, cost: _Cost, again: bool) -> None:
+        """What enters and leaves a layer's two cut parts (see `muster.cost.traffic.tensor_axis_bytes`)."""
+        tp, whole = self.mesh.tp, self.tokens * self.model.hidden_size * self.size
+        if tp == 1:
+            return
+        collective, forward, backward = self.rates.collective, cost.forward_within_s, cost.backward_within_s
+        if self.cut > 1:
+            gather_s, scatter_s = collective("all_gather", tp, whole // tp), collective("reduce_scatter", tp, whole)
+            forward["tp"] += 2 * (gather_s + scatter_s)
+            backward["tp"] += 4 * gather_s + 2 * scatter_s
+        else:
+            sum_s = collective("all_reduce", tp, whole)
+            forward["tp"] += 2 * sum_s
+            backward["tp"] += 2 * sum_s
+        if again:
+            backward["tp"] += forward["tp"]
+
+    def _ends(self, parts: dict[str, tuple[int, ...]]) -> _Cost:
+        """Embedding, last norm, head and loss, where the stage has them."""
+        rates, cost, tp = self.rates, _Cost(), self.mesh.tp
+        if self.plan.is_first(self.stage):
+            numbers = prod(parts.get("embed.weight", ()))
+            cost.forward_s += rates.curve("words forward", self.tokens * self.model.hidden_size)
+            cost.weight_s += rates.curve("words backward", numbers)
+            cost.forward_within_s["tp"] += rates.collective("all_reduce", tp, self.hidden * self.cut * self.size)
+        if self.plan.is_last(self.stage):
+            cost.forward_s += rates.curve("norm forward", self.hidden)
+            cost.input_s += rates.curve("norm backward", self.hidden)
+            head = parts["head.weight" if "head.weight" in parts else "embed.weight"]
+            self._add_linear(cost, head)
+            cost.forward_s += rates.curve("loss forward", self.tokens * head[0])
+            cost.input_s += rates.curve("loss backward", self.tokens * head[0])
+            cost.forward_within_s["tp"] += 2 * rates.collective("all_reduce", tp, 8 * self.tokens)
+            cost.backward_within_s["tp"] += rates.collective("all_reduce", tp, self.hidden * self.cut * self.size)
+        return cost
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Sharding
+
+    def _buckets(self) -> list[int]:
+        """Numbers in each bucket that is gathered or reduced as one, as the passes use them."""
+        layers = [sum(map(prod, self.parts[str(layer)].values())) for layer in self.layers]
+        size = self.plan.bucket_layers
+        buckets = [sum(layers[start : start + size]) for start in range(0, len(layers), size)]
+        rest = sum(map(prod, self.parts.get("", {}).values()))
+        return buckets + [rest] if rest else buckets
+
+    def _gather(self, numbers: int) -> float:
+        """One bucket from all its ranks, and copied out of the common buffer."""
+        ranks = self.mesh.dp_shard
+        own = shard_rows(numbers, ranks, 0)[1]
+        copies_s = self.rates.curve("copy", numbers) if ranks > 1 or self.size < wide_bytes(self.plan.precision) else 0
+        return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
+
+    def _reduce(self, numbers: int) -> float:
+        """One bucket's gradients, copied into a common buffer, to their ranks, and over the copies of the shards."""
+        wide, ranks = wide_bytes(self.plan.precision), self.mesh.dp_shard
+        if self.mesh.data_ranks == 1:
+            return 0.0
+        own = shard_rows(numbers, ranks, 0)[1]
+        time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.curve("copy", numbers)
+        return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
+
+    def _add_sharding(self, cost: _Cost) -> None:
+        """What passes gather and reduce by themselves."""
+        if self.mesh.data_ranks == 1:
+            return
+        buckets, zero = self._buckets(), self.plan.default_strategy.zero
+        if zero == "z3":
+            cost.forward_within_s["dp"] += sum(map(self._gather, buckets))
+            cost.backward_within_s["dp"] += sum(map(self._gather, buckets[: len(buckets) - bool(self.parts.get(""))]))
+        if zero != "z1":
+            cost.backward_within_s["dp"] += sum(map(self._reduce, buckets))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between passes
+
+
+def _hops(rates: Rates, model: ModelSpec, plan: Plan, workload: Workload) -> dict[tuple[int, int], Hop]:
+    found = {}
+    for stage in range(plan.num_stages - 1):
+        if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
+            continue
+        cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
+        count = plan.rows(stage) * workload.seq_len // cut * model.hidden_size * compute_bytes(plan.precision)
+        hop = Hop(rates.collective("send", 2, count))
+        found[stage, stage + 1] = found[stage + 1, stage] = hop
+    return found
+
+
+def _end_of_step(rates: Rates, model: ModelSpec, plan: Plan, pp_rank: int) -> dict[str, float]:
+    """NORM and STEP on one pipeline rank: gradients measured, clipped and used."""
+    stages = stages_of(plan, pp_rank)
+    mesh, level = plan.mesh(pp_rank), level_of(plan, stages[0])
+    numbers = [-(-part.numel // mesh.dp_shard) for stage in stages for _, _, part, *_ in held_parts(model, plan, stage)]
+    layers = sum(len(plan.layers(stage, model.num_layers)) for stage in stages)
+    total = sum(numbers)
+
+    def overhead(kind: str) -> float:
+        base, layer = (rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
+        return max(0.0, base + layer * layers)
+
+    add_up_s = rates.collective("all_reduce", plan.world_size, _REPORT_BYTES)
+    return {
+        "NORM": add_up_s + rates.curve("gradient norm", total) + overhead("NORM"),
+        "STEP": rates.curve("scale", total) + rates.curve("adamw", total) + overhead("STEP"),
+    }

@@ -1,0 +1,205 @@
+"""Times of the kernels that a decoder's passes are made of, by shape."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muster.model.decoder import attend
+from muster.model.kernels import rms_norm, rotate, swiglu
+from muster.model.loss import cross_entropy_sum
+from muster.model.rope import rotary_tables
+from muster.parallel.shard import DTYPES
+from muster.probe.clock import Clock
+from muster.spec.plan import Precision
+from muster.spec.rates import KernelRates
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Which sizes are timed."""
+
+    widths: tuple[int, ...] = (32, 128, 256, 512, 1024, 2048)
+    tokens: tuple[int, ...] = (16, 64, 256, 1024)
+    positions: tuple[int, ...] = (32, 128, 256, 512, 1024)
+    head_widths: tuple[int, ...] = (16, 32, 64, 128)
+    numbers: tuple[int, ...] = tuple(4**power for power in range(5, 12))
+
+
+QUICK = Sizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576))
+MOST_FLOPS = {"cpu": 6e8, "cuda": 1e13}
+"""Of a product that is timed: larger ones run at the same rate."""
+_POOL_NUMBERS = 1 << 22
+_MOST_COPIES = 16
+_NORM_WIDTH, _HEAD, _VOCABULARY, _ROWS = 256, 64, 1024, 256
+
+Progress = Callable[[str], None]
+
+
+def time_kernels(clock: Clock, precision: Precision, sizes: Sizes, progress: Progress) -> KernelRates:
+    """All kernels in one precision."""
+    return _Bench(clock, DTYPES[precision], sizes, progress).run()
+
+
+class _Bench:
+    def __init__(self, clock: Clock, dtype: torch.dtype, sizes: Sizes, progress: Progress) -> None:
+        self.sizes = sizes
+        self.clock, self.dtype, self.device, self.progress = clock, dtype, clock.device, progress
+        x = self._random(4, grad=True)
+        gradient = torch.ones_like(x)
+        self.engine_s = clock.time_steps([_passes(lambda: x.view(2, 2).view(4), gradient)] * 4)[1]
+        """What a backward takes whatever is in it."""
+
+    def run(self) -> KernelRates:
+        products = self._products()
+        attention = {"forward": [], "backward": []}
+        for positions, width in product(self.sizes.positions, self.sizes.head_widths):
+            forward_s, backward_s = self._attention(positions, width)
+            attention["forward"].append((positions, width, forward_s))
+            attention["backward"].append((positions, width, backward_s))
+        self.progress("kernels that are bound by memory")
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for name, make in self._elementwise():
+            for numbers in self.sizes.numbers:
+                times_s = self._both([make(numbers) for _ in range(self._copies(3 * numbers))])
+                for direction, time_s in zip(("forward", "backward"), times_s, strict=False):
+                    curves.setdefault(f"{name} {direction}", []).append((numbers, time_s))
+        for name, make in self._plain():
+            for numbers in self.sizes.numbers:
+                calls = [make(numbers) for _ in range(self._copies(2 * numbers))]
+                curves.setdefault(name, []).append((numbers, self.clock.time(calls)))
+        return KernelRates.model_validate({"products": products, "attention": attention, "curves": curves})
+
+    def _products(self) -> dict[str, list[tuple[int, int, int, float]]]:
+        found: dict[str, list[tuple[int, int, int, float]]] = {"forward": [], "input": [], "weight": []}
+        for tokens in self.sizes.tokens:
+            self.progress(f"matrix products of {tokens} tokens")
+            for inner, outer in product(self.sizes.widths, self.sizes.widths):
+                if 2 * tokens * inner * outer <= MOST_FLOPS[self.device.type]:
+                    times_s = self._linear(tokens, inner, outer)
+                    for kind, time_s in zip(found, times_s, strict=True):
+                        found[kind].append((tokens, inner, outer, time_s))
+        return found
+
+    def _linear(self, tokens: int, inner: int, outer: int) -> tuple[float, float, float]:
+        """Forward; gradient of the input; gradient of the weight, added to the one that is there."""
+        calls, inputs = [], []
+        for _ in range(self._copies(tokens * (inner + outer) + 2 * inner * outer)):
+            x, weight = self._random(tokens, inner, grad=True), self._random(outer, inner, grad=True)
+            gradient = self._random(tokens, outer)
+            weight.grad = torch.zeros_like(weight)
+            calls.append(_passes(partial(F.linear, x, weight), gradient, x))
+            inputs.append(partial(torch.matmul, gradient, weight.detach()))
+        forward_s, backward_s, _ = self.clock.time_steps(calls)
+        input_s = self.clock.time(inputs)
+        return forward_s, input_s, max(0.2 * input_s, backward_s - self.engine_s - input_s)
+
+    def _attention(self, positions: int, width: int, heads: int = 4) -> tuple[float, float]:
+        """Of one head of one sequence."""
+        calls = []
+        for _ in range(self._copies(4 * positions * width * heads)):
+            q, k, v = (self._random(1, positions, heads, width, grad=True) for _ in range(3))
+            make = partial(_attend, q, k, v)
+            calls.append(_passes(make, self._random(1, heads, positions, width), q, k, v))
+        forward_s, backward_s = self._both(calls)
+        return forward_s / heads, backward_s / heads
+
+    def _both(self, calls: list[tuple[Callable[[], object], ...]]) -> tuple[float, float]:
+        forward_s, backward_s, _ = self.clock.time_steps(calls)
+        return forward_s, max(1e-7, backward_s - self.engine_s)
+
+    def _elementwise(self) -> Iterator[tuple[str, Callable[[int], tuple[Callable[[], object], ...]]]]:
+        """Name → (numbers → forward and backward)."""
+
+        def norm(numbers: int) -> tuple[Callable[[], object], ...]:
+            x, weight = (
+                self._random(numbers // _NORM_WIDTH, _NORM_WIDTH, grad=True),
+                self._random(_NORM_WIDTH, grad=True),
+            )
+            return _passes(lambda: rms_norm(x, weight, 1e-5), torch.ones_like(x), x)
+
+        def gated(numbers: int) -> tuple[Callable[[], object], ...]:
+            gate, up = self._random(numbers, grad=True), self._random(numbers, grad=True)
+            return _passes(lambda: swiglu(gate, up), torch.ones_like(gate), gate, up)
+
+        def rotated(numbers: int) -> tuple[Callable[[], object], ...]:
+            positions = max(4, numbers // _HEAD // 4)
+            x = self._random(1, positions, numbers // positions // _HEAD, _HEAD, grad=True)
+            cos, sin = rotary_tables(positions, _HEAD, 10_000.0, self.dtype, self.device)
+            return _passes(lambda: rotate(x, cos, sin), torch.ones_like(x), x)
+
+        def loss(numbers: int) -> tuple[Callable[[], object], ...]:
+            logits = self._random(1, max(1, numbers // _VOCABULARY), _VOCABULARY, grad=True)
+            labels = torch.zeros(logits.shape[:2], dtype=torch.int64, device=self.device)
+            return _passes(lambda: cross_entropy_sum(logits, labels), None, logits)
+
+        def words(numbers: int) -> tuple[Callable[[], object], ...]:
+            table = self._random(numbers // _NORM_WIDTH, _NORM_WIDTH, grad=True)
+            table.grad = torch.zeros_like(table)
+            tokens = torch.randint(len(table), (_ROWS,), device=self.device)
+            return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, _NORM_WIDTH))
+
+        return iter({"norm": norm, "gated": gated, "rotary": rotated, "loss": loss, "words": words}.items())
+
+    def _plain(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+        """Name → (numbers → call); what the optimizer does is in float32 whatever the precision."""
+
+        def added(numbers: int) -> Callable[[], object]:
+            x, y = self._random(numbers), self._random(numbers)
+            return lambda: x.add_(y)
+
+        def copied(numbers: int) -> Callable[[], object]:
+            x, y = self._random(numbers).float(), self._random(numbers).float()
+            return lambda: x.copy_(y)
+
+        def stepped(numbers: int) -> Callable[[], object]:
+            x = self._random(numbers).float()
+            x.grad = torch.ones_like(x)
+            optimizer = torch.optim.AdamW([x], fused=True)
+            return optimizer.step
+
+        def measured(numbers: int) -> Callable[[], object]:
+            x = [self._random(numbers).float()]
+            return lambda: float(torch.nn.utils.get_total_norm(x))
+
+        def scaled(numbers: int) -> Callable[[], object]:
+            x = [self._random(numbers).float()]
+            return lambda: torch._foreach_mul_(x, 0.999)
+
+        return iter(
+            {"add": added, "copy": copied, "adamw": stepped, "gradient norm": measured, "scale": scaled}.items()
+        )
+
+    def _random(self, *shape: int, grad: bool = False) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_(grad)
+
+    def _copies(self, numbers: int) -> int:
+        """Sets of data that take turns: together they are larger than a core's own cache."""
+        return min(_MOST_COPIES, max(2, _POOL_NUMBERS // numbers))
+
+
+def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:
+    return attend(q_BSHd.transpose(1, 2), k_BSHd.transpose(1, 2), v_BSHd.transpose(1, 2))
+
+
+def _passes(
+    make: Callable[[], Tensor], gradient: Tensor | None, *inputs: Tensor
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
+    """Forward, backward, and what makes ready for the next time."""
+    kept: list[Tensor] = []
+
+    def forward() -> None:
+        kept.append(make())
+
+    def backward() -> None:
+        torch.autograd.backward(kept.pop(), gradient)
+
+    def forget() -> None:
+        for x in inputs:
+            x.grad = None
+
+    return forward, backward, forget

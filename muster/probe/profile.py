@@ -1,0 +1,118 @@
+"""Measures the machine that it runs on and writes what was found as a cluster."""
+
+import os
+import platform
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.probe.rank import QUICK_MARK, RATES
+from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.device import DeviceSpec, LinkSpec
+from muster.spec.errors import MusterError
+from muster.spec.plan import Precision
+from muster.spec.rates import MachineRates
+from muster.spec.write import replace_text, yaml_text
+from muster.train.launch import launch
+
+_MOST_RANKS = 8
+
+
+def profile(output: Path, num_ranks: int | None, quick: bool = False) -> ClusterSpec:
+    """Measures for a minute or two, `quick` for some seconds with few sizes; prints what it is at, writes `output` and
+    returns what that says.
+
+    Raises MusterError where a rank fails or the file can't be written.
+    """
+    ranks = num_ranks or usual_ranks()
+    with tempfile.TemporaryDirectory(prefix="muster-profile-") as place:
+        folder = Path(place)
+        if quick:
+            (folder / QUICK_MARK).touch()
+        python = [sys.executable, "-m", "muster.probe.rank", str(folder)]
+
+        def command(rank: int, store: str) -> list[str]:
+            return [*python, "--rank", str(rank), "--world-size", str(ranks), "--store", store]
+
+        if code := launch(command, ranks, folder):
+            raise MusterError(f"the profile was not finished: its ranks ended with {code}")
+        machine = MachineRates.model_validate_json((folder / RATES).read_text(encoding="utf-8"))
+    cluster = cluster_of(machine)
+    try:
+        replace_text(output, cluster_text(cluster))
+    except OSError as error:
+        raise MusterError(f"the profile can't be written to {output}: {error.strerror}") from None
+    return cluster
+
+
+def usual_ranks() -> int:
+    """One for each GPU; on a CPU one for each core, but 4 at least, since groups of 2 and of 4 are measured, and 8 at
+    most."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(_MOST_RANKS, max(4, len(os.sched_getaffinity(0))))
+
+
+def cluster_of(machine: MachineRates) -> ClusterSpec:
+    """The one node of this machine: its devices, or its cores, with what was measured of them."""
+    device = _device(machine)
+    largest = max((point for point in machine.collectives.get("send", ())), key=lambda point: point[1], default=None)
+    smallest = min((point for point in machine.collectives.get("send", ())), key=lambda point: point[1], default=None)
+    link = LinkSpec(
+        name="measured",
+        kind="memory" if machine.cores else "nvlink",
+        bandwidth_bytes_per_s=largest[1] / largest[2] if largest else 1e9,
+        latency_s=smallest[2] if smallest else 1e-5,
+        efficiency=1.0,
+    )
+    group = NodeGroup(num_nodes=1, devices_per_node=machine.cores or machine.ranks, device=device, intra=link)
+    return ClusterSpec(name=f"{device.name} measured {datetime.now(UTC):%Y-%m-%d}", groups=(group,))
+
+
+def _device(machine: MachineRates) -> DeviceSpec:
+    peaks: dict[Precision, float] = {}
+    for precision, kernels in machine.kernels.items():
+        peaks[precision] = max(2 * m * k * n / time_s for m, k, n, time_s in kernels.products["forward"])
+    copies = next(iter(machine.kernels.values())).curves["copy"]
+    numbers, time_s = copies[-1]
+    found: dict[str, Any] = {
+        "peak_flops_per_s": peaks,
+        "memory_bandwidth_bytes_per_s": 8 * numbers / time_s,
+        "memory_efficiency": 1.0,
+        "rates": machine,
+        "sources": {"peak_flops_per_s": "the fastest product that muster profile timed"},
+    }
+    if machine.cores:
+        return DeviceSpec(name=_cpu_name(), kind="cpu", shared_cores=machine.cores, **found)
+    properties = torch.cuda.get_device_properties(0)
+    return DeviceSpec(name=properties.name, kind="gpu", memory_bytes=properties.total_memory, **found)
+
+
+def _cpu_name() -> str:
+    return f"{platform.machine()} CPU"
+
+
+def cluster_text(cluster: ClusterSpec) -> str:
+    """A cluster file, which `load_cluster` reads."""
+    group = cluster.groups[0].model_dump(mode="json", exclude_defaults=True)
+    # Lists of groups stand on one line: what was measured is for programs, the names above it are for people.
+    lines = yaml_text({"name": cluster.name, "groups": [group]})
+    return f"# Written by muster profile. 'muster predict --cluster FILE' takes it.\n{lines}"
+
+
+def summary(cluster: ClusterSpec) -> str:
+    """The few numbers that say what a machine is like, as lines."""
+    device = cluster.device
+    assert device.rates is not None
+    lines = [f"device       {device.name}" + (f", {device.shared_cores} cores" if device.shared_cores else "")]
+    for precision, peak in device.peak_flops_per_s.items():
+        lines.append(f"{precision:12} {peak / 1e9:,.0f} GFLOP/s in the fastest product")
+    lines.append(f"memory       {(device.memory_bandwidth_bytes_per_s or 0) / 1e9:,.1f} GB/s copied, read and written")
+    for name, points in device.rates.collectives.items():
+        ranks, count, time_s = max(points, key=lambda point: point[:2])
+        lines.append(f"{name:12} {count / time_s / 1e9:,.2f} GB/s over {ranks} ranks with {count >> 20} MiB each")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""One rank of a profile: measures with the others, and rank 0 leaves what was found."""
+
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from muster.parallel.world import open_world
+from muster.probe.bookkeeping import overheads_of, time_run, tiny_runs
+from muster.probe.clock import Clock
+from muster.probe.collectives import Measured, crowding_of, time_collectives
+from muster.probe.kernels import QUICK, Sizes, time_kernels
+from muster.spec.plan import Plan, Precision
+from muster.spec.rates import KernelRates, MachineRates
+from muster.spec.write import replace_text
+from muster.train.worker import leave, main
+
+RATES, QUICK_MARK = "rates.json", "quick"
+PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
+
+
+def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Measures kernels, collectives and bookkeeping on this rank among `world_size`. Returns 0."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    begin_s = perf_counter()
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(f"{perf_counter() - begin_s:5.1f} s  {what}", flush=True)
+
+    with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
+        cores = len(os.sched_getaffinity(0)) if world.device.type == "cpu" else 0
+        clock = Clock(world.device, shared=0 < cores < world_size)
+        kernels: dict[Precision, list[KernelRates]] = {}
+        quick = (folder / QUICK_MARK).exists()
+        for precision in PRECISIONS[world.device.type][: 1 if quick else None]:
+            sizes = QUICK if quick else Sizes()
+            own = time_kernels(clock, precision, sizes, lambda what, precision=precision: say(f"{precision}: {what}"))
+            kernels[precision] = world.exchange(own)
+        say(f"collectives over {world_size} ranks")
+        collectives: list[Measured] = []
+        if world_size > 1:
+            collectives = world.exchange(time_collectives(world, crowding_of(world)))
+    machine = MachineRates(
+        ranks=world_size,
+        cores=cores,
+        kernels={precision: _mean_kernels(found) for precision, found in kernels.items()},
+        collectives={name: tuple(points) for name, points in _mean_collectives(collectives).items()},
+    )
+    runs = []
+    for generation, config in enumerate(tiny_runs(world_size), start=1):
+        say(f"bookkeeping of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        runs.append((config, time_run(config, store, rank, generation)))
+    if rank == 0:
+        machine = machine.model_copy(update={"overheads": overheads_of(runs, machine)})
+        replace_text(folder / RATES, machine.model_dump_json())
+        say("done")
+    return 0
+
+
+def _mean_kernels(ranks: list[KernelRates]) -> KernelRates:
+    """The medians over the ranks, which all timed the same."""
+    first = ranks[0].model_dump()
+    others = [one.model_dump() for one in ranks]
+    found = {
+        table: {
+            name: [
+                (*point[:-1], median(other[table][name][place][-1] for other in others))
+                for place, point in enumerate(points)
+            ]
+            for name, points in curves.items()
+        }
+        for table, curves in first.items()
+    }
+    return KernelRates.model_validate(found)
+
+
+def _mean_collectives(ranks: list[Measured]) -> Measured:
+    return {
+        name: [
+            (*point[:-1], sum(other[name][place][-1] for other in ranks) / len(ranks))
+            for place, point in enumerate(points)
+        ]
+        for name, points in (ranks[0] if ranks else {}).items()
+    }
+
+
+if __name__ == "__main__":
+    leave(main(profile_rank))
