@@ -9,20 +9,23 @@ prediction from the cluster file alone beside the median of what was measured.
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 from benchmarks.compare import machine
 from muster.simulate.breakdown import Breakdown, breakdown
 from muster.simulate.predict import Prediction, predict
 from muster.simulate.timeline import timeline_from_json
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load import load_run, resolve_plan
+from muster.spec.load import load_run, resolve_plan, write_resolved
 from muster.spec.load_cluster import load_cluster
+from muster.train.launch import launch
 
 WARM_UP_STEPS = 3
 
@@ -58,20 +61,63 @@ CASES = (
 )
 
 
-def measure(case: Case, run_dir: Path, cache: Path) -> tuple[float, Breakdown, Breakdown]:
-    """Trains. Returns the median step, where the time of one such step went, and the run's table of memory."""
+@dataclass(frozen=True)
+class Measured:
+    """What a run says of itself."""
+
+    step_s: float
+    others: float
+    """The part of the cores' time that went to other programs meanwhile."""
+    parts: Breakdown
+    own_profile: Breakdown
+    """What the run predicted after a short profile of its own stages."""
+
+
+def measure(case: Case, run_dir: Path, cache: Path) -> Measured:
+    """Trains."""
     flags = [*_overrides(case), ("train.steps", str(case.steps)), ("train.sample_tokens", "0")]
     flags += [("train.eval_batches", "0"), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
     command = [sys.executable, "-m", "muster", "train", "--preset", "demo", "--run", str(run_dir)]
     command += [word for key, value in flags for word in (f"--{key}", value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    before_s, own_before_s, start_s = _busy_s(), _children_s(), perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    passed_s = perf_counter() - start_s
+    others = (_busy_s() - before_s - (_children_s() - own_before_s)) / passed_s / len(os.sched_getaffinity(0))
     if done.returncode:
         raise RuntimeError(f"case {case.name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     times_s = [row["time/step"] for row in rows[WARM_UP_STEPS:]]
     timelines = json.loads((run_dir / "timeline.json").read_text())
-    return median(times_s), *(breakdown(timeline_from_json(timelines[side])) for side in ("measured", "predicted"))
+    parts, own_profile = (breakdown(timeline_from_json(timelines[side])) for side in ("measured", "predicted"))
+    return Measured(median(times_s), others, parts, own_profile)
+
+
+def _busy_s() -> float:
+    """Seconds that the machine's cores have computed, for whomever."""
+    user, nice, system, *_ = Path("/proc/stat").read_text().split()[1:]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measure_memory(case: Case, folder: Path, cache: Path) -> list[int]:
+    """The peak of each rank's tensors during a step, in bytes."""
+    flags = [*_overrides(case), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
+    resolved = load_run("demo", None, flags)
+    plan = resolve_plan(resolved, None)
+    write_resolved(resolved, plan, folder)
+    python = [sys.executable, "-m", "benchmarks.peak_memory", str(folder)]
+
+    def command(rank: int, store: str) -> list[str]:
+        return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
+
+    if launch(command, plan.world_size, folder):
+        raise RuntimeError(f"case {case.name} failed; see its messages above")
+    return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(plan.world_size)]
 
 
 def predicted(case: Case, cluster: ClusterSpec) -> Prediction:
@@ -99,21 +145,25 @@ def main() -> None:
             file = folder / "machine.yaml"
             subprocess.run([sys.executable, "-m", "muster", "profile", "-o", str(file)], check=True)
         cluster = load_cluster(str(file))
-        print(f"{'case':16} {'plan':28} {'predicted':>10} {'measured':>10} {'error':>8}")
+        print(f"{'':46}{'step':>12}{'measured':>12}{'error':>8}{'memory':>13}{'measured':>13}{'error':>8}{'others':>8}")
         for index, case in enumerate(CASES):
             if args.only and case.name not in args.only:
                 continue
             one = predicted(case, cluster)
-            step_s, parts, own_profile = measure(case, folder / f"run-{index}", folder / "data")
-            error = one.step_time_s / step_s - 1
+            run = measure(case, folder / f"run-{index}", folder / "data")
+            peaks = measure_memory(case, folder / f"memory-{index}", folder / "data")
+            fullest = max(one.memory, key=lambda rank: rank.total)
+            peak = peaks[fullest.rank]
             print(
-                f"{case.name:16} {case.plan:28} {one.step_time_s * 1e3:7.1f} ms {step_s * 1e3:7.1f} ms {error:+7.1%}",
+                f"{case.name:16} {case.plan:28} {one.step_time_s * 1e3:9.1f} ms{run.step_s * 1e3:9.1f} ms"
+                f"{one.step_time_s / run.step_s - 1:+8.1%}{fullest.total / 2**20:9.2f} MiB{peak / 2**20:9.2f} MiB"
+                f"{fullest.total / peak - 1:+8.1%}{run.others:8.0%}",
                 flush=True,
             )
             if args.parts:
                 ours = breakdown(one.timeline)
                 for name in ("step", "forward", "backward", "send", "gather", "optimizer", "bubble"):
-                    row = (getattr(side, f"{name}_s") * 1e3 for side in (ours, own_profile, parts))
+                    row = (getattr(side, f"{name}_s") * 1e3 for side in (ours, run.own_profile, run.parts))
                     print(f"    {name:12}" + "".join(f" {time_ms:8.2f} ms" for time_ms in row))
 
 
