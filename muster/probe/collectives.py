@@ -1,7 +1,7 @@
 """Times of collectives and of messages between ranks, by size, while all ranks work."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter, process_time
 
 import torch
@@ -11,27 +11,28 @@ from muster.parallel.axis import all_gather, reduce_scatter
 from muster.parallel.world import World
 
 BYTES = tuple(4**power for power in range(4, 13))
+QUICK_BYTES = (256, 65_536, 1_048_576)
 MOST_BYTES = 1 << 24
 REPEATS = 12
 
 Measured = dict[str, list[tuple[int, int, float]]]
 
 
-def time_collectives(world: World, crowding: float) -> Measured:
+def time_collectives(world: World, crowding: float, sizes: Sequence[int] = BYTES) -> Measured:
     """Collective → (ranks, bytes, seconds) on this rank, over groups of 2, 4, … neighbours and over all ranks.
 
     All ranks must call it together. Where `crowding` ranks share each core, a time is the CPU time of the rank or its
     share of the time that passed, whichever is more: the rest is latency.
     """
     found: Measured = {}
-    sizes = sorted({size for size in (2, 4, 8, 16) if size < world.size and world.size % size == 0} | {world.size})
-    for size in sizes:
+    groups = sorted({size for size in (2, 4, 8, 16) if size < world.size and world.size % size == 0} | {world.size})
+    for size in groups:
         own = None
         for first in range(0, world.size, size):
             group = dist.new_group(list(range(first, first + size)))
             own = group if first <= world.rank < first + size else own
         assert isinstance(own, dist.ProcessGroup)
-        for count in BYTES:
+        for count in sizes:
             for name, call in _calls(own, size, count, world):
                 found.setdefault(name, []).append((size, count, _time(call, world, crowding)))
     return found

@@ -1,6 +1,7 @@
 """One rank of a profile: measures with the others, and rank 0 leaves what was found."""
 
 import os
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from muster.parallel.world import open_world
 from muster.probe.bookkeeping import overheads_of, time_run, tiny_runs
 from muster.probe.clock import Clock
-from muster.probe.collectives import Measured, crowding_of, time_collectives
+from muster.probe.collectives import BYTES, QUICK_BYTES, Measured, crowding_of, time_collectives
 from muster.probe.kernels import QUICK, Sizes, time_kernels
 from muster.spec.plan import Plan, Precision
 from muster.spec.rates import KernelRates, MachineRates
@@ -19,13 +20,15 @@ from muster.spec.write import replace_text
 from muster.train.worker import leave, main
 
 RATES, QUICK_MARK = "rates.json", "quick"
+QUICK_RUNS = 2
+"""Ways to hold a stage whose bookkeeping a quick profile measures: whole, and z1."""
 PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
 
 
 def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
     """Measures kernels, collectives and bookkeeping on this rank among `world_size`. Returns 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    begin_s = perf_counter()
+    begin_s, quick = perf_counter(), (folder / QUICK_MARK).exists()
 
     def say(what: str) -> None:
         if rank == 0:
@@ -35,7 +38,6 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         cores = len(os.sched_getaffinity(0)) if world.device.type == "cpu" else 0
         clock = Clock(world.device, shared=0 < cores < world_size)
         kernels: dict[Precision, list[KernelRates]] = {}
-        quick = (folder / QUICK_MARK).exists()
         for precision in PRECISIONS[world.device.type][: 1 if quick else None]:
             sizes = QUICK if quick else Sizes()
             own = time_kernels(clock, precision, sizes, lambda what, precision=precision: say(f"{precision}: {what}"))
@@ -43,7 +45,7 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         say(f"collectives over {world_size} ranks")
         collectives: list[Measured] = []
         if world_size > 1:
-            collectives = world.exchange(time_collectives(world, crowding_of(world)))
+            collectives = world.exchange(time_collectives(world, crowding_of(world), QUICK_BYTES if quick else BYTES))
     machine = MachineRates(
         ranks=world_size,
         cores=cores,
@@ -51,7 +53,7 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         collectives={name: tuple(points) for name, points in _mean_collectives(collectives).items()},
     )
     runs = []
-    for generation, config in enumerate(tiny_runs(world_size), start=1):
+    for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):
         say(f"bookkeeping of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
         runs.append((config, time_run(config, store, rank, generation)))
     if rank == 0:
