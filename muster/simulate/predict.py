@@ -195,10 +195,7 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
     # Measured cores are shared by as many ranks as there are.
     shared = cluster.device.rates is not None and cluster.device.shared_cores
     devices = asked_world_size(plan) if shared else cluster.num_devices
-    found = [
-        problem.replace("processes", "devices").replace("process", "device")
-        for problem in problems(plan, model, workload, devices)
-    ]
+    found = problems(plan, model, workload, devices)
     if found:
         found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
         where = cluster.name or counted(devices, "device")
