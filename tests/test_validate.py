@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from muster.report.validation_markdown import validation_markdown
+from muster.report.validation_page import write_validation_page
 from muster.spec.errors import ConfigError
 from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
 from muster.validate.predicted import Answer, Result, results_of
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.summary import shipped_tables, summarize, to_json
+from muster.validate.summary import shipped_tables, summarize, to_json, validate
 from muster.validate.sweeps import spearman, sweeps_of
 from muster.validate.table import COLUMNS, Row, parse_table
+from tests.chromium import Browser, find_chromium
+from tests.page_audit import audit, blank_pictures
 
 LLAMA_8B = {
     "source": "a paper",
@@ -386,3 +390,51 @@ def test_the_command(tmp_path: Path, capsys):
     assert (
         capsys.readouterr().err == "muster: mine.csv:2: hidden: expected a number above 0 without a unit, got 'wide'\n"
     )
+
+
+# --- pages ---
+
+
+@pytest.fixture(scope="module")
+def summary():
+    def answer(setting: Setting, case: Case) -> Answer:
+        slow = case.plan.default_strategy.recompute == "full"
+        return told(13.0 if slow else 9.0, 40e9 if slow else 78e9)
+
+    oom = {"metric": "outcome", "value": "OOM Error", "micro_batch": "4"}
+    rows = [{}, {"tp": "4", "dp": "2"}, {"recompute": ""}, {"source": "another | paper", "value": "4"}, oom]
+    return summarize(scored(*rows, {"gpu": "Quantum 9"}, answer=answer))
+
+
+def test_the_page_is_legible(request, tmp_path, summary):
+    if find_chromium() is None:
+        message = "Chromium is not installed"
+        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
+    path = tmp_path / "page.html"
+    write_validation_page(path, summary)
+    with Browser() as browser:
+        for width, dark in ((390, False), (390, True), (1280, False), (1280, True)):
+            page = browser.open(path, width, dark=dark)
+            assert audit(page, pictures=2) == []
+        assert blank_pictures(page) == []
+        x, y = page.evaluate(
+            "(plane => { const r = plane.querySelector('.frame').getBoundingClientRect();"
+            " const [x, y] = JSON.parse(plane.querySelector('script').textContent)[0];"
+            " return [r.left + x * r.width, r.top + y * r.height]; })(document.querySelector('.plane'))"
+        )
+        page.move_pointer(x + 2, y)
+        assert "measured 10.0 s, predicted 9.00 s" in page.evaluate("document.querySelector('#tip').textContent")
+
+
+def test_the_documentation_has_every_score(summary):
+    text = validation_markdown(summary)
+    assert "| a paper | 4 | 3 | 10.0 % |" in text
+    assert "another \\| paper" in text
+    assert "there is no device 'Quantum 9'" in text
+    assert "t.csv:6 (out of memory)" in text
+
+
+@pytest.mark.soak
+def test_the_shipped_page_is_what_the_command_writes():
+    text = validation_markdown(validate())
+    assert (Path(__file__).resolve().parents[1] / "docs/accuracy.md").read_text() == text, "run it again"

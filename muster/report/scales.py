@@ -38,7 +38,7 @@ def fit_scale(values: Sequence[float], from_zero: bool = False, may_be_log: bool
         return Scale(0.0, 1.0, (0.0, 0.5, 1.0))
     low, high = min(values), max(values)
     if may_be_log and low > 0 and high / low > LOG_FROM_RATIO:
-        return _log_scale(low / 1.1, high * 1.1)
+        return log_scale(low / 1.1, high * 1.1)
     if from_zero and low >= 0:
         low, high = 0.0, high * 1.05 or 1.0
     elif high - low > 1e-7 * max(abs(low), abs(high)):
@@ -78,7 +78,8 @@ def time_labels(ticks_s: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"{label} {unit}" for label in tick_labels([tick / scale for tick in ticks_s]))
 
 
-def _log_scale(low: float, high: float) -> Scale:
+def log_scale(low: float, high: float) -> Scale:
+    """A logarithmic axis; both ends are above 0."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     stride = max(1, len(exponents) // 6)
     marks = (1, 2, 5) if len(exponents) <= 4 else (1,)

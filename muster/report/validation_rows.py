@@ -69,7 +69,7 @@ def outcome_rows(summary: Summary) -> list[Cells]:
         found = group.outcome
         counts = (found.oom_predicted_oom, found.oom_predicted_fit)
         counts += (found.success_predicted_fit, found.success_predicted_oom)
-        if sum(counts) + len(found.near) + found.undecided:
+        if name == "all" or found.wrong + found.oom_predicted_oom + len(found.near) + found.undecided:
             share = percent(found.balanced_accuracy)
             rows.append((name, *map(str, counts), share, str(len(found.near)), str(found.undecided)))
     return [head, *rows] if rows else [head]
@@ -119,3 +119,8 @@ def unread_rows(summary: Summary) -> list[Cells]:
         more = f", … {len(places) - _PLACES} more" if len(places) > _PLACES else ""
         rows.append((reason, str(len(places)), ", ".join(places[:_PLACES]) + more))
     return rows
+
+
+def reason_rows(summary: Summary) -> list[Cells]:
+    """`unread_rows` without the places."""
+    return [cells[:2] for cells in unread_rows(summary)]

@@ -30,6 +30,8 @@ class Source(Frozen):
     stages: dict[str, dict[int, tuple[int, ...]]] = {}
     """Layers of each stage, by how the vocabulary lies and how large it is."""
     why: str = ""
+    errs: str = ""
+    """Why predictions of its rows are off, where they are."""
     calibrated: str = ""
 
 
