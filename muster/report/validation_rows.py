@@ -9,7 +9,7 @@ from muster.validate.score import Errors
 from muster.validate.summary import Group, Summary, unread
 
 Cells = tuple[str, ...]
-_NAME = 40
+_NAME = 46
 """Letters of a source's name that are shown."""
 _PLACES = 4
 """So many places of rows that share a reason are named."""
@@ -52,8 +52,11 @@ def _groups(summary: Summary) -> list[tuple[str, Group]]:
 
 
 def short(source: str) -> str:
-    """A source's name without what stands in parentheses."""
-    return re.sub(r"\s*\(.*?\)", "", source).removeprefix("NVIDIA ")[:_NAME]
+    """A source's name; a long one without what stands in parentheses."""
+    name = source.removeprefix("NVIDIA ")
+    if len(name) > _NAME:
+        name = re.sub(r"\s*\(.*?\)", "", name)
+    return name if len(name) <= _NAME else name[: _NAME - 1].rstrip() + "…"
 
 
 def _errors(errors: Errors) -> Cells:
