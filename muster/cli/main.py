@@ -18,12 +18,13 @@ VERBS = {
     "verify": "compare plans with training on one process, and name the first layer that differs",
     "generate": "let a trained model write",
     "predict": "say how long a step of a plan takes on a cluster, and what each rank holds",
+    "memory-check": "hold the memory forecast of a plan against PyTorch's own accounting",
     "checkpoint": "look at checkpoints, and convert them from and to other kinds",
     "validate": "predict published measurements, and say how far off the predictions are",
     "profile": "measure this machine, and write a cluster file for predict",
     "report": "show the report of a run",
 }
-"""Each verb's module in this package has its name, and a function `run(arguments) -> exit code`."""
+"""Each verb's module in this package has its name (with _ for -), and a function `run(arguments) -> exit code`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +59,7 @@ def _run(arguments: list[str]) -> int:
         what = "flag" if verb.startswith("-") else "verb"
         known = [*VERBS, "--help", "--version"]
         raise ConfigError(f"unknown {what} '{verb}'{did_you_mean(verb, known)} (there are {', '.join(known)})")
-    return import_module(f"muster.cli.{verb}").run(rest)
+    return import_module(f"muster.cli.{verb.replace('-', '_')}").run(rest)
 
 
 def _help() -> str:

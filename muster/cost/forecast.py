@@ -39,6 +39,11 @@ class RankForecast:
     def fits(self) -> bool | None:
         return None if self.capacity_bytes is None else self.terms.total <= self.capacity_bytes
 
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """The three terms that take most, with their bytes, largest first."""
+        return sorted(self.terms.by_name().items(), key=lambda pair: -pair[1])[:3]
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:

@@ -35,8 +35,9 @@ class Kernels:
     """Logits that the loss works on at once (`muster.model.loss`)."""
 
 
-KERNELS = {"cpu": Kernels(fused_norm=False, loss_numbers=1 << 17)}
-OTHER_KERNELS = Kernels(fused_norm=True, loss_numbers=1 << 26)
+GPU_LOSS_NUMBERS, CPU_LOSS_NUMBERS = 1 << 26, 1 << 17
+KERNELS = {"cpu": Kernels(fused_norm=False, loss_numbers=CPU_LOSS_NUMBERS)}
+OTHER_KERNELS = Kernels(fused_norm=True, loss_numbers=GPU_LOSS_NUMBERS)
 
 
 def own_stage(

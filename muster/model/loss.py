@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muster.cost.own_memory import CPU_LOSS_NUMBERS, GPU_LOSS_NUMBERS
 from muster.model.kernels import wide
 
 IGNORED = -100
 """The label of a position that does not count."""
 
-_CHUNK_NUMBERS = {"cpu": 1 << 17}
-_CHUNK_NUMBERS_ELSEWHERE = 1 << 26
+_CHUNK_NUMBERS = {"cpu": CPU_LOSS_NUMBERS}
+_CHUNK_NUMBERS_ELSEWHERE = GPU_LOSS_NUMBERS
 """Logits that are worked on at once: what stays in a core's cache, and elsewhere enough to fill a device."""
 
 

@@ -8,6 +8,7 @@ from muster.report.numbers import format_bytes, format_count, format_fraction, f
 from muster.report.page import page, pairs, section
 from muster.report.rows import spread
 from muster.simulate.predict import Prediction, RankMemory
+from muster.spec.plan_name import format_plan_name
 
 _SHOWN_RANKS = 8
 _BAR = 24
@@ -33,6 +34,7 @@ def figures_of(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_or_why_not(one)}"
     yield "fits", _fits(one)
+    yield from _relief(one)
     yield "cost", _cost(one)
 
 
@@ -51,6 +53,20 @@ def _fits(one: Prediction) -> str:
         return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if one.fits else "NO"
     return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}"
+
+
+def _relief(one: Prediction) -> Iterator[tuple[str, str]]:
+    """Of a plan that doesn't fit: what takes most, and what to change."""
+    if one.fits is not False:
+        return
+    terms = ", ".join(f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in one.forecast.fullest.largest)
+    yield "largest", f"{terms}; most at {one.forecast.fullest.at}"
+    for change in one.changes:
+        slower = change.price / one.step_time_s - 1
+        name, size = format_plan_name(change.plan), format_bytes(change.memory.fullest.terms.total)
+        yield "change", f"{', '.join(change.changes)}: {name} holds {size}, step {slower:+.0%}"
+    if not one.changes:
+        yield "change", "nothing that was tried makes it fit on so many devices"
 
 
 def _cost(one: Prediction) -> str:

@@ -10,6 +10,7 @@ from muster.cost.flops import train_flops_per_token
 from muster.cost.forecast import MemoryForecast, forecast
 from muster.cost.op_times import OpTimes
 from muster.cost.plan_times import plan_times
+from muster.cost.relief import Relief, reliefs
 from muster.schedule.action import Action
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
@@ -73,6 +74,8 @@ class Prediction:
     """Of the time of a round in which its ranks wait for others to compute."""
     memory: tuple[RankMemory, ...]
     """By pipeline rank; none where the plan uses what there is no formula for."""
+    forecast: MemoryForecast = field(repr=False)
+    software: Software | None
     fits: bool | None
     """Whether every rank's memory suffices; None where a device's is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
@@ -81,6 +84,17 @@ class Prediction:
     def timeline(self) -> Timeline:
         """When each instruction runs, by pipeline rank; made when it is asked for."""
         return self.make_timeline()
+
+    @cached_property
+    def changes(self) -> list[Relief]:
+        """Where the plan doesn't fit: the three cheapest plans that do, by the time of their steps."""
+        if self.fits is not False:
+            return []
+
+        def step_time_s(plan: Plan) -> float:
+            return predict(self.model, plan, self.workload, self.cluster, software=self.software).step_time_s
+
+        return reliefs(self.model, self.plan, self.workload, self.cluster, self.software, step_time_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -143,6 +157,16 @@ class Prediction:
             },
             "memory": {str(one.rank): {"pp_rank": one.pp_rank, **one.terms, "total": one.total} for one in self.memory},
             "fits": self.fits,
+            "largest_terms": dict(self.forecast.fullest.largest),
+            "changes": [
+                {
+                    "plan": format_plan_name(one.plan),
+                    "changes": list(one.changes),
+                    "peak_bytes": one.memory.fullest.terms.total,
+                    "step_time_s": one.price,
+                }
+                for one in self.changes
+            ],
             "usd_per_step": self.usd_per_step,
             "joules_per_step": self.joules_per_step,
         }
@@ -185,6 +209,8 @@ def predict(
         _parts(found_s, program, times),
         found_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0,
         _memory(found),
+        found,
+        software,
         found.fits,
         make_timeline,
     )

@@ -7,27 +7,37 @@ optimizer are those of training. `MemTracker` counts the bytes of every storage 
 The losses' chunks are those of a GPU: a CPU's are so small that following them would take minutes.
 """
 
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from muster.cost.own_memory import GPU_LOSS_NUMBERS, Kernels
 from muster.data.dataset import Batch, Dataset
 from muster.model.loss import large_chunks
 from muster.parallel.stage import DecoderStage
-from muster.parallel.world import World, fake_world
+from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
+from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
 from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from muster.spec.workload import Workload
+from muster.train.launch import launch
 from muster.train.trainer import Trainer
+from muster.train.worker import leave, main
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +51,66 @@ class Accounting:
     """At the fullest moment of a step."""
 
 
-def account(
-    model: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
-) -> Accounting:
+FAKE_KERNELS = Kernels(fused_norm=False, loss_numbers=GPU_LOSS_NUMBERS)
+"""What the forecast has to assume to stand beside `account`."""
+
+
+def account(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> Accounting:
     """Builds `rank` of the plan's ranks and runs one step of it, on fake tensors on the CPU."""
-    config = RunConfig(
+    with _fake_group(plan, rank) as world, large_chunks():
+        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(Dataset, None))
+        with FAKE:
+            return _count(trainer)
+
+
+def account_really(model: ModelSpec, plan: Plan, workload: Workload) -> list[Accounting]:
+    """The same of all ranks, with real tensors, as processes on this machine. Raises MusterError when one fails."""
+    config = _run_config(model, plan, workload)
+    with TemporaryDirectory(prefix="memory-check-") as place:
+        folder = Path(place)
+        (folder / _REQUEST).write_text(config.model_dump_json())
+        python = [sys.executable, "-m", "muster.train.memory_check", place]
+
+        def command(rank: int, store: str) -> list[str]:
+            return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
+
+        if launch(command, plan.world_size, folder):
+            raise MusterError(f"the ranks of plan {format_plan_name(plan)} failed; see the messages above")
+        found = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.world_size))
+        return [Accounting(**one) for one in found]
+
+
+def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    config = RunConfig.model_validate_json((folder / _REQUEST).read_text())
+    with open_world(store, rank, world_size, config.parallel) as world:
+        trainer = _CountedTrainer(config, config.parallel, world, cast(Dataset, None))
+        found = _count(trainer)
+    (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
+    return 0
+
+
+_REQUEST = "request.json"
+
+
+def _run_config(model: ModelSpec, plan: Plan, workload: Workload) -> RunConfig:
+    return RunConfig(
         model=model,
         parallel=plan,
         data=DataConfig(source="none"),
-        optim=optim or OptimConfig(lr=1e-3),
+        optim=OptimConfig(lr=1e-3),
         train=TrainConfig(steps=1, seq_len=workload.seq_len, global_batch_size=workload.global_batch_size),
     )
-    with _fake_group(plan, rank) as world, large_chunks():
-        trainer = _FakeTrainer(config, plan, world, cast(Dataset, None))
-        tracker = _make_tracker()
-        tracker.track_external(*trainer.tensors())
-        with FAKE, tracker:
-            resident = _total(tracker, "current")
-            trainer.round()
-        return Accounting(rank, resident, _total(tracker, "peak"))
+
+
+def _count(trainer: "_CountedTrainer") -> Accounting:
+    tracker = _make_tracker()
+    tracker.track_external(*trainer.tensors())
+    with tracker:
+        resident = _total(tracker, "current")
+        trainer.round()
+    return Accounting(trainer.world.rank, resident, _total(tracker, "peak"))
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,8 +136,8 @@ class _FakeStage(DecoderStage):
         pass
 
 
-class _FakeTrainer(Trainer):
-    stage_type = _FakeStage
+class _CountedTrainer(Trainer):
+    """One that makes a step over tokens of no importance."""
 
     def tensors(self) -> list[Any]:
         """All that is there before a step."""
@@ -95,12 +146,17 @@ class _FakeTrainer(Trainer):
         return [*(stage.module for stage in self.stages.values()), *states, *locals_]
 
     def round(self) -> None:
-        """One step over tokens that are all the same."""
+        """One step."""
         workload, rows = self.config.workload, self.plan.rows(self.world.at.pp)
         tokens = np.zeros((self._micro_batches * rows, workload.seq_len), np.int64)
-        self._feed(Batch(tokens, tokens, tokens.size) if self._reads else None, tokens.size)
+        self._num_valid = workload.tokens_per_step
+        self._feed(Batch(tokens, tokens, tokens.size) if self._reads else None, self._num_valid)
         self._learning_rate = 0.0
         self._executor.run()
+
+
+class _FakeTrainer(_CountedTrainer):
+    stage_type = _FakeStage
 
     def _norm(self, action: Action) -> None:
         """Without looking at the values, which fake tensors haven't: as if the gradients were to be clipped."""
@@ -133,3 +189,7 @@ def _make_tracker() -> MemTracker:
 
 def _total(tracker: MemTracker, which: str) -> int:
     return sum(by_kind.get("Total", 0) for by_kind in tracker.get_tracker_snapshot(which).values())
+
+
+if __name__ == "__main__":
+    leave(main(_count_rank))

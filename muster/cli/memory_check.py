@@ -1,0 +1,124 @@
+"""`muster memory-check`: the memory forecast of a plan beside what PyTorch counts of the same plan."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, whole_number
+from muster.cli.runtime import runtime
+from muster.spec.errors import ConfigError
+from muster.spec.nearest import require_runnable
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from muster.cost.forecast import MemoryForecast
+    from muster.spec.model import ModelSpec
+    from muster.spec.plan import Plan
+
+TOLERANCE = 0.03
+"""Relative difference that is allowed."""
+MICRO_BATCHES = 2
+"""For each pipeline rank, where their number isn't given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One rank."""
+
+    rank: int
+    at: str
+    forecast_bytes: int
+    counted_bytes: int
+
+    @property
+    def difference(self) -> float:
+        return self.forecast_bytes / self.counted_bytes - 1
+
+
+def run(arguments: list[str]) -> int:
+    """Compares. Returns the exit code: 1 when a rank differs by more than the tolerance."""
+    args = _parse(arguments)
+    from muster.spec.named_model import load_model
+
+    model, plan = load_model(args.model), parse_plan_name(args.plan)
+    count = args.micro_batches or MICRO_BATCHES * plan.pp
+    batch = plan.mesh(0).data_ranks * plan.micro_batch_size * count
+    workload = Workload(seq_len=args.seq_len, global_batch_size=batch)
+    require_runnable(plan, model, workload, plan.world_size)
+    found = list(_compare(model, plan, workload, args.real))
+    _print(found, plan, args)
+    return 0 if all(abs(one.difference) <= TOLERANCE for one in found) else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "memory-check",
+        "Compare the forecast of a plan's memory, on the first rank of each pipeline rank, with PyTorch's own accounting"
+        " of a step: of one process that plays the rank on tensors without memory, or of real processes. Exit code 1:"
+        f" they differ by more than {TOLERANCE:.0%}.",
+        usage="muster memory-check --model M --plan PLAN [flags]",
+    )
+    add = parser.add_argument
+    add("--model", metavar="M", help="a model that comes with Muster, such as llama3-8b, or its file")
+    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2")
+    add("--seq-len", type=whole_number, default=2048, metavar="S", help="tokens of a sequence (default: 2048)")
+    add(
+        "--micro-batches",
+        type=whole_number,
+        metavar="N",
+        help=f"micro-batches of a step (default: {MICRO_BATCHES} for each pipeline rank)",
+    )
+    add("--real", action="store_true", help="run the plan's ranks as processes on this machine, with real memory")
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse(arguments)
+    for flag, example in (("model", "llama3-8b"), ("plan", "dp8-tp4-pp2")):
+        if getattr(args, flag) is None:
+            raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")
+    return args
+
+
+def _compare(model: "ModelSpec", plan: "Plan", workload: Workload, real: bool) -> Iterator[Compared]:
+    check = runtime("muster.train.memory_check")
+    found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
+    counted = check.account_really(model, plan, workload) if real else []
+    for one in found.ranks:
+        accounting = counted[one.rank] if real else check.account(model, plan, workload, one.rank)
+        yield Compared(one.rank, one.at, one.terms.total, accounting.peak_bytes)
+
+
+def _forecast(model: "ModelSpec", plan: "Plan", workload: Workload, kernels: object) -> "MemoryForecast":
+    from muster.cost.forecast import forecast
+    from muster.schedule.build import program_of
+    from muster.spec.cluster import single_device
+    from muster.spec.device import DeviceSpec
+
+    cluster = single_device(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
+    return forecast(model, plan, workload, cluster, program_of(plan, model, workload), kernels=kernels)  # type: ignore[arg-type]
+
+
+def _print(found: list[Compared], plan: "Plan", args: argparse.Namespace) -> None:
+    from muster.report.numbers import format_bytes
+
+    if args.json:
+        ranks = [
+            {
+                "rank": one.rank,
+                "at": one.at,
+                "forecast_bytes": one.forecast_bytes,
+                "counted_bytes": one.counted_bytes,
+                "difference": one.difference,
+            }
+            for one in found
+        ]
+        print(json.dumps({"version": 1, "plan": format_plan_name(plan), "real": args.real, "ranks": ranks}))
+        return
+    how = "processes of this machine" if args.real else f"one process that plays {plan.world_size} ranks"
+    print(f"{args.model}, plan {format_plan_name(plan)}, sequences of {args.seq_len:,} tokens, counted in {how}")
+    for one in found:
+        print(
+            f"rank {one.rank:<5} forecast {format_bytes(one.forecast_bytes):>9}, PyTorch counts"
+            f" {format_bytes(one.counted_bytes):>9}: {one.difference:+.1%}; most at {one.at}"
+        )
