@@ -1,37 +1,53 @@
 """The memory forecast against PyTorch's own accounting of the trainer, on fake devices."""
 
-import pytest
+import json
+from math import prod
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.cli.main import main
+from muster.cost.device_memory import device_terms
 from muster.cost.forecast import forecast, walk
+from muster.cost.holdings import stage_holdings
+from muster.cost.megatron_memory import megatron_stage
 from muster.cost.memory import MemoryTerms
-from muster.cost.own_memory import Kernels
+from muster.cost.own_memory import own_stage
 from muster.cost.stage_memory import Moment, StageMemory
+from muster.report.prediction import prediction_lines
 from muster.schedule.build import program_of
 from muster.schedule.check import check
+from muster.simulate.predict import predict
 from muster.spec.cluster import single_device
 from muster.spec.device import DeviceSpec
 from muster.spec.layout import stages_of
-from muster.spec.model import ModelSpec
+from muster.spec.load_cluster import load_cluster
+from muster.spec.model import ModelSpec, parameters
+from muster.spec.named_model import load_model
 from muster.spec.plan import Plan, Strategy
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
+from muster.spec.software import Software
 from muster.spec.workload import Workload
-from muster.train.memory_check import account
+from muster.train.memory_check import FAKE_KERNELS, account, account_really
 
 TOLERANCE = 0.03
 SHORT_LLAMA = ModelSpec(
     vocab_size=128256, hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=8, intermediate_size=14336
 )
 FAKE_CPU = single_device(DeviceSpec(name="fake", kind="cpu"))
-FAKE_KERNELS = Kernels(fused_norm=False, loss_numbers=1 << 26)
 
 
-def assert_forecast_is_accounting(spec: ModelSpec, name: str, seq_len: int, micro_batches: int) -> None:
+def assert_forecast_is_accounting(
+    spec: ModelSpec, name: str, seq_len: int, micro_batches: int, only_ends: bool = False
+) -> None:
     plan = parse_plan_name(name)
     batch = plan.mesh(0).data_ranks * plan.micro_batch_size * micro_batches
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
     found = forecast(spec, plan, workload, FAKE_CPU, program_of(plan, spec, workload), kernels=FAKE_KERNELS)
-    for rank in found.ranks:
+    for rank in found.ranks if not only_ends else {found.ranks[0], found.ranks[-1]}:
         real = account(spec, plan, workload, rank.rank)
         assert rank.terms.total == pytest.approx(real.peak_bytes, rel=TOLERANCE), f"{name}, {rank.at}"
 
@@ -61,3 +77,220 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
     stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, MemoryTerms(), 0, moments)
     peaks = [walk(program, rank, dict.fromkeys(stages_of(plan, rank), stage))[1].total for rank in range(4)]
     assert peaks == list(check(program).peak_activations)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "seq_len", "micro_batches"),
+    [
+        ("dp64", 8192, 1),
+        ("dp64-rfull", 8192, 2),
+        ("dp8x8-rsel", 4096, 2),
+        ("dp8-tp8-sp", 8192, 2),
+        ("dp16-tp4", 4096, 2),
+        ("dp16-pp4", 4096, 8),
+        ("dp16-pp4-z1-rfull", 8192, 8),
+        ("dp8-tp4-sp-pp2-rsel", 8192, 4),
+        ("dp32-pp2-z2", 2048, 4),
+        ("dp8-pp4v2-sinterleaved-z1", 2048, 8),
+        ("tp8-sp-pp8-rfull", 8192, 16),
+        ("dp4-pp4-fp32-rfull", 2048, 4),
+    ],
+)
+def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):
+    """Llama-3-8B whole, on up to 64 fake ranks; of pipelines the first and the last rank."""
+    assert_forecast_is_accounting(load_model("llama3-8b"), name, seq_len, micro_batches, only_ends=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["dp2-pp2-fp32", "tp2-sp-dp2", "pp4-rfull", "dp4-z1-fp32-rsel"])
+def test_forecast_is_what_real_processes_hold(name):
+    plan, model = parse_plan_name(name), load_model("tiny")
+    workload = Workload(seq_len=512, global_batch_size=plan.mesh(0).data_ranks * 4)
+    found = forecast(model, plan, workload, FAKE_CPU, program_of(plan, model, workload))
+    counted = account_really(model, plan, workload)
+    for rank in found.ranks:
+        assert rank.terms.total == pytest.approx(counted[rank.rank].peak_bytes, rel=0.1), rank.at
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Published figures
+
+
+def gpt(hidden: int, layers: int, heads: int) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=51200,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        intermediate_size=4 * hidden,
+        norm="layer",
+        position="learned",
+        max_positions=2048,
+        activation="gelu",
+        gated=False,
+        tied_embeddings=True,
+    )
+
+
+MEGATRON = Software(storage="megatron", attention="fused", dropout=True, gradient_bytes=4)
+SIZES = {"22B": (6144, 48, 64, 4), "175B": (12288, 96, 96, 1), "530B": (20480, 105, 128, 1), "1T": (25600, 128, 160, 1)}
+
+
+def layer_numbers(size: str, **strategy: Any) -> float:
+    """What a layer keeps of a micro-batch under tp 8, in units of sequence · batch · hidden."""
+    hidden, layers, heads, batch = SIZES[size]
+    plan = Plan(
+        tp=8, pp=3, micro_batch_size=batch, default_strategy=Strategy(zero="z1", attention="unfused", **strategy)
+    )
+    spec, workload = gpt(hidden, layers, heads), Workload(seq_len=2048, global_batch_size=4 * batch)
+    kept = megatron_stage(spec, plan, workload, 1, MEGATRON).kept.activations
+    return kept / len(plan.layers(1, layers)) / (2048 * batch * hidden)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layers_keep_what_korthikanti_counts(size):
+    """arXiv:2205.05198, table 2, and what it makes of figure 7."""
+    hidden, _, heads, _ = SIZES[size]
+    scores = 5 * heads * 2048 / hidden
+    whole = layer_numbers(size)
+    assert whole == pytest.approx(10 + 24 / 8 + scores / 8)
+    assert layer_numbers(size, sp=True) == pytest.approx(34 / 8 + scores / 8)
+    assert layer_numbers(size, recompute="attention") == pytest.approx(10 + 24 / 8)
+    assert layer_numbers(size, sp=True, recompute="attention") == pytest.approx(34 / 8)
+    assert layer_numbers(size, recompute="full") == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("size", "sp", "recompute", "percent"),
+    [
+        ("22B", True, "none", 66.84),
+        ("22B", False, "attention", 49.42),
+        ("22B", True, "attention", 16.18),
+        ("22B", False, "full", 7.64),
+        ("175B", True, "none", 62.04),
+        ("175B", False, "attention", 56.53),
+        ("175B", True, "attention", 18.49),
+        ("175B", False, "full", 8.71),
+        ("530B", True, "none", 58.31),
+        ("530B", False, "attention", 62.04),
+        ("1T", True, "attention", 20.27),
+        ("1T", False, "full", 9.42),
+    ],
+)
+def test_shares_of_activations_are_those_of_the_figure(size, sp, recompute, percent):
+    share = layer_numbers(size, sp=sp, recompute=recompute) / layer_numbers(size)
+    assert 100 * share == pytest.approx(percent, rel=0.015)  # read off a figure
+
+
+def test_megatron_stores_eighteen_bytes_for_each_parameter():
+    """Figure 1 of arXiv:2205.05198: 45.56 GiB of parameters and optimizer state for the layers of 22B on 8 ranks."""
+    plan = Plan(tp=8, pp=3, default_strategy=Strategy(zero="z1"))
+    stage = megatron_stage(gpt(*SIZES["22B"][:3]), plan, Workload(seq_len=2048, global_batch_size=4), 1, MEGATRON)
+    held = stage.resident.parameters + stage.resident.gradients + stage.resident.optimizer
+    assert 3 * held / 2**30 == pytest.approx(45.5625, rel=0.002)
+
+
+def test_simumax_measured_what_is_forecast():
+    """Llama-3-70B of 12 layers on B200: torch's own maximum is 66.55 GiB with tp1-pp2, 39.07 with tp4, 147.99 with cp8
+    (SimuMax, docs/b200/b200_release_v1.2_summary.json). The forecast leaves out what the allocator doesn't count."""
+    spec = load_model("llama3-70b").model_copy(update={"num_layers": 12})
+    for name, seq_len, micro_batches, gib in (
+        ("dp4-pp2-z1", 4096, 4, 66.55),
+        ("dp2-tp4-sp-z1", 4096, 4, 39.07),
+        ("cp8-z1", 131072, 4, 147.99),
+    ):
+        plan = parse_plan_name(name)
+        workload = Workload(seq_len=seq_len, global_batch_size=plan.mesh(0).data_ranks * micro_batches)
+        cluster = load_cluster(f"{plan.world_size}xb200")
+        software = Software(storage="megatron")
+        terms = forecast(spec, plan, workload, cluster, program_of(plan, spec, workload), software).fullest.terms
+        outside = device_terms(cluster.device, plan, 0, 0)
+        counted = terms.total - terms.fragmentation - outside.communication - outside.context
+        assert counted / 2**30 == pytest.approx(gib, rel=0.04)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What must hold of any plan
+
+
+@given(
+    recompute=st.sampled_from(["none", "selective"]),
+    zero=st.sampled_from(["z1", "z2", "z3"]),
+    size=st.sampled_from([2, 4, 8]),
+    shard=st.sampled_from([2, 8]),
+    tp=st.sampled_from([1, 4]),
+    storage=st.sampled_from(["muster", "megatron"]),
+)
+def test_what_saves_memory_never_costs_any(recompute, zero, size, shard, tp, storage):
+    plan = Plan(
+        dp_shard=shard,
+        tp=tp,
+        pp=2,
+        micro_batch_size=size,
+        default_strategy=Strategy(recompute=recompute, zero=zero, sp=tp > 1),
+    )
+    model, workload = SHORT_LLAMA, Workload(seq_len=512, global_batch_size=8 * shard * 4)
+
+    def peak(changed: Plan) -> int:
+        cluster = load_cluster(f"{changed.world_size}xh100")
+        program = program_of(changed, model, workload)
+        return forecast(model, changed, workload, cluster, program, Software(storage=storage)).fullest.terms.total
+
+    strategy = plan.default_strategy
+    held = peak(plan)
+    for update in (
+        {"micro_batch_size": size // 2},
+        {"default_strategy": strategy.model_copy(update={"recompute": "full"})},
+        {"default_strategy": strategy.model_copy(update={"zero": "z3"})},
+        {"tp": 2 * tp, "default_strategy": strategy.model_copy(update={"sp": True})},
+    ):
+        assert peak(plan.model_copy(update=update)) <= held * 1.02, update
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_what_the_runtime_refuses_has_a_forecast(name):
+    """Experts of a rank are those that expert parallelism leaves it; cutting sequences halves what is kept."""
+    spec, workload = load_model(name), Workload(seq_len=4096, global_batch_size=8)
+    experts = sum(prod(shape) for name, shape in parameters(spec) if ".experts." in name)
+    assert stage_holdings(spec, Plan(), 0).all.whole == spec.num_parameters
+    assert stage_holdings(spec, Plan(ep=4, dp_shard=4), 0).all.whole == spec.num_parameters - experts * 3 // 4
+
+    def kept(plan: Plan) -> MemoryTerms:
+        return own_stage(spec, plan, workload, 0, FAKE_KERNELS).kept
+
+    assert kept(Plan(cp=2)).total * 2 == kept(Plan()).total
+    plan = Plan(ep=4, dp_shard=4, tp=2, micro_batch_size=2, default_strategy=Strategy(sp=True, recompute="full"))
+    terms = forecast(spec, plan, workload, FAKE_CPU, program_of(plan, spec, workload)).fullest.terms
+    assert min(terms.parameters, terms.gradients, terms.optimizer) > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What to change
+
+
+def test_changes_make_a_plan_fit():
+    model, plan, cluster = load_model("llama3-70b"), parse_plan_name("dp64-z1"), load_cluster("64xh100")
+    workload = Workload(seq_len=8192, global_batch_size=512)
+    one = predict(model, plan, workload, cluster)
+    assert one.fits is False
+    assert one.forecast.fullest.largest[0][0] == "gradients"
+    assert len(one.changes) == 3
+    assert [change.price for change in one.changes] == sorted(change.price for change in one.changes)
+    for change in one.changes:
+        again = predict(model, parse_plan_name(format_plan_name(change.plan)), workload, cluster)
+        assert again.fits
+        assert again.step_time_s == pytest.approx(change.price)
+    shown = "\n".join(prediction_lines(one))
+    assert "largest   gradients" in shown
+    assert format_plan_name(one.changes[0].plan) in shown
+    assert one.to_json()["changes"][0]["plan"] == format_plan_name(one.changes[0].plan)
+
+
+def test_memory_check_says_how_far_they_are_apart(capsys):
+    flags = ["--model", "tiny", "--plan", "dp2-tp2-sp", "--seq-len", "256", "--json"]
+    assert main(["memory-check", *flags]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["difference"] == pytest.approx(rank["forecast_bytes"] / rank["counted_bytes"] - 1)
+    assert main(["memory-check", *flags[:3], "cp2"]) == 3
+    assert main(["memory-check", "--plan", "dp2"]) == 2

@@ -56,8 +56,8 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "memory-check",
-        "Compare the forecast of a plan's memory, on the first rank of each pipeline rank, with PyTorch's own accounting"
-        " of a step: of one process that plays the rank on tensors without memory, or of real processes. Exit code 1:"
+        "Compare the forecast of a plan's memory, on the first rank of each pipeline rank, with PyTorch's accounting of"
+        " a step: of one process that plays the rank on tensors without memory, or of real processes. Exit code 1:"
         f" they differ by more than {TOLERANCE:.0%}.",
         usage="muster memory-check --model M --plan PLAN [flags]",
     )

@@ -151,7 +151,7 @@ class _CountedTrainer(Trainer):
         tokens = np.zeros((self._micro_batches * rows, workload.seq_len), np.int64)
         self._num_valid = workload.tokens_per_step
         self._feed(Batch(tokens, tokens, tokens.size) if self._reads else None, self._num_valid)
-        self._learning_rate = 0.0
+        self.learning_rate = 0.0
         self._executor.run()
 
 
