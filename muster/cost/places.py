@@ -1,0 +1,224 @@
+"""Where the ranks of a plan lie on a cluster: the groups of its axes, the devices of its stages."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from muster.cost.collectives import Group, all_reduce_s, make_group, message_s
+from muster.cost.kernels import sustained_flops_per_s
+from muster.cost.layer_parts import LayerPasses
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DeviceSpec
+from muster.spec.mesh import axis_sizes
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, Strategy
+from muster.spec.software import Software
+from muster.spec.workload import Workload
+
+_LARGE_BYTES = 2**26
+"""Groups are compared by how long so much takes."""
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """What all stages share."""
+
+    model: ModelSpec
+    plan: Plan
+    workload: Workload
+    cluster: ClusterSpec
+    software: Software
+    known: "Known"
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Nodes that the plan's ranks fill."""
+        per_node = self.cluster.groups[0].devices_per_node
+        return max(1, min(self.cluster.num_nodes, -(-self.plan.world_size // per_node)))
+
+    @property
+    def alone(self) -> Group:
+        """A rank by itself."""
+        return self.group(0, ())
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether it doesn't matter which nodes ranks are on: nodes are alike, and so are the links between them."""
+        cluster = self.cluster
+        return cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
+
+    @cached_property
+    def _period(self) -> int:
+        """Groups that begin so many ranks apart lie alike: the devices of a fabric, where all are alike."""
+        return self.cluster.groups[0].domain_devices if self.is_flat else self.cluster.num_devices
+
+    def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
+        """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
+        steps = tuple(step for step in steps if step[1] > 1)
+        key: tuple = (first % self._period, steps) if steps else ()
+        if not steps and not self.known.groups.get(key):
+            self.known.groups[key] = Group(1, 1, 1, self.cluster.groups[0].intra, None)
+        if key not in self.known.groups:
+            ranks = [first % self._period]
+            for stride, size in steps:
+                ranks = [rank + stride * index for index in range(size) for rank in ranks]
+            self.known.groups[key] = make_group(self.cluster, sorted(ranks))
+        return self.known.groups[key]
+
+    def pair(self, one: int, other: int) -> Group:
+        """Where two ranks lie."""
+        low, high = sorted((one, other))
+        return self.group(low, ((high - low, 2),)) if low != high else self.alone
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        if self.plan.is_uniform:
+            stride = strides_of(axis_sizes(self.plan))["pp"]
+            return [pp_rank * stride for pp_rank in range(self.plan.pp)]
+        sizes = [self.plan.mesh(pp_rank).ranks for pp_rank in range(self.plan.pp)]
+        return [sum(sizes[:pp_rank]) for pp_rank in range(self.plan.pp)]
+
+    @cached_property
+    def depth(self) -> int:
+        """Stages of one replica."""
+        return self.plan.depth
+
+    @cached_property
+    def placement(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        return [self.plan.pp_rank(stage) for stage in range(self.plan.num_stages)]
+
+    def first_rank(self, stage: int) -> int:
+        """The first world rank that holds a stage."""
+        return self._first_ranks[self.placement[stage]]
+
+    def signature(self, stage: int) -> tuple:
+        """Equal for stages whose times are: they lie alike, and have layers alike."""
+        plan, pp_rank = self.plan, self.placement[stage]
+        place = self._first_ranks[pp_rank] % self._period if plan.is_uniform else pp_rank
+        layers = plan.layers(stage, self.model.num_layers)
+        kinds = len(layers) if self._layers_alike else tuple(self.layer_kind(layer) for layer in layers)
+        return stage % self.depth == 0, (stage + 1) % self.depth == 0, place, kinds
+
+    @cached_property
+    def _layers_alike(self) -> bool:
+        return self.known.layers_alike and not self.plan.overrides
+
+    def layer_kind(self, layer: int) -> "LayerKind":
+        """What a layer's times depend on besides where it lies."""
+        model = self.model
+        return LayerKind(
+            self.plan.strategy(layer),
+            model.has_experts(layer),
+            model.has_linear_attention(layer),
+            model.window(layer),
+        )
+
+    @cached_property
+    def _axes(self) -> list[tuple[dict[str, int], dict[str, int]]]:
+        """Sizes and strides of the axes, by pipeline rank."""
+        plan, found = self.plan, []
+        for pp_rank in range(1 if plan.is_uniform else plan.pp):
+            sizes = axis_sizes(plan, pp_rank) if plan.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
+            found.append((sizes, strides_of(sizes)))
+        return found * plan.pp if plan.is_uniform else found
+
+    def axis_group(self, stage: int, *axes: str) -> Group:
+        """The slowest of the groups of a stage's ranks that differ on these axes alone: the others wait for it."""
+        sizes, strides = self._axes[self.placement[stage]]
+        steps = tuple((strides[axis], sizes[axis]) for axis in axes)
+        first = self.first_rank(stage)
+        if self.is_flat:
+            return self.group(first, steps)
+        key = "slowest", first, steps, tuple(sizes.items())
+        if key not in self.known.groups:
+            found = [self.group(first + offset, steps) for offset in self._offsets(stage, axes)]
+            self.known.groups[key] = max(found, key=lambda group: all_reduce_s(group, _LARGE_BYTES))
+        return self.known.groups[key]
+
+    def _offsets(self, stage: int, without: Sequence[str] = ()) -> list[int]:
+        """From a stage's first rank to its others that don't differ from it on some axes."""
+        sizes, strides = self._axes[self.placement[stage]]
+        offsets = [0]
+        for axis, size in sizes.items():
+            if axis not in without and axis != "pp":
+                offsets = [offset + strides[axis] * index for offset in offsets for index in range(size)]
+        return offsets
+
+    def device(self, stage: int) -> DeviceSpec:
+        """The slowest of a stage's devices."""
+        first = self.first_rank(stage)
+        if self.cluster.is_uniform:
+            return self.cluster.groups[0].device
+        sizes, strides = self._axes[self.placement[stage]]
+        key = first, tuple(sizes.items()), tuple(strides.items())
+        if key not in self.known.devices:
+            devices = {id(one): one for one in (self._device_at(first + offset) for offset in self._offsets(stage))}
+            self.known.devices[key] = min(
+                devices.values(), key=lambda one: sustained_flops_per_s(one, self.plan.precision)
+            )
+        return self.known.devices[key]
+
+    def _device_at(self, rank: int) -> DeviceSpec:
+        return self.cluster.group_of(rank).device
+
+    def between(self, source: int, target: int) -> Group:
+        """The slowest pair of ranks of two stages that send to each other."""
+        one, other = self.first_rank(source), self.first_rank(target)
+        if self.is_flat or not self.plan.is_uniform:
+            return self.pair(one, other)
+        key = "pair", min(one, other), max(one, other), tuple(self._axes[0][0].items())
+        if key not in self.known.groups:
+            found = [self.pair(one + offset, other + offset) for offset in self._offsets(source)]
+            self.known.groups[key] = max(found, key=lambda pair: message_s(pair, _LARGE_BYTES))
+        return self.known.groups[key]
+
+    def expert_group(self, stage: int) -> Group:
+        """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
+        tensors (arXiv:2504.14960)."""
+        mesh = self.plan.mesh(stage)
+        return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What many plans for a model on a cluster share."""
+
+    groups: dict[tuple, Group]
+    passes: dict[tuple, LayerPasses]
+    numels: dict[tuple, float]
+    devices: dict[tuple, DeviceSpec]
+    layers_alike: bool
+    """Of the model, whatever the plan does with single ones."""
+
+
+_RECENT: deque[tuple[ModelSpec, int, ClusterSpec, Software, Known]] = deque(maxlen=8)
+
+
+def known_of(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Software) -> Known:
+    """What is known from recent calls for the same objects: a search asks for thousands of plans."""
+    for its_model, its_len, its_cluster, its_software, known in _RECENT:
+        if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == software:
+            return known
+    layers = range(model.num_layers)
+    kinds = {(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers}
+    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, len(kinds) == 1)))
+    return _RECENT[-1][-1]
+
+
+class LayerKind(NamedTuple):
+    """What tells layers apart that take different times."""
+
+    strategy: Strategy
+    experts: bool
+    linear_attention: bool
+    window: int | None
+
+
+def strides_of(sizes: dict[str, int]) -> dict[str, int]:
+    strides, stride = {}, 1
+    for axis in reversed(sizes):
+        strides[axis], stride = stride, stride * sizes[axis]
+    return strides

@@ -1,0 +1,218 @@
+"""How long the passes and collectives of one stage take."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import log2, prod
+
+from muster.cost.collectives import all_gather_s, all_reduce_s, broadcasts_s, reduce_scatter_s
+from muster.cost.layer_parts import LayerPasses, LayerSetting
+from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
+from muster.cost.places import LayerKind, PlanSetting
+from muster.cost.spent import CONTENTION, Spent
+from muster.spec.model import layer_parameters, stage_parameters
+
+WAITING = 0.01
+"""Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest: the same plan takes
+1.0-1.3 % longer on twice the nodes in Megatron-LM's table 2 (arXiv:2104.04473) and llm-foundry's tables of A100."""
+
+
+class StageTimes:
+    """The passes and collectives of one stage."""
+
+    def __init__(self, setting: PlanSetting, stage: int) -> None:
+        plan = setting.plan
+        self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
+        self.layers = plan.layers(stage, setting.model.num_layers)
+        self.device = setting.device(stage)
+        self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
+        self.zero = plan.strategy(self.layers.start).zero
+        self.data = setting.axis_group(stage, "cp", "dp_shard")
+        self.replicas = setting.axis_group(stage, "dp_replicate")
+        self.groups = setting.axis_group(stage, "tp"), setting.axis_group(stage, "cp"), setting.expert_group(stage)
+
+    @cached_property
+    def at(self) -> LayerSetting:
+        """What its layers' times depend on."""
+        plan = self.setting.plan
+        return LayerSetting(
+            self.setting.model,
+            self.device,
+            self.setting.software,
+            plan.strategy(self.layers.start),
+            plan.precision,
+            plan.rows(self.stage),
+            self.setting.workload.seq_len,
+            *self.groups,
+            self.mesh.etp,
+            self.data.size > 1,
+        )
+
+    @cached_property
+    def _spent(self) -> dict[str, Spent]:
+        return dict(self.passes())
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """By kind: the passes, and what happens once a step."""
+        slower = 1 + WAITING * log2(self.setting.num_nodes)
+        found = {kind: slower * spent.seconds(self.launch_s) for kind, spent in self._spent.items()}
+        return found | dict(self.step_kinds(found))
+
+    @cached_property
+    def waits_s(self) -> dict[str, dict[str, float]]:
+        """By pass: axis → what is waited for."""
+        return {kind: spent.waits_s for kind, spent in self._spent.items()}
+
+    # -- passes
+
+    def passes(self) -> Iterator[tuple[str, Spent]]:
+        """(kind, what it spends) of F, B, I and W."""
+        forward, inputs, weights, again = self._whole()
+        sharded = self.data.size > 1 and self.zero != "z1"
+        gather_s = self._layer_gather_s() * len(self.layers) if sharded and self.zero == "z3" else 0.0
+        reduce_s = self._layer_reduce_s() * len(self.layers) if sharded else 0.0
+        backward = again + inputs + weights
+        yield "F", self._with_traffic(forward, gather_s)
+        # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.
+        gathers = 1 + (self.setting.software.gathers_parts and again.compute_s > 0)
+        yield "B", self._with_traffic(backward, gathers * gather_s + reduce_s)
+        yield "I", self._with_traffic(again + inputs, gathers * gather_s)
+        yield "W", self._with_traffic(weights, reduce_s)
+
+    def _whole(self) -> tuple[Spent, Spent, Spent, Spent]:
+        """All that the stage computes of one micro-batch: layers that are alike are costed once."""
+        model, plan = self.setting.model, self.setting.plan
+        parts: list[LayerPasses] = []
+        for kind, count in self._counts.items():
+            one = self._layer_passes(kind)
+            parts.append(LayerPasses(one.forward * count, one.inputs * count, one.weights * count, one.again * count))
+        if not plan.spread_vocab:
+            if plan.is_first(self.stage):
+                parts.append(embedding_passes(self.at))
+            if plan.is_last(self.stage):
+                head = head_passes(self.at, model.vocab_size / self.mesh.tp)
+                parts += [head] * (1 + model.mtp_layers)
+        forward, inputs, weights, again = Spent(), Spent(), Spent(), Spent()
+        for part in parts:
+            forward, inputs = forward + part.forward, inputs + part.inputs
+            weights, again = weights + part.weights, again + part.again
+        return forward, inputs, weights, again
+
+    @cached_property
+    def _counts(self) -> dict["LayerKind", int]:
+        """The kinds of its layers, and how many there are of each."""
+        model, plan = self.setting.model, self.setting.plan
+        layers = list(self.layers)
+        if plan.is_last(self.stage):
+            layers += [model.num_layers - 1] * model.mtp_layers
+        counts: dict[LayerKind, int] = {}
+        for layer in layers:
+            kind = self.setting.layer_kind(layer)
+            counts[kind] = counts.get(kind, 0) + 1
+            self._example.setdefault(kind, layer)
+        return counts
+
+    @cached_property
+    def _example(self) -> dict["LayerKind", int]:
+        return {}
+
+    def _layer_passes(self, kind: "LayerKind") -> LayerPasses:
+        known, plan = self.setting.known.passes, self.setting.plan
+        places = tuple(map(id, (self.device, *self.groups)))
+        key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, self.data.size > 1, places
+        if key not in known:
+            known[key] = layer_passes(replace(self.at, strategy=kind.strategy), self._example[kind])
+        return known[key]
+
+    def _with_traffic(self, spent: Spent, travels_s: float) -> Spent:
+        """A pass beside which parameters are gathered, or gradients reduced, layer by layer: the first one's, or the
+        last one's, is waited for, the others travel beside the compute."""
+        if travels_s <= 0:
+            return spent
+        total = spent + Spent()
+        if self.setting.software.gathers_parts:
+            total.wait("dp", travels_s)
+            return total
+        first_s = travels_s / max(1, len(self.layers))
+        total.wait("dp", first_s)
+        total.beside("dp", travels_s - first_s, spent.seconds(self.launch_s))
+        return total
+
+    # -- parameters
+
+    @cached_property
+    def numel(self) -> float:
+        """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
+        plan, model = self.setting.plan, self.setting.model
+        ends = stage_parameters(model, range(0), plan.is_first(self.stage), plan.is_last(self.stage))
+        return sum(self._part(name, shape) for name, shape in ends) + sum(map(self._layer_numel, self.layers))
+
+    @property
+    def layer_numel(self) -> float:
+        """The same of its first layer."""
+        return self._layer_numel(self.layers[0]) if len(self.layers) else 0.0
+
+    def _layer_numel(self, layer: int) -> float:
+        model, known = self.setting.model, self.setting.known.numels
+        mesh = self.mesh
+        key = model.has_experts(layer), model.has_linear_attention(layer), mesh.tp, mesh.ep, mesh.etp
+        if key not in known:
+            known[key] = sum(self._part(name, shape) for name, shape in layer_parameters(model, layer))
+        return known[key]
+
+    def _part(self, name: str, shape: Sequence[int]) -> float:
+        if len(shape) == 1:
+            return prod(shape)
+        if ".experts." in name:
+            return prod(shape) / (self.mesh.ep * self.mesh.etp)
+        words = name in ("embed.weight", "head.weight")
+        return prod(shape) / self.mesh.tp / (self.setting.plan.pp if words and self.setting.plan.spread_vocab else 1)
+
+    @property
+    def owned_numel(self) -> float:
+        """Numbers that the rank's optimizer updates."""
+        return self.numel / self.data.size
+
+    def _layer_gather_s(self) -> float:
+        """z3: a layer's parameters, in the dtype of the compute."""
+        return all_gather_s(self.data, self.layer_numel * self.at.act) + self._parts_s()
+
+    def _parts_s(self) -> float:
+        """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
+        a collective for each."""
+        if not self.setting.software.gathers_parts:
+            return 0.0
+        tensors = sum(1 for _ in layer_parameters(self.setting.model, 0))
+        return tensors * (self.data.size * self.device.launch_s + all_gather_s(self.data, 1.0))
+
+    def _layer_reduce_s(self) -> float:
+        """z2, z3: a layer's gradients, and their sum over replicas."""
+        size = self.layer_numel * self.setting.software.gradient_bytes
+        return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size) + self._parts_s()
+
+    # -- once a step
+
+    def step_kinds(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """(kind, seconds) of what happens to a stage once a step, beside passes that take `seconds`."""
+        software = self.setting.software
+        gradients = self.numel * software.gradient_bytes
+        reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        gather = broadcasts_s if software.broadcast_updates else all_gather_s
+        gather_s = gather(self.data, self.numel * self.at.act)
+        buckets = max(1, len(self.layers))
+        beside_s = seconds["B"] if software.overlap_reduce else 0.0
+        yield "REDUCE", _left_s(reduce_s, beside_s, buckets)
+        yield "UNSHARD", _left_s(gather_s, seconds["F"] if software.overlap_gather else 0.0, buckets)
+        norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
+        yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
+
+
+def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
+    """What is left of something that travels in buckets beside a pass: the last bucket, what the pass doesn't hide, and
+    what it slows the pass down."""
+    if beside_s <= 0:
+        return travels_s
+    last_s = travels_s / buckets
+    hidden_s = min(travels_s - last_s, beside_s)
+    return travels_s - hidden_s + CONTENTION * hidden_s
