@@ -150,12 +150,14 @@ class _StagePasses:
                 self._add_linear(cost, shape)
         norms = sum(name.endswith("norm.weight") for name in parts)
         heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
-        inner = parts["mlp.up.weight"][0] if "mlp.up.weight" in parts else 0
+        inner = parts["mlp.up.weight"][0]
+        turned = (heads, kv_heads) if self.model.position == "rope" else ()
         for direction in ("forward", "backward"):
             cheap_s = norms * rates.curve(f"norm {direction}", self.hidden)
-            cheap_s += rates.curve(f"gated {direction}", self.tokens * inner)
+            # An activation alone moves about half of what one with a gate does.
+            cheap_s += rates.curve(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
             time_s = cheap_s + 2 * rates.curve("add", self.hidden)
-            time_s += sum(rates.curve(f"rotary {direction}", self.tokens * count * d) for count in (heads, kv_heads))
+            time_s += sum(rates.curve(f"rotary {direction}", self.tokens * count * d) for count in turned)
             time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
             if direction == "forward":
                 cost.forward_s += time_s

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muster.model.decoder import attend
-from muster.model.kernels import rms_norm, rotate, swiglu
+from muster.model.kernels import gated, rms_norm, rotate
 from muster.model.loss import cross_entropy_sum
-from muster.model.rope import rotary_tables
+from muster.model.positions import rotary_tables
 from muster.parallel.shard import DTYPES
 from muster.probe.clock import Clock
 from muster.spec.plan import Precision
@@ -122,9 +122,9 @@ class _Bench:
             )
             return _passes(lambda: rms_norm(x, weight, 1e-5), torch.ones_like(x), x)
 
-        def gated(numbers: int) -> tuple[Callable[[], object], ...]:
+        def gated_unit(numbers: int) -> tuple[Callable[[], object], ...]:
             gate, up = self._random(numbers, grad=True), self._random(numbers, grad=True)
-            return _passes(lambda: swiglu(gate, up), torch.ones_like(gate), gate, up)
+            return _passes(lambda: gated(gate, up), torch.ones_like(gate), gate, up)
 
         def rotated(numbers: int) -> tuple[Callable[[], object], ...]:
             positions = max(4, numbers // _HEAD // 4)
@@ -143,7 +143,7 @@ class _Bench:
             tokens = torch.randint(len(table), (_ROWS,), device=self.device)
             return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, _NORM_WIDTH))
 
-        return iter({"norm": norm, "gated": gated, "rotary": rotated, "loss": loss, "words": words}.items())
+        return iter({"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "words": words}.items())
 
     def _plain(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
         """Name → (numbers → call); what the optimizer does is in float32 whatever the precision."""
@@ -183,7 +183,7 @@ class _Bench:
 
 
 def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:
-    return attend(q_BSHd.transpose(1, 2), k_BSHd.transpose(1, 2), v_BSHd.transpose(1, 2))
+    return attend(q_BSHd.transpose(1, 2), k_BSHd.transpose(1, 2), v_BSHd.transpose(1, 2), None, None)
 
 
 def _passes(
