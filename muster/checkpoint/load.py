@@ -107,6 +107,9 @@ class _Files:
             if problem is not None:
                 raise OSError(problem)
             with open(path, "rb", buffering=0) as file:
+                if hasattr(os, "posix_fadvise"):  # read all of it ahead, in parallel
+                    nbytes = sum(len(buffer) for buffer in buffers)
+                    os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
                 _read_into(file.fileno(), buffers, offset)
         except OSError as error:
             raise MusterError(f"could not read {name} from {path}: {error}") from error

@@ -9,17 +9,19 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
-from muster.checkpoint.folder import sync_folder, write_durably
 from muster.checkpoint.manifest import RankList, StoredTensor, dump
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, TensorLayout, shard_rows
 
 BLOCK_BYTES = 4 << 20
 """The largest piece. A rank that needs one byte of a piece reads it all, for the checksum's sake."""
+PUSH_BYTES = 16 << 20
+"""After so many the disk is asked to begin, so that not all is left to the end."""
 SHARED_BYTES = 1 << 16
 """Boxes smaller than this are written whole by one of the ranks that hold them; larger ones are cut among them."""
 
@@ -63,7 +65,7 @@ def file_order(parts: Iterable[Part]) -> list[Part]:
 
 
 def write_file(folder: Path, rank: int, parts: Sequence[Part], data: Iterable[memoryview]) -> None:
-    """Writes this rank's tensor file (none when it has nothing to write) and the list of what is in it, durably.
+    """Writes this rank's tensor file (none when it has nothing to write), durably, and the list of what is in it.
 
     `parts` are in file order, and `data` gives the bytes of each in turn.
     """
@@ -72,21 +74,24 @@ def write_file(folder: Path, rank: int, parts: Sequence[Part], data: Iterable[me
     files = {}
     if parts:
         head = _header(parts)
-        with open(folder / name, "wb", buffering=0) as out:
+        with open(folder / name, "wb", buffering=0) as out, ThreadPoolExecutor(1) as pool:
             _write(out.fileno(), head)
-            offset = len(head)
+            offset = pushed = len(head)
             for part, numbers in zip(parts, data, strict=True):
+                columns = rows.setdefault(part.name, _Columns(part))
                 for piece in blocks(part):
                     block = numbers[: piece.numel * item_bytes(part.dtype)]
                     numbers = numbers[len(block) :]
+                    columns.add(offset, pool.submit(zlib.crc32, block), piece)
                     _write(out.fileno(), block)
-                    rows.setdefault(part.name, _Columns(part)).add(offset, zlib.crc32(block), piece)
                     offset += len(block)
+                    if offset - pushed >= PUSH_BYTES:
+                        _push(out.fileno(), pushed, offset - pushed)
+                        pushed = offset
             os.fsync(out.fileno())
         files = {name: offset}
     listed = RankList(files=files, tensors={name: columns.finish() for name, columns in rows.items()})
-    write_durably(list_path(folder, rank), dump(listed))
-    sync_folder(folder)
+    list_path(folder, rank).write_text(dump(listed))  # read once, and gone when the checkpoint is
 
 
 def file_name(rank: int) -> str:
@@ -119,9 +124,9 @@ class _Columns:
 
     def __init__(self, part: Part) -> None:
         self._part = part
-        self._rows: list[tuple[int, int, Box]] = []
+        self._rows: list[tuple[int, Future[int], Box]] = []
 
-    def add(self, offset: int, crc32: int, box: Box) -> None:
+    def add(self, offset: int, crc32: "Future[int]", box: Box) -> None:
         self._rows.append((offset, crc32, box))
 
     def finish(self) -> StoredTensor:
@@ -131,7 +136,7 @@ class _Columns:
             dtype=self._part.dtype,
             files=(0,) * len(self._rows),
             offsets=tuple(offset for offset, _, _ in self._rows),
-            crc32=tuple(crc32 for _, crc32, _ in self._rows),
+            crc32=tuple(crc32.result() for _, crc32, _ in self._rows),
             starts=tuple(tuple(box.start[dim] for _, _, box in self._rows) for dim in dims),
             sizes=tuple(tuple(box.size[dim] for _, _, box in self._rows) for dim in dims),
         )
@@ -160,3 +165,10 @@ def _write(handle: int, data: bytes | memoryview) -> None:
         if not (count := os.write(handle, rest)):
             raise MusterError("a write took no byte")
         rest = rest[count:]
+
+
+def _push(handle: int, start: int, count: int) -> None:
+    """Lets the kernel write these bytes to the disk while others are made: Linux does so when told that they are not
+    needed in memory."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, start, count, os.POSIX_FADV_DONTNEED)

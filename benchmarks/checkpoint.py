@@ -1,0 +1,257 @@
+"""How fast are checkpoints? Against dd, plain safetensors, torch.distributed.checkpoint, and one way against another.
+
+    python -m benchmarks.checkpoint [--megabytes 768] [--rounds 5] [--dir FOLDER] [--json FILE]
+
+One process holds a model's tensors; all contestants take turns within each round. Before each read, what lies in the
+page cache of the files is dropped.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.compare import Comparison, interleave, print_comparison, write_results
+from muster.checkpoint.folder import Keep
+from muster.checkpoint.load import load
+from muster.checkpoint.piece import Piece
+from muster.checkpoint.save import alone, save, write_manifest, write_rank
+from muster.checkpoint.saver import Saver, Target
+from muster.spec.layout import Box, TensorLayout, shard_rows
+
+INFO = {"plan": {}, "model": {}, "counters": {}}
+WIDTH = 1024
+PARTS = 4
+"""Ranks that wrote the checkpoint of another plan."""
+
+
+def tensors(megabytes: int) -> dict[str, Tensor]:
+    """Matrices and a few vectors, fp32, of so many MB in all."""
+    rows = 4096
+    count = max(1, megabytes * 10**6 // (rows * WIDTH * 4))
+    found = {f"model/layers.{i}.weight": torch.randn(rows, WIDTH) for i in range(count)}
+    return found | {f"model/layers.{i}.norm": torch.randn(WIDTH) for i in range(count)}
+
+
+def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[Piece]:
+    """What one of `parts` ranks holds: some rows of each tensor, or of a matrix some columns."""
+    found = []
+    for name, whole in values.items():
+        dim = 1 if columns and whole.ndim == 2 else 0
+        first, count = shard_rows(whole.shape[dim], parts, part)
+        start, size = [0] * whole.ndim, list(whole.shape)
+        start[dim], size[dim] = first, count
+        box = Box(tuple(start), tuple(size))
+        found.append(Piece(name, TensorLayout(name, tuple(whole.shape), (box,)), whole[box.slices].contiguous()))
+    return found
+
+
+def drop_cache(folder: Path) -> None:
+    """Makes the next read of the folder's files come from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start
+
+
+class Bench:
+    """The contestants. Those that write leave a folder of their own, which the next round replaces."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder = folder
+        self.values = tensors(megabytes)
+        self.nbytes = sum(value.nbytes for value in self.values.values())
+        self.own = pieces(self.values)
+        # What dd copies: the same numbers, in memory, since a virtual disk may take zeros faster.
+        self.memory = Path(tempfile.mkstemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)[1])
+        with self.memory.open("wb") as file:
+            for value in self.values.values():
+                file.write(value.numpy().data)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.saver = Saver(0, 1, self._store)
+        self.saver.prepare(self.own)
+        self._steps = 0
+
+    def close(self) -> None:
+        self.saver.close()
+        self.memory.unlink()
+
+    def clean(self, name: str) -> Path:
+        """An empty place; nothing of earlier writes is still on its way to the disk."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        os.sync()
+        return self.folder / name
+
+    def rate(self, seconds: float) -> float:
+        return self.nbytes / seconds / 1e6
+
+    # Writing
+
+    def dd(self) -> float:
+        place = self.clean("dd")
+        place.mkdir()
+        source = [f"if={self.memory}", f"of={place / 'file'}", "bs=1M", "conv=fsync"]
+        return self.rate(timed(lambda: subprocess.run(["dd", *source], check=True, capture_output=True)))
+
+    def save(self) -> float:
+        root = self.clean("muster")
+        return self.rate(timed(lambda: save(root, 1, self.own, INFO, 0, 1, alone)))
+
+    def save_beside(self) -> float:
+        """Until all is on disk."""
+        root = self.clean("muster")
+
+        def run() -> None:
+            self.saver.begin(Target(root, 1, INFO, Keep()), self.own)
+            self.saver.wait()
+            assert self.saver.problem is None, self.saver.problem
+
+        return self.rate(timed(run))
+
+    def blocked(self) -> float:
+        """Only until the step may go on."""
+        root = self.clean("muster")
+        seconds = timed(lambda: self.saver.begin(Target(root, 1, INFO, Keep()), self.own))
+        self.saver.wait()
+        return self.rate(seconds)
+
+    def save_dcp(self) -> float:
+        place = self.clean("dcp")
+        return self.rate(timed(lambda: dcp.save(dict(self.values), checkpoint_id=place, no_dist=True)))
+
+    # Reading
+
+    def prepare_reads(self) -> None:
+        """One checkpoint as one rank wrote it, one as four did, and the same for the peers."""
+        save(self.folder / "same", 1, self.own, INFO, 0, 1, alone)
+        other = self.folder / "other" / "step-00000001"
+        other.mkdir(parents=True)
+        for part in range(PARTS):
+            write_rank(other, part, pieces(self.values, part, PARTS))
+        write_manifest(other, 1, INFO, PARTS)
+        save_file(self.values, self.folder / "plain.safetensors")
+        self.save_dcp()
+        self.wanted = {name: torch.empty_like(value) for name, value in self.values.items()}
+        self.goal = pieces(self.wanted)
+        for piece in self.goal:
+            self.wanted[piece.name] = piece.tensor
+
+    def read(self, name: str, run: Callable[[], object]) -> float:
+        drop_cache(self.folder)
+        for value in self.wanted.values():
+            value.fill_(0)
+        seconds = timed(run)
+        for key, value in self.values.items():
+            assert torch.equal(value, self.wanted[key]), f"{name} read {key} wrongly"
+        return self.rate(seconds)
+
+    def load(self, kind: str) -> float:
+        return self.read(kind, lambda: load(self.folder / kind / "step-00000001", self.goal))
+
+    def load_plain(self) -> float:
+        def run() -> None:
+            with safe_open(self.folder / "plain.safetensors", "pt") as file:
+                for name, value in self.wanted.items():
+                    value.copy_(file.get_tensor(name))
+
+        return self.read("safetensors", run)
+
+    def load_dcp(self) -> float:
+        return self.read("dcp", lambda: dcp.load(self.wanted, checkpoint_id=self.folder / "dcp", no_dist=True))
+
+    def load_columns(self) -> float:
+        """As one of two ranks that each hold half of the columns, for both: every piece is read twice."""
+        halves = [pieces(self.wanted, part, 2, columns=True) for part in range(2)]
+        drop_cache(self.folder)
+        seconds = timed(lambda: [load(self.folder / "same" / "step-00000001", half) for half in halves])
+        return self.rate(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=("write", "read"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-") as name:
+        bench = Bench(Path(name), args.megabytes)
+        if args.only in (None, "write"):
+            found += writing(bench, args.rounds)
+        if args.only in (None, "read"):
+            found += reading(bench, args.rounds)
+        bench.close()
+    for comparison in found:
+        print_comparison(comparison)
+    if args.json:
+        write_results(args.json, found)
+
+
+def writing(bench: Bench, rounds: int) -> list[Comparison]:
+    """Saves, at once and beside the training."""
+    contestants = {
+        "dd": bench.dd,
+        "muster": bench.save,
+        "muster beside": bench.save_beside,
+        "muster, step blocked": bench.blocked,
+        "dcp": bench.save_dcp,
+    }
+    interleave(contestants, 1)
+    samples = interleave(contestants, rounds)
+    blocked = {name: samples[name] for name in ("muster, step blocked", "muster", "muster beside")}
+    written = {name: samples[name] for name in ("muster", "muster beside", "dd", "dcp")}
+    title = f"{bench.nbytes / 1e6:.0f} MB"
+    return [
+        Comparison(f"saving {title}", "MB/s", "muster", written, {"dd": 0.7, "dcp": 1.0}),
+        Comparison(f"a step that saves {title}", "MB/s", "muster, step blocked", blocked, {"muster": 1 / 0.15}),
+    ]
+
+
+def reading(bench: Bench, rounds: int) -> list[Comparison]:
+    """Loads from the disk into memory that is there."""
+    bench.prepare_reads()
+    contestants = {
+        "muster": lambda: bench.load("same"),
+        "safetensors": bench.load_plain,
+        "muster, another plan": lambda: bench.load("other"),
+        "muster, other columns, twice": bench.load_columns,
+        "dcp": bench.load_dcp,
+    }
+    interleave(contestants, 1)
+    samples = interleave(contestants, rounds)
+    title = f"loading {bench.nbytes / 1e6:.0f} MB"
+    return [
+        Comparison(title, "MB/s", "muster", samples, {"safetensors": 0.8, "dcp": 1.0}),
+        Comparison(
+            f"{title} under another plan",
+            "MB/s",
+            "muster, another plan",
+            {name: samples[name] for name in ("muster, another plan", "muster")},
+            {"muster": 1 / 1.3},
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()

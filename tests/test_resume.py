@@ -1,0 +1,76 @@
+"""A run goes on under any other plan: every tensor to the bit, and the losses of the run that nobody interrupted."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from muster.spec.plan import Plan
+from tests.parity import open_data, small_run
+from tests.ranks import run_ranks
+from tests.resume import draw_plan
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int, fault: str | None = None) -> dict:
+    """A chain of random plans for one run; here and there a plan is followed by itself."""
+    config = small_run(
+        tied=draw.random() < 0.5, steps=500, layers=draw.choice([4, 4, 4, 8] if most > 4 else [4]), optim=optim
+    )
+    plans: list[Plan] = [draw_plan(draw, config, precision, most)]
+    while len(plans) <= pairs:
+        plans.append(plans[-1] if draw.random() < 0.2 else draw_plan(draw, config, precision, most))
+    return {
+        "config": config.model_dump(mode="json"),
+        "plans": [plan.model_dump(mode="json") for plan in plans],
+        "fault": fault,
+    }
+
+
+def run(tmp_path: Path, chains: list[dict], most: int, timeout_s: float = 280) -> list[list[dict]]:
+    cache = str(tmp_path / "cache")
+    open_data(small_run(), cache)
+    payload = {"chains": chains, "cache": cache, "root": str(tmp_path / "checkpoints")}
+    return run_ranks(most, "tests.resume:chains", payload, timeout_s)[0]
+
+
+def check(chains: list[dict], found: list[list[dict]]) -> int:
+    """Holds what was found to the bar; how many pairs there were."""
+    count = 0
+    for one, results in zip(chains, found, strict=True):
+        plans = [Plan.model_validate(plan) for plan in one["plans"]]
+        for before, after, result in zip(plans[:-1], plans[1:], results[1:], strict=True):
+            what = f"{before} → {after}: {result}"
+            assert result["tensors"] == [], what
+            tolerance = 0.0 if before == after else TOLERANCE[after.precision]
+            assert result["error"] <= tolerance, what
+            count += 1
+    return count
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    chains = [chain(draw, "adamw", "fp64", 3, most=3), chain(draw, "muon", "fp32", 2, most=3)]
+    assert check(chains, run(tmp_path, chains, most=3)) == 5
+
+
+def test_what_goes_wrong_when_going_on_is_noticed(tmp_path: Path) -> None:
+    faults = ("other position", "other step", "no optimizer", "swapped pieces")
+    config = small_run(steps=500).model_dump(mode="json")
+    plans = [Plan(precision="fp64", dp_shard=2).model_dump(mode="json"), Plan(precision="fp64").model_dump(mode="json")]
+    found = run(tmp_path, [{"config": config, "plans": plans, "fault": fault} for fault in faults], most=2)
+    for fault, results in zip(faults, found, strict=True):
+        assert results[1]["tensors"] or results[1]["error"] > TOLERANCE["fp64"], fault
+        assert bool(results[1]["tensors"]) == (fault in ("no optimizer", "swapped pieces")), fault
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(4))
+def test_a_run_goes_on_under_any_other_plan(part: int, tmp_path: Path) -> None:
+    """60 random pairs of plans in four launches."""
+    draw = random.Random()
+    kinds = [("adamw", "fp64"), ("adamw", "fp32"), ("muon", "fp64"), ("lion", "fp64"), ("sgd", "fp32")]
+    draw.shuffle(kinds)
+    chains = [chain(draw, optim, precision, 3, most=8) for optim, precision in kinds]
+    assert check(chains, run(tmp_path, chains, most=8)) == 15
