@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from muster.checkpoint.folder import checkpoints, problem_of
 from muster.checkpoint.manifest import read_manifest
 from muster.spec.errors import MusterError
 from muster.train.metrics import MetricsLog, read_metrics
+from muster.train.shared_disk import require_shared
 from tests.train_runs import (
     AT_ONCE,
     QUICK,
@@ -23,6 +25,7 @@ from tests.train_runs import (
     assert_same_training,
     copy_of,
     exit_of,
+    rows_of,
     steps,
     train,
     whole_run,
@@ -162,6 +165,27 @@ def test_what_cannot_go_on_loses_nothing(problem: Callable[[Path], tuple], whole
     before = contents(run)
     assert_one_sentence(train(*TINY, "--run", run, *arguments), code, words)
     assert contents(run) == before
+
+
+def test_changes_can_be_allowed_and_are_shown(whole: Path) -> None:
+    run = copy_of(whole, "allowed")
+    ended = train(*TINY, "--run", run, "--allow-changes", "--optim.lr", "1e-4", "--train.steps", "21")
+    assert (ended.code, ended.err) == (0, "")
+    assert "allowed: optim.lr was 0.003, now 0.0001" in ended.out
+    assert steps(run) == list(range(1, 22))
+    assert rows_of(run)[-1]["train/lr"] < 2e-4
+
+
+def test_a_rank_that_sees_another_disk_says_so(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    for name in ("here", "there"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+    require_shared(tmp_path / "here", 0, store)
+    require_shared(tmp_path / "here", 1, store)
+    with pytest.raises(
+        MusterError, match=r"rank 1 on .* doesn't see what rank 0 on .* writes in .*there: give a --run"
+    ):
+        require_shared(tmp_path / "there", 1, store, wait_s=0.2)
 
 
 def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:

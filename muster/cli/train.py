@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> int:
         _show(resolved, args.nproc, run_dir)
         return 0
     train = runtime()
-    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh))
+    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes))
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
@@ -44,6 +44,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
     parser.add_argument("--seed", metavar="S", help="what all randomness comes from")
     parser.add_argument("--fresh", action="store_true", help="start anew, whatever the run directory holds")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="go on with another configuration or other data, and say which"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print configuration, plan and program; write nothing")
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest, run_file_keys)

@@ -19,37 +19,20 @@ from typing import TYPE_CHECKING
 
 from muster.checkpoint.folder import find_latest
 from muster.checkpoint.manifest import read_manifest
-from muster.data.dataset import Dataset
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-from muster.spec.load import Resolved, derived_lines, load_run, resolve_plan, write_resolved
+from muster.spec.load import Resolved, derived_lines, resolve_plan, write_resolved
 from muster.spec.plan import Plan
-from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
+from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
 from muster.train.order import with_order
+from muster.train.shared_disk import require_shared
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-FREE_TO_CHANGE = (
-    "train.steps",
-    "train.log_every",
-    "train.save_every",
-    "train.keep_last",
-    "train.keep_every",
-    "train.ephemeral_every",
-    "train.async_save",
-    "train.eval_batches",
-    "train.sample_tokens",
-    "train.max_skipped",
-    "train.spike_sigmas",
-    "train.spike_window",
-    "data.cache",
-)
-"""What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""
 
 PREPARE_LIMIT = timedelta(days=1)
 """How long rank 0 may build the token store; when it fails, torchrun ends the ranks that wait."""
@@ -64,6 +47,8 @@ class TrainOptions:
     """Local processes; None: as many as the plan wants."""
     fresh: bool = False
     """Start anew, whatever the run directory holds."""
+    allow_changes: bool = False
+    """Go on with another configuration or other data than the run began with."""
 
 
 def train(resolved: Resolved, options: TrainOptions) -> int:
@@ -122,7 +107,7 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
     latest = None if options.fresh else _last_checkpoint(run_dir)
     manifest = read_manifest(latest) if latest is not None else None
     if manifest is not None:
-        _refuse_drift(run_dir, config, manifest.step)
+        refuse_drift(run_dir, config, manifest.step, options.allow_changes)
         if manifest.step == config.train.steps and (run_dir / "report.html").exists():
             print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
             show_report(run_dir)
@@ -135,7 +120,7 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
     for line in derived_lines(resolved):
         print(line)
     if manifest is not None:
-        _refuse_other_data(run_dir, dataset, manifest.counters)
+        refuse_other_data(run_dir, dataset, manifest.counters, options.allow_changes)
         print(f"resuming {run_dir} after step {manifest.step}")
     plan = with_order(plan, config, run_dir if manifest is not None else None)
     with _writing(run_dir):
@@ -176,54 +161,6 @@ def _forget(run_dir: Path, all_of_it: bool) -> None:
                 shutil.rmtree(run_dir / folder)
     for path in doomed:
         path.unlink(missing_ok=True)
-
-
-def _refuse_drift(run_dir: Path, config: RunConfig, done: int) -> None:
-    """A run goes on with the configuration that it began with, but for what is free to change, and the plan.
-
-    `done` is how many steps it has made. Another number of steps to come is allowed and gets a word of its own.
-    """
-    before = load_run(None, run_dir / "config.yaml", []).config
-    old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    changed = [
-        f"{key} was {old.get(key)}, now {new.get(key)}"
-        for key in sorted(old | new)
-        if old.get(key) != new.get(key) and key not in FREE_TO_CHANGE and not key.startswith("parallel")
-    ]
-    if changed:
-        raise ConfigError(
-            f"{run_dir} holds a run with another configuration ({'; '.join(changed)}):"
-            " use the same, another --run, or --fresh to start anew"
-        )
-    steps = config.train.steps
-    if steps < done:
-        raise ConfigError(
-            f"{run_dir} has done {done} steps already: expected train.steps of {done} or more, got {steps}"
-            " (another --run or --fresh starts anew)"
-        )
-    if steps not in (done, before.train.steps):
-        print(
-            f"train.steps was {before.train.steps}, now {steps}: from step {done + 1} on, the learning rate is that of"
-            f" {steps} steps, so the result is not that of {steps} steps from the start"
-        )
-
-
-def _refuse_other_data(run_dir: Path, dataset: Dataset, counters: dict) -> None:
-    """The stream of samples goes on only through the same tokens."""
-    if counters.get("data") != dataset.store.fingerprint:
-        raise ConfigError(
-            f"the text of data.source is not what {run_dir} began with ({counters.get('data')}, now"
-            f" {dataset.store.fingerprint}): bring it back, use another --run, or --fresh to start anew"
-        )
-
-
-def _flat(tree: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
 
 
 @contextmanager
@@ -275,6 +212,7 @@ def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
         verdict = store.get("prepared").decode()
         if verdict != "train":
             return int(verdict == "failed")  # rank 0 says why
+        require_shared(run_dir, rank, store)
         code = guard(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
         if rank == 0:
             _conclude(run_dir, code, world_size)

@@ -1,0 +1,81 @@
+"""What may be another when a run goes on, and what is refused: shown as what was and what is now."""
+
+from pathlib import Path
+
+from muster.data.dataset import Dataset
+from muster.spec.errors import ConfigError
+from muster.spec.load import load_run
+from muster.spec.run import RunConfig
+
+FREE_TO_CHANGE = (
+    "train.steps",
+    "train.log_every",
+    "train.save_every",
+    "train.keep_last",
+    "train.keep_every",
+    "train.ephemeral_every",
+    "train.async_save",
+    "train.eval_batches",
+    "train.sample_tokens",
+    "train.max_skipped",
+    "train.spike_sigmas",
+    "train.spike_window",
+    "data.cache",
+)
+"""What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""
+
+WAYS_OUT = "use the same, another --run, --fresh to start anew, or --allow-changes to go on all the same"
+
+
+def refuse_drift(run_dir: Path, config: RunConfig, done: int, allow: bool = False) -> None:
+    """A run goes on with the configuration that it began with, but for what is free to change, and the plan.
+
+    `done` is how many steps it has made. Another number of steps to come is allowed and gets a word of its own; with
+    `allow` so does everything else. Raises ConfigError.
+    """
+    before = load_run(None, run_dir / "config.yaml", []).config
+    changed = differences(before, config)
+    if changed and not allow:
+        raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {WAYS_OUT}")
+    for change in changed:
+        print(f"allowed: {change}")
+    steps = config.train.steps
+    if steps < done:
+        raise ConfigError(
+            f"{run_dir} has done {done} steps already: expected train.steps of {done} or more, got {steps}"
+            " (another --run or --fresh starts anew)"
+        )
+    if steps not in (done, before.train.steps):
+        print(
+            f"train.steps was {before.train.steps}, now {steps}: from step {done + 1} on, the learning rate is that of"
+            f" {steps} steps, so the result is not that of {steps} steps from the start"
+        )
+
+
+def refuse_other_data(run_dir: Path, dataset: Dataset, counters: dict, allow: bool = False) -> None:
+    """The stream of samples goes on only through the same tokens, unless `allow`. Raises ConfigError."""
+    if counters.get("data") == dataset.store.fingerprint:
+        return
+    change = f"({counters.get('data')}, now {dataset.store.fingerprint})"
+    if not allow:
+        raise ConfigError(f"the text of data.source is not what {run_dir} began with {change}: {WAYS_OUT}")
+    print(f"allowed: another text {change}, from sample {counters['samples_consumed']} of its stream on")
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """What was and what is now, for each key that isn't free to change. The plan always is."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    return [
+        f"{key} was {old.get(key)}, now {new.get(key)}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and key not in FREE_TO_CHANGE and not key.startswith("parallel")
+    ]
+
+
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
