@@ -22,6 +22,7 @@ from muster.checkpoint.manifest import read_manifest
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.load import Resolved, derived_lines, resolve_plan, write_resolved
 from muster.spec.plan import Plan
+from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
