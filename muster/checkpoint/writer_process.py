@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,29 +41,33 @@ def job_of(folder: Path, handle: int, buffer_bytes: int, parts: list[Part]) -> J
 
 def do(job: Job, rank: int) -> str:
     """Writes; an empty string, or one sentence that says why not."""
+    parts = [
+        Part(name, key, tuple(shape), dtype, Box(tuple(start), tuple(size)))
+        for name, key, shape, dtype, start, size in job.parts
+    ]
     try:
-        parts = [
-            Part(name, key, tuple(shape), dtype, Box(tuple(start), tuple(size)))
-            for name, key, shape, dtype, start, size in job.parts
-        ]
-        if not parts:
-            write_file(Path(job.folder), rank, [], [])
-            return ""
-        with mmap.mmap(job.handle, job.buffer_bytes, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-            ends = [0]
-            for part in parts:
-                ends.append(ends[-1] + part.nbytes)
-            data = [view[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-            try:
-                write_file(Path(job.folder), rank, parts, data)
-            finally:
-                for one in data:
-                    one.release()
+        write_file(Path(job.folder), rank, parts, _data(job, parts) if parts else [])
     except OSError as error:
         return f"could not write {error.filename or job.folder}: {error.strerror or error}"
     except MusterError as error:
         return str(error)
+    except Exception as error:  # the rank must have an answer, and the next save a writer
+        return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _data(job: Job, parts: list[Part]) -> list[memoryview]:
+    """The bytes of each part, where they lie in the rank's buffer."""
+    view = _mapped(job.handle, job.buffer_bytes)
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part.nbytes)
+    return [view[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+@cache
+def _mapped(handle: int, nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(handle, nbytes, prot=mmap.PROT_READ))
 
 
 def main() -> None:
