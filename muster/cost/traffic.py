@@ -27,8 +27,9 @@ from muster.spec.plan import Plan
 from muster.spec.run import OptimConfig
 from muster.spec.workload import Workload
 
-_REPORT_BYTES = 4 * 8
-"""NORM adds up the squares of the gradients, the loss, the z-loss and the wish to stop, in float64."""
+_REPORT_BYTES = 6 * 8
+"""NORM adds up the squares of the gradients, the loss, the z-loss, the wish to stop, and whether a save is under way or
+has failed, in float64."""
 
 
 def step_bytes(
