@@ -8,13 +8,22 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from muster.checkpoint.families import hf_shapes
 from muster.checkpoint.folder import checkpoints, find_latest
 from muster.checkpoint.formats.dcp import METADATA, DcpTensors
 from muster.checkpoint.formats.huggingface import CONFIG, open_weights
+from muster.checkpoint.formats.megatron import (
+    TRACKER,
+    is_torch_dist,
+    last_iteration,
+    links_of,
+    read_arguments,
+    spec_from_arguments,
+)
 from muster.checkpoint.formats.stored import StoredTensors
 from muster.checkpoint.linked import RenamedTensors, check_shapes
 from muster.checkpoint.manifest import MANIFEST, Manifest
-from muster.checkpoint.mapping import from_hf
+from muster.checkpoint.mapping import from_hf, from_links
 from muster.checkpoint.tensors import Tensors
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.hf_config import load_hf_model
@@ -28,7 +37,7 @@ ABOUT = "muster.json"
 
 EXPECTED = (
     "expected a run (with config.yaml), a Muster checkpoint (manifest.json), a Hugging Face directory (config.json and"
-    " *.safetensors) or a torch.distributed.checkpoint folder (.metadata)"
+    " *.safetensors) or a torch.distributed.checkpoint folder (.metadata), of Megatron-LM too"
 )
 
 
@@ -62,8 +71,10 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> Directory:
         return _open_muster(path, model)
     if (path / "config.yaml").exists() or checkpoints(path):
         return _open_muster(_last_of_run(path), model)
+    if (path / TRACKER).exists():
+        path = last_iteration(path)
     if (path / METADATA).exists():
-        return _open_dcp(path, model)
+        return _open_megatron(path, model) if is_torch_dist(path) else _open_dcp(path, model)
     if (path / CONFIG).exists():
         return Directory(format="hf", folder=path, stored=open_weights(path), model=model or load_hf_model(path))
     raise ConfigError(f"{path} is no directory of a known kind: {EXPECTED}")
@@ -79,6 +90,11 @@ def weights_of(directory: Directory) -> Tensors:
         raise ConfigError(f"{directory.folder} doesn't say what model it holds: give --model, such as --model tiny")
     if directory.format == "hf":
         return from_hf(directory.stored, spec, directory.folder)
+    if directory.format == "megatron":
+        stacked = not any(name.startswith("decoder.layers.0.") for name in directory.stored.kinds)
+        links = list(links_of(spec, stacked))
+        check_shapes(directory.stored, hf_shapes(links), directory.folder)
+        return from_links(directory.stored, spec, links)
     prefix, shapes = _PREFIX[directory.format], dict(parameters(spec))
     check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
     return RenamedTensors(directory.stored, {name: prefix + name for name in shapes})
@@ -143,6 +159,15 @@ def _open_dcp(folder: Path, model: ModelSpec | None) -> Directory:
         step=about.get("step"),
         plan=about.get("plan"),
         counters=about.get("counters", {}),
+    )
+
+
+def _open_megatron(folder: Path, model: ModelSpec | None) -> Directory:
+    arguments = read_arguments(folder)
+    if model is None and arguments:
+        model = spec_from_arguments(arguments, folder)
+    return Directory(
+        format="megatron", folder=folder, stored=DcpTensors(folder), model=model, step=arguments.get("iteration")
     )
 
 
