@@ -93,11 +93,11 @@ def forecast(
                 )
             stages[stage] = alike[key]
         at, terms = walk(program, pp_rank, stages)
-        ranks = [rank for rank, _ in members(plan, pp_rank)]
-        device = cluster.group_of(ranks[0]).device
+        rank = next(members(plan, pp_rank))[0]
+        device = cluster.group_of(rank).device
         fixed = sum(stage.resident.total for stage in stages.values())
         terms += device_terms(device, plan, pp_rank, terms.total - fixed)
-        found.append(RankForecast(pp_rank, ranks[0], len(ranks), at, terms, device.memory_bytes))
+        found.append(RankForecast(pp_rank, rank, plan.mesh(pp_rank).ranks, at, terms, device.memory_bytes))
     return MemoryForecast(tuple(found))
 
 
