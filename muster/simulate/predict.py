@@ -185,9 +185,9 @@ def predict(
 
     `software` says what computes, where that is not Muster itself on what is usual.
     `program` (of `program_of`) and `times` (of `plan_times`) spare their making where they are known from another
-    call: plans that differ in neither schedule, micro-batches nor sharding level have the same program. A call takes one
-    core about 4 µs for each instruction of the program, a third of it for lowering: 7 ms for 4 pipeline ranks and 32
-    micro-batches, 24 ms for 16 and 64, 0.6 s for 64 and 512, whatever the number of devices.
+    call: plans that differ in neither schedule, micro-batches nor sharding level have the same program. A call takes
+    one core about 4 µs for each instruction of the program, a third of it for lowering: 7 ms for 4 pipeline ranks and
+    32 micro-batches, 24 ms for 16 and 64, 0.6 s for 64 and 512, whatever the number of devices.
 
     Raises InfeasibleError with the reasons why the plan can't hold for this model, batch and cluster.
     """
