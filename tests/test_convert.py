@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from muster.checkpoint.convert import Conversion, convert
 from muster.checkpoint.directory import open_directory
 from muster.checkpoint.formats.dcp import DcpTensors
 from muster.checkpoint.linked import LinkedTensors, Origin
@@ -337,6 +338,17 @@ def test_a_disk_that_fails_leaves_nothing(run: Path, tmp_path: Path, capsys: pyt
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_conversion_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, stop: type[BaseException]) -> None:
+    def interrupt(nbytes: int) -> None:
+        raise stop
+
+    for kind in ("hf", "muster", "dcp"):
+        with pytest.raises(stop):
+            convert(run, tmp_path / "target", Conversion(to=kind), lambda _: None, interrupt)  # type: ignore[arg-type]
+        assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -42,12 +42,28 @@ def last_iteration(path: Path) -> Path:
     return folder
 
 
+class _Inert(Record):
+    """Takes whatever a pickle does with an object, and does nothing."""
+
+    def __call__(self, *args: object) -> "_Inert":
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def append(self, item: object) -> None:
+        pass
+
+    def extend(self, items: object) -> None:
+        pass
+
+
 class _AnyName(Mapping[tuple[str, str], Any]):
     """Every name of a pickle as an inert record, but for plain containers."""
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         known = {("collections", "OrderedDict"): OrderedDict, ("builtins", "dict"): dict, ("builtins", "set"): set}
-        return known.get(key) or type(key[1], (Record,), {})
+        return known.get(key) or type(key[1], (_Inert,), {})
 
     def __contains__(self, key: object) -> bool:
         return True
