@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from muster.cli.parser import Parser, whole_number
 from muster.cli.runtime import runtime
 from muster.spec.errors import ConfigError
-from muster.spec.nearest import require_runnable
-from muster.spec.plan_name import format_plan_name, parse_plan_name
-from muster.spec.workload import Workload
 
 if TYPE_CHECKING:
     from muster.cost.forecast import MemoryForecast
     from muster.spec.model import ModelSpec
     from muster.spec.plan import Plan
+    from muster.spec.workload import Workload
 
 TOLERANCE = 0.03
 """Relative difference that is allowed."""
@@ -42,6 +40,9 @@ def run(arguments: list[str]) -> int:
     """Compares. Returns the exit code: 1 when a rank differs by more than the tolerance."""
     args = _parse(arguments)
     from muster.spec.named_model import load_model
+    from muster.spec.nearest import require_runnable
+    from muster.spec.plan_name import parse_plan_name
+    from muster.spec.workload import Workload
 
     model, plan = load_model(args.model), parse_plan_name(args.plan)
     count = args.micro_batches or MICRO_BATCHES * plan.pp
@@ -80,7 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _compare(model: "ModelSpec", plan: "Plan", workload: Workload, real: bool) -> Iterator[Compared]:
+def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[Compared]:
     check = runtime("muster.train.memory_check")
     found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
     counted = check.account_really(model, plan, workload) if real else []
@@ -89,7 +90,7 @@ def _compare(model: "ModelSpec", plan: "Plan", workload: Workload, real: bool) -
         yield Compared(one.rank, one.at, one.terms.total, accounting.peak_bytes)
 
 
-def _forecast(model: "ModelSpec", plan: "Plan", workload: Workload, kernels: object) -> "MemoryForecast":
+def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: object) -> "MemoryForecast":
     from muster.cost.forecast import forecast
     from muster.schedule.build import program_of
     from muster.spec.cluster import single_device
@@ -101,6 +102,7 @@ def _forecast(model: "ModelSpec", plan: "Plan", workload: Workload, kernels: obj
 
 def _print(found: list[Compared], plan: "Plan", args: argparse.Namespace) -> None:
     from muster.report.numbers import format_bytes
+    from muster.spec.plan_name import format_plan_name
 
     if args.json:
         ranks = [
