@@ -73,7 +73,7 @@ class _Own:
         neighbours = sum(self.sizes.hidden_bytes for end in self._ends() if not end)
         resident = MemoryTerms(
             parameters=shards,
-            optimizer=int(shards * self.state_numbers),
+            optimizer=0 if self._offloads_optimizer() else int(shards * self.state_numbers),
             communication=neighbours,  # each receive is posted ahead of its use
         )
         kept = self._kept()
@@ -100,6 +100,10 @@ class _Own:
                 "MERGE": (Moment("copies swapped", MemoryTerms(communication=2 * shards)),),
             },
         )
+
+    def _offloads_optimizer(self) -> bool:
+        """Whether its state lies in the host's memory (arXiv:2101.06840)."""
+        return self.plan.default_strategy.offload in ("optimizer", "all")
 
     def _ends(self) -> tuple[bool, bool]:
         """Whether nothing comes from another rank before the stage, and after it."""
@@ -195,7 +199,7 @@ class _Own:
 
     def _backward(self, kept: MemoryTerms, weights: bool) -> list[Moment]:
         """`weights`: their gradients are made here, not in W."""
-        sizes, size, wide = self.sizes, self.size, self.wide
+        sizes, size = self.sizes, self.size
         head = self.held.words.whole * size if self.scores and weights else 0
         if self.scores and self.reads and not self.spec.tied_embeddings:
             head //= 2
@@ -209,40 +213,43 @@ class _Own:
             )
             moments.append(Moment("head", extra))
         head = 0 if self.plain else head
-        logits, done, made = -kept.logits, 0, 0
-        gathered = {True: self._buckets(1), False: self._buckets(self._ahead)}
-        for index, layer in enumerate(reversed(self.layers[-2:])):
-            held, work = self.held.layers[-1 - index], self._backward_work(layer, weights)
-            reducing = held_before(self.held.layers, index, self.plan.bucket_layers) * wide if reduces else 0
-            summing = made if replicated else 0
-            extra = MemoryTerms(
-                gathered_parameters=gathered[layer == self.layers[0]],
-                activations=-done,
-                logits=logits,
-                communication=reducing + summing,
-                workspace=head + work,
-            )
-            first = 0 if replicated else made
-            moments.append(Moment("last layer" if index == 0 else "layer before the last", extra, first))
-            done += self._layer(layer)
-            if weights:
-                complete = MemoryTerms(
-                    gathered_parameters=gathered[layer == self.layers[0]],
-                    activations=-done,
-                    logits=logits,
-                    communication=reducing + summing,
-                    workspace=head + self._norm_work + (0 if self.plain else held.whole * size),
-                )
-                moments.append(Moment("end of a layer", complete, first))
-                reduced = self._layer_end(held, done, logits, head, reduces) + MemoryTerms(communication=summing)
-                moments.append(Moment("gradients of a layer", reduced, first))
-            made += held.whole * wide if self.zero == "z1" else held.shard * wide
+        for index in sorted({0, 1, len(self.layers) - 1} & set(range(len(self.layers)))):
+            moments += self._layer_backward(index, MemoryTerms(logits=-kept.logits, workspace=head), reduces, weights)
         if weights:
             moments.append(self._root_end(kept, reduces, replicated))
         else:
             words = self.held.words.whole * size // (1 + self.scores) if self.reads else 0
             left = self._deferred(kept) + kept.times(-1) + MemoryTerms(workspace=sizes.hidden_bytes + words)
             moments.append(Moment("inputs", left))
+        return moments
+
+    def _layer_backward(self, index: int, base: MemoryTerms, reduces: bool, weights: bool) -> list[Moment]:
+        """Where the backward has come to the `index`-th layer from the end: in its MLP, at its end, and where its
+        gradients are copied into what is reduced. `base`: what of the stage's ends is there, or no more."""
+        layer, held = self.layers[-1 - index], self.held.layers[-1 - index]
+        after, wide = self.layers[len(self.layers) - index :], self.wide
+        done = sum(self._layer(other) for other in after)
+        made = sum(other.whole if self.zero == "z1" else other.shard for other in self.held.layers[-index:] if index)
+        replicated = reduces and self.plan.mesh(self.stage).dp_replicate > 1
+        reducing = held_before(self.held.layers, index, self.plan.bucket_layers) * wide if reduces else 0
+        summing, first = (made * wide, 0) if replicated else (0, made * wide)
+        base += MemoryTerms(communication=summing, activations=-done)
+        gathered = self._buckets(1 if layer == self.layers[0] else self._ahead)
+        inside = MemoryTerms(gathered_parameters=gathered, communication=reducing)
+        work = MemoryTerms(workspace=self._backward_work(layer, weights))
+        moments = [Moment(_from_the_end(index), base + inside + work, first)]
+        if weights:
+            base += MemoryTerms(activations=-self._layer(layer))
+            gradients = 0 if self.plain else held.whole * self.size
+            complete = MemoryTerms(workspace=self._norm_work + gradients)
+            moments.append(Moment("end of a layer", base + inside + complete, first))
+            buffers, gradients = self._reducing(held, reduces)
+            reduced = MemoryTerms(
+                gathered_parameters=self._buckets(1),
+                communication=buffers,
+                workspace=gradients + self.sizes.hidden_bytes,
+            )
+            moments.append(Moment("gradients of a layer", base + reduced, first))
         return moments
 
     @property
@@ -270,17 +277,6 @@ class _Own:
         sizes = self.sizes
         copies = 0 if self.kernels.fused_norm else 4 * sizes.hidden_tokens * sizes.own.hidden_size * self.wide
         return copies + 2 * sizes.hidden_bytes
-
-    def _layer_end(self, held: Held, done: int, logits: int, head: int, reduces: bool) -> MemoryTerms:
-        """A layer's gradients are complete, and copied into what is reduced."""
-        communication, gradients = self._reducing(held, reduces)
-        return MemoryTerms(
-            gathered_parameters=self._buckets(1),
-            activations=-done,
-            logits=logits,
-            communication=communication,
-            workspace=head + gradients + self.sizes.hidden_bytes,
-        )
 
     def _reducing(self, held: Held, reduces: bool) -> tuple[int, int]:
         """(buffers, gradients) where gradients that are complete are reduced: they are copied into one buffer, then
@@ -351,6 +347,10 @@ class _Own:
     def _reduce(self) -> Moment:
         largest = max([self.held.root.whole, *(held.whole for held in self.held.layers)])
         return Moment("reducing", MemoryTerms(communication=largest * self.wide))
+
+
+def _from_the_end(index: int) -> str:
+    return ("last layer", "layer before the last")[index] if index < 2 else "first layer"
 
 
 def held_before(layers: tuple[Held, ...], index: int, bucket: int) -> int:
