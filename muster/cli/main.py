@@ -12,6 +12,7 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.spec.suggest import did_you_mean
 
 VERBS = {
+    "plan": "find the best plans for a model on a cluster",
     "train": "train a model, or go on with a run that was interrupted",
     "program": "print the program of a plan: what each pipeline rank does, in which order",
     "schedule": "draw a pipeline schedule, or compare them all",

@@ -69,9 +69,8 @@ class StageTimes:
     def passes(self) -> Iterator[tuple[str, Spent]]:
         """(kind, what it spends) of F, B, I and W."""
         forward, inputs, weights, again = self._whole()
-        sharded = self.data.size > 1 and self.zero != "z1"
-        gather_s = self._layer_gather_s() * len(self.layers) if sharded and self.zero == "z3" else 0.0
-        reduce_s = self._layer_reduce_s() * len(self.layers) if sharded else 0.0
+        gather_s = self._layer_gather_s() * len(self.layers) if self.zero == "z3" else 0.0
+        reduce_s = self._layer_reduce_s() * len(self.layers) if self.zero != "z1" else 0.0
         backward = again + inputs + weights
         yield "F", self._with_traffic(forward, gather_s)
         # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.

@@ -4,7 +4,7 @@ import hashlib
 import json
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -24,6 +24,7 @@ of the gated linear unit. attention: scores, their softmax and the weighted valu
 every second matrix product and all that is cheap (torchtitan's selective checkpointing by operation). full: the
 layer."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 class Mesh(Frozen):

@@ -110,16 +110,31 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
         raise ConfigError(
             f"plan name '{text}' ends in '+' and a hash because a name can't say all of that plan; give its plan.yaml"
         )
+    fields = _said(text)
+    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute") if key in fields})
+    stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
+    kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
+    return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
+
+
+def said_by(text: str) -> dict[str, Any]:
+    """The fields of a plan, or of its default strategy, that some parts of a name say: `tp8-z1`. Raises ConfigError."""
+    fields = _said(text)
+    if "layers" in fields:
+        fields["stages"] = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers"))
+    if fields.get("vpp") == 1:
+        del fields["vpp"]  # `pp4` says nothing about chunks; `pp4v2` does
+    return fields
+
+
+def _said(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for token in text.strip().split("-"):
         said = _parse_word(token, text)
         if fields.keys() & said.keys():
             raise ConfigError(f"plan name '{text}': '{token}' says again what an earlier part said")
         fields |= said
-    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute") if key in fields})
-    stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
-    kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
-    return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
+    return fields
 
 
 def _parse_word(token: str, text: str) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""Layers of each stage, so that no pipeline rank has more to do than it must."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from muster.cost.op_times import OpTimes
+from muster.spec.plan import Plan, StageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Seconds that one micro-batch takes on a pipeline rank: `fixed_s` and `layer_s` for each of its layers."""
+
+    fixed_s: float
+    layer_s: float
+
+    def of(self, layers: int) -> float:
+        """With so many layers."""
+        return self.fixed_s + layers * self.layer_s
+
+
+def loads(plan: Plan, num_layers: int, times_of: Callable[[Plan], OpTimes]) -> list[Load]:
+    """What each pipeline rank takes, from the times of the plan and of one whose ranks have a layer more or fewer.
+
+    Exact where the layers of a model are alike.
+    """
+    counts = [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]
+    moved = _moved(counts, plan.pp)
+    one, other = (_rank_seconds(plan, times_of(with_layers(plan, layers))) for layers in (counts, moved))
+    found = []
+    for rank in range(plan.pp):
+        own = [stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank]
+        before, after = (sum(layers[stage] for stage in own) for layers in (counts, moved))
+        layer_s = (other[rank] - one[rank]) / (after - before) if after != before else one[rank] / max(1, before)
+        found.append(Load(one[rank] - before * layer_s, layer_s))
+    return found
+
+
+def least_busy_s(ranks: Sequence[Load], num_layers: int) -> float:
+    """The least time of the busiest rank for any numbers of layers, even broken ones."""
+    low, high = 0.0, max(load.of(num_layers) for load in ranks)
+    for _ in range(60):
+        middle = (low + high) / 2
+        held = sum(
+            max(0.0, (middle - load.fixed_s) / load.layer_s) if load.layer_s > 0 else num_layers for load in ranks
+        )
+        low, high = (low, middle) if held >= num_layers else (middle, high)
+    return low
+
+
+def balanced(plan: Plan, num_layers: int, times_of: Callable[[Plan], OpTimes]) -> Plan | None:
+    """The plan with layers given one by one to the rank that is done first with one more: no split has a lower busiest
+    rank. None where the plan's own split is that one, or where layers can't be moved."""
+    if plan.pp == 1 or num_layers < 2 * plan.depth:
+        return None
+    ranks = loads(plan, num_layers, times_of)
+    own = [[stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank] for rank in range(plan.pp)]
+    counts = [1] * plan.depth
+    held = [len(stages) for stages in own]
+    for _ in range(num_layers - plan.depth):
+        rank = min(range(plan.pp), key=lambda rank: (ranks[rank].of(held[rank] + 1), -rank))
+        counts[min(own[rank], key=lambda stage: (counts[stage], stage))] += 1
+        held[rank] += 1
+    if counts == [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]:
+        return None
+    return with_layers(plan, counts)
+
+
+def with_layers(plan: Plan, counts: Sequence[int]) -> Plan:
+    """The plan with so many layers on each stage."""
+    return plan.model_copy(update={"stages": tuple(StageSpec(layers=count) for count in counts)})
+
+
+def _moved(counts: Sequence[int], num_ranks: int) -> list[int]:
+    """The first stage of every rank with a layer more or fewer, where there is one to give. It is the stage of the
+    rank's number, round and round as well as there and back."""
+    moved = list(counts)
+    for giver in range(0, num_ranks, 2):
+        taker = giver + 1 if giver + 1 < num_ranks else giver - 1
+        if moved[giver] > 1 and taker >= 0:
+            moved[giver] -= 1
+            moved[taker] += 1
+    return moved
+
+
+def _rank_seconds(plan: Plan, times: OpTimes) -> list[float]:
+    """What a micro-batch takes on each pipeline rank: its forwards and backwards."""
+    kinds = ("F", "I", "W") if plan.schedule_entry.splits else ("F", "B")
+    busy = [0.0] * plan.pp
+    for stage in range(plan.depth):
+        busy[plan.pp_rank(stage)] += sum(seconds_of(times, kind, stage) for kind in kinds)
+    return busy
+
+
+def seconds_of(times: OpTimes, kind: str, stage: int) -> float:
+    """Of an instruction, by its kind and stage."""
+    found = times.seconds.get((kind, stage))
+    return times.seconds.get((kind, -1), 0.0) if found is None else found

@@ -1,0 +1,249 @@
+"""What is thought of a plan: bounds, cheap, for what is not simulated, and a prediction for what is."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from muster.cost.forecast import forecast
+from muster.cost.op_times import OpTimes
+from muster.cost.own_memory import OTHER_KERNELS, own_stage
+from muster.cost.plan_times import plan_times
+from muster.planner.balance import balanced, least_busy_s, loads, seconds_of
+from muster.planner.bound import LayerTimes, order_bound_s, step_bound_s
+from muster.planner.fit import fitted
+from muster.planner.request import Request
+from muster.planner.space import Order, Shape, make_plan, recomputes
+from muster.schedule.build import program_of
+from muster.schedule.program import Program
+from muster.simulate.predict import Prediction, predict
+from muster.spec.errors import InfeasibleError
+from muster.spec.legal import not_yet
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+
+_TRIES = 3
+"""Recompute frees what it is said to free but for what other moments of a pass hold; then it must free that too."""
+
+
+class Standing(NamedTuple):
+    """How plans are ranked: by the objective, then by time, then by name."""
+
+    value: float
+    step_time_s: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A plan that was simulated."""
+
+    plan: Plan
+    prediction: Prediction
+    value: float
+    """Of the objective, for one step: seconds, dollars, joules or bytes."""
+
+    @cached_property
+    def name(self) -> str:
+        return format_plan_name(self.plan)
+
+    @property
+    def order(self) -> Standing:
+        return Standing(self.value, self.prediction.step_time_s, self.name)
+
+    @cached_property
+    def not_yet(self) -> list[str]:
+        """What of the plan can't be run yet."""
+        return not_yet(self.plan)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.total for rank in self.prediction.memory)
+
+
+class Judge:
+    """Judges the plans of one request. It remembers times and Programs, which many plans share."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._times: dict[Plan, OpTimes] = {}
+        self._programs: dict[tuple, Program] = {}
+        self._layers: dict[tuple[int, ...], LayerTimes] = {}
+        self._least: dict[tuple[int, ...], float] = {}
+        self._resident: dict[tuple, float] = {}
+        self._splits: dict[Plan, float] = {}
+        self._value_of_second = self._objective_factor()
+
+    def _objective_factor(self) -> float:
+        """What a second of all devices is worth in the objective's unit; raises InfeasibleError where it is unknown."""
+        cluster, objective = self.request.cluster, self.request.objective
+        if objective in ("time", "memory"):
+            return 1.0
+        known = cluster.usd_per_hour if objective == "cost" else cluster.watts
+        if known is None:
+            what = "price" if objective == "cost" else "power"
+            raise InfeasibleError(
+                f"--objective {objective} needs the {what} of {cluster.name or 'the cluster'}, which is unknown:"
+                " give it in a cluster file, or choose --objective time"
+            )
+        return known / 3600 if objective == "cost" else known
+
+    def times(self, plan: Plan) -> OpTimes:
+        """Of a plan's instructions."""
+        if plan not in self._times:
+            self._times[plan] = plan_times(self.request.model, plan, self.request.workload, self.request.cluster)
+        return self._times[plan]
+
+    def order_bound(self, order: Order) -> float:
+        """The least value of any plan of an order."""
+        share = self.request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
+        if not self.request.cluster.is_uniform:
+            return self._bound(share * self._least_s(order.shape))
+        return self._bound(order_bound_s(self._layer_times(order.shape), order, self.request.model.num_layers, share))
+
+    def _layer_times(self, shape: Shape) -> LayerTimes:
+        """What a micro-batch takes depends on neither data nor pipeline parallelism: a plan of one stage tells it for
+        many shapes, and one of a model with fewer layers how much of it is layers."""
+        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+        if key not in self._layers:
+            request = self.request
+            data = max(1, shape.ep // (shape.tp * shape.cp))
+            plan = make_plan(
+                request, replace(shape, data=data, pp=1), (1, data, "z1"), recompute=recomputes(request)[0]
+            )
+            depth = request.model.num_layers
+            forward_s, backward_s = self._passes_s(request.model, plan)
+            fewer = request.model.model_copy(update={"num_layers": max(1, depth - 1)})
+            less = self._passes_s(fewer, plan) if depth > 1 else (0.0, 0.0)
+            self._layers[key] = LayerTimes(forward_s - less[0], backward_s - less[1], forward_s, backward_s)
+        return self._layers[key]
+
+    def _passes_s(self, model: ModelSpec, plan: Plan) -> tuple[float, float]:
+        times = plan_times(model, plan, self.request.workload, self.request.cluster)
+        return seconds_of(times, "F", 0), seconds_of(times, "B", 0)
+
+    def _least_s(self, shape: Shape) -> float:
+        """What the busiest rank takes for a micro-batch at least, on devices that differ: layers go where they are
+        done first."""
+        key = shape.tp, shape.pp, shape.cp, shape.ep, shape.micro_batch_size, shape.data
+        if key not in self._least:
+            plan = make_plan(self.request, shape, (1, shape.data, "z1"), recompute=recomputes(self.request)[0])
+            depth = self.request.model.num_layers
+            self._least[key] = least_busy_s(loads(plan, depth, self.times), depth)
+        return self._least[key]
+
+    def split_bound(self, plan: Plan) -> float:
+        """The least value of any plan that differs from this one in its order alone: the mean of all ranks is what the
+        busiest one takes at least, and more stages on a rank never spare a wait."""
+        base = plan.model_copy(update={"schedule": "1f1b", "vpp": 1, "stages": ()})
+        if base not in self._splits:
+            times = self.times(base)
+            once_s = seconds_of(times, "NORM", -1) + seconds_of(times, "STEP", -1)
+            busy_s = sum(seconds_of(times, kind, stage) for kind in ("F", "B") for stage in range(base.pp)) / base.pp
+            count = base.num_micro_batches(self.request.workload)
+            uniform = self.request.cluster.is_uniform
+            self._splits[base] = self._bound(once_s + (count * busy_s if uniform else 0.0))
+        return self._splits[base]
+
+    def bound(self, plan: Plan) -> float:
+        """The least value of a plan."""
+        return self._bound(step_bound_s(plan, self.times(plan), self._micro_batches(plan)))
+
+    def _bound(self, step_s: float) -> float:
+        # How much memory a plan needs is not bounded: every plan may be the one that needs least.
+        return 0.0 if self.request.objective == "memory" else step_s * self._value_of_second
+
+    def _micro_batches(self, plan: Plan) -> dict[int, int]:
+        return {stage: plan.micro_batches_of(stage, self.request.workload) for stage in range(plan.num_stages)}
+
+    def may_fit(self, plan: Plan) -> bool:
+        """Whether the mean of all pipeline ranks leaves room for activations, as it is wherever the layers lie."""
+        strategy = plan.default_strategy
+        key = plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_replicate, plan.dp_shard, strategy.zero
+        if key not in self._resident:
+            alone = self.request.base.model_copy(
+                update={
+                    **{name: getattr(plan, name) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard")},
+                    "default_strategy": strategy,
+                }
+            )
+            first, last = self._resident_bytes(alone, 0), self._resident_bytes(alone, plan.pp - 1)
+            inner = self._resident_bytes(alone, plan.pp // 2) if plan.pp > 2 else 0
+            total = first + last + (plan.pp - 2) * inner if plan.pp > 1 else first
+            self._resident[key] = total / plan.pp
+        limits = [self.limit_bytes(rank) for rank in self._group_ranks]
+        return None in limits or self._resident[key] <= max(limit for limit in limits if limit is not None)
+
+    def _resident_bytes(self, plan: Plan, stage: int) -> int:
+        held = own_stage(self.request.model, plan, self.request.workload, stage, OTHER_KERNELS)
+        return held.resident.parameters + held.resident.optimizer + held.gradients
+
+    @cached_property
+    def _group_ranks(self) -> list[int]:
+        """A rank of each group of nodes."""
+        sizes = [group.num_devices for group in self.request.cluster.groups]
+        return [sum(sizes[:index]) for index in range(len(sizes))]
+
+    def limit_bytes(self, rank: int) -> int | None:
+        """What a rank may hold; None where that is unknown."""
+        own, wanted = self.request.cluster.group_of(rank).device.memory_bytes, self.request.memory_limit_bytes
+        return min(own, wanted) if own and wanted else own or wanted
+
+    def moved(self, plan: Plan) -> Plan | None:
+        """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""
+        return balanced(plan, self.request.model.num_layers, self.times)
+
+    def verdict(self, plan: Plan) -> Verdict:
+        """The plan simulated."""
+        request = self.request
+        program, times = self._program(plan), self.times(plan)
+        prediction = predict(request.model, plan, request.workload, request.cluster, program, times)
+        if request.objective == "memory":
+            value = float(max(rank.total for rank in prediction.memory))
+        else:
+            value = prediction.step_time_s * self._value_of_second
+        return Verdict(plan, prediction, value)
+
+    def over_bytes(self, plan: Plan) -> list[float]:
+        """What each pipeline rank holds beyond its limit at its peak; below 0 where there is room left."""
+        request = self.request
+        found = forecast(request.model, plan, request.workload, request.cluster, self._program(plan))
+        limits = [self.limit_bytes(rank.rank) for rank in found.ranks]
+        return [
+            -inf if limit is None else float(rank.terms.total - limit)
+            for rank, limit in zip(found.ranks, limits, strict=True)
+        ]
+
+    def fitting(self, plan: Plan, over_bytes: list[float]) -> Plan | None:
+        """A plan that doesn't fit, with the cheapest recompute by layer that makes it fit; None where none does."""
+        if self.request.fixed.get("recompute") is not None or plan.default_strategy.recompute != "none":
+            return None
+        request, margin = self.request, 0.0
+        for _ in range(_TRIES):
+            over = [over + margin for over in over_bytes]
+            changed = fitted(plan, request.model, request.workload, self._program(plan), self.times, over)
+            if changed is None or (request.runnable and not_yet(changed)):
+                return None
+            left = max(self.over_bytes(changed))
+            if left <= 0:
+                return changed
+            margin += left
+        return None
+
+    def _program(self, plan: Plan) -> Program:
+        strategy = plan.default_strategy
+        key = (
+            plan.schedule,
+            plan.pp,
+            plan.vpp,
+            plan.num_micro_batches(self.request.workload),
+            strategy.zero,
+            plan.mesh(0).data_ranks > 1,
+            plan.tp,
+            strategy.sp,
+        )
+        if key not in self._programs:
+            self._programs[key] = program_of(plan, self.request.model, self.request.workload)
+        return self._programs[key]

@@ -1,0 +1,190 @@
+"""Branch and bound over plans: what might be best is looked at first, and only simulated times are believed."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from time import perf_counter
+
+from muster.planner.judge import Judge, Verdict
+from muster.planner.request import Request
+from muster.planner.space import Order, orders, plans, shapes
+from muster.spec.plan import Plan
+
+DIVES = 6
+"""Depths of the pipeline that are tried before the search begins."""
+
+ROUNDING = 1e-9
+"""A bound that is above a time by no more may be one of the same length, added up in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan of an order, whose layers may be yet to be moved; its bound is that of all orders."""
+
+    plan: Plan
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A plan that fits in memory."""
+
+    plan: Plan
+
+
+Node = Order | Draft | Plan | Ready
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search came to."""
+
+    best: list[Verdict]
+    """The best plans that fit, best first; equal ones by short name."""
+    open_bound: float
+    """The least value that a plan not yet looked at may have; infinite where none is left."""
+    closest: Plan | None
+    """Of the plans that can't be made to fit, the one that is over by the least."""
+    seen: Counter[str] = field(default_factory=Counter)
+    """shapes, orders, drafts, plans, too_large, fit, simulated: how many were looked at."""
+    seconds: float = 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing that was not simulated can be better than the best."""
+        return self.open_bound == inf or (bool(self.best) and self.open_bound > self.best[0].value * (1 - ROUNDING))
+
+    @property
+    def gap(self) -> float:
+        """The part by which the best may at most be improved."""
+        return 0.0 if self.proven or not self.best else 1 - self.open_bound / self.best[0].value
+
+
+def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | None = None) -> Found:
+    """The `top` best plans for a request.
+
+    A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
+    answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
+    missed.
+    """
+    begin_s = perf_counter()
+    run = _Run(request, judge or Judge(request), top)
+    run.dive()
+    while run.heap and not run.is_settled() and perf_counter() - begin_s < limit_s:
+        run.step()
+    open_bound = run.heap[0][0] if run.heap else inf
+    return Found(run.best, open_bound, run.closest[1], run.seen, perf_counter() - begin_s)
+
+
+def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
+    """Every plan of the space that fits, simulated, without any bound: what `search` must agree with."""
+    for shape in shapes(request):
+        for order in orders(request, shape):
+            for draft in plans(request, order):
+                plan = _placed(judge, draft, order)
+                if plan is None:
+                    continue
+                over = judge.over_bytes(plan)
+                fitting = plan if max(over) <= 0 else judge.fitting(plan, over)
+                if fitting is not None:
+                    yield judge.verdict(fitting)
+
+
+def _placed(judge: Judge, plan: Plan, order: Order) -> Plan | None:
+    """The plan with its layers as the order wants them; None where balance is what it has already."""
+    return judge.moved(plan) if order.balanced else plan
+
+
+class _Run:
+    """The state of a search: a heap of nodes by the least value that a plan under each may have."""
+
+    def __init__(self, request: Request, judge: Judge, top: int) -> None:
+        self.request, self.judge, self.top = request, judge, top
+        self.best: list[Verdict] = []
+        self.closest: tuple[float, Plan | None] = (inf, None)
+        self.seen: Counter[str] = Counter()
+        self.numbers = count()
+        self.heap: list[tuple[float, int, Node]] = []
+        self.known: set[Plan] = set()
+        """Those that were simulated."""
+        for shape in shapes(request):
+            self.seen["shapes"] += 1
+            for order in orders(request, shape):
+                self._push("orders", judge.order_bound(order), order)
+
+    def dive(self) -> None:
+        """Simulates some of what people would try first, so that bounds have a time to be cut against: the widest
+        tensor parallelism, the smallest micro-batches, no context parallelism, for each depth of the pipeline."""
+        likely: dict[int, tuple[float, Order]] = {}
+        orders = [(bound, node) for bound, _, node in self.heap if isinstance(node, Order) and not node.balanced]
+        least = min(
+            ((-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) for _, order in orders), default=()
+        )
+        for bound, order in orders:
+            shape = order.shape
+            if (-shape.tp, shape.cp, shape.micro_batch_size) == least:
+                likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
+        ready: list[tuple[float, int, Ready]] = []
+        for _, order in sorted(likely.values(), key=lambda pair: pair[0])[:DIVES]:
+            for plan in list(plans(self.request, order))[:2]:
+                fitting = self._fitting(plan) if self.judge.may_fit(plan) else None
+                if fitting is not None:
+                    ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
+        for _, _, node in sorted(ready)[: self.top]:
+            self._simulate(node.plan)
+
+    def is_settled(self) -> bool:
+        """Whether nothing that is left can be among the best."""
+        return self._beaten(self.heap[0][0])
+
+    def step(self) -> None:
+        """Takes the node that may be best apart, or simulates it."""
+        bound, _, node = heapq.heappop(self.heap)
+        if isinstance(node, Order):
+            for plan in plans(self.request, node):
+                if self.judge.may_fit(plan):
+                    self._push("drafts", max(bound, self.judge.split_bound(plan)), Draft(plan, node))
+                else:
+                    self.seen["too_large"] += 1
+        elif isinstance(node, Draft):
+            plan = _placed(self.judge, node.plan, node.order)
+            if plan is not None:
+                self._push("plans", max(bound, self.judge.bound(plan)), plan)
+        elif isinstance(node, Plan):
+            self._fit(node, bound)
+        else:
+            self._simulate(node.plan)
+
+    def _simulate(self, plan: Plan) -> None:
+        if plan not in self.known:
+            self.known.add(plan)
+            self.seen["simulated"] += 1
+            self.best = sorted([*self.best, self.judge.verdict(plan)], key=lambda one: one.order)[: self.top]
+
+    def _fit(self, plan: Plan, bound: float) -> None:
+        """What fits is simulated when nothing else may be better; what doesn't is given recompute, and so a bound."""
+        fitting = self._fitting(plan)
+        if fitting is not None:
+            self._push("fit", bound if fitting is plan else self.judge.bound(fitting), Ready(fitting))
+
+    def _fitting(self, plan: Plan) -> Plan | None:
+        """The plan itself where it fits, else with the cheapest recompute that makes it."""
+        over = self.judge.over_bytes(plan)
+        if max(over) <= 0:
+            return plan
+        fitting = self.judge.fitting(plan, over)
+        if fitting is None and max(over) < self.closest[0]:
+            self.closest = max(over), plan
+        return fitting
+
+    def _push(self, kind: str, bound: float, node: Node) -> None:
+        self.seen[kind] += 1
+        if not self._beaten(bound):
+            heapq.heappush(self.heap, (bound, next(self.numbers), node))
+
+    def _beaten(self, bound: float) -> bool:
+        """Whether nothing with this bound can be among the best."""
+        return len(self.best) == self.top and bound > self.best[-1].value * (1 + ROUNDING)

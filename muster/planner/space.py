@@ -1,0 +1,236 @@
+"""The plans that are searched: shapes, and the plans of each shape."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from muster.planner.request import Request
+from muster.spec.legal import divisors, not_yet, problems
+from muster.spec.model import ModelSpec
+from muster.spec.plan import AXES, Plan, Recompute, Strategy, Zero
+
+POSITIONS_PER_CP_RANK = 1024
+"""Context parallelism is tried where a rank keeps so many positions; below, its exchange outweighs the attention."""
+
+CHUNKS = (2, 3, 4, 6, 8)
+"""Stages of a pipeline rank that are tried: the bubble shrinks by their number, and hops grow with it."""
+
+PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+"""Stages of a pipeline lie next to each other, and data-parallel ranks far apart: the other way round than AXES."""
+
+MODEL_AXES = ("tp", "pp", "cp", "ep")
+"""What cuts the model or a sequence; the rest of the devices are data-parallel."""
+
+_ONE_CHUNK = ("1f1b", "zb-h1")
+_TWO_CHUNKS = ("zb-v", "v-half")
+"""With interleaved, one of the least bubble for each amount of memory; the others are for those who ask for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What cuts the model and the batch. All plans of a shape multiply the same matrices on each rank."""
+
+    data: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    micro_batch_size: int
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The model's axes that are in use."""
+        return frozenset(axis for axis in MODEL_AXES if getattr(self, axis) > 1)
+
+    def __str__(self) -> str:
+        degrees = {"dp": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        return "-".join([f"{axis}{n}" for axis, n in degrees.items() if n > 1] + [f"mb{self.micro_batch_size}"])
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A shape with a schedule. `balanced`: layers lie on the stages so that no rank has more to do than it must."""
+
+    shape: Shape
+    schedule: str
+    vpp: int
+    balanced: bool
+
+
+def shapes(request: Request) -> Iterator[Shape]:
+    """All legal ways to spread the model over all devices of the cluster."""
+    model, world = request.model, request.cluster.num_devices
+    for tp in legal_tensor_degrees(request):
+        for pp in divisors(world // tp):
+            if pp > model.num_layers or not request.admits("pp", pp):
+                continue
+            for cp in _context_degrees(request, world // tp // pp):
+                data = world // tp // pp // cp
+                share, rest = divmod(request.workload.global_batch_size, data)
+                if rest:
+                    continue
+                for ep in _expert_degrees(request, data * cp * tp):
+                    for size in micro_batch_sizes(share):
+                        shape = Shape(data, tp, pp, cp, ep, size)
+                        if request.admits("micro_batch_size", size) and request.axes in (None, shape.axes):
+                            yield shape
+
+
+def legal_tensor_degrees(request: Request) -> list[int]:
+    """Those that cut heads and words evenly and stay where devices are joined by the fastest links."""
+    model, world = request.model, request.cluster.num_devices
+    return [
+        tp
+        for tp in divisors(world)
+        if tp <= domain_devices(request)
+        and cuts_heads(model, tp)
+        and -(-model.vocab_size // tp) * (tp - 1) < model.vocab_size
+        and request.admits("tp", tp)
+    ]
+
+
+def domain_devices(request: Request) -> int:
+    """The devices that the fastest links join, in the smallest of the cluster's nodes."""
+    return min(group.domain_devices for group in request.cluster.groups)
+
+
+def cuts_heads(model: ModelSpec, tp: int) -> bool:
+    """Whether each tensor-parallel rank gets whole heads, and key/value heads or a copy of one."""
+    kv_heads = model.num_kv_heads
+    return model.num_heads % tp == 0 and max(tp, kv_heads) % min(tp, kv_heads) == 0
+
+
+def micro_batch_sizes(share: int) -> list[int]:
+    """Of a rank's `share` of the batch: powers of two, and 3."""
+    return [size for size in divisors(share) if size == 3 or size & (size - 1) == 0]
+
+
+def _context_degrees(request: Request, ranks: int) -> list[int]:
+    seq_len = request.workload.seq_len
+    return [
+        cp
+        for cp in divisors(ranks)
+        if request.admits("cp", cp) and (cp == 1 or (seq_len % (2 * cp) == 0 and seq_len >= cp * POSITIONS_PER_CP_RANK))
+    ]
+
+
+def _expert_degrees(request: Request, ranks: int) -> list[int]:
+    experts = request.model.moe.num_experts if request.model.moe else 1
+    return [ep for ep in divisors(experts) if ranks % ep == 0 and request.admits("ep", ep)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans of a shape
+
+
+def orders(request: Request, shape: Shape) -> Iterator["Order"]:
+    """What gives a shape's passes their order: schedules with so many stages per rank, layers evenly on them or not."""
+    for schedule, vpp in schedules(request, shape.pp):
+        if request.admits("schedule", schedule) and request.admits("vpp", vpp):
+            yield Order(shape, schedule, vpp, False)
+            if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
+                yield Order(shape, schedule, vpp, True)
+
+
+def plans(request: Request, order: "Order") -> Iterator[Plan]:
+    """The legal plans of an order: ways to shard, to lay the axes on the devices, and to recompute all layers alike.
+
+    Where the order balances layers, they are yet to be moved.
+    """
+    first = None
+    for data in data_splits(request, order.shape):
+        for axis_order in _axis_orders(request, order.shape):
+            for recompute in recomputes(request):
+                plan = make_plan(request, order.shape, data, axis_order, recompute)
+                plan = plan.model_copy(update={"schedule": order.schedule, "vpp": order.vpp})
+                # How a plan shards, recomputes and lies on the devices decides nothing about whether it is legal.
+                if first is None and problems(plan, request.model, request.workload, request.cluster.num_devices):
+                    return
+                first = first or plan
+                if admitted(request, plan):
+                    yield plan
+
+
+def recomputes(request: Request) -> tuple[Recompute, ...]:
+    """What all layers do. For speed nothing is computed again but where the plan doesn't fit (`fit.py`)."""
+    wanted = request.fixed.get("recompute")
+    if wanted is not None:
+        return (wanted,)
+    return ("none", "selective", "full") if request.objective == "memory" else ("none",)
+
+
+def make_plan(
+    request: Request,
+    shape: Shape,
+    data: tuple[int, int, Zero],
+    axis_order: tuple[str, ...] = AXES,
+    recompute: Recompute = "none",
+) -> Plan:
+    """A plan of a shape; `data` is dp_replicate, dp_shard and sharding level."""
+    dp_replicate, dp_shard, zero = data
+    cut = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
+    return request.base.model_copy(
+        update={
+            "dp_replicate": dp_replicate,
+            "dp_shard": dp_shard,
+            "tp": shape.tp,
+            "pp": shape.pp,
+            "cp": shape.cp,
+            "ep": shape.ep,
+            "micro_batch_size": shape.micro_batch_size,
+            "axis_order": axis_order,
+            "default_strategy": _strategy(zero, request.fixed.get("sp", cut), recompute),
+        }
+    )
+
+
+_STRATEGIES: dict[tuple[Any, ...], Strategy] = {}
+
+
+def _strategy(zero: Zero, sp: bool, recompute: Recompute) -> Strategy:
+    key = (zero, sp, recompute)
+    if key not in _STRATEGIES:
+        _STRATEGIES[key] = Strategy(zero=zero, sp=sp, recompute=recompute)
+    return _STRATEGIES[key]
+
+
+def schedules(request: Request, pp: int) -> list[tuple[str, int]]:
+    """Schedules and stages per rank that `pp` pipeline ranks can run."""
+    layers = request.model.num_layers
+    if pp == 1:
+        return [("1f1b", 1)]
+    chunks = [v for v in CHUNKS if pp * v <= layers]
+    found = [(name, 1) for name in _ONE_CHUNK] + [("interleaved", v) for v in chunks]
+    return found + [(name, 2) for name in _TWO_CHUNKS if 2 in chunks]
+
+
+def data_splits(request: Request, shape: Shape) -> list[tuple[int, int, Zero]]:
+    """dp_replicate, dp_shard and sharding level: all ranks hold copies, all share, or those of one or eight nodes."""
+    data = shape.data
+    if data == 1:
+        return [(1, 1, "z3")]
+    found: list[tuple[int, int, Zero]] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
+    node = domain_devices(request)
+    for ranks in (node, 8 * node):
+        shard, rest = divmod(ranks, shape.tp * shape.cp)
+        if not rest and 1 < shard < data and data % shard == 0:
+            found.append((data // shard, shard, "z1"))
+            found.append((data // shard, shard, "z3"))
+    return found
+
+
+def _axis_orders(request: Request, shape: Shape) -> list[tuple[str, ...]]:
+    """Where nodes are alike and their network is flat, the order matters to what shares a node with others alone."""
+    cluster = request.cluster
+    flat = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
+    fills_a_node = shape.tp * shape.cp >= domain_devices(request) or cluster.num_devices <= domain_devices(request)
+    return [AXES] if shape.pp == 1 or shape.data == 1 or (flat and fills_a_node) else [AXES, PIPELINE_INSIDE]
+
+
+def admitted(request: Request, plan: Plan) -> bool:
+    """Whether a legal plan is as the request wants it."""
+    strategy = plan.default_strategy
+    for name, value in request.fixed.items():
+        if (getattr(strategy, name) if name in Strategy.model_fields else getattr(plan, name)) != value:
+            return False
+    return not (request.runnable and not_yet(plan))

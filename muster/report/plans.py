@@ -1,0 +1,108 @@
+"""Ranked plans for people and for programs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from muster.planner.footprint import Footprint
+from muster.planner.judge import Verdict
+from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
+from muster.simulate.predict import Prediction
+
+
+def plan_table(verdicts: Sequence[Verdict]) -> Table:
+    """A row of figures for each plan, best first; the names stand above it (`plan_names`), or 80 columns don't hold
+    them."""
+    table = _table("step", "tokens/s/device", "MFU", "memory", "left", "bubble", "waiting")
+    for number, verdict in enumerate(verdicts, 1):
+        one = verdict.prediction
+        table.add_row(
+            str(number),
+            format_seconds(one.step_time_s),
+            format_count(one.tokens_per_s_per_device),
+            format_fraction(one.mfu),
+            format_bytes(verdict.peak_bytes),
+            format_fraction(headroom(one)),
+            format_fraction(one.bubble_fraction),
+            format_fraction(exposed_s(one) / one.step_time_s),
+        )
+    return table
+
+
+def plan_names(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for each plan; `*` marks what can't be run yet."""
+    return [f"{number}  {one.name}{' *' if one.not_yet else ''}" for number, one in enumerate(verdicts, 1)]
+
+
+def footprint_table(footprints: Sequence[Footprint]) -> Table:
+    """What the whole training takes under each plan."""
+    table = _table("steps", "days", "cost", "energy", "CO₂")
+    for number, whole in enumerate(footprints, 1):
+        table.add_row(
+            str(number),
+            f"{whole.steps:,}",
+            f"{whole.days:.3g}",
+            "n/a" if whole.usd is None else f"${format_count(whole.usd)}",
+            "n/a" if whole.kwh is None else f"{format_count(whole.kwh)} kWh",
+            "n/a" if whole.co2_kg is None else f"{format_count(whole.co2_kg / 1000)} t",
+        )
+    return table
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("", *heads):
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def headroom(prediction: Prediction) -> float | None:
+    """The part of the fullest device's memory that is left; None where a device's memory is unknown."""
+    rooms = []
+    for rank in prediction.memory:
+        limit = prediction.cluster.group_of(rank.rank).device.memory_bytes
+        if limit is None:
+            return None
+        rooms.append(1 - rank.total / limit)
+    return min(rooms)
+
+
+def exposed_s(prediction: Prediction) -> float:
+    """Seconds of a step in which ranks stand still for what travels."""
+    return sum(prediction.parts.communication_s.values())
+
+
+def verdict_json(number: int, verdict: Verdict, footprint: Footprint | None) -> dict[str, Any]:
+    """Plain data; null where a value is unknown."""
+    one = verdict.prediction
+    whole: Mapping[str, Any] = (
+        {}
+        if footprint is None
+        else {
+            "steps": footprint.steps,
+            "days": footprint.days,
+            "usd": footprint.usd,
+            "kwh": footprint.kwh,
+            "co2_kg": footprint.co2_kg,
+        }
+    )
+    return {
+        "rank": number,
+        "plan": verdict.name,
+        "hash": verdict.plan.hash,
+        "value": verdict.value,
+        "step_time_s": one.step_time_s,
+        "tokens_per_s": one.tokens_per_s,
+        "tokens_per_s_per_device": one.tokens_per_s_per_device,
+        "tflops_per_device": one.tflops_per_device,
+        "mfu": one.mfu,
+        "bubble_fraction": one.bubble_fraction,
+        "exposed_communication_s": dict(one.parts.communication_s),
+        "memory_bytes": verdict.peak_bytes,
+        "headroom": headroom(one),
+        "devices": verdict.plan.world_size,
+        "not_yet": verdict.not_yet,
+        **whole,
+        "fields": verdict.plan.model_dump(mode="json"),
+    }
