@@ -117,6 +117,21 @@ def test_tensor_parallel_gradients_hide_beside_weights_only_where_the_program_do
     assert waited > 2 * hidden
 
 
+def test_products_apart_add_up_their_input_s_gradient_each():
+    plan, apart = Plan(tp=8), Software(overlap_tensor_gradients=False, joint_inputs=False)
+    once = step_parts(Software(overlap_tensor_gradients=False), plan, "8xa100")[1]["I", 0]["tp"]
+    assert step_parts(apart, plan, "8xa100")[1]["I", 0]["tp"] == pytest.approx(1.5 * once, rel=0.02)
+
+
+def test_sends_that_block_hold_up_the_passes_before_them():
+    plan = Plan(tp=8, pp=2)
+    whole, split = (step_parts(Software(overlap_p2p=False, split_p2p=cut), plan, "16xa100")[1] for cut in (False, True))
+    free = step_parts(Software(), plan, "16xa100")[1]
+    assert not any("pp" in waits for waits in free.values())
+    assert set(whole["F", 0]) - set(whole["F", 1]) == set(whole["B", 1]) - set(whole["B", 0]) == {"pp"}
+    assert whole["F", 0]["pp"] > 5 * split["F", 0]["pp"]
+
+
 def test_collectives_in_parts_wait_less():
     plan = Plan(tp=8, default_strategy=Strategy(sp=True))
     whole = step_parts(Software(), plan, "8xh100")[1]["F", 0]["tp"]

@@ -123,10 +123,10 @@ class Part:
 # Tensor parallelism, norms and residuals
 
 
-def enter(at: LayerSetting, part: Part) -> None:
+def enter(at: LayerSetting, part: Part, products: int = 1) -> None:
     """A hidden state comes to column-parallel products (arXiv:2205.05198 §4.2.2). Forward: gathered, under sequence
     parallelism. Backward: its gradient is added up (or added up and cut) while the weights' gradients are computed, for
-    which the hidden state is gathered again."""
+    which the hidden state is gathered again. `products` that aren't made as one each do so."""
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
@@ -136,7 +136,8 @@ def enter(at: LayerSetting, part: Part) -> None:
         _travel(at, part.forward, gather_s)
         part.inputs.beside("tp", gather_s + scatter_s, 2 * hides_s)
     else:
-        part.inputs.beside("tp", all_reduce_s(at.tp, size), hides_s)
+        times = 1 if at.software.joint_inputs else products
+        part.inputs.beside("tp", times * all_reduce_s(at.tp, size), hides_s)
 
 
 def leave(at: LayerSetting, part: Part) -> None:

@@ -34,7 +34,7 @@ def layer_passes(at: LayerSetting, layer: int) -> LayerPasses:
 
 
 def _mlp(at: LayerSetting, part: Part, inner: float) -> None:
-    enter(at, part)
+    enter(at, part, 1 + at.model.gated)
     _mlp_products(at, part, at.tokens, inner / at.tp.size)
     leave(at, part)
 

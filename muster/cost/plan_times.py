@@ -96,7 +96,8 @@ def _hops(setting: PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
             pair = setting.between(source, target)
             key = id(pair), mesh, sp
             if key not in known:
-                tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / (mesh.tp if sp else 1)
+                split = mesh.tp if sp or setting.software.split_p2p else 1
+                tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / split
                 size = tokens * model.hidden_size * max(2, _bytes(plan))
                 known[key] = Hop(message_s(pair, size), size / _wire(pair))
             yield (source, target), known[key]

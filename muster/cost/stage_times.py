@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import log2, prod
 
-from muster.cost.collectives import all_gather_s, all_reduce_s, broadcasts_s, reduce_scatter_s
+from muster.cost.collectives import all_gather_s, all_reduce_s, broadcasts_s, message_s, reduce_scatter_s
 from muster.cost.layer_parts import LayerPasses, LayerSetting
 from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
 from muster.cost.places import LayerKind, PlanSetting
@@ -72,6 +72,9 @@ class StageTimes:
         gather_s = self._layer_gather_s() * len(self.layers) if self.zero == "z3" else 0.0
         reduce_s = self._layer_reduce_s() * len(self.layers) if self.zero != "z1" else 0.0
         backward = again + inputs + weights
+        if not self.setting.software.overlap_p2p:
+            forward, again = self._sent(forward, 1), self._sent(again, -1)
+            backward = again + inputs + weights
         yield "F", self._with_traffic(forward, gather_s)
         # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.
         gathers = 1 + (self.setting.software.gathers_parts and again.compute_s > 0)
@@ -136,6 +139,19 @@ class StageTimes:
         first_s = travels_s / max(1, len(self.layers))
         total.wait("dp", first_s)
         total.beside("dp", travels_s - first_s, spent.seconds(self.launch_s))
+        return total
+
+    def _sent(self, spent: Spent, step: int) -> Spent:
+        """A pass that waits until what it made has come to the next stage, or to the one before."""
+        setting, total = self.setting, spent + Spent()
+        at_end = setting.plan.is_last(self.stage) if step > 0 else setting.plan.is_first(self.stage)
+        if at_end or setting.placement[self.stage] == setting.placement[self.stage + step]:
+            return total
+        size, tp = self.at.hidden_bytes, self.at.tp
+        split = tp.size if self.at.strategy.sp or setting.software.split_p2p else 1
+        total.wait("pp", message_s(setting.between(self.stage, self.stage + step), size / split))
+        if split > 1 and not self.at.strategy.sp:
+            total.wait("tp", all_gather_s(tp, size))
         return total
 
     # -- parameters

@@ -53,7 +53,13 @@ class Software(Frozen):
     """Each rank hands its updated parameters to the others in a broadcast of its own, one after another, instead of one
     all-gather."""
     overlap_p2p: bool = True
-    """Sends between stages run beside the passes."""
+    """Sends between stages run beside the passes; else each is waited for."""
+    split_p2p: bool = False
+    """Of a hidden state that tensor-parallel ranks all have, each sends its part, and the receivers gather it
+    (arXiv:2104.04473 §4.1)."""
+    joint_inputs: bool = True
+    """Products that share an input, as gate and up, add up its gradient once over tensor-parallel ranks; else each
+    does."""
     overlap_tensor_gradients: bool = True
     """The gradients of what enters column-parallel products are added up while the weights' gradients are computed."""
     overlap_tensor: bool = False
