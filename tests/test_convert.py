@@ -376,6 +376,9 @@ def test_inspect(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     dcp.save({"x": tensor}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     found = facts(capsys, "inspect", tmp_path / "dcp", "--tensor", "x")["statistics"]["x"]
     assert (found["not_finite"], found["zeros"], found["mean"], found["largest"]) == (2, 1, 1.0, 2.0)
+    dcp.save({"x": torch.full((2,), float("nan"))}, checkpoint_id=tmp_path / "nan", no_dist=True)
+    found = facts(capsys, "inspect", tmp_path / "nan", "--tensor", "x")["statistics"]["x"]
+    assert (found["not_finite"], found["mean"]) == (2, None)
 
 
 def test_verify_finds_a_flipped_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import re
 import signal
 import sys
@@ -38,8 +39,17 @@ def run(arguments: list[str]) -> int:
             facts, lines, code = act(args)
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(json.dumps(facts) if args.json else "\n".join(lines))
+    print(json.dumps(_without_nan(facts), allow_nan=False) if args.json else "\n".join(lines))
     return code
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null where a number is not finite, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 Outcome = tuple[dict[str, Any], list[str], int]
