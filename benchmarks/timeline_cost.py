@@ -10,6 +10,7 @@ training step, and their share of the step's median time. The smaller the micro-
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from muster.parallel.executor import Executor
 from muster.parallel.world import open_world
-from muster.schedule.action import Lane
+from muster.schedule.action import Action, Lane
 from muster.schedule.lower import Lowering, lower
 from muster.schedule.program import Wait
 from muster.schedule.registry import make_schedule
@@ -73,7 +74,7 @@ class SilentExecutor(Executor):
 def cost_of_one(rounds: int) -> tuple[float, float]:
     """(seconds that one recorded instruction takes more, the same of the middle half of the rounds' spread)."""
     program = lower(make_schedule("1f1b", Setting(1, 500)), Lowering())
-    handlers = dict.fromkeys(("NORM", "STEP"), lambda _: None)
+    handlers: dict[str, Callable[[Action], None]] = dict.fromkeys(("NORM", "STEP"), lambda _: None)
     both = [kind(program, 0, 0, {0: IdleStage()}, {}, handlers) for kind in (SilentExecutor, Executor)]
     count = len(both[1].run())
     differences = []

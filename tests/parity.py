@@ -25,6 +25,7 @@ from muster.parallel.axis import TensorAxis
 from muster.parallel.deferred import WeightWork
 from muster.parallel.route import Arrival
 from muster.parallel.stage import DecoderStage
+from muster.parallel.words import Verdict, hidden_gradient
 from muster.parallel.world import open_world
 from muster.schedule.resolve import resolved
 from muster.spec.model import ModelSpec
@@ -365,6 +366,18 @@ def lost_copies() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unheard_words() -> Iterator[None]:
+    """What the last rank's words add to the gradient of the hidden state is lost."""
+
+    def faulty(pulls_R2ND: Tensor, verdict: Verdict) -> Tensor:
+        pulls_R2ND[-1] = 0
+        return hidden_gradient(pulls_R2ND, verdict)
+
+    with patch("muster.parallel.words.hidden_gradient", faulty):
+        yield
+
+
 FAULTS = {
     None: no_fault,
     "dropped gradient": dropped_gradient,
@@ -375,4 +388,5 @@ FAULTS = {
     "half a boundary": half_a_boundary,
     "doubled bias": doubled_bias,
     "lost copies": lost_copies,
+    "a rank's words unheard": unheard_words,
 }

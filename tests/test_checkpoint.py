@@ -32,7 +32,7 @@ from muster.checkpoint.save import alone, save
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.layout import Box, TensorLayout, rank_layouts, shard_rows
 from muster.spec.model import ModelSpec, parameters
-from muster.spec.plan import Mesh, Plan, StageSpec
+from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
 
 INFO = {"plan": Plan().model_dump(mode="json"), "model": {"name": "test"}, "counters": {"samples_consumed": 12}}
 SPEC = ModelSpec(
@@ -121,6 +121,10 @@ PLANS = {
     "replicate 2 × shard 2": Plan(dp_replicate=2, dp_shard=2),
     "stages 2 × shard 2": Plan(pp=2, dp_shard=2),
     "stages 3 × replicate 2": Plan(pp=3, dp_replicate=2),
+    "words on 3 stages": Plan(pp=3, spread_vocab=True),
+    "words on 2 stages × shard 2": Plan(
+        pp=2, vpp=1, dp_shard=2, spread_vocab=True, default_strategy=Strategy(zero="z1")
+    ),
     "unequal stages": Plan(
         pp=2,
         stages=(StageSpec(layers=SPEC.num_layers - 1, mesh=Mesh(tp=2)), StageSpec(layers=1, mesh=Mesh(dp_shard=2))),
@@ -135,7 +139,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("written", ["shard 4", "stages 2 × shard 2", "replicate 2 × shard 2", "unequal stages"])
+@pytest.mark.parametrize("written", ["shard 4", "stages 2 × shard 2", "words on 2 stages × shard 2", "unequal stages"])
 def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> None:
     plan = PLANS[written]
     results = Ranks(plan.world_size).save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True))

@@ -147,6 +147,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
 COMPILED = [
     {"plan": plan, "changes": {"compile": True}} for plan in ("tp2-sp-rfull", "dp2-z1", "dp2-z3-rfull", "pp2", "tp2")
 ]
+SPREAD_OVER_8 = [
+    {"plan": "pp8-vocab", "layers": 8, "tied": True},
+    {"plan": "pp8-szbh1-vocab", "layers": 8, "z_loss": 0.1},
+    {"plan": "dp2-pp4v2-szbv-z1-vocab", "layers": 8},
+]
 SOAK_CASES = CASES | {3: [{"plan": "pp2-sp", "tied": True, "changes": unequal((2, {"tp": 2}), (2, {}))}]}
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-10
 
@@ -225,6 +230,12 @@ def test_losses_of_every_plan_equal_one_process(num_ranks: int, cache: Path) -> 
     check_parity(num_ranks, [case | {"precision": "fp32"} for case in SOAK_CASES[num_ranks]], cache)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_words_on_8_ranks_equal_one_process(cache: Path) -> None:
+    check_parity(8, [case | {"precision": "fp64", "steps": 1} for case in SPREAD_OVER_8], cache)
+
+
 @pytest.mark.timeout(300)
 def test_twice_the_same_bits(cache: Path) -> None:
     plans = ["dp2-pp2-z1", "dp2-pp2-z1", "dp2-pp2-z3-sgpipe", "dp2-pp2-z3-sgpipe"]
@@ -236,7 +247,7 @@ def test_twice_the_same_bits(cache: Path) -> None:
 @pytest.mark.timeout(300)
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
-    faults["wrong recompute"] = "tp2-sp-rsel"
+    faults |= {"wrong recompute": "tp2-sp-rsel", "a rank's words unheard": "pp2-vocab"}
     cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
     cases += [
         {"plan": "tp2-sp", "family": family, "precision": "fp64", "steps": 1, "fault": fault}

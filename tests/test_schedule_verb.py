@@ -67,6 +67,23 @@ def test_times_are_of_a_rank_s_share_and_comm_is_between_ranks(schedule):
         assert data["bubble"] == pytest.approx(9 / chunks)
 
 
+def test_words_are_woven_into_a_schedule(schedule):
+    _, plain, _ = schedule("1f1b --ranks 4 --microbatches 16 --json")
+    _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --vocab 0.4 --json")
+    before, woven = json.loads(plain), json.loads(out)
+    words = [{kind: sum(kind in action for action in order) for kind in ("S", "T", "EW")} for order in woven["ranks"]]
+    assert words == [{"S": 16, "T": 16, "EW": 16}] * 4
+    own = [[action for action in order if action[1] in "FB"] for order in woven["ranks"]]
+    assert [sorted(order) for order in own] == [sorted(order) for order in before["ranks"]]
+    grown = woven["makespan"] - before["makespan"]
+    own_words = 16 * (0.4 + 0.2 + 2 * 0.04)
+    assert own_words - 1e-9 <= grown <= own_words + 2.5  # once, until the first scores are there
+    peaks = zip(woven["peak_activation"], before["peak_activation"], strict=True)
+    assert all(0 <= after - peak <= 1 for after, peak in peaks)
+    assert json.loads(schedule("1f1b --ranks 4 --microbatches 16 --vocab 0.4 --comm 0.1 --json")[1])["bubble"] > 9
+    assert "score words" in schedule("zb-v --ranks 2 --microbatches 4 --vocab 0.5")[1]
+
+
 def test_json_is_read_back_under_other_times(schedule, tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(OF_INTERLEAVED))
@@ -199,6 +216,13 @@ SIZE = "--ranks 2 --microbatches 2"
         (f"1f1b {SIZE} --replicas 2", 3, "replicas"),
         (f"1f1b {SIZE} --fill", 2, "--fill is for 2bp-gpipe and 2bp-1f1b, not for 1f1b"),
         (f"1f1b {SIZE} --chunk 2", 2, "unknown flag '--chunk'; did you mean '--chunks'?"),
+        (f"dualpipe {SIZE} --vocab 1", 3, "words are woven into schedules of one replica; dualpipe has 2"),
+        (
+            "gis --ranks 4 --microbatches 8 --vocab 1 --memory-limit 4",
+            3,
+            "gis with words keeps 4.5 micro-batches' activations",
+        ),
+        (f"--compare {SIZE} --vocab 1", 2, "--vocab is for a schedule by its name"),
         (f"--compare {SIZE} --json", 2, "--json, --svg and --trace are for one schedule, not for --list or --compare"),
         (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "can't write /nowhere/at/all.svg: No such file or directory"),
         ("--file /nowhere", 2, "can't read /nowhere: No such file or directory"),

@@ -59,6 +59,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--memory-limit", default="inf", metavar="X", help="activations that a rank may keep (default: no limit)")
     add("--replicas", type=whole_number, metavar="R", help="copies of the model: 2 run in opposite directions")
     add("--fill", action="store_true", help="2bp-*: weight backwards fill idle slots instead of standing at the end")
+    add("--vocab", metavar="S", help="spread a vocabulary over the ranks, where scoring a rank's words takes S")
     add("--json", action="store_true", help="print one JSON object instead of the picture")
     add("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
@@ -68,6 +69,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
     if (args.list or args.compare) and (args.json or args.svg or args.trace):
         raise ConfigError("--json, --svg and --trace are for one schedule, not for --list or --compare")
+    if args.vocab is not None and (args.list or args.compare or args.file):
+        raise ConfigError("--vocab is for a schedule by its name, not for --list, --compare or --file")
     args.times = _times(args.times)
     args.comm, args.memory_limit = _number("--comm", args.comm), _number("--memory-limit", args.memory_limit)
     return args
@@ -99,7 +102,7 @@ def _number(flag: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if math.isnan(number) or number < 0 or (flag == "--comm" and math.isinf(number)):
+    if math.isnan(number) or number < 0 or (flag in ("--comm", "--vocab") and math.isinf(number)):
         raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
     return number
 
@@ -134,6 +137,8 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, Gap | None]":
     if args.fill and not args.name.startswith("2bp-"):
         raise ConfigError(f"--fill is for 2bp-gpipe and 2bp-1f1b, not for {args.name}")
     request = _request(args)
+    if args.vocab is not None:
+        return *_with_words(args, request), None
     if args.name == "exact":
         setting = request.setting(entry)
         proof = prove_exact(setting)
@@ -143,6 +148,20 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, Gap | None]":
         return schedule, timing, None
     setting = replace(request, chunks=schedule.chunks).setting(entry)
     return schedule, timing, gap_of(setting, timing.makespan_s)
+
+
+def _with_words(args: argparse.Namespace, request: "Request") -> "tuple[Schedule, Timing]":
+    from dataclasses import replace
+
+    from muster.schedule.compare import make_best
+    from muster.schedule.spread_words import WordTimes, timed_with_words
+    from muster.spec.schedules import entry_of
+
+    score = _number("--vocab", args.vocab)
+    schedule, _ = make_best(args.name, request)
+    setting = replace(request, chunks=schedule.chunks).setting(entry_of(args.name))
+    unit = score / args.times[0] if args.times[0] else score
+    return timed_with_words(schedule, WordTimes(unit / 10, unit, unit / 2), setting)
 
 
 def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":

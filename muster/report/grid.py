@@ -18,7 +18,16 @@ MAX_LINES = 60
 MAX_RANKS = 32
 _FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
 """What the rest of a box is filled with, so that the kinds can be told apart without colour."""
-_NAMES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+    "E": "look up words",
+    "S": "score words",
+    "T": "backward of scores",
+    "EW": "backward of look-ups",
+}
 
 
 def facts_text(schedule: Schedule, timing: Timing) -> Text:

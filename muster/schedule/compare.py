@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from muster.schedule.auto import bound_s
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
@@ -65,12 +66,14 @@ def make_best(name: str, request: Request) -> tuple[Schedule, Timing]:
     entry = entry_of(name)
     if request.chunks is not None or not entry.tried_chunks or (request.replicas or 1) > 1:
         return make_timed(name, request.setting(entry))
-    made: list[tuple[Schedule, Timing]] = []
-    for chunks in entry.tried_chunks:
-        if made and request.num_ranks * request.num_micro_batches * chunks > _MOST_TRIED:
-            break
-        made.append(make_timed(name, replace(request, chunks=chunks).setting(entry)))
-    return min(made, key=_merit)
+    size, (fewest, *more) = request.num_ranks * request.num_micro_batches, entry.tried_chunks
+    made: dict[int, tuple[Schedule, Timing]] = {}
+    for chunks in [*(chunks for chunks in more if size * chunks <= _MOST_TRIED), fewest]:
+        setting = replace(request, chunks=chunks).setting(entry)
+        if made and bound_s(setting) > min(timing.makespan_s for _, timing in made.values()) * (1 + 1e-9):
+            continue  # none with so many stages per rank can be as short as what is found
+        made[chunks] = make_timed(name, setting)
+    return min((made[chunks] for chunks in sorted(made)), key=_merit)
 
 
 def _merit(made: tuple[Schedule, Timing]) -> tuple[float, float]:

@@ -1,13 +1,16 @@
 """Moves actions ahead in a schedule's order into slots in which their rank would wait."""
 
-from collections import defaultdict
 from heapq import heappop, heappush
 from math import inf
 
 from muster.schedule.action import Action
+from muster.schedule.collector import collector_paused
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
+
+_LAST = 1 << 40
+"""More than there are actions."""
 
 
 def overtake(schedule: Schedule, setting: Setting, limit: float = inf) -> Schedule:
@@ -28,7 +31,8 @@ def fill(schedule: Schedule, setting: Setting, limit: float = inf) -> Schedule:
 
 
 def _run(schedule: Schedule, setting: Setting, limit: float, fill: bool) -> Schedule:
-    orders = Run(schedule, setting, limit, fill).orders()
+    with collector_paused():
+        orders = Run(schedule, setting, limit, fill).orders()
     return Schedule(schedule.name, schedule.placement, schedule.num_micro_batches, orders, schedule.replicas)
 
 
@@ -44,7 +48,7 @@ class Run:
             self.ranks[self.rank_of[number]].put_first(number, action)
         self.ready_s = [inf] * len(self.actions)
         """When what an action takes in is there, as far as that is known."""
-        self.numbers = {action: number for number, action in enumerate(self.actions)}
+        self.numbers: dict[tuple, int] = {action: number for number, action in enumerate(self.actions)}
         self.events: list[tuple[float, int]] = []
         self.setting, self.depth = setting, schedule.depth
         self.backward = "I" if any(action.kind == "I" for action in self.actions) else "B"
@@ -52,6 +56,7 @@ class Run:
         self.seconds = dict(
             zip("FIWB", (setting.forward_s, setting.input_backward_s, setting.weight_backward_s, both_s), strict=True)
         )
+        self.seconds_of = [self.seconds[kind][stage % self.depth] for kind, stage, *_ in self.actions]
         self.slack_s = 1e-9 * (sum(setting.forward_s) + sum(both_s))
         """Sums of the same times differ by rounding."""
 
@@ -76,29 +81,27 @@ class Run:
         number = rank.take_next(self.ready_s, time_s + self.slack_s)
         if number is None:
             return
-        action = self.actions[number]
         begin_s = max(time_s, rank.free_s, self.ready_s[number])
-        rank.free_s = end_s = begin_s + self.seconds[action.kind][action.stage % self.depth]
+        rank.free_s = end_s = begin_s + self.seconds_of[number]
         heappush(self.events, (end_s, index))
-        for follower in self._followers(action):
-            self._announce(follower, end_s + self.setting.hop_s * (self.rank_of[follower] != index))
+        for follower in self._followers(self.actions[number]):
+            self._announce(follower, end_s if self.rank_of[follower] == index else end_s + self.setting.hop_s)
 
     def _announce(self, number: int, ready_s: float) -> None:
         self.ready_s[number] = ready_s
-        heappush(self.events, (ready_s, self.rank_of[number]))
+        index = self.rank_of[number]
+        if self.ranks[index].free_s <= ready_s + self.slack_s:  # else there is an event when the rank is free
+            heappush(self.events, (ready_s, index))
 
     def _followers(self, action: Action) -> list[int]:
         """The actions that are ready when `action` is over."""
         kind, stage, micro_batch, *_ = action
-        level, followers = stage % self.depth, []
+        level, numbers = stage % self.depth, self.numbers
         if kind == "F":
             last = level == self.depth - 1
-            followers.append(Action(self.backward, stage, micro_batch) if last else Action("F", stage + 1, micro_batch))
-        if kind == "I":
-            followers.append(Action("W", stage, micro_batch))
-        if kind in "BI" and level:
-            followers.append(Action(kind, stage - 1, micro_batch))
-        return [self.numbers[follower] for follower in followers]
+            return [numbers[(self.backward, stage, micro_batch, 0, 0) if last else ("F", stage + 1, micro_batch, 0, 0)]]
+        own = [numbers["W", stage, micro_batch, 0, 0]] if kind == "I" else []
+        return [*own, numbers[kind, stage - 1, micro_batch, 0, 0]] if level and kind != "W" else own
 
 
 class RankOrder:
@@ -111,30 +114,38 @@ class RankOrder:
         self.done: list[int] = []
         self.waiting: list[int] = []
         """What is not done, the first at the end; what is done lies there too until all before it is."""
-        self.queues: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.queues: dict[tuple[str, int], list[int]] = {}
         """What is done in order among itself, the first at the end."""
+        self.rows: list[tuple[int, list[int]]] = []
+        """Each queue with what puts it after others."""
         self.change: dict[int, int] = {}
         """By how many more activations are kept after each action that is not done."""
 
     def put_first(self, number: int, action: Action) -> None:
-        queue = ("W" if action.kind == "W" else "FBI", -1) if self.fill else (action.kind, action.stage)
-        self.queues[queue].append(number)
+        key = ("W" if action.kind == "W" else "FBI", -1) if self.fill else (action.kind, action.stage)
+        if key not in self.queues:
+            self.queues[key] = []
+            self.rows.append((_LAST if self.fill and action.kind == "W" else 0, self.queues[key]))
+        self.queues[key].append(number)
         self.waiting.append(number)
         self.change[number] = {"F": 1, "I": 0}.get(action.kind, -1)
 
     def take_next(self, ready_s: list[float], until_s: float) -> int | None:
         """Takes the first action of the order that is ready and fits; None if there is none."""
-        last = "W" if self.fill else ""
-        heads = sorted((kind == last, queue[-1], queue) for (kind, _), queue in self.queues.items() if queue)
-        for _, number, queue in heads:
-            if ready_s[number] <= until_s and (self.change[number] < 1 or self._fits(number)):
-                queue.pop()
-                self.kept += self.change.pop(number)
-                self.done.append(number)
-                while self.waiting and self.waiting[-1] not in self.change:
-                    self.waiting.pop()
-                return number
-        return None
+        change, best, found = self.change, 2 * _LAST, None
+        for after, queue in self.rows:
+            if queue and ready_s[queue[-1]] <= until_s and queue[-1] + after < best:
+                number = queue[-1]
+                if change[number] < 1 or self._fits(number):
+                    best, found = number + after, queue
+        if found is None:
+            return None
+        number = found.pop()
+        self.kept += change.pop(number)
+        self.done.append(number)
+        while self.waiting and self.waiting[-1] not in change:
+            self.waiting.pop()
+        return number
 
     def _fits(self, number: int) -> bool:
         """Whether the rank, after this forward and what stands before it, never keeps too many activations."""

@@ -6,15 +6,16 @@ the last stage can do another forward before the backward of the one whose score
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappush
-from itertools import islice
+from itertools import accumulate, islice
 
 from muster.schedule.action import Action
 from muster.schedule.keep_busy import Run
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
-from muster.schedule.timing import PassTimes, time_passes
+from muster.schedule.timing import PassTimes, Timing, time_passes
+from muster.spec.errors import InfeasibleError
 
 AHEAD = 2
 """Micro-batches whose words are looked up before the first stage's forward wants them."""
@@ -34,6 +35,10 @@ class WordTimes:
     def of(self, kind: str) -> float:
         return {"S": self.score, "T": self.backward}.get(kind, self.look_up)
 
+    def times(self, unit_s: float) -> "WordTimes":
+        """The same where the forward of a rank's whole share takes `unit_s`."""
+        return WordTimes(self.look_up * unit_s, self.score * unit_s, self.backward * unit_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Woven:
@@ -45,25 +50,56 @@ class Woven:
     """Per rank those and the passes of words."""
     ends_s: tuple[tuple[float, ...], ...]
     """Per rank, when each pass of `schedule` nominally ends."""
+    order_ends_s: tuple[tuple[float, ...], ...]
+    """The same for all of `orders`."""
     collectives: tuple[tuple[str, int], ...]
     """(kind, micro-batch) of the collectives, in the order that all ranks keep."""
 
 
-def spread_words(schedule: Schedule, times: WordTimes) -> Woven:
+def spread_words(schedule: Schedule, times: WordTimes, setting: Setting | None = None) -> Woven:
     """The schedule, of one replica, with words on every rank.
 
     The order is that of a run in nominal times in which no rank waits while it has something to do: scores as soon as
     the hidden state is there, then the next words to look up, then the first pass of the schedule's order that is
     ready, then what words' backwards have been put off. A rank keeps at most one micro-batch's activations of a stage
-    more than under `schedule`.
+    more than under `schedule`. With a setting, the run is in its times, and what goes to other ranks takes its hop.
     """
-    return _Weaving(schedule, times).woven()
+    if setting is None:
+        chunks = schedule.num_stages // len(schedule.ranks)
+        setting = Setting(len(schedule.ranks), schedule.num_micro_batches, chunks)
+    return _Weaving(schedule, times.times(sum(setting.forward_s) / setting.num_ranks), setting).woven()
+
+
+def timed_with_words(schedule: Schedule, times: WordTimes, setting: Setting) -> tuple[Schedule, Timing]:
+    """The schedule with the passes of words among its own, as `muster schedule` shows it.
+
+    Raises InfeasibleError for two replicas, and where a rank then keeps more than the setting's limit.
+    """
+    if schedule.replicas > 1:
+        raise InfeasibleError(f"words are woven into schedules of one replica; {schedule.name} has {schedule.replicas}")
+    woven = spread_words(schedule, times, setting)
+    words = times.times(sum(setting.forward_s) / setting.num_ranks)
+    passes_s = {"F": setting.forward_s, "I": setting.input_backward_s, "W": setting.weight_backward_s}
+    passes_s["B"] = tuple(i + w for i, w in zip(passes_s["I"], passes_s["W"], strict=True))
+    begins_s, work_s, peaks = [], [], []
+    for order, ends_s in zip(woven.orders, woven.order_ends_s, strict=True):
+        took_s = [passes_s[kind][stage] if kind in passes_s else words.of(kind) for kind, stage, *_ in order]
+        begins_s.append([end_s - time_s for end_s, time_s in zip(ends_s, took_s, strict=True)])
+        work_s.append(sum(took_s))
+        kept = accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order)
+        peaks.append(max(kept) * setting.activation)
+    if max(peaks) > setting.memory_limit * (1 + 1e-9):
+        raise InfeasibleError(
+            f"{schedule.name} with words keeps {max(peaks):g} micro-batches' activations on a rank, more than the limit"
+            f" of {setting.memory_limit:g}"
+        )
+    shown = replace(woven.schedule, ranks=woven.orders)
+    return shown, Timing(tuple(begins_s), woven.order_ends_s, tuple(work_s), tuple(peaks))
 
 
 class _Weaving(Run):
-    def __init__(self, schedule: Schedule, times: WordTimes) -> None:
-        chunks = schedule.num_stages // len(schedule.ranks)
-        super().__init__(schedule, Setting(len(schedule.ranks), schedule.num_micro_batches, chunks), 0, fill=False)
+    def __init__(self, schedule: Schedule, times: WordTimes, setting: Setting) -> None:
+        super().__init__(schedule, setting, 0, fill=False)
         ones = [1.0] * schedule.depth
         for rank, peak in zip(
             self.ranks, time_passes(schedule, PassTimes(ones, ones, ones)).peak_activation, strict=True
@@ -94,6 +130,7 @@ class _Weaving(Run):
             Schedule(old.name, old.placement, old.num_micro_batches, ranks),
             tuple(tuple(action for action, _ in order) for order in self.orders_s),
             tuple(tuple(end_s for _, end_s in order) for order in passes),
+            tuple(tuple(end_s for _, end_s in order) for order in self.orders_s),
             tuple(sorted(self.joined_s, key=lambda key: (self.joined_s[key], key[1], key[0]))),
         )
 
@@ -141,7 +178,8 @@ class _Weaving(Run):
     def _end_pass(self, action: Action, end_s: float) -> None:
         kind, stage, unit, *_ = action
         for follower in self._followers(action):
-            self._announce(follower, end_s)
+            away = self.rank_of[follower] != self.schedule.placement[stage]
+            self._announce(follower, end_s + self.setting.hop_s * away)
         if kind == "F" and stage == 0:
             self._want_next(end_s)
         if kind == "F" and stage == self.depth - 1:
@@ -156,6 +194,7 @@ class _Weaving(Run):
         begin_s = self.joined_s[kind + "C", unit] = max(end_s, self.joined_s.get((kind + "C", unit), 0.0))
         if self.missing[kind, unit]:
             return
+        begin_s += self.setting.hop_s
         if kind == "E":
             self._announce(self.numbers[Action("F", 0, unit)], begin_s)
         elif self.trains:
@@ -164,7 +203,7 @@ class _Weaving(Run):
 
     def _join(self, kind: str, unit: int, begin_s: float, then: str) -> None:
         self.joined_s[kind, unit] = begin_s
-        self._offer(then, unit, begin_s)
+        self._offer(then, unit, begin_s + self.setting.hop_s)
 
     def _offer(self, kind: str, unit: int, time_s: float) -> None:
         for index, waiting in enumerate(self.waiting):
