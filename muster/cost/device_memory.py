@@ -14,7 +14,7 @@ COMMUNICATOR_BYTES = 544 * _MIB
 """One NCCL communicator over NVLink, as measured on A100 for two devices; 688 MiB for more (github NVIDIA/nccl#964)."""
 LARGE_COMMUNICATOR_BYTES = 688 * _MIB
 FRAGMENTED_SHARE = 0.03
-"""Of what comes and goes within a step."""
+"""Of what comes and goes within a step: an assumption, as no source measures it apart."""
 
 
 def device_terms(device: DeviceSpec, plan: Plan, pp_rank: int, transient_bytes: int) -> MemoryTerms:
