@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from muster.checkpoint import write
-from muster.checkpoint.folder import LATEST, Keep, checkpoints, find_latest, folder_of, problem_of
+from muster.checkpoint.folder import LATEST, Keep, checkpoints, find_latest, folder_of, problem_of, step_of
 from muster.checkpoint.load import load, read_box, read_full
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
@@ -281,6 +281,20 @@ def test_old_checkpoints_go_and_the_latest_stays(tmp_path: Path) -> None:
         save_one(tmp_path, step, keep=Keep(0))
     assert len(checkpoints(tmp_path)) == 4
     assert (tmp_path / LATEST).read_text() == "step-00000008\n"
+
+
+def test_permanent_ones_stay_and_ephemeral_ones_go(tmp_path: Path) -> None:
+    """Saved every 2 steps, of which every 4th is regular and every 8th stays for good."""
+    keep = Keep(last=2, permanent_every=8, regular_every=4)
+    seen = {}
+    for step in range(2, 23, 2):
+        save_one(tmp_path, step, keep=keep)
+        seen[step] = [step_of(path) for path in checkpoints(tmp_path)]
+    assert seen[4] == [2, 4], "where all others are ephemeral, one stays to fall back to"
+    assert seen[6] == [4, 6]
+    assert seen[10] == [4, 8, 10]
+    assert seen[14] == [8, 12, 14]
+    assert seen[22] == [8, 16, 20, 22]
 
 
 def test_the_latest_is_the_last_written_unless_it_is_damaged(tmp_path: Path) -> None:

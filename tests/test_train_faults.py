@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from muster.checkpoint.folder import checkpoints, problem_of
+from muster.checkpoint.folder import checkpoints, find_latest, problem_of
 from muster.checkpoint.manifest import read_manifest
 from muster.spec.errors import MusterError
 from muster.train.metrics import MetricsLog, read_metrics
@@ -266,6 +266,24 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, sm
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
     assert problem_of(run / "checkpoints/step-00000002") is None
     assert steps(run) == list(range(1, 21)), "it trained to the end"
+
+
+def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
+    run = whole.with_name("vanishing")
+    with Command(*TINY, "--run", run, "--train.save_every", "1") as job:
+        job.wait_for(run / "checkpoints/latest")
+        (run / "checkpoints").rename(run / "away")
+        (run / "checkpoints").write_text("not a folder")
+        kept = find_latest(run / "away")
+        job.wait_for_step(steps(run)[-1] + 5)
+        (run / "checkpoints").unlink()
+        ended = job.wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert "was not saved: could not write " in ended.out
+    assert "; the training goes on, and it is tried again after step " in ended.out
+    assert kept is None or problem_of(kept) is None, "what was saved before is untouched"
+    assert problem_of(run / "checkpoints/step-00000020") is None
+    assert_same_training(run, whole)
 
 
 def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
