@@ -438,3 +438,19 @@ def test_the_documentation_has_every_score(summary):
 def test_the_shipped_page_is_what_the_command_writes():
     text = validation_markdown(validate())
     assert (Path(__file__).resolve().parents[1] / "docs/accuracy.md").read_text() == text, "run it again"
+
+
+def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():
+    seen = []
+
+    def answer(setting: Setting, case: Case) -> Answer:
+        seen.append(setting.cluster.device.matmul_efficiency["bf16"])
+        return told()
+
+    rows = [one for one in shipped_tables() if "Korthikanti" in one.source and one.metric == "iteration_time_s"]
+    stated, without = results_of(rows, answer), results_of(rows, answer, left_out=True)
+    assert len(set(seen)) == 2
+    group = summarize(stated, without).by_source[rows[0].source]
+    assert group.left_out is not None
+    assert group.left_out.rows == group.every.rows == 9
+    assert summarize(stated).overall.left_out is None

@@ -36,7 +36,8 @@ with the least recompute that fits the memory.
 _CALCULON = """\
 *Calculon* is what [Calculon](https://github.com/calculon-ai/calculon) (commit caa4b11, the system files that it comes
 with) predicts for the rows that it can express, and *here* Muster's error on those rows. The rows of Korthikanti et al.
-are those that Calculon's constants were set with.
+are those that Calculon's constants were set with. *Left out* is Muster's error on a source with the constants as they
+would stand without it, for the sources that a device's sustained rate was set with; all others were not used.
 """
 _OUTCOME = """\
 Whether a run would fit, against whether it ran: *near* are rows predicted within 5 % of the capacity, which aren't in
@@ -45,7 +46,7 @@ the counts, *undecided* those where what the row leaves open decides. *balanced*
 _SWEEPS = """\
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. *first
 reaches* is the throughput of the layout that Muster ranks first as a part of the best measured one, 0 where it ran out
-of memory; *best in 3* whether one of its first three is the best.
+of memory; *of those that ran* leaves out the layouts that did; *best in 3* whether one of its first three is the best.
 """
 
 

@@ -24,13 +24,14 @@ def percent(value: float | None, sign: bool = False) -> str:
 
 def error_rows(summary: Summary) -> list[Cells]:
     """A header, one row for each source, and one for all."""
-    head = ("source", "rows", "predicted", "error", "median", "bias", "Calculon", "here")
+    head = ("source", "rows", "predicted", "error", "median", "bias", "left out", "Calculon", "here")
     return [head, *(_error_row(name, group) for name, group in _groups(summary))]
 
 
 def _error_row(name: str, group: Group) -> Cells:
     calculon = (percent(group.calculon.mape), percent(group.beside_calculon.mape))
-    return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), *calculon)
+    left_out = percent(group.left_out.mape) if group.left_out else "not used"
+    return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), left_out, *calculon)
 
 
 def specified_rows(summary: Summary) -> list[Cells]:
@@ -80,13 +81,14 @@ def outcome_rows(summary: Summary) -> list[Cells]:
 
 def sweep_rows(summary: Summary) -> list[Cells]:
     """A header and one row for each sweep."""
-    head = ("sweep", "layouts", "OOM", "rank corr.", "first reaches", "best in 3")
+    head = ("sweep", "layouts", "OOM", "rank corr.", "first reaches", "of those that ran", "best in 3")
     return [
         head,
         *(
             (
                 *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
-                *(percent(100 * sweep.first_reaches), "yes" if sweep.best_in_first_three else "no"),
+                *(percent(100 * sweep.first_reaches), percent(100 * sweep.first_timed_reaches)),
+                *("yes" if sweep.best_in_first_three else "no"),
             )
             for sweep in summary.sweeps
         ),

@@ -1,12 +1,13 @@
 """A table's rows with their predictions beside them."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
+from muster.spec.device import DeviceSpec
 from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -14,7 +15,7 @@ from muster.spec.workload import Workload
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, step_time_s
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.sources import source_of
+from muster.validate.sources import Source, source_of
 from muster.validate.table import Row
 
 LEAST_MFU, MOST_MFU = 0.002, 1.0
@@ -96,14 +97,17 @@ class Result:
         return True if self.is_timed and self.row.value is not None else None
 
 
-def results_of(rows: Iterable[Row], predictor: Predictor | None = None) -> list[Result]:
-    """Each row with its prediction; identical configurations are predicted once."""
+def results_of(rows: Iterable[Row], predictor: Predictor | None = None, left_out: bool = False) -> list[Result]:
+    """Each row with its prediction; identical configurations are predicted once.
+
+    `left_out`: with the constants as they stand without the help of the row's own source.
+    """
     ask = predictor or ask_predict
     known: dict[str, Answer | str] = {}
-    return [_result(row, ask, known) for row in rows]
+    return [_result(row, ask, known, left_out) for row in rows]
 
 
-def _result(row: Row, ask: Predictor, known: dict[str, Answer | str]) -> Result:
+def _result(row: Row, ask: Predictor, known: dict[str, Answer | str], left_out: bool) -> Result:
     try:
         if row.metric in OTHER_METRICS:
             raise UnreadableError(f"{row.metric} is of a part of a step: not scored")
@@ -112,11 +116,24 @@ def _result(row: Row, ask: Predictor, known: dict[str, Answer | str]) -> Result:
                 f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"
             )
         setting = setting_of(row)
+        if left_out:
+            setting = _uncalibrated(setting, source_of(row.source))
         measured_s = _measured_s(row, setting) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
         answers = tuple(_remembered(setting, case, ask, known) for case in setting.cases)
     except UnreadableError as error:
         return Result(row, reason=str(error))
     return Result(row, "", setting, measured_s, answers, _standing(setting, answers))
+
+
+def _uncalibrated(setting: Setting, source: Source) -> Setting:
+    """With the devices' constants as they would be without the source's help."""
+    groups = []
+    for group in setting.cluster.groups:
+        fields = source.without.get(group.device.name, {})
+        device = group.device.model_dump()
+        changed = {field: device[field] | entries for field, entries in fields.items()}
+        groups.append(group.model_copy(update={"device": DeviceSpec.model_validate(device | changed)}))
+    return replace(setting, cluster=setting.cluster.model_copy(update={"groups": tuple(groups)}))
 
 
 def _remembered(setting: Setting, case: Case, ask: Predictor, known: dict[str, Answer | str]) -> Answer:

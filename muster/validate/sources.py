@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -33,6 +34,8 @@ class Source(Frozen):
     errs: str = ""
     """Why predictions of its rows are off, where they are."""
     calibrated: str = ""
+    without: dict[str, dict[str, dict[str, Any]]] = {}
+    """Device → field → entries, as they would stand if nothing had been set with this source's help."""
 
 
 @cache

@@ -22,6 +22,7 @@ from muster.validate.score import (
     outcome_of,
     worst,
 )
+from muster.validate.sources import source_of
 from muster.validate.sweeps import Sweep, sweeps_of
 from muster.validate.table import Row, parse_table, read_table
 
@@ -46,6 +47,8 @@ class Group:
     """Calculon's errors, on the rows that it can express."""
     beside_calculon: Errors
     """Muster's on the same rows."""
+    left_out: Errors | None
+    """Of all rows, each predicted without what was set with its own source's help; None where nothing was."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,26 @@ def validate(path: Path | None = None, predictor: Predictor | None = None) -> Su
 
     Raises ConfigError where the table can't be read.
     """
-    return summarize(results_of(shipped_tables() if path is None else read_table(path), predictor))
+    rows = shipped_tables() if path is None else read_table(path)
+    used = [row for row in rows if source_of(row.source).without]
+    return summarize(results_of(rows, predictor), results_of(used, predictor, left_out=True))
 
 
-def summarize(results: Sequence[Result]) -> Summary:
-    """The scores of some results."""
+def summarize(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Summary:
+    """The scores of some results; `left_out`: those of sources that constants were set with, predicted without that."""
     names = dict.fromkeys(result.row.source for result in results)
-    by_source = {name: group_of([r for r in results if r.row.source == name]) for name in names}
-    return Summary(
-        tuple(results), group_of(results), by_source, tuple(sweeps_of(results)), tuple(worst(results, _WORST))
-    )
+    by_source = {name: group_of(_of_source(results, name), _of_source(left_out, name)) for name in names}
+    used = {result.row.source for result in left_out}
+    others = [result for result in results if result.row.source not in used]
+    overall = group_of(results, [*others, *left_out] if left_out else [])
+    return Summary(tuple(results), overall, by_source, tuple(sweeps_of(results)), tuple(worst(results, _WORST)))
 
 
-def group_of(results: Sequence[Result]) -> Group:
+def _of_source(results: Sequence[Result], name: str) -> list[Result]:
+    return [result for result in results if result.row.source == name]
+
+
+def group_of(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Group:
     """The scores of some rows."""
     known = [result for result in results if result.is_predicted and _calculon_error(result) is not None]
     return Group(
@@ -107,6 +117,7 @@ def group_of(results: Sequence[Result]) -> Group:
         memory=memory_errors(results),
         calculon=errors_of(known, _calculon_error),
         beside_calculon=errors_of(known),
+        left_out=errors_of(left_out) if left_out else None,
     )
 
 
@@ -152,6 +163,7 @@ def _group_json(group: Group) -> dict[str, Any]:
         "memory": asdict(group.memory),
         "calculon": asdict(group.calculon),
         "beside_calculon": asdict(group.beside_calculon),
+        "left_out_of_calibration": asdict(group.left_out) if group.left_out else None,
     }
 
 
@@ -167,6 +179,8 @@ def _sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
         "rank_correlation": mean(sweep.rank_correlation for sweep in sweeps) if sweeps else None,
         "least_rank_correlation": min((sweep.rank_correlation for sweep in sweeps), default=None),
         "first_reaches": mean(reaches) if reaches else None,
+        "first_timed_reaches": mean(sweep.first_timed_reaches for sweep in sweeps) if sweeps else None,
+        "least_first_timed_reaches": min((sweep.first_timed_reaches for sweep in sweeps), default=None),
         "least_first_reaches": min(reaches, default=None),
         "best_in_first_three": mean(sweep.best_in_first_three for sweep in sweeps) if sweeps else None,
         "each": [asdict(sweep) for sweep in sweeps],

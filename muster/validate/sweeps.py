@@ -28,7 +28,9 @@ class Sweep:
     rank_correlation: float
     """Spearman's, of predicted and measured step times."""
     first_reaches: float
-    """Throughput of the layout ranked first as a part of the best measured."""
+    """Throughput of the layout ranked first as a part of the best measured; 0 where it ran out of memory."""
+    first_timed_reaches: float
+    """The same among the layouts that ran."""
     best_in_first_three: bool
 
 
@@ -56,7 +58,8 @@ def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Swee
         f" {words['attn_kernel'] or 'attention not stated'}"
     )
     correlation = spearman([result.predicted_s for result in timed], measured)
-    return Sweep(name, len(timed), len(failed), correlation, speeds[0], max(speeds[:3]) == 1.0)
+    ran = next(speed for speed in speeds if speed)
+    return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]) == 1.0)
 
 
 def _rank(result: Result) -> tuple[bool, float]:
