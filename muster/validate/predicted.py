@@ -18,6 +18,8 @@ from muster.validate.setting import Case, Setting, setting_of
 from muster.validate.sources import Source, source_of
 from muster.validate.table import Row
 
+NEAR = 0.05
+"""Of the capacity: so near to it, other things than the plan decide."""
 LEAST_MFU, MOST_MFU = 0.002, 1.0
 """A measured time outside has another unit, or is of another job."""
 
@@ -156,7 +158,14 @@ def _standing(setting: Setting, answers: tuple[Answer, ...]) -> int:
     run recomputes what it must."""
     usual = _without_recompute(setting.cases[0])
     candidates = [index for index, case in enumerate(setting.cases) if _without_recompute(case) == usual]
-    return next((index for index in candidates if answers[index].fits is not False), candidates[-1])
+    return next((index for index in candidates if _may_fit(answers[index])), candidates[-1])
+
+
+def _may_fit(answer: Answer) -> bool:
+    """Whether it fits, or is too near the capacity to say that it doesn't."""
+    if answer.fits is not False or answer.capacity_bytes is None:
+        return answer.fits is not False
+    return answer.peak_bytes <= (1 + NEAR) * answer.capacity_bytes
 
 
 def _without_recompute(case: Case) -> tuple[tuple[str, str], ...]:

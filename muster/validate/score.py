@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from muster.validate.predicted import Result
+from muster.validate.predicted import NEAR, Result
 from muster.validate.table import Row
 
 _NOT_OF_THE_CONFIGURATION = ("file", "line", "number", "software", "value", "outcome", "peak_mem_gb", "notes")
@@ -82,8 +82,6 @@ def worst(results: Iterable[Result], count: int) -> list[Result]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Does it fit?
 
-_NEAR = 0.05
-"""Of the capacity: so near to it, other things than the plan decide."""
 _SETTLED_BY_HABIT = ("sp",)
 
 
@@ -119,7 +117,7 @@ def outcome_of(results: Iterable[Result]) -> Outcome:
         is_open = any(column not in _SETTLED_BY_HABIT for column in result.setting.unstated)
         if is_open and len({one.fits for one in result.answers}) > 1:
             undecided += 1
-        elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= _NEAR:
+        elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= NEAR:
             near.append(result)
         else:
             counts[worked, answer.fits] += 1

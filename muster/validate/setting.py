@@ -135,7 +135,8 @@ def _open(row: Row, source: Source, model: ModelSpec, at: _Degrees) -> Iterator[
     else:
         yield "micro_batch", [size for size in divisors(max(1, row.global_batch // at.dp)) if size in (1, 4)]
     stated_recompute = recompute_of(row.recompute)
-    yield "recompute", (stated_recompute,) if stated_recompute else ("none", "full")
+    usual_recompute = ("full", "none") if source.usual.get("recompute") == "full" else ("none", "full")
+    yield "recompute", (stated_recompute,) if stated_recompute else usual_recompute
 
 
 def _kernels(row: Row) -> tuple[AttentionKernel | None, ...]:
