@@ -124,9 +124,20 @@ def any_setting(draw) -> Setting:
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(any_setting())
 def test_valid_in_memory_and_never_behind_any_registered_schedule(setting: Setting):
+    check_any(setting)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=100)
+@given(any_setting())
+def test_never_behind_any_registered_schedule_in_more_settings(setting: Setting):
+    check_any(setting)
+
+
+def check_any(setting: Setting) -> None:
     others = []
     for name, entry in SCHEDULES.items():
         if not entry.searched:
