@@ -5,8 +5,7 @@ import json
 import pytest
 import safetensors
 
-from muster.checkpoint.families import hf_shapes, is_derived, links_of, part_of
-from muster.checkpoint.families.link import Link
+from muster.checkpoint.families import hf_shapes, is_derived, links_of
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.hf_config import hf_config, spec_from_hf
 from muster.spec.layout import Box
@@ -42,16 +41,15 @@ def test_a_configuration_comes_back_as_it_was(name):
     assert spec_from_hf(written) == spec
 
 
-def test_a_part_of_a_parameter_is_a_part_of_a_tensor():
-    spec = spec_from_hf(CONFIGS["gpt2"])
-    k = next(link for link in links_of(spec) if link.name == "layers.1.attn.k.weight")
-    assert (k.hf_name, k.hf_box, k.transposed) == ("transformer.h.1.attn.c_attn.weight", Box((0, 32), (32, 32)), True)
-    assert part_of(k, Box((8, 3), (4, 5))).hf_box == Box((3, 40), (5, 4))
+def test_fused_and_stacked_tensors_are_boxes():
+    links = {link.hf_name + link.name: link for link in links_of(spec_from_hf(CONFIGS["gpt2"]))}
+    fused = "transformer.h.1.attn.c_attn."
+    k, bias = (links[f"{fused}{leaf}layers.1.attn.k.{leaf}"] for leaf in ("weight", "bias"))
+    assert (k.box, k.hf_box, k.transposed) == (Box((0, 0), (32, 32)), Box((0, 32), (32, 32)), True)
+    assert (bias.box, bias.hf_box, bias.transposed) == (Box((0,), (32,)), Box((32,), (32,)), False)
     expert = next(link for link in links_of(spec_from_hf(CONFIGS["mixtral"])) if "experts.3.w2" in link.hf_name)
     assert expert.box == Box((3, 0, 0), (1, 32, 48))
-    assert part_of(expert, Box((3, 2, 8), (1, 10, 20))) == Link(
-        expert.name, Box((3, 2, 8), (1, 10, 20)), expert.hf_name, Box((2, 8), (10, 20))
-    )
+    assert expert.hf_box == Box((0, 0), (32, 48))
 
 
 @pytest.mark.parametrize(

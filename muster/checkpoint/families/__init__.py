@@ -2,14 +2,13 @@
 
 A map is a list of `Link`s (`link.py`), each of which says that a box of a parameter holds the same numbers as a box of
 a Hugging Face tensor, transposed or not. All parameters are covered once by the boxes of their links, and so are the
-tensors of a complete directory, but for those that `is_derived` names. Who reads for one rank cuts each link to the
-boxes of its layout with `part_of`; who writes a tensor collects the links of its name.
+tensors of a complete directory, but for those that `is_derived` names.
 """
 
 from collections.abc import Callable, Iterator
 
 from muster.checkpoint.families import deepseek_v3, gpt2, llama, mixtral, qwen3_moe
-from muster.checkpoint.families.link import Link, part_of
+from muster.checkpoint.families.link import Link
 from muster.spec.hf_config import hf_config
 from muster.spec.model import ModelSpec
 
@@ -25,7 +24,7 @@ FAMILIES: dict[str, Callable[[ModelSpec], Iterator[Link]]] = {
 }
 """By the `model_type` of a config.json, as `muster.spec.hf_config` gives it for a ModelSpec."""
 
-__all__ = ["FAMILIES", "Link", "hf_shapes", "is_derived", "links_of", "part_of"]
+__all__ = ["FAMILIES", "Link", "hf_shapes", "is_derived", "links_of"]
 
 
 def links_of(spec: ModelSpec) -> list[Link]:

@@ -12,7 +12,7 @@ class Link:
 
     From Hugging Face: `hf[link.hf_box.slices]`, transposed (`.t()`) where `transposed` says so, as `link.box.size`
     (`.reshape`, which only adds or drops dimensions of size 1) is `parameter[link.box.slices]`. The way back is the
-    same in the other order. A part of a box is a part of the other: `part_of` cuts both.
+    same in the other order.
     """
 
     name: str
@@ -44,17 +44,6 @@ def stacked(name: str, hf_names: list[str], shape: tuple[int, ...]) -> Iterator[
     for index, hf_name in enumerate(hf_names):
         box = Box((index, *(0 for _ in rest)), (1, *rest))
         yield Link(name, box, hf_name, _all(tuple(rest)))
-
-
-def part_of(link: Link, wanted: Box) -> Link:
-    """The link between `wanted`, which lies in the link's box, and its numbers in the Hugging Face tensor."""
-    offset = [a - b for a, b in zip(wanted.start, link.box.start, strict=True)]
-    dropped = len(link.box.size) - len(link.hf_box.size)
-    shift, size = offset[dropped:], wanted.size[dropped:]
-    if link.transposed:
-        shift, size = shift[::-1], size[::-1]
-    start = tuple(a + n for a, n in zip(link.hf_box.start, shift, strict=True))
-    return Link(link.name, wanted, link.hf_name, Box(start, tuple(size)), link.transposed)
 
 
 def _all(shape: tuple[int, ...]) -> Box:
