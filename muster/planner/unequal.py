@@ -34,8 +34,11 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
         judge = Judge(request)
         return Arranged(request, judge, search(request, top, limit_s, judge))
     begin_s = perf_counter()
-    naive = search(replace(request, fixed={**request.fixed, "stages": ()}), 1, limit_s / 4)
+    equal = replace(request, fixed={**request.fixed, "stages": ()})
+    naive = search(equal, top, limit_s / 4)
     best: Arranged | None = None
+    if naive.best:
+        best = Arranged(equal, Judge(equal), naive, tuple(range(request.cluster.num_nodes)))
     for order in block_orders(request.cluster):
         left_s = limit_s - (perf_counter() - begin_s)
         if best is not None and left_s <= 0:

@@ -1,0 +1,86 @@
+"""What the planner gains on clusters whose nodes or links differ: the cases of unequal_clusters.yaml.
+
+`python -m benchmarks.unequal_clusters [--limit S] [--only NAME]` prints for each the simulated step of the best plan
+with nodes as they are listed and equal stages, that of the plan and order of nodes that was found, and their ratio.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from muster.planner.request import Request
+from muster.planner.unequal import arrange
+from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.load_cluster import load_device
+from muster.spec.named_model import load_model
+from muster.spec.workload import Workload
+
+CASES = Path(__file__).with_suffix(".yaml")
+
+
+def cluster_of(case: dict[str, Any]) -> ClusterSpec:
+    """The cluster that a case describes."""
+    kinds = {letter: load_device(name) for letter, name in case["kinds"].items()}
+    groups = []
+    for letter in case["nodes"]:
+        device = kinds[letter]
+        assert device.node is not None
+        groups.append(
+            NodeGroup(
+                num_nodes=1,
+                devices_per_node=device.node.devices,
+                device=device,
+                intra=device.node.intra,
+                nics=device.node.nics,
+            )
+        )
+    slow = {tuple(map(int, pair.split("-"))): share for pair, share in case.get("slow_pairs", {}).items()}
+
+    def rate(one: int, other: int) -> float:
+        first, second = case["nodes"][one], case["nodes"][other]
+        if one == other:
+            intra = groups[one].intra
+            return intra.bandwidth_bytes_per_s * intra.efficiency
+        listed = case["links"].get(first + second) or case["links"][second + first]
+        return listed * 1e9 * slow.get((min(one, other), max(one, other)), 1.0)
+
+    count = range(len(groups))
+    matrix = tuple(tuple(rate(one, other) for other in count) for one in count)
+    return ClusterSpec(name=case["name"], groups=tuple(groups), node_bandwidth_bytes_per_s=matrix)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of search for each case")
+    parser.add_argument("--only", help="one case")
+    args = parser.parse_args()
+    gains = []
+    print(f"{'case':24}{'as listed':>12}{'found':>12}{'gain':>8}  order and plan")
+    for case in yaml.safe_load(CASES.read_text()):
+        if args.only not in (None, case["name"]):
+            continue
+        workload = Workload(seq_len=case["seq_len"], global_batch_size=case["global_batch"])
+        precision = "fp16" if "v100" in str(case["kinds"]) else "bf16"
+        found = arrange(
+            Request(load_model(case["model"]), cluster_of(case), workload, precision=precision), 1, args.limit
+        )
+        if not found.found.best or found.naive_step_s is None:
+            print(f"{case['name']:24}{'nothing fits':>24}")
+            continue
+        best = found.found.best[0]
+        gains.append(found.naive_step_s / best.prediction.step_time_s)
+        order = "".join(case["nodes"][node] for node in found.order or ())
+        print(
+            f"{case['name']:24}{found.naive_step_s:>10.3f} s{best.prediction.step_time_s:>10.3f} s{gains[-1]:>8.2f}"
+            f"  {order} {best.name}"
+        )
+    if gains:
+        print(f"median gain {median(gains):.2f} over {len(gains)} cases")
+
+
+if __name__ == "__main__":
+    main()
