@@ -252,9 +252,11 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--tokens", "many"], 2, "expected a number"),
         (["--global-batch", "3", "--fix", "dp4"], 3, "3"),
         (["--precision", "bf61"], 2, "bf16"),
+        (["--cluster", "this"], 2, "muster profile"),
     ],
 )
-def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys) -> None:
+def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main([*TINY, *arguments]) == code
     message = capsys.readouterr().err
     assert said in message

@@ -119,7 +119,7 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
     from muster.spec.step_law import SOURCE, non_embedding_parameters, step_law
     from muster.spec.workload import Workload
 
-    model, cluster = load_model(args.model), load_cluster(args.cluster)
+    model, cluster = load_model(args.model), load_cluster(_cluster_name(args.cluster))
     tokens = None if args.tokens is None else parse_size(args.tokens, "--tokens")
     seq_len, batch, derived = args.seq_len or min(4096, model.max_positions or 4096), args.global_batch, []
     if tokens is not None:
@@ -142,6 +142,20 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
     )
     return request, tokens, derived
 
+
+def _cluster_name(text: str) -> str:
+    """`this` is the machine that `muster profile` measured in the working directory."""
+    if text != "this":
+        return text
+    if not Path(MACHINE).exists():
+        raise ConfigError(
+            f"--cluster this needs what 'muster profile' measures: run it here first, it writes {MACHINE}"
+        )
+    return MACHINE
+
+
+MACHINE = "machine.yaml"
+"""Where `muster profile` writes, if not told otherwise."""
 
 DEFAULT_BATCH_TOKENS = 4 * 2**20
 """Of a step where nobody says otherwise: that of Llama 3's first phase."""
