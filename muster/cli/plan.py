@@ -67,8 +67,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    from muster.spec.plan import PRECISIONS
-
     parser = Parser(
         "plan",
         "Find the best plans for a model on a cluster, simulate them, and say why they are the best.",
@@ -90,7 +88,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokens", metavar="T", help="tokens of the whole training, such as 15T: days, cost, energy and CO₂ of it")
     add("--objective", choices=("time", "cost", "energy", "memory"), default="time", help="what is made small")
     add("--top", type=whole_number, default=5, metavar="K", help="plans that are shown (default: 5)")
-    add("--precision", choices=PRECISIONS, help="of the compute (default: bf16, fp32 on CPUs)")
+    add("--precision", metavar="P", help="of the compute (default: bf16, fp32 on CPUs)")
     add("--fix", metavar="PARTS", help="parts of a plan's name that the plans must have, such as tp8-z1")
     add("--memory", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
     add("--runnable", action="store_true", help="only plans that muster train runs today")
@@ -116,7 +114,9 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
     from muster.planner.request import Request
     from muster.spec.load_cluster import load_cluster
     from muster.spec.named_model import load_model
+    from muster.spec.plan import PRECISIONS
     from muster.spec.step_law import SOURCE, non_embedding_parameters, step_law
+    from muster.spec.suggest import did_you_mean
     from muster.spec.workload import Workload
 
     model, cluster = load_model(args.model), load_cluster(_cluster_name(args.cluster))
@@ -129,6 +129,9 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
             derived.append(f"global batch {batch} sequences, derived ({SOURCE})")
         derived.append(f"learning rate {law.lr:.3g}, derived ({SOURCE})")
     batch = batch or max(1, 2 ** round(_log2(DEFAULT_BATCH_TOKENS / seq_len)))
+    if args.precision not in (None, *PRECISIONS):
+        known = f"expected one of {', '.join(PRECISIONS)}"
+        raise ConfigError(f"--precision {args.precision}: {known}{did_you_mean(args.precision, PRECISIONS)}")
     precision = args.precision or ("fp32" if cluster.device.kind == "cpu" else "bf16")
     request = Request(
         model,
