@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
-from muster.checkpoint.dtypes import item_bytes
+from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
 from muster.checkpoint.migrate import from_schema_1
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
@@ -207,6 +207,10 @@ def _misfit(manifest: Manifest) -> str | None:
         lengths = {len(column) for column in (one.files, one.offsets, one.crc32, *one.starts, *one.sizes)}
         if len(lengths) != 1 or not len(one.starts) == len(one.sizes) == len(one.shape):
             return f"the columns of {name} have unequal lengths"
+        if one.dtype not in SAFETENSORS_NAMES:
+            return f"{name} has the dtype {one.dtype}, which is none of {', '.join(SAFETENSORS_NAMES)}"
+        if one.offsets and not 0 <= min(one.offsets) <= max(one.offsets) < 2**62:
+            return f"a piece of {name} begins outside every file"
         if one.files and not 0 <= min(one.files) <= max(one.files) < len(manifest.files):
             return f"{name} lies in a file that is not in the list"
     return None

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,21 +48,25 @@ def run(arguments: list[str]) -> int:
     from muster.planner.unequal import arrange
 
     request, tokens, derived = _request(args)
+    if args.output and not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {args.output}: there is no folder {args.output.absolute().parent}")
+    if args.output and args.output.is_dir():
+        raise ConfigError(f"--output {args.output} is a folder: expected a file such as {args.output / 'plan.yaml'}")
     arranged = arrange(request, args.top, args.limit)
     found = arranged.found
     if not found.best:
         raise InfeasibleError(no_plan(arranged.request, found, arranged.judge))
     answer = Answer(arranged, _footprints(found.best, tokens), derived, args.explain)
-    if args.json:
-        print(json.dumps(_json(answer), indent=2))
-    else:
-        _show(answer)
     written = [args.output] if args.output else []
     if args.output or args.launch:
         _write_plan(args.output or Path("plan.yaml"), found.best[0].plan)
     if args.launch:
         written += _launch(args, answer)
-    if written and not args.json:
+    if args.json:
+        print(json.dumps(_json(answer), indent=2))
+        return 0
+    _show(answer)
+    if written:
         print("\nwritten   " + ", ".join(map(str, written)))
     return 0
 
@@ -83,7 +88,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--global-batch",
         type=whole_number,
         metavar="B",
-        help="sequences of a step (default: 4 M tokens, or the Step Law)",
+        help="sequences of a step (default: 4 Mi tokens, or the Step Law)",
     )
     add("--tokens", metavar="T", help="tokens of the whole training, such as 15T: days, cost, energy and CO₂ of it")
     add("--objective", choices=("time", "cost", "energy", "memory"), default="time", help="what is made small")
@@ -93,7 +98,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--memory", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
     add("--runnable", action="store_true", help="only plans that muster train runs today")
     add("--explain", action="store_true", help="say what became of every family of plans")
-    add("--limit", type=float, default=SEARCH_S, metavar="S", help="seconds of search at most (default: %(default)g)")
+    add(
+        "--limit",
+        type=_seconds,
+        default=SEARCH_S,
+        metavar="S",
+        help="seconds of search at most; most need less (default: %(default)g)",
+    )
     add("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for muster train --parallel FILE")
     add("--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write files that start it on nodes")
     add("--run-file", default="run.yaml", metavar="FILE", help="the run file that they name (default: run.yaml)")
@@ -120,6 +131,8 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
     from muster.spec.workload import Workload
 
     model, cluster = load_model(args.model), load_cluster(_cluster_name(args.cluster))
+    if cluster.num_devices > MOST_DEVICES:
+        raise ConfigError(f"--cluster {args.cluster}: expected at most {MOST_DEVICES:,} devices")
     tokens = None if args.tokens is None else parse_size(args.tokens, "--tokens")
     seq_len, batch, derived = args.seq_len or min(4096, model.max_positions or 4096), args.global_batch, []
     if tokens is not None:
@@ -129,18 +142,27 @@ def _request(args: argparse.Namespace) -> "tuple[Request, float | None, list[str
             derived.append(f"global batch {batch} sequences, derived ({SOURCE})")
         derived.append(f"learning rate {law.lr:.3g}, derived ({SOURCE})")
     batch = batch or max(1, 2 ** round(_log2(DEFAULT_BATCH_TOKENS / seq_len)))
+    if batch * seq_len > MOST_BATCH_TOKENS:
+        raise ConfigError(
+            f"a step of {batch:,} sequences of {seq_len:,} tokens: expected at most {MOST_BATCH_TOKENS:,} tokens;"
+            " give a smaller --global-batch"
+        )
+    fixed = _fixed(args.fix)
     if args.precision not in (None, *PRECISIONS):
         known = f"expected one of {', '.join(PRECISIONS)}"
         raise ConfigError(f"--precision {args.precision}: {known}{did_you_mean(args.precision, PRECISIONS)}")
-    precision = args.precision or ("fp32" if cluster.device.kind == "cpu" else "bf16")
+    if args.precision and fixed.get("precision", args.precision) != args.precision:
+        raise ConfigError(f"--precision {args.precision} contradicts --fix {args.fix}: leave one of them out")
+    precision = args.precision or fixed.get("precision") or ("fp32" if cluster.device.kind == "cpu" else "bf16")
     request = Request(
         model,
         cluster,
         Workload(seq_len=seq_len, global_batch_size=batch),
         args.objective,
         precision,
-        _fixed(args.fix),
-        None if args.memory is None else int(parse_size(args.memory.removesuffix("B"), "--memory")),
+        fixed,
+        args.fix or "",
+        None if args.memory is None else _bytes(args.memory),
         runnable=args.runnable,
     )
     return request, tokens, derived
@@ -177,6 +199,28 @@ def _fixed(parts: str | None) -> dict[str, Any]:
     from muster.spec.plan_name import said_by
 
     return said_by(parts)
+
+
+MOST_DEVICES = 1_000_000
+MOST_BATCH_TOKENS = 10**12
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got '{text}'")
+    return value
+
+
+def _bytes(text: str) -> int:
+    """`70GB`, `512M`. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B?", text.strip().upper())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--memory: expected a size such as 70GB, got '{text}'")
+    return int(float(match[1]) * _FACTORS[match[2]])
 
 
 def parse_size(text: str, flag: str) -> float:

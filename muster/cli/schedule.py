@@ -87,12 +87,16 @@ def _join_negative(arguments: list[str]) -> list[str]:
     return joined
 
 
+_LONGEST_S = 1e100
+"""Sums of times beyond it are no numbers any more."""
+
+
 def _times(text: str) -> tuple[float, float, float]:
     words = text.split(",")
     if len(words) != 3:
         raise ConfigError(f"--times: expected three numbers F,I,W such as 1,1,1, got '{text}'")
     forward, inputs, weights = (_number("--times", word) for word in words)
-    if math.inf in (forward, inputs, weights) or forward + inputs + weights == 0:
+    if not 0 < forward + inputs + weights < _LONGEST_S:
         raise ConfigError(f"--times: expected finite times that are not all 0, got '{text}'")
     return forward, inputs, weights
 

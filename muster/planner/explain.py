@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import prod
 
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
 from muster.planner.judge import Judge, Verdict
@@ -11,7 +12,7 @@ from muster.planner.search import Found, search
 from muster.planner.space import MODEL_AXES
 from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems
+from muster.spec.legal import not_yet, problems
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 
@@ -175,16 +176,35 @@ def why_illegal(request: Request, axes: tuple[str, ...]) -> str:
         return f"{ones[0]} 1 is asked for"
     if world < 2 ** len(axes):
         return f"it needs {2 ** len(axes)} devices, there are {world}"
+    if request.fixed:
+        return _why_fixed_is_illegal(request)
     degrees = {axis: 2 for axis in axes if axis != "ep"}
     rest = world // max(1, 2 ** len(degrees))
     plan = request.base.model_copy(update={**degrees, "dp_shard": rest, "ep": 2 if "ep" in axes else 1})
     reasons = problems(plan, request.model, request.workload, world)
     if reasons:
-        return f"{format_plan_name(plan)}: {reasons[0]}"
-    if request.fixed:
-        asked = ", ".join(f"{name} {value}" for name, value in request.fixed.items())
-        return f"{asked} leaves none"
-    return "no degrees divide devices, heads, layers, sequence and batch"
+        return f"{format_plan_name(plan)}: {reasons[0].replace('process', 'device')}"
+    return "no degrees divide devices, heads, layers, sequence and batch into a step of a size that can be simulated"
+
+
+def _why_fixed_is_illegal(request: Request) -> str:
+    """What stands against the parts of a plan that must be, with data parallelism for the rest of the devices."""
+    world = request.cluster.num_devices
+    fields = {name: value for name, value in request.fixed.items() if name in Plan.model_fields}
+    strategy = {name: value for name, value in request.fixed.items() if name not in fields}
+    cut = prod(fields.get(axis, 1) for axis in ("tp", "pp", "cp", "dp_replicate"))
+    plan = request.base.model_copy(
+        update={
+            "dp_shard": max(1, world // cut),
+            **fields,
+            "default_strategy": request.base.default_strategy.model_copy(update=strategy),
+        }
+    )
+    reasons = problems(plan, request.model, request.workload, world)
+    reasons += not_yet(plan) if request.runnable else []
+    if reasons:
+        return f"with {request.asked}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
+    return f"{request.asked} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
 def no_plan(request: Request, found: Found, judge: Judge) -> str:
@@ -204,7 +224,7 @@ def no_plan(request: Request, found: Found, judge: Judge) -> str:
 
 def relief(request: Request) -> str:
     """What would make room."""
-    asked = [f"without {name} {value}" for name, value in request.fixed.items()]
+    asked = [f"without {request.asked}"] if request.asked else []
     if request.memory_limit_bytes:
         asked.append(f"with more than {_gib(request.memory_limit_bytes)} of each device")
     return "it takes more devices or larger ones" + (f", or a plan {' or '.join(asked)}" if asked else "")

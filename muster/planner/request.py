@@ -24,6 +24,8 @@ class Request:
     precision: Precision = "bf16"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a plan, or of its default strategy, that must have these values."""
+    asked: str = ""
+    """The same as people said it."""
     memory_limit_bytes: int | None = None
     """Of each device, where less than all of it may be used."""
     axes: frozenset[str] | None = None

@@ -18,6 +18,9 @@ CHUNKS = (2, 3, 4, 6, 8)
 PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """Stages of a pipeline lie next to each other, and data-parallel ranks far apart: the other way round than AXES."""
 
+MOST_MICRO_BATCHES = 2**18
+"""Micro-batches of a step, times pipeline ranks, that are looked at: more take minutes to simulate."""
+
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """What cuts the model or a sequence; the rest of the devices are data-parallel."""
 
@@ -72,6 +75,8 @@ def shapes(request: Request) -> Iterator[Shape]:
                 for ep in _expert_degrees(request, data * cp * tp):
                     for size in micro_batch_sizes(share):
                         shape = Shape(data, tp, pp, cp, ep, size)
+                        if share // size * pp > MOST_MICRO_BATCHES:
+                            continue
                         if request.admits("micro_batch_size", size) and request.axes in (None, shape.axes):
                             yield shape
 
@@ -142,13 +147,17 @@ def plans(request: Request, order: "Order") -> Iterator[Plan]:
         for axis_order in _axis_orders(request, order.shape):
             for recompute in recomputes(request):
                 plan = make_plan(request, order.shape, data, axis_order, recompute)
-                plan = plan.model_copy(update={"schedule": order.schedule, "vpp": order.vpp})
+                plan = plan.model_copy(update={"schedule": order.schedule, "vpp": order.vpp, **_wanted_stages(request)})
                 # How a plan shards, recomputes and lies on the devices decides nothing about whether it is legal.
                 if first is None and problems(plan, request.model, request.workload, request.cluster.num_devices):
                     return
                 first = first or plan
                 if admitted(request, plan):
                     yield plan
+
+
+def _wanted_stages(request: Request) -> dict[str, Any]:
+    return {"stages": request.fixed["stages"]} if "stages" in request.fixed else {}
 
 
 def recomputes(request: Request) -> tuple[Recompute, ...]:
