@@ -55,7 +55,7 @@ def instance(seed: int) -> Request:
 def assert_search_finds_the_best(seed: int) -> None:
     request = instance(seed)
     judge = Judge(request)
-    expected = sorted(verdict.order for verdict in everything(request, judge))[:3]
+    expected = sorted({verdict.order for verdict in everything(request, judge)})[:3]  # some ways lead to one plan
     found = search(request, 3)
     assert [verdict.order for verdict in found.best] == expected, f"seed {seed}"
     assert found.proven
