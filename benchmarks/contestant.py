@@ -30,7 +30,8 @@ from benchmarks.train_step import (
     Size,
 )
 from muster.data.dataset import Dataset
-from muster.data.store import TokenStore, open_or_build
+from muster.data.prepare import Preparation, open_or_prepare
+from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -277,7 +278,7 @@ def main() -> None:
 
 def open_store(cache: Path) -> TokenStore:
     """The tokens that everyone trains on: the first part of the Python standard library's sources."""
-    return open_or_build(SOURCE, cache, ByteTokenizer(), max_bytes=SOURCE_BYTES)
+    return open_or_prepare(Preparation(SOURCE, ByteTokenizer(), SOURCE_BYTES), cache)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.data.dataset import Batch, Dataset
-from muster.data.store import open_or_build
+from muster.data.prepare import Preparation, open_or_prepare
 from muster.data.tokenizer import ByteTokenizer
 from muster.model.decoder import Decoder
 from muster.model.init import draw, initial_value
@@ -97,7 +97,7 @@ def small_run(
 
 
 def open_data(config: RunConfig, cache: str) -> Dataset:
-    store = open_or_build(config.data.source, Path(cache), ByteTokenizer(), config.data.max_bytes)
+    store = open_or_prepare(Preparation(config.data.source, ByteTokenizer(), config.data.max_bytes), Path(cache))
     return Dataset(store, config.train.seq_len, config.seed, config.data.held_out)
 
 

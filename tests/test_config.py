@@ -221,7 +221,7 @@ def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
             [("data.max_bytes", "x")],
             "data.max_bytes: expected a whole number >= 1 or null, got 'x' (from command line)",
         ),
-        ([("data.tokenizer", "byte")], "data.tokenizer: expected bytes, got 'byte' (from command line)"),
+        ([("data.bad_rows", "skipp")], "data.bad_rows: expected one of stop, skip, got 'skipp'; did you mean 'skip'?"),
         ([("train.deterministic", "maybe")], "train.deterministic: expected true or false, got 'maybe'"),
         ([("train", "5")], "train: expected a mapping with at least steps, seq_len, global_batch_size, got '5'"),
         ([("seed", "x")], "seed: expected a whole number >= 0, got 'x' (from command line)"),

@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.data.sources import documents, source_files
-from muster.data.store import STALE_AFTER_S, TokenStore, build_store, open_or_build
+from muster.data.prepare import Preparation, open_or_prepare, prepare
+from muster.data.sources import source_files
+from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.spec.errors import ConfigError, MusterError
 
 TOKENIZER = ByteTokenizer()
+
+
+def build_store(source, directory, tokenizer, max_bytes=None, progress=None) -> TokenStore:
+    return prepare(Preparation(source, tokenizer, max_bytes), directory, progress)
 
 
 class OtherTokenizer(ByteTokenizer):
@@ -32,7 +36,7 @@ def _text(tmp_path) -> Path:
     """A directory with three documents, 10,000 bytes in all, that never repeat three bytes in a row."""
     folder = tmp_path / "text"
     (folder / "b").mkdir(parents=True)
-    data = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
+    data = np.random.default_rng(0).integers(0, 128, 10_000, np.uint8).tobytes()
     (folder / "c.txt").write_bytes(data[7_000:])
     (folder / "b" / "b.py").write_bytes(data[3_000:7_000])
     (folder / "a.md").write_bytes(data[:3_000])
@@ -80,21 +84,22 @@ def test_a_directory_gives_its_text_files_by_name(text):
     (text / "picture.png").write_bytes(b"no")
     (text / ".git").mkdir()
     (text / ".git" / "x.txt").write_bytes(b"no")
-    found = {document.name: b"".join(document.chunks) for document in documents(str(text))}
-    assert list(found) == ["a.md", "b/b.py", "c.txt"]
-    assert found["b/b.py"] == (text / "b" / "b.py").read_bytes()
+    files = source_files(str(text))
+    assert [file.name for file in files] == ["a.md", "b/b.py", "c.txt"]
+    assert files[1].path == text / "b" / "b.py"
 
 
 def test_a_file_is_one_document_whatever_its_name(tmp_path):
     (tmp_path / "poem").write_bytes(b"a rose")
-    assert [(d.name, b"".join(d.chunks)) for d in documents(str(tmp_path / "poem"))] == [("poem", b"a rose")]
+    store = build_store(str(tmp_path / "poem"), tmp_path / "store", TOKENIZER)
+    assert store.tokens.tolist() == [*b"a rose", 256]
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda path: None, "there is no file or directory"),
-        (lambda path: path.mkdir(), r"has no \*.txt, \*.md, \*.py files"),
+        (lambda path: path.mkdir(), r"has no \*.txt, \*.md, \*.py, \*.jsonl"),
         (lambda path: path.touch(), "every file is empty"),
         (lambda path: (path.mkdir(), (path / "a.txt").touch()), "every file is empty"),
     ],
@@ -102,7 +107,7 @@ def test_a_file_is_one_document_whatever_its_name(tmp_path):
 def test_a_source_without_text_is_refused(tmp_path, make, sentence):
     make(tmp_path / "source")
     with pytest.raises(ConfigError, match=sentence):
-        open_or_build(str(tmp_path / "source"), tmp_path / "cache", TOKENIZER)
+        open_or_prepare(Preparation(str(tmp_path / "source"), TOKENIZER), tmp_path / "cache")
     with pytest.raises(ConfigError, match=sentence):
         build_store(str(tmp_path / "source"), tmp_path / "cache" / "x", TOKENIZER)
     assert not list(tmp_path.glob("cache/*"))
@@ -123,7 +128,7 @@ def test_a_store_holds_the_documents_each_with_its_end(text, store):
 
 
 def test_documents_longer_than_a_chunk_and_wide_vocabularies(text, tmp_path, monkeypatch, store):
-    monkeypatch.setattr("muster.data.sources.CHUNK_BYTES", 999)
+    monkeypatch.setattr("muster.data.readers.CHUNK_BYTES", 999)
     seen: list[int] = []
     wide = build_store(str(text), tmp_path / "wide", OtherTokenizer(), progress=seen.append)
     assert wide.tokens.dtype == np.dtype("<u4")
@@ -148,14 +153,17 @@ def _edit_header(directory: Path, **change: object) -> None:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (lambda d: os.truncate(d / "tokens.bin", 100), "tokens.bin has 100 bytes where store.json says 20,006; delete"),
-        (lambda d: (d / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
+        (
+            lambda d: os.truncate(d / "tokens-00000.bin", 100),
+            "tokens-00000.bin has 100 bytes where store.json",
+        ),
+        (lambda d: (d / "tokens-00000.bin").unlink(), "tokens-00000.bin has 0 bytes"),
         (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes where store.json says 24; delete"),
         (lambda d: (d / "store.json").unlink(), "store.json is missing; delete"),
         (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; delete"),
         (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; delete"),
         (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; delete"),
-        (lambda d: _edit_header(d, version=2), "has schema 2, .* up to 1; use a later Muster"),
+        (lambda d: _edit_header(d, version=3), "has schema 3, .* up to 2; use a later Muster"),
         (lambda d: _edit_header(d, tokenizer="other-1"), "made with tokenizer other-1, this run has bytes-"),
     ],
 )
@@ -166,7 +174,7 @@ def test_a_store_that_cannot_be_right_is_refused_in_a_sentence(store, harm, sent
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "documents.bin"])
 def test_verify_finds_a_flipped_bit(store, name):
     data = bytearray((store.directory / name).read_bytes())
     data[11] ^= 4
@@ -177,12 +185,12 @@ def test_verify_finds_a_flipped_bit(store, name):
 
 def test_the_cache_follows_the_source_the_tokenizer_and_the_limit(text, tmp_path):
     def built(tokenizer=TOKENIZER, max_bytes=None) -> Path:
-        return open_or_build(str(text), tmp_path / "cache", tokenizer, max_bytes).directory
+        return open_or_prepare(Preparation(str(text), tokenizer, max_bytes), tmp_path / "cache").directory
 
     first = built()
-    modified = (first / "tokens.bin").stat().st_mtime_ns
+    modified = (first / "tokens-00000.bin").stat().st_mtime_ns
     assert built() == first
-    assert (first / "tokens.bin").stat().st_mtime_ns == modified
+    assert (first / "tokens-00000.bin").stat().st_mtime_ns == modified
     different = [built(OtherTokenizer()), built(max_bytes=50)]
     os.utime(text / "a.md", (1, 1))
     different.append(built())
@@ -191,26 +199,11 @@ def test_the_cache_follows_the_source_the_tokenizer_and_the_limit(text, tmp_path
     assert len({first, *different}) == 5
 
 
-def test_the_builder_that_comes_second_takes_what_the_first_made(text, tmp_path):
-    directory = tmp_path / "cache" / "store"
-    others: list[TokenStore] = []
-
-    def overtake(_: int) -> None:
-        if not others:
-            others.append(build_store(str(text), directory, TOKENIZER))
-
-    store = build_store(str(text), directory, TOKENIZER, progress=overtake)
-    assert store.header == others[0].header
-    assert os.path.samefile(store.directory, others[0].directory)
-    assert names_in(directory.parent) == {"store"}
-    store.verify()
-
-
 def test_processes_that_race_all_end_with_the_same_store(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from muster.data.store import open_or_build;"
+        "import sys; from pathlib import Path; from muster.data.prepare import Preparation, open_or_prepare;"
         "from muster.data.tokenizer import ByteTokenizer; print('ready', flush=True); sys.stdin.readline();"
-        "s = open_or_build('python-stdlib', Path(sys.argv[1]), ByteTokenizer(), max_bytes=2_000_000); s.verify();"
+        "s = open_or_prepare(Preparation('python-stdlib', ByteTokenizer(), 2_000_000), Path(sys.argv[1])); s.verify();"
         "print(s.directory, s.fingerprint)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
@@ -255,22 +248,26 @@ def test_a_full_disk_leaves_nothing_behind(text, tmp_path):
 def test_a_cache_that_cannot_be_written_is_one_sentence(text, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(MusterError, match="can't be written: .*set data.cache") as caught:
-        open_or_build(str(text), tmp_path / "cache", TOKENIZER)
+        open_or_prepare(Preparation(str(text), TOKENIZER), tmp_path / "cache")
     assert caught.value.exit_code == 1
     assert (tmp_path / "cache").read_text() == "a file"
 
 
-def test_an_interrupted_build_leaves_nothing_and_old_remains_of_killed_ones_go(text, tmp_path):
+def test_an_interrupted_build_without_a_finished_shard_leaves_nothing(text, tmp_path):
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         build_store(str(text), tmp_path / "cache" / "store", TOKENIZER, progress=interrupt)
     assert names_in(tmp_path / "cache") == set()
-    for name, age_s in (("old", 2 * STALE_AFTER_S), ("young", 60.0)):
-        remains = tmp_path / "cache" / f"store.{name}.partial" / "tokens.bin"
-        remains.parent.mkdir()
-        remains.touch()
-        os.utime(remains, (time.time() - age_s,) * 2)
-    build_store(str(text), tmp_path / "cache" / "store", TOKENIZER)
-    assert names_in(tmp_path / "cache") == {"store", "store.young.partial"}
+
+
+def test_a_store_of_schema_1_still_opens(store):
+    said = json.loads((store.directory / "store.json").read_text())
+    (shard,) = said.pop("shards")
+    (store.directory / shard["file"]).rename(store.directory / "tokens.bin")
+    old = {key: said[key] for key in ("source", "tokenizer", "dtype", "num_tokens", "num_documents", "documents_crc32")}
+    (store.directory / "store.json").write_text(json.dumps(old | {"version": 1, "tokens_crc32": shard["crc32"]}))
+    again = TokenStore.open(store.directory, TOKENIZER)
+    assert again.fingerprint == store.fingerprint
+    again.verify()

@@ -78,8 +78,9 @@ class Dataset:
         valid = self.windows.num_valid(windows)
         for row, (window, length) in enumerate(zip(windows.tolist(), valid.tolist(), strict=True)):
             start = window * self.windows.seq_len
-            tokens_BS[row, :length] = self.store.tokens[start : start + length]
-            labels_BS[row, :length] = self.store.tokens[start + 1 : start + length + 1]
+            tokens = self.store.read(start, start + length + 1)
+            tokens_BS[row, :length] = tokens[:-1]
+            labels_BS[row, :length] = tokens[1:]
         return Batch(tokens_BS, labels_BS, int(valid.sum()))
 
 

@@ -1,18 +1,28 @@
-"""Where text comes from: the Python standard library, a file, or a directory."""
+"""Where data come from: the Python standard library, a file, a directory, a data set of Hugging Face, Megatron's pair
+of files."""
 
 import hashlib
+import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from muster.spec.errors import ConfigError
 
 PYTHON_STDLIB = "python-stdlib"
-SUFFIXES = (".txt", ".md", ".py")
-CHUNK_BYTES = 1 << 20
+Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
+TEXT_SUFFIXES: dict[str, Kind] = {".txt": "text", ".md": "text", ".py": "text"}
+ROW_SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".idx": "megatron",
+}
+SUFFIXES = TEXT_SUFFIXES | ROW_SUFFIXES
 _NOT_STDLIB = ("site-packages", "dist-packages")
 
 
@@ -24,38 +34,31 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text, read piece by piece so that a document may be larger than the memory."""
-
-    name: str
-    chunks: Iterator[bytes]
-    """Readable once."""
-
-
-def documents(source: str) -> Iterator[Document]:
-    """The documents of a source, always in the same order: one for each file that is not empty.
-
-    `source` is `python-stdlib`, a text file, or a directory, of which all *.txt, *.md and *.py files count, at any
-    depth, but for hidden ones. Raises ConfigError where there is no text.
-    """
-    for file in source_files(source):
-        yield Document(file.name, _chunks(file.path))
+    kind: Kind = "text"
+    is_checked: bool = True
+    """Whether its text must be UTF-8; the standard library has files that are not, to test Python itself."""
 
 
 def source_files(source: str) -> list[SourceFile]:
-    """The files of a source by name, without empty ones. Raises ConfigError where there is no text."""
+    """The files of a source by name, without empty ones. Raises ConfigError where there are no data.
+
+    `source` is `python-stdlib`; a file, of the kind that its ending says and text otherwise; the stem of Megatron's
+    .bin and .idx; or a directory, at any depth, but for hidden names: its *.jsonl, *.ndjson, *.parquet, *.arrow and
+    *.idx files, or if it has none of them its *.txt, *.md and *.py files. Of a directory that the library `datasets`
+    has saved, those files count that it names, of several splits those of `train`.
+    """
     if source == PYTHON_STDLIB:
-        files = [file for file in _scan(Path(sysconfig.get_path("stdlib")), (".py",)) if os.access(file.path, os.R_OK)]
+        stdlib = _scan(Path(sysconfig.get_path("stdlib")), {".py": "text"}, is_checked=False)
+        files = [file for file in stdlib if os.access(file.path, os.R_OK)]
     elif (path := Path(source)).is_dir():
-        files = _scan(path, SUFFIXES)
+        files = _saved_files(path) or _scan(path, ROW_SUFFIXES) or _scan(path, TEXT_SUFFIXES)
     elif path.is_file():
-        files = [_source_file(path, path.parent)]
+        files = [_source_file(path, path.parent, _kind_of(path))]
+    elif (index := Path(f"{source}.idx")).is_file():
+        files = [_source_file(index, path.parent, "megatron")]
     else:
         raise ConfigError(
-            f"data.source: there is no file or directory {source!r}; give a text file, a directory, or {PYTHON_STDLIB}"
+            f"data.source: there is no file or directory {source!r}; give a file, a directory, or {PYTHON_STDLIB}"
         )
     if not files:
         raise ConfigError(f"data.source: {source} has no {', '.join('*' + s for s in SUFFIXES)} files")
@@ -72,28 +75,55 @@ def identity(source: str) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def _scan(root: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
+def refuse(error: OSError) -> None:
+    """Raises ConfigError for a file that can't be read."""
+    raise ConfigError(f"data.source: {error.filename} can't be read: {error.strerror}") from error
+
+
+def _kind_of(path: Path) -> Kind:
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return "megatron"
+    return SUFFIXES.get(path.suffix, "text")
+
+
+def _scan(root: Path, suffixes: dict[str, Kind], is_checked: bool = True) -> list[SourceFile]:
     found = []
-    for folder, folders, names in os.walk(root, onerror=_refuse):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_STDLIB]
-        paths = [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-        found += [_source_file(path, root) for path in paths if path.is_file()]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix in suffixes and not name.startswith(".") and path.is_file():
+                found.append(_source_file(path, root, suffixes[path.suffix], is_checked))
     return sorted(found, key=lambda file: file.name)
 
 
-def _source_file(path: Path, root: Path) -> SourceFile:
+def _source_file(path: Path, root: Path, kind: Kind, is_checked: bool = True) -> SourceFile:
+    if kind == "megatron":
+        path = path.with_suffix(".idx")
     status = path.stat()
-    return SourceFile(path.relative_to(root).as_posix(), path, status.st_size, status.st_mtime_ns)
+    size = status.st_size
+    if kind == "megatron":
+        numbers = path.with_suffix(".bin")
+        if not numbers.is_file():
+            raise ConfigError(f"data.source: {path} has no {numbers.name} beside it, where its tokens should be")
+        size = numbers.stat().st_size
+    return SourceFile(path.relative_to(root).as_posix(), path, size, status.st_mtime_ns, kind, is_checked)
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _saved_files(folder: Path) -> list[SourceFile]:
+    """The Arrow files of a directory made by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; none if it is no
+    such directory. Files of its cache lie beside them and don't count."""
+    if (splits := folder / "dataset_dict.json").is_file():
+        names = json.loads(splits.read_bytes()).get("splits", [])
+        if "train" not in names:
+            raise ConfigError(f"data.source: {folder} has no split train: give one of {', '.join(names)} as {folder}/…")
+        folder = folder / "train"
+    if not (state := folder / "state.json").is_file():
+        return []
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        return [_source_file(folder / name, folder, "arrow") for name in names]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"data.source: {state} is damaged: expected a list of files in _data_files") from error
     except OSError as error:
-        _refuse(error)
-
-
-def _refuse(error: OSError) -> None:
-    raise ConfigError(f"data.source: {error.filename} can't be read: {error.strerror}") from error
+        raise ConfigError(f"data.source: {error.filename} is missing, which {state} names") from error

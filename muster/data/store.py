@@ -1,36 +1,28 @@
 """The token store: a directory with the tokens of a source, ready to be memory-mapped.
 
-`store.json` says what it holds, `tokens.bin` has the ids (uint16 or uint32, little-endian), `documents.bin` the index
-of each document's first token (int64, little-endian).
+`store.json` says what it holds. Shards `tokens-N.bin` have the ids (uint16 or uint32, little-endian), one after the
+other; `documents.bin` the index of each document's first token (int64, little-endian); `counted-N.bin`, where some
+tokens are not to be learnt, a byte for each token of the shard. `muster.data.prepare` writes it.
 """
 
-import errno
-import glob
-import hashlib
 import json
-import os
-import shutil
-import sys
-import time
-import uuid
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from muster.data.sources import documents, identity
+from muster.data.shard import Shard
 from muster.data.tokenizer import Tokenizer
 from muster.spec.base import Frozen
-from muster.spec.errors import ConfigError, MusterError
+from muster.spec.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
+HEADER = "store.json"
 _REBUILD = "delete the store's directory, and the next run builds it again"
-STALE_AFTER_S = 86_400.0
-"""A half-built store that nobody has written to for so long is left over from a builder that was killed."""
 
 
 class Header(Frozen):
@@ -39,11 +31,18 @@ class Header(Frozen):
     version: int = VERSION
     source: str
     tokenizer: str
+    """The fingerprint of the tokenizer."""
+    vocab_size: PositiveInt | None = None
+    """Ids of the tokenizer; None in stores of schema 1."""
     dtype: Literal["uint16", "uint32"]
     num_tokens: PositiveInt
     num_documents: PositiveInt
-    tokens_crc32: int
     documents_crc32: int
+    shards: tuple[Shard, ...]
+    skipped: dict[str, NonNegativeInt] = {}
+    """Bad rows that were left out, by kind."""
+    key: str | None = None
+    """Of all that the tokens were made from."""
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -56,191 +55,115 @@ class TokenStore:
 
     directory: Path
     header: Header
-    tokens: np.ndarray
-    """Ids, [num_tokens]."""
+    shards: tuple[np.ndarray, ...]
+    """Ids of each shard."""
+    counted: tuple[np.ndarray | None, ...]
+    """Of each shard, 1 for each token that is to be learnt, uint8; None where all are."""
     document_starts: np.ndarray
     """Index of each document's first token, int64 [num_documents]."""
 
     @property
     def fingerprint(self) -> str:
         """Differs between stores with different tokens."""
-        return f"{self.header.tokenizer}-{self.header.num_tokens}-{self.header.tokens_crc32:08x}"
+        header = self.header
+        sums = [(shard.crc32, shard.counted_crc32) for shard in header.shards]
+        crc32 = sums[0][0] if len(sums) == 1 and self.counts_all else zlib.crc32(json.dumps(sums).encode())
+        return f"{header.tokenizer}-{header.num_tokens}-{crc32:08x}"
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All ids, [num_tokens]: a map where there is one shard, else a copy in memory."""
+        return self.shards[0] if len(self.shards) == 1 else np.concatenate(self.shards)
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether every token is to be learnt."""
+        return all(shard is None for shard in self.counted)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of tokens `start` … `stop − 1`."""
+        if len(self.shards) == 1:
+            return self.shards[0][start:stop]
+        parts = [self.shards[shard][span] for shard, span in self._spans(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.header.numpy_dtype), *parts])
+
+    def read_counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of these tokens are to be learnt, uint8; None: all."""
+        parts = [(self.counted[shard], span) for shard, span in self._spans(start, stop)]
+        if all(counted is None for counted, _ in parts):
+            return None
+        return np.concatenate([np.ones(s.stop - s.start, np.uint8) if c is None else c[s] for c, s in parts])
+
+    def _spans(self, start: int, stop: int) -> list[tuple[int, slice]]:
+        """The parts of the shards that a range of tokens is."""
+        bounds = self._bounds
+        spans = []
+        for shard in range(int(np.searchsorted(bounds, start, side="right")) - 1, len(self.shards)):
+            low, high = int(bounds[shard]), int(bounds[shard + 1])
+            if low >= stop:
+                break
+            spans.append((shard, slice(max(start, low) - low, min(stop, high) - low)))
+        return spans
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """Index of each shard's first token, and the number of all."""
+        return np.cumsum([0, *(len(shard) for shard in self.shards)])
 
     @staticmethod
-    def open(directory: Path, tokenizer: Tokenizer) -> "TokenStore":
-        """Raises ConfigError where the store is missing, damaged, of a later schema or another tokenizer's."""
-        header = _read_header(directory)
-        if header.tokenizer != tokenizer.fingerprint:
+    def open(directory: Path, tokenizer: Tokenizer | None = None) -> "TokenStore":
+        """Raises ConfigError where the store is missing, damaged, of a later schema, or another tokenizer's than the
+        given one."""
+        header = read_header(directory)
+        if tokenizer is not None and header.tokenizer != tokenizer.fingerprint:
             raise ConfigError(
                 f"the token store {directory} was made with tokenizer {header.tokenizer}, this run has"
                 f" {tokenizer.fingerprint}; use the same tokenizer or another data.cache"
             )
-        tokens = _map(directory / "tokens.bin", header.numpy_dtype, header.num_tokens)
+        shards = tuple(_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
+        counted = tuple(
+            _map(directory / one.counted_file, np.dtype("u1"), one.num_tokens) if one.counted_file else None
+            for one in header.shards
+        )
         starts = _map(directory / "documents.bin", np.dtype("<i8"), header.num_documents)
-        return TokenStore(directory, header, tokens, starts)
+        return TokenStore(directory, header, shards, counted, starts)
 
     def verify(self) -> None:
         """Reads everything once. Raises ConfigError where a byte is not what was written."""
-        for name, array, crc32 in (
-            ("tokens.bin", self.tokens, self.header.tokens_crc32),
-            ("documents.bin", self.document_starts, self.header.documents_crc32),
-        ):
+        parts: list[tuple[str, np.ndarray, int]] = []
+        for shard, tokens, counted in zip(self.header.shards, self.shards, self.counted, strict=True):
+            parts.append((shard.file, tokens, shard.crc32))
+            if counted is not None and shard.counted_file and shard.counted_crc32 is not None:
+                parts.append((shard.counted_file, counted, shard.counted_crc32))
+        parts.append(("documents.bin", self.document_starts, self.header.documents_crc32))
+        for name, array, crc32 in parts:
             if zlib.crc32(array.data) != crc32:
                 raise ConfigError(f"{self.directory / name} is damaged (its checksum is wrong); {_REBUILD}")
 
-
-def open_or_build(
-    source: str,
-    cache: Path,
-    tokenizer: Tokenizer,
-    max_bytes: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> TokenStore:
-    """The store of a source under `cache`, built when there is none of the source as it is now.
-
-    Raises as `build_store` and `TokenStore.open` do.
-    """
-    key = hashlib.sha256(f"{VERSION}\0{identity(source)}\0{tokenizer.fingerprint}\0{max_bytes}".encode()).hexdigest()
-    directory = cache / f"{Path(source).resolve().name[:40]}-{key[:16]}"
-    if directory.exists():
-        return TokenStore.open(directory, tokenizer)
-    return build_store(source, directory, tokenizer, max_bytes, progress)
+    def require_ids(self, num_ids: int) -> None:
+        """Reads every token. Raises ConfigError at the first whose id is not below `num_ids`."""
+        begin = 0
+        for shard, tokens in zip(self.header.shards, self.shards, strict=True):
+            for at in range(0, len(tokens), 1 << 24):
+                part = tokens[at : at + (1 << 24)]
+                if part.max() >= num_ids:
+                    place = at + int(np.argmax(part >= num_ids))
+                    document = int(np.searchsorted(self.document_starts, begin + place, side="right"))
+                    raise ConfigError(
+                        f"{self.directory / shard.file}: token {place + 1}, in document {document}, has the id"
+                        f" {tokens[place]}, expected one below {num_ids}"
+                    )
+            begin += len(tokens)
 
 
-def build_store(
-    source: str,
-    directory: Path,
-    tokenizer: Tokenizer,
-    max_bytes: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> TokenStore:
-    """Writes the store of a source, of its first `max_bytes` bytes if given; all of it appears in `directory` at once.
-
-    Of several builders of one directory the first to finish wins, and the others open what it made. `progress` is
-    called with the bytes read so far. Raises ConfigError where the source can't be read or the directory holds another
-    store, MusterError where the store can't be written; nothing is left behind then.
-    """
-    partial = directory.with_name(f"{directory.name}.{uuid.uuid4().hex[:12]}.partial")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(directory)
-        partial.mkdir()
-        header = _write(source, partial, tokenizer, max_bytes, progress)
-        _publish(partial, directory)
-    except OSError as error:
-        raise MusterError(
-            f"the token store {directory} can't be written: {error.strerror}; free space there or set data.cache to"
-            " another directory"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    store = TokenStore.open(directory, tokenizer)
-    if store.header != header:
-        raise ConfigError(f"{directory} already holds a store of other text; delete it or choose another directory")
-    return store
+def is_store(path: Path) -> bool:
+    """Whether there is a token store at the path."""
+    return (path / HEADER).is_file()
 
 
-class _Output:
-    """A file that counts and sums what is written to it."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
-        self.file, self.dtype, self.length, self.crc32 = file, dtype, 0, 0
-
-    def write(self, numbers: np.ndarray | list[int]) -> None:
-        data = np.asarray(numbers, self.dtype).data
-        self.file.write(data)
-        self.length += len(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
-def _write(
-    source: str,
-    directory: Path,
-    tokenizer: Tokenizer,
-    max_bytes: int | None,
-    progress: Callable[[int], None] | None,
-) -> Header:
-    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    with open(directory / "tokens.bin", "wb") as tokens_file, open(directory / "documents.bin", "wb") as starts_file:
-        tokens = _Output(tokens_file, np.dtype(dtype).newbyteorder("<"))
-        starts = _Output(starts_file, np.dtype("<i8"))
-        _write_documents(source, tokens, starts, tokenizer, max_bytes, progress or (lambda _: None))
-        header = Header(
-            source=source if max_bytes is None else f"{source}, first {max_bytes} bytes",
-            tokenizer=tokenizer.fingerprint,
-            dtype=dtype,
-            num_tokens=tokens.length,
-            num_documents=starts.length,
-            tokens_crc32=tokens.crc32,
-            documents_crc32=starts.crc32,
-        )
-        for file in (tokens_file, starts_file):
-            _sync(file)
-    with open(directory / "store.json", "wb") as file:
-        file.write(json.dumps(header.model_dump(), indent=1).encode())
-        _sync(file)
-    return header
-
-
-def _write_documents(
-    source: str,
-    tokens: _Output,
-    starts: _Output,
-    tokenizer: Tokenizer,
-    max_bytes: int | None,
-    progress: Callable[[int], None],
-) -> None:
-    limit, read = sys.maxsize if max_bytes is None else max_bytes, 0
-    for document in documents(source):
-        if read >= limit:
-            break
-        starts.write([tokens.length])
-        for chunk in document.chunks:
-            kept = chunk[: limit - read]
-            tokens.write(tokenizer.encode(kept))
-            read += len(kept)
-            progress(read)
-            if read >= limit:
-                break
-        tokens.write([tokenizer.end])
-    if not tokens.length:
-        raise ConfigError(f"data.source: {source} has no text within max_bytes {max_bytes}; give at least 1")
-
-
-def _publish(partial: Path, directory: Path) -> None:
-    """Gives a finished store its name, unless another builder was faster."""
-    _sync_directory(partial)
-    try:
-        partial.rename(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    _sync_directory(directory.parent)
-
-
-def _remove_stale(directory: Path) -> None:
-    for partial in directory.parent.glob(f"{glob.escape(directory.name)}.*.partial"):
-        written = partial / "tokens.bin"
-        if written.exists() and time.time() - written.stat().st_mtime > STALE_AFTER_S:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes the names in a directory outlive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_header(directory: Path) -> Header:
-    path = directory / "store.json"
+def read_header(directory: Path) -> Header:
+    """Raises ConfigError where there is no store, it is damaged, or of a later schema."""
+    path = directory / HEADER
     if not path.is_file():
         raise ConfigError(f"{directory} is no token store, for store.json is missing; {_REBUILD}")
     try:
@@ -251,9 +174,21 @@ def _read_header(directory: Path) -> Header:
                 f"the token store {directory} has schema {version}, this Muster reads schemas up to {VERSION};"
                 " use a later Muster or another data.cache"
             )
-        return Header.model_validate(data)
+        return Header.model_validate(_of_version_1(data) if version == 1 else data)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is damaged; {_REBUILD}") from error
+
+
+def _of_version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """A header of schema 1, whose stores are one shard, as one of today."""
+    data = dict(data)
+    shard = Shard(
+        file="tokens.bin",
+        num_tokens=data["num_tokens"],
+        num_documents=data["num_documents"],
+        crc32=data.pop("tokens_crc32"),
+    )
+    return data | {"version": VERSION, "shards": [shard]}
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

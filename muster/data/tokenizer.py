@@ -1,10 +1,20 @@
 """Text to token ids and back."""
 
 import hashlib
-from collections.abc import Iterable
-from typing import Protocol
+import json
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+
+from muster.data.chat import ChatTemplate, read_template
+from muster.spec.errors import ConfigError, MusterError
+
+BYTES = "bytes"
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""What ends a document where tokenizer_config.json doesn't say it, the first that there is."""
 
 
 class Tokenizer(Protocol):
@@ -15,9 +25,15 @@ class Tokenizer(Protocol):
     """The id that ends each document."""
     fingerprint: str
     """Differs between tokenizers that give different ids: kept in token stores and checkpoints."""
+    template: ChatTemplate
+    """Of dialogues."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """The ids of `text`, without `end`."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of several texts one after the other, without `end`, and how many each has (int64)."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -31,12 +47,165 @@ class ByteTokenizer:
     vocab_size: int = 257
     end: int = 256
     fingerprint: str = "bytes-" + hashlib.sha256(b"muster: bytes 0-255, end of document 256").hexdigest()[:12]
+    template: ChatTemplate = ChatTemplate()
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """The UTF-8 bytes of `text` as uint16, without the end of the document."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        data = [text.encode() for text in texts]
+        return np.frombuffer(b"".join(data), np.uint8), np.fromiter(map(len, data), np.int64, len(data))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, ends of documents left out; bytes that are not UTF-8 become the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json, by the library `tokenizers`; tokenizer_config.json beside it names the end and the template.
+
+    Special tokens that stand in a text are read as such; none is added. Raises ConfigError, MusterError.
+    """
+
+    def __init__(self, path: Path, end_token: str | None = None) -> None:
+        tokenizers = _import("tokenizers", "hf")
+        self.path, self._end_token = path, end_token
+        try:
+            text = path.read_text(encoding="utf-8")
+            self._own: Any = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more special
+            raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json that can be read ({error})") from error
+        self._own.no_truncation()
+        self._own.no_padding()
+        words = self._own.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(words.values()) + 1
+        config = _config_beside(path)
+        self.end: int = words[self._end_name(words, config, end_token)]
+        self.fingerprint: str = f"json-{_digest(text.encode(), self.end)}"
+        self.template: ChatTemplate = _template_beside(path, config)
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        return self.encode_batch([text if isinstance(text, str) else text.decode(errors="replace")])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [one.ids for one in self._own.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Special tokens are left out."""
+        return self._own.decode([int(i) for i in ids])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonTokenizer, (self.path, self._end_token)
+
+    def _end_name(self, words: dict[str, int], config: dict[str, Any], wanted: str | None) -> str:
+        named = config.get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        found = next((name for name in (wanted, named, *END_NAMES) if name in words), None)
+        if found is None or (wanted is not None and wanted not in words):
+            raise ConfigError(
+                f"data.end_token: {self.path} has no token {wanted!r}; name one that ends a document, such as"
+                f" {sorted(words, key=lambda word: words[word])[-1]!r}"
+                if wanted is not None
+                else f"data.tokenizer: {self.path} doesn't say which token ends a document; name it as data.end_token"
+            )
+        return found
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; documents end with its </s>. Raises ConfigError, MusterError."""
+
+    def __init__(self, path: Path, end_token: str | None = None) -> None:
+        sentencepiece = _import("sentencepiece", "data")
+        self.path, self._end_token = path, end_token
+        try:
+            data = path.read_bytes()
+            self._own: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"data.tokenizer: {path} is no SentencePiece model that can be read") from error
+        self.vocab_size: int = self._own.vocab_size()
+        self.end: int = self._own.eos_id() if end_token is None else self._own.piece_to_id(end_token)
+        if self.end < 0 or (end_token is not None and self.end == self._own.unk_id()):
+            raise ConfigError(f"data.end_token: {path} has no piece {end_token or '</s>'!r} to end documents with")
+        self.fingerprint: str = f"spm-{_digest(data, self.end)}"
+        self.template: ChatTemplate = _template_beside(path, _config_beside(path))
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        return self.encode_batch([text if isinstance(text, str) else text.decode(errors="replace")])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._own.encode(list(texts), out_type=int)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._own.decode([int(i) for i in ids])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentencePieceTokenizer, (self.path, self._end_token)
+
+
+def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json or a directory with one, or a SentencePiece
+    model (*.model). Raises ConfigError where there is none, MusterError where a library is missing."""
+    if name == BYTES:
+        if end_token is not None:
+            raise ConfigError(f"data.end_token {end_token!r} is for tokenizers with words; bytes end with 256")
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        found = [path / file for file in ("tokenizer.json", "tokenizer.model") if (path / file).is_file()]
+        if not found:
+            raise ConfigError(f"data.tokenizer: {path} has neither tokenizer.json nor tokenizer.model")
+        path = found[0]
+    if not path.is_file():
+        raise ConfigError(
+            f"data.tokenizer: there is no file {name!r}; give bytes, a tokenizer.json, a directory that has one, or a"
+            " SentencePiece model"
+        )
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path, end_token)
+    return JsonTokenizer(path, end_token)
+
+
+def _import(module: str, extra: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        raise MusterError(
+            f"this tokenizer needs {module}, which is not installed: pip install 'muster-llm[{extra}]'"
+        ) from None
+
+
+def _digest(data: bytes, end: int) -> str:
+    return hashlib.sha256(data + f"\0{end}".encode()).hexdigest()[:12]
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path.parent / "tokenizer_config.json").read_bytes())
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _template_beside(path: Path, config: dict[str, Any]) -> ChatTemplate:
+    """The chat template of a tokenizer's directory: chat_template.jinja, or that of its configuration."""
+    special = {}
+    for key, value in config.items():
+        if key.endswith("_token") and isinstance(
+            text := value.get("content") if isinstance(value, dict) else value, str
+        ):
+            special[key] = text
+    tokens = tuple(special.items())
+    if (file := path.parent / "chat_template.jinja").is_file():
+        return read_template(file, tokens)
+    text = config.get("chat_template")
+    if isinstance(text, list):
+        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+    return ChatTemplate(text, tokens) if isinstance(text, str) else ChatTemplate(special_tokens=tokens)

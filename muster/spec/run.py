@@ -14,18 +14,27 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Portion = Annotated[float, Field(ge=0, le=1)]
 
-NUM_IDS = {"bytes": 257}
-"""Ids that each tokenizer gives: for `bytes` the 256 bytes and the end of a document."""
+NUM_BYTE_IDS = 257
+"""Ids of the tokenizer `bytes`: the 256 bytes and the end of a document."""
 
 
 class DataConfig(Frozen):
     """What is read."""
 
     source: str
-    """`python-stdlib` (the standard library's own source files), or the path of a text file or directory."""
-    tokenizer: Literal["bytes"] = "bytes"
+    """`python-stdlib` (the standard library's own source files), a file, a directory, or a prepared token store."""
+    tokenizer: str = "bytes"
+    """`bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
+    end_token: str | None = None
+    """The token that ends a document; None: what the tokenizer's own files say."""
+    chat_template: str | None = None
+    """A file with the Jinja template of dialogues; None: the tokenizer's own, or ChatML where it has none."""
+    text_key: str | None = None
+    """The key of a row's text; None: `messages`, `prompt` with `completion`, or `text`, the first that a row has."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """What happens where a row can't be used: stop at the first, or skip and count them."""
     max_bytes: PositiveInt | None = None
-    """Of text that is read at most; None: all of it."""
+    """Of text and JSON lines that are read at most; None: all of it."""
     held_out: Fraction = 0.01
     """Fraction of the windows that is never trained on and gives the validation loss."""
     cache: str | None = None
@@ -166,11 +175,10 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        num_ids = NUM_IDS[self.data.tokenizer]
-        if self.model.vocab_size < num_ids:
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < NUM_BYTE_IDS:
             raise ValueError(
                 f"model.vocab_size {self.model.vocab_size} is smaller than"
-                f" the {num_ids} ids of data.tokenizer {self.data.tokenizer}"
+                f" the {NUM_BYTE_IDS} ids of data.tokenizer bytes"
             )
         return self
 

@@ -1,0 +1,92 @@
+"""Dialogues as text: a template in Jinja, as Hugging Face tokenizers bring one, and which of its text are answers."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from muster.data.bad_rows import BadRow
+from muster.spec.errors import ConfigError, MusterError
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""What dialogues look like where the tokenizer has no template: ChatML, as in OpenAI's and Qwen's models."""
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template of a dialogue. It sees `messages`, `add_generation_prompt` and the special tokens by name."""
+
+    text: str = CHATML
+    special_tokens: tuple[tuple[str, str], ...] = ()
+
+    def segments(self, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+        """The dialogue's text, cut before and after each answer; true where it is one.
+
+        An answer is what the text grows by, when the assistant's message follows on the prompt that asks for it.
+        Raises BadRow where the template refuses the dialogue or rewrites what came before.
+        """
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for index, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            asked, answered = self._render(messages[:index], True), self._render(messages[: index + 1], False)
+            if not asked.startswith(done) or not answered.startswith(asked):
+                raise BadRow("template", f"the chat template changes what comes before message {index + 1}")
+            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            done = answered
+        if not pieces:
+            raise BadRow("empty", f"no message has the role {ASSISTANT}, so nothing in it is to be learnt")
+        return pieces
+
+    def _render(self, messages: list[dict[str, Any]], ask: bool) -> str:
+        from jinja2 import TemplateError
+
+        special = dict(self.special_tokens)
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=ask, **special)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise BadRow("template", f"the chat template refuses it: {error}") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        try:
+            from jinja2 import TemplateSyntaxError
+            from jinja2.ext import loopcontrols
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ModuleNotFoundError:
+            raise MusterError("dialogues need Jinja, which is not installed: pip install 'muster-llm[data]'") from None
+        # As in transformers, since other settings would give other blanks; but for the date of today, with which the
+        # same rows would give other tokens tomorrow.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(self.text)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template can't be read: {error.message} (its line {error.lineno})") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"text": self.text, "special_tokens": self.special_tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def read_template(path: Path, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
+    """The template in a file. Raises ConfigError where there is none."""
+    try:
+        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template: {path} can't be read as UTF-8 text ({error})") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

@@ -1,0 +1,309 @@
+"""Readers of each kind of file: how it is cut into spans for parallel work, and how a span becomes tokens."""
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.data.bad_rows import BadRow, BadRows
+from muster.data.megatron import read_indexed
+from muster.data.rows import RowReader, Segment
+from muster.data.shard import ShardWriter
+from muster.data.sources import SourceFile, refuse
+from muster.data.tokenizer import ByteTokenizer, Tokenizer
+from muster.spec.errors import ConfigError, MusterError
+
+CHUNK_BYTES = 1 << 20
+"""Text that is tokenised at once, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a file, from `begin` to before `end`: bytes of text and JSON lines, row groups of Parquet, record
+    batches of Arrow, documents of Megatron."""
+
+    file: SourceFile
+    begin: int
+    end: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How rows and texts become tokens; the same in every worker."""
+
+    tokenizer: Tokenizer
+    rows: RowReader
+    dtype: np.dtype
+
+
+Rows = Iterator[tuple[list[Segment], int]]
+"""The pieces of each row, and about how many bytes of the file it takes."""
+Progress = Callable[[int], None]
+"""Called with bytes that have been read since the last call."""
+
+
+def spans_of(file: SourceFile, target_bytes: int) -> Iterator[Span]:
+    """A file in parts of about `target_bytes` that can be read apart. A text is one document, and so one part."""
+    if file.kind == "jsonl":
+        for begin in range(0, file.size_bytes, target_bytes):
+            end = min(begin + target_bytes, file.size_bytes)
+            yield Span(file, begin, end, end - begin)
+    elif file.kind == "megatron":
+        documents = len(read_indexed(file.path).bounds) - 1
+        yield from _even_spans(file, documents, target_bytes)
+    elif file.kind == "parquet":
+        yield from _even_spans(file, _parquet(file.path).num_row_groups, target_bytes)
+    else:
+        yield Span(file, 0, file.size_bytes, file.size_bytes)
+
+
+def _even_spans(file: SourceFile, units: int, target_bytes: int) -> Iterator[Span]:
+    parts = max(1, min(units, -(-file.size_bytes // target_bytes)))
+    for part in range(parts):
+        begin, end = (units * bound // parts for bound in (part, part + 1))
+        yield Span(file, begin, end, file.size_bytes // parts)
+
+
+def write_span(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter, progress: Progress) -> None:
+    """Adds what a span holds to a shard. Raises ConfigError where the file can't be read, or a row under `stop`."""
+    try:
+        if span.file.kind == "text":
+            _write_text(span, encoding, bad, writer, progress)
+        elif span.file.kind == "megatron":
+            _write_indexed(span, encoding, bad, writer)
+            progress(span.size_bytes)
+        else:
+            _write_rows(_ROWS[span.file.kind](span, encoding.rows, bad), encoding, writer, progress)
+    except OSError as error:
+        if error.filename is None or Path(error.filename) != span.file.path:
+            raise
+        refuse(error)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def _write_text(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter, progress: Progress) -> None:
+    """One document; with bytes it may be larger than the memory."""
+    tokenizer, place = encoding.tokenizer, str(span.file.path)
+    mark = writer.begin_document()
+    try:
+        if isinstance(tokenizer, ByteTokenizer):
+            for chunk in _chunks(span):
+                writer.extend(tokenizer.encode(chunk))
+                progress(len(chunk))
+        else:
+            data = b"".join(_chunks(span))
+            writer.extend(tokenizer.encode(data))
+            progress(len(data))
+        writer.extend([tokenizer.end])
+    except BadRow as row:
+        writer.forget_document(mark)
+        bad.add(place, row)
+
+
+def _chunks(span: Span) -> Iterator[bytes]:
+    """The bytes of a span of text. Raises BadRow at the first that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with span.file.path.open("rb") as file:
+        left, line = span.end, 1
+        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            left -= len(chunk)
+            if span.file.is_checked:
+                try:
+                    decoder.decode(chunk, final=span.end == span.file.size_bytes and not left)
+                except UnicodeDecodeError as error:
+                    line += error.object[: error.start].count(b"\n")
+                    message = f"line {line} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}"
+                    raise BadRow("encoding", message) from None
+                line += chunk.count(b"\n")
+            yield chunk
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def _write_rows(rows: Rows, encoding: Encoding, writer: ShardWriter, progress: Progress) -> None:
+    """Adds rows in groups that are worth a call of the tokenizer."""
+    group: list[list[Segment]] = []
+    characters = read = 0
+    for segments, size_bytes in rows:
+        group.append(segments)
+        read += size_bytes
+        characters += sum(len(text) for text, _ in segments)
+        if characters >= CHUNK_BYTES:
+            writer.add(*encode_rows(group, encoding))
+            progress(read)
+            group, characters, read = [], 0, 0
+    if group:
+        writer.add(*encode_rows(group, encoding))
+    progress(read)
+
+
+def encode_rows(rows: list[list[Segment]], encoding: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The ids of documents, each with its end; the length of each; which tokens count, None: all.
+
+    Each piece of a row is tokenised alone, as a prompt is when a model answers it. The end counts with the last piece.
+    """
+    flat, lengths = encoding.tokenizer.encode_batch([text for row in rows for text, _ in row])
+    pieces = np.array([len(row) for row in rows])
+    last = np.cumsum(pieces) - 1
+    lengths = lengths.copy()
+    lengths[last] += 1  # the end of the document goes with its last piece
+    ends = np.cumsum(lengths)[last] - 1
+    ids = np.empty(len(flat) + len(rows), encoding.dtype)
+    begin = 0
+    if len(flat) < 64 * len(rows):
+        is_text = np.ones(len(ids), bool)
+        is_text[ends] = False
+        ids[is_text] = flat
+    else:
+        for row, end in enumerate(ends.tolist()):
+            ids[begin:end] = flat[begin - row : end - row]
+            begin = end + 1
+    ids[ends] = encoding.tokenizer.end
+    counted = None
+    if len(lengths) > len(rows) or not all(row[0][1] for row in rows):
+        counted = np.repeat(np.array([counts for row in rows for _, counts in row], np.uint8), lengths)
+    return ids, np.diff(ends, prepend=-1), counted
+
+
+def _json_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+    """Rows of the lines that begin within the span."""
+    with span.file.path.open("rb") as file:
+        at = 0
+        if span.begin:
+            file.seek(span.begin - 1)
+            at = span.begin - 1 + len(file.readline())
+        begin, number = at, 0
+        while at < span.end and (line := file.readline()):
+            number += 1
+            at += len(line)
+            if line.isspace():
+                continue
+            try:
+                segments = reader.segments(_parsed(line))
+            except BadRow as row:
+                bad.add(f"{span.file.path}:{_lines_before(span.file.path, begin) + number}", row)
+                continue
+            yield segments, len(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadRow("encoding", f"not UTF-8: it has the byte 0x{line[error.start]:02x}") from None
+    except json.JSONDecodeError as error:
+        raise BadRow("json", f"no JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise BadRow("json", "no JSON that can be read: it is nested too deep") from None
+
+
+def _lines_before(path: Path, begin: int) -> int:
+    count = 0
+    with path.open("rb") as file:
+        while begin and (chunk := file.read(min(CHUNK_BYTES, begin))):
+            count, begin = count + chunk.count(b"\n"), begin - len(chunk)
+    return count
+
+
+def _parquet_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+    file = _parquet(span.file.path)
+    number = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
+    for group in range(span.begin, span.end):
+        columns = [name for name in file.schema_arrow.names if name in reader.keys]
+        for batch in file.iter_batches(row_groups=[group], columns=columns or None):
+            yield from _table_rows(span.file.path, batch, number, reader, bad)
+            number += batch.num_rows
+
+
+def _arrow_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+    pyarrow = _import_pyarrow()
+    from pyarrow import ipc
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(span.file.path)) as data:
+            try:
+                batches: Any = ipc.open_stream(data)
+            except pyarrow.ArrowInvalid:
+                whole = ipc.open_file(data)
+                batches = (whole.get_batch(index) for index in range(whole.num_record_batches))
+            for batch in batches:
+                columns = [name for name in batch.schema.names if name in reader.keys]
+                chosen = batch.select(columns) if columns else batch
+                yield from _table_rows(span.file.path, chosen, number, reader, bad)
+                number += batch.num_rows
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{span.file.path} is no Arrow file that can be read: {error}") from error
+
+
+def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, bad: BadRows) -> Rows:
+    for index, row in enumerate(batch.to_pylist(), number + 1):
+        try:
+            yield reader.segments(row), batch.nbytes // batch.num_rows
+        except BadRow as bad_row:
+            bad.add(f"{path}: row {index}", bad_row)
+
+
+_ROWS = {"jsonl": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
+
+
+def _parquet(path: Path) -> Any:
+    pyarrow = _import_pyarrow()
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path} is no Parquet file that can be read: {error}") from error
+
+
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ModuleNotFoundError:
+        raise MusterError(
+            "Parquet and Arrow files need pyarrow, which is not installed: pip install 'muster-llm[data]'"
+        ) from None
+    return pyarrow
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Megatron
+
+
+def _write_indexed(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter) -> None:
+    """Documents that are tokens already; each gets its end where it has none."""
+    tokenizer = encoding.tokenizer
+    indexed = read_indexed(span.file.path)
+    for document in range(span.begin, span.end):
+        ids = indexed.tokens[indexed.bounds[document] : indexed.bounds[document + 1]]
+        try:
+            _require_ids(ids, tokenizer)
+        except BadRow as row:
+            bad.add(f"{span.file.path.with_suffix('.bin')}: document {document + 1}", row)
+            continue
+        writer.begin_document()
+        writer.extend(ids)
+        if ids[-1] != tokenizer.end:
+            writer.extend([tokenizer.end])
+
+
+def _require_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    if not len(ids):
+        raise BadRow("empty", "the document is empty")
+    if ids.max() >= tokenizer.vocab_size or ids.min() < 0:
+        at = int(np.flatnonzero((ids >= tokenizer.vocab_size) | (ids < 0))[0])
+        raise BadRow(
+            "vocabulary",
+            f"token {at + 1} has the id {ids[at]}, but the tokenizer's ids are 0 … {tokenizer.vocab_size - 1}",
+        )

@@ -1,0 +1,73 @@
+"""What a row of a data set means: a text, or a dialogue of which only the answers are learnt."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.data.bad_rows import BadRow
+from muster.data.chat import ChatTemplate
+
+Segment = tuple[str, bool]
+"""A piece of text, and whether its tokens count in the loss."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Makes texts of rows. `text_key` None: what the row has of `messages`, `prompt` with `completion`, `text`."""
+
+    template: ChatTemplate
+    text_key: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are looked at."""
+        return (self.text_key,) if self.text_key else ("messages", "prompt", "completion", "text")
+
+    def segments(self, row: object) -> list[Segment]:
+        """The pieces of a row in order. Raises BadRow."""
+        if not isinstance(row, Mapping):
+            raise BadRow("fields", f"expected an object with {self._wanted()}, got {_shown(row)}")
+        if self.text_key is None and row.get("messages") is not None:
+            segments = self.template.segments(_messages(row["messages"]))
+        elif self.text_key is None and row.get("prompt") is not None and row.get("completion") is not None:
+            segments = [(_text(row, "prompt"), False), (_text(row, "completion"), True)]
+        else:
+            key = self.text_key or "text"
+            if row.get(key) is None:
+                raise BadRow(
+                    "fields", f"expected {self._wanted()}, the row has {', '.join(map(str, row)) or 'nothing'}"
+                )
+            segments = [(_text(row, key), True)]
+        kept = [segment for segment in segments if segment[0]]
+        if not any(counted for _, counted in kept):
+            raise BadRow("empty", "the document is empty" if not kept else "nothing in it is to be learnt")
+        return kept
+
+    def _wanted(self) -> str:
+        return self.text_key or "messages, prompt and completion, or text"
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise BadRow("fields", f"{key} should be text, got {_shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow("encoding", f"{key} has half of a surrogate pair, which no UTF-8 text can have") from None
+    return value
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadRow("fields", f"messages should be a list of messages, got {_shown(value)}")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow("fields", f"each message should have a role and content, got {_shown(message)}")
+        _text({"content": message.get("content", "")}, "content")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
