@@ -7,7 +7,8 @@ Every ```console block is run, line by line that begins with `$ `, in one folder
   line for any text; what a command measures is compared with every number as #;
 * `make` and `pip` are not run, but what they name must exist; of `torchrun` the arguments are tried.
 
-A ```yaml block that begins with `# NAME.yaml` is written to the file of that name first.
+A ```yaml block that begins with `# NAME.yaml` is written to the file of that name first, and so is any block that names
+a file in its first line, as in ```json rows.jsonl.
 """
 
 import os
@@ -66,7 +67,9 @@ class File:
 
 def parts_of(text: str) -> Iterator[Command | File]:
     """What a page's fenced blocks hold, in order."""
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for language, file, block in re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if file:
+            yield File(file, block)
         if language == "yaml" and (name := re.match(r"# (\S+\.yaml)\n", block)):
             yield File(name[1], block)
         if language == "console":

@@ -13,6 +13,7 @@ from muster.spec.suggest import did_you_mean
 
 VERBS = {
     "plan": "find the best plans for a model on a cluster",
+    "data": "make token stores of texts and tables, look at them, check them",
     "train": "train a model, or go on with a run that was interrupted",
     "program": "print the program of a plan: what each pipeline rank does, in which order",
     "schedule": "draw a pipeline schedule, or compare them all",

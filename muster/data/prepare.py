@@ -111,11 +111,11 @@ class _Planned:
                 self.parts.append([])
             self.parts[-1].append(span)
 
-    @property
-    def encoding(self) -> Encoding:
-        tokenizer = self.what.tokenizer
-        dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32").newbyteorder("<")
-        return Encoding(tokenizer, self.what.rows, dtype)
+
+def encoding_of(what: Preparation) -> Encoding:
+    """How its rows and texts become tokens."""
+    dtype = np.dtype("uint16" if what.tokenizer.vocab_size <= 1 << 16 else "uint32").newbyteorder("<")
+    return Encoding(what.tokenizer, what.rows, dtype)
 
 
 def _first_bytes(spans: Iterator[Span], limit: int | None) -> Iterator[Span]:
@@ -164,18 +164,11 @@ def _write_shards(planned: _Planned, folder: Path, progress: Progress) -> None:
     sizes = [sum(span.size_bytes for span in part) for part in planned.parts]
     missing = [index for index in range(len(planned.parts)) if _read_shard(folder, index) is None]
     done = sum(sizes) - sum(sizes[index] for index in missing)
-    work = partial(_write_shard, folder, planned.encoding, planned.what.bad_rows)
+    work = partial(_write_shard, folder, encoding_of(planned.what), planned.what.bad_rows)
     if len(missing) < 2 or planned.what.workers < 2:
         for index in missing:
-            begun = done
-
-            def more(size_bytes: int) -> None:
-                nonlocal done
-                done += size_bytes
-                progress(done)
-
-            work(index, planned.parts[index], more)
-            done = begun + sizes[index]
+            work(index, planned.parts[index], _counting(progress, done, done + sizes[index]))
+            done += sizes[index]
             progress(done)
         return
     workers = min(planned.what.workers, len(missing))
@@ -193,6 +186,17 @@ def _write_shards(planned: _Planned, folder: Path, progress: Progress) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _counting(progress: Progress, done: int, most: int) -> Progress:
+    """Takes bytes as they come and gives their sum to `progress`. The last line of a part may reach beyond it."""
+
+    def more(size_bytes: int) -> None:
+        nonlocal done
+        done = min(done + size_bytes, most)
+        progress(done)
+
+    return more
 
 
 def _alone_in_process() -> None:
@@ -254,7 +258,7 @@ def _finish(planned: _Planned, key: str, folder: Path) -> None:
         source=what.source if what.max_bytes is None else f"{what.source}, first {what.max_bytes} bytes",
         tokenizer=what.tokenizer.fingerprint,
         vocab_size=what.tokenizer.vocab_size,
-        dtype="uint16" if planned.encoding.dtype.itemsize == 2 else "uint32",
+        dtype="uint16" if encoding_of(what).dtype.itemsize == 2 else "uint32",
         num_tokens=num_tokens,
         num_documents=starts.length,
         documents_crc32=starts.crc32,

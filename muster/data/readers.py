@@ -12,7 +12,7 @@ import numpy as np
 from muster.data.bad_rows import BadRow, BadRows
 from muster.data.megatron import read_indexed
 from muster.data.rows import RowReader, Segment
-from muster.data.shard import ShardWriter
+from muster.data.shard import Writer
 from muster.data.sources import SourceFile, refuse
 from muster.data.tokenizer import ByteTokenizer, Tokenizer
 from muster.spec.errors import ConfigError, MusterError
@@ -69,7 +69,7 @@ def _even_spans(file: SourceFile, units: int, target_bytes: int) -> Iterator[Spa
         yield Span(file, begin, end, file.size_bytes // parts)
 
 
-def write_span(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter, progress: Progress) -> None:
+def write_span(span: Span, encoding: Encoding, bad: BadRows, writer: Writer, progress: Progress) -> None:
     """Adds what a span holds to a shard. Raises ConfigError where the file can't be read, or a row under `stop`."""
     try:
         if span.file.kind == "text":
@@ -89,7 +89,7 @@ def write_span(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter
 # Text
 
 
-def _write_text(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter, progress: Progress) -> None:
+def _write_text(span: Span, encoding: Encoding, bad: BadRows, writer: Writer, progress: Progress) -> None:
     """One document; with bytes it may be larger than the memory."""
     tokenizer, place = encoding.tokenizer, str(span.file.path)
     mark = writer.begin_document()
@@ -130,7 +130,7 @@ def _chunks(span: Span) -> Iterator[bytes]:
 # Rows
 
 
-def _write_rows(rows: Rows, encoding: Encoding, writer: ShardWriter, progress: Progress) -> None:
+def _write_rows(rows: Rows, encoding: Encoding, writer: Writer, progress: Progress) -> None:
     """Adds rows in groups that are worth a call of the tokenizer."""
     group: list[list[Segment]] = []
     characters = read = 0
@@ -198,11 +198,11 @@ def _json_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
 
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        return json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
         raise BadRow("encoding", f"not UTF-8: it has the byte 0x{line[error.start]:02x}") from None
     except json.JSONDecodeError as error:
-        raise BadRow("json", f"no JSON: {error.msg} at column {error.colno}") from None
+        raise BadRow("json", f"no JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise BadRow("json", "no JSON that can be read: it is nested too deep") from None
 
@@ -281,7 +281,7 @@ def _import_pyarrow() -> Any:
 # Megatron
 
 
-def _write_indexed(span: Span, encoding: Encoding, bad: BadRows, writer: ShardWriter) -> None:
+def _write_indexed(span: Span, encoding: Encoding, bad: BadRows, writer: Writer) -> None:
     """Documents that are tokens already; each gets its end where it has none."""
     tokenizer = encoding.tokenizer
     indexed = read_indexed(span.file.path)

@@ -3,7 +3,7 @@
 import os
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from pydantic import NonNegativeInt
@@ -47,14 +47,31 @@ class Output:
         self._file.seek(self.length * self.dtype.itemsize)
         self._file.truncate()
 
-    def close(self, sync: bool = True) -> None:
+    def close(self) -> None:
         self._file.flush()
-        if sync:
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
         self._file.close()
 
 
-class ShardWriter:
+class Writer(Protocol):
+    """What readers of files give documents to."""
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
+        """Documents one after the other: their ids with their ends, the length of each, and whether each token
+        counts."""
+
+    def begin_document(self) -> list[tuple[int, int]]:
+        """A document that comes piece by piece through `extend`, all of whose tokens count; gives a mark of before."""
+        ...
+
+    def extend(self, ids: np.ndarray | list[int]) -> None:
+        """Tokens of the document that has begun."""
+
+    def forget_document(self, marks: list[tuple[int, int]]) -> None:
+        """Takes back what came since `begin_document`."""
+
+
+class ShardWriter(Writer):
     """Writes tokens-N.bin, starts-N.bin and, once there is a token that doesn't count, counted-N.bin."""
 
     def __init__(self, folder: Path, index: int, dtype: np.dtype) -> None:
@@ -64,8 +81,6 @@ class ShardWriter:
         self._counted: Output | None = None
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
-        """Documents one after the other: their ids with their ends, the length of each, and whether each token
-        counts."""
         if counted is not None and self._counted is None:
             self._counted = Output(self.folder / f"counted-{self.index:05d}.bin", np.dtype("u1"))
             self._counted.write(np.ones(self._tokens.length, np.uint8))
@@ -75,7 +90,6 @@ class ShardWriter:
         self._tokens.write(ids)
 
     def begin_document(self) -> list[tuple[int, int]]:
-        """A document that comes piece by piece through `extend`, all of whose tokens count; gives a mark of before."""
         marks = [output.mark() for output in self._outputs]
         self._starts.write([self._tokens.length])
         return marks
@@ -86,7 +100,6 @@ class ShardWriter:
             self._counted.write(np.ones(len(ids), np.uint8))
 
     def forget_document(self, marks: list[tuple[int, int]]) -> None:
-        """Takes back what came since `begin_document`."""
         for output, mark in zip(self._outputs, marks, strict=True):
             output.back_to(mark)
 

@@ -10,7 +10,6 @@ from muster.checkpoint.folder import find_latest
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
-from muster.data.tokenizer import ByteTokenizer
 from muster.model.sample import generate
 from muster.parallel.axis import TensorAxis
 from muster.parallel.generation import decoder_for_text, join_words
@@ -20,6 +19,8 @@ from muster.spec.generation import Sampling
 from muster.spec.load import load_run
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.run import DataConfig
+from muster.train.data import tokenizer_of
 
 
 class Source(Frozen):
@@ -32,6 +33,8 @@ class Source(Frozen):
     """Tokens of the sequences that it was trained on: it sees so many at most."""
     plan: Plan
     """Under which it was saved."""
+    data: DataConfig
+    """With the tokenizer that it was trained with."""
 
 
 class Request(Frozen):
@@ -71,6 +74,7 @@ def find_source(path: Path) -> Source:
         model=config.model,
         context=config.train.seq_len,
         plan=Plan.model_validate(manifest.plan),
+        data=config.data,
     )
 
 
@@ -80,7 +84,7 @@ def make_texts(request: Request, device: torch.device, axis: TensorAxis | None =
     model, layouts = decoder_for_text(source.model, precision, device, axis)
     pieces = [Piece(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
     load(source.checkpoint, pieces, convert=True)
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(source.data)
     ids = generate(
         model,
         [tokenizer.encode(prompt).tolist() for prompt in request.prompts],

@@ -1,0 +1,162 @@
+"""`muster data`: from texts and tables to a token store, and what a store or a source holds."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muster.cli.parser import Parser, whole_number
+from muster.cli.progress import ByteProgress
+from muster.report.stores import checked_lines, store_lines
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from muster.data.prepare import Preparation
+
+Outcome = tuple[dict[str, Any], list[str], int]
+"""JSON, lines for people, exit code."""
+
+
+def run(arguments: list[str]) -> int:
+    """Does what one of the verbs below says. Returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise ConfigError(f"unknown verb 'data {verb}'{did_you_mean(verb, VERBS)} (there are {', '.join(VERBS)})")
+    _, parse, act = VERBS[verb]
+    args = parse(rest)
+    facts, lines, code = act(args)
+    print(json.dumps(facts) if args.json else "\n".join(lines))
+    return code
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the verbs do
+
+
+def _prepare(args: argparse.Namespace) -> Outcome:
+    from muster.data.describe import describe, export_indexed
+    from muster.data.prepare import prepare
+    from muster.data.sources import source_files
+    from muster.data.store import HEADER
+
+    what = _preparation(args)
+    if args.out.exists() and not (args.out / HEADER).exists():
+        raise ConfigError(f"--out {args.out} is there already and is no token store: choose another place")
+    with ByteProgress("preparing") as bar:
+        bar.begin(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
+        seen = 0
+
+        def progress(done: int) -> None:
+            nonlocal seen
+            bar.done(done - seen)
+            seen = done
+
+        store = prepare(what, args.out, progress)
+    if args.megatron is not None:
+        try:
+            export_indexed(store, args.megatron)
+        except OSError as error:
+            raise MusterError(f"{args.megatron}.bin can't be written: {error.strerror}") from error
+    facts = describe(store)
+    return facts, store_lines(facts), 0
+
+
+def _inspect(args: argparse.Namespace) -> Outcome:
+    from muster.data.describe import describe, first_documents
+    from muster.data.store import TokenStore
+    from muster.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer, args.end_token) if args.documents else None
+    store = TokenStore.open(args.store, tokenizer)
+    facts = describe(store)
+    lines = store_lines(facts)
+    if tokenizer is not None:
+        facts["texts"] = first_documents(store, args.documents, tokenizer)
+        lines += [f"document {number}: {text!r}" for number, text in enumerate(facts["texts"], 1)]
+    return facts, lines, 0
+
+
+def _check(args: argparse.Namespace) -> Outcome:
+    from muster.data.describe import check_source, check_store
+    from muster.data.store import TokenStore, is_store
+    from muster.data.tokenizer import load_tokenizer
+
+    if is_store(Path(args.source)):
+        tokenizer = load_tokenizer(args.tokenizer, args.end_token) if args.tokenizer is not None else None
+        facts = check_store(TokenStore.open(Path(args.source), tokenizer))
+    else:
+        facts = check_source(_preparation(args))
+    return facts, checked_lines(facts), 2 if facts.get("bad") else 0
+
+
+def _preparation(args: argparse.Namespace) -> "Preparation":
+    from muster.data.chat import read_template
+    from muster.data.prepare import Preparation
+    from muster.data.tokenizer import BYTES, load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer or BYTES, args.end_token)
+    if args.chat_template is not None:
+        tokenizer.template = read_template(args.chat_template, tokenizer.template.special_tokens)
+    workers = getattr(args, "workers", None) or len(os.sched_getaffinity(0))
+    bad_rows: Any = getattr(args, "bad_rows", "stop")
+    return Preparation(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, bad_rows, workers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("data prepare", "Make a token store, which training reads at once. The same command goes on.")
+    parser.add_argument("source", metavar="SOURCE", help="a file, a directory, or python-stdlib")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the store to be made")
+    _add_reading(parser)
+    parser.add_argument(
+        "--bad-rows", choices=("stop", "skip"), default="stop", help="stop at a bad row, or leave it out"
+    )
+    parser.add_argument("--max-bytes", type=whole_number, metavar="N", help="read no more of text and JSON lines")
+    parser.add_argument("--workers", type=whole_number, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx, too")
+    return parser.parse(arguments)
+
+
+def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("data inspect", "Say what a token store holds.")
+    parser.add_argument("store", type=Path, metavar="STORE", help="a directory that prepare made")
+    parser.add_argument("--documents", type=whole_number, metavar="N", help="show the beginnings of the first N")
+    parser.add_argument("--tokenizer", default="bytes", metavar="T", help="the store's tokenizer (default: bytes)")
+    parser.add_argument("--end-token", metavar="TOKEN", help="the token that ends documents")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse(arguments)
+
+
+def _parse_check(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("data check", "Read all of a token store or of a source, and name what is wrong with it.")
+    parser.add_argument("source", metavar="STORE|SOURCE", help="a store, or what prepare could make one of")
+    _add_reading(parser)
+    return parser.parse(arguments)
+
+
+def _add_reading(parser: Parser) -> None:
+    parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
+    parser.add_argument("--end-token", metavar="TOKEN", help="the token that ends documents, if the files don't say it")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template of dialogues")
+    parser.add_argument("--text-key", metavar="KEY", help="the key of a row's text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+VERBS = {
+    "prepare": ("make a token store of texts and tables", _parse_prepare, _prepare),
+    "inspect": ("say what a token store holds", _parse_inspect, _inspect),
+    "check": ("read all of a store or a source, and name what is wrong", _parse_check, _check),
+}
+
+
+def _help() -> str:
+    verbs = "".join(f"  {verb:<8} {explanation}\n" for verb, (explanation, _, _) in VERBS.items())
+    return f"usage: muster data VERB …\n\n{verbs}\n'muster data VERB --help' explains a verb.\n"

@@ -1,0 +1,109 @@
+"""What a token store holds, and whether a store or a source can be trained on."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.data.bad_rows import BadRows
+from muster.data.prepare import Preparation, encoding_of
+from muster.data.readers import spans_of, write_span
+from muster.data.shard import Writer
+from muster.data.sources import source_files
+from muster.data.store import TokenStore
+from muster.data.tokenizer import Tokenizer
+from muster.spec.errors import ConfigError
+
+_WHOLE_FILE = 1 << 62
+
+
+def describe(store: TokenStore) -> dict[str, Any]:
+    """The facts of a store; lengths are in tokens, with the end of each document."""
+    header = store.header
+    lengths = document_lengths(store)
+    uncounted = sum(int((counted == 0).sum()) for counted in store.counted if counted is not None)
+    return {
+        "store": str(store.directory),
+        "source": header.source,
+        "tokenizer": header.tokenizer,
+        "vocab_size": header.vocab_size,
+        "dtype": header.dtype,
+        "tokens": header.num_tokens,
+        "counted_tokens": header.num_tokens - uncounted,
+        "documents": header.num_documents,
+        "shards": len(header.shards),
+        "document_tokens": {
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "p90": float(np.quantile(lengths, 0.9)),
+            "max": int(lengths.max()),
+        },
+        "skipped": dict(header.skipped),
+    }
+
+
+def document_lengths(store: TokenStore) -> np.ndarray:
+    """Tokens of each document, int64."""
+    return np.diff(store.document_starts, append=store.header.num_tokens)
+
+
+def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, most_tokens: int = 400) -> list[str]:
+    """The beginnings of the first documents as text."""
+    texts = []
+    for start, length in zip(store.document_starts[:count].tolist(), document_lengths(store).tolist(), strict=False):
+        texts.append(tokenizer.decode(store.read(start, start + min(length, most_tokens)).tolist()))
+    return texts
+
+
+def check_store(store: TokenStore) -> dict[str, Any]:
+    """Reads all of a store: checksums, ids, and that documents follow on one another. Raises ConfigError."""
+    store.verify()
+    store.require_ids(store.header.vocab_size or 1 << 32)
+    starts = store.document_starts
+    if starts[0] != 0 or (np.diff(starts, append=store.header.num_tokens) <= 0).any():
+        raise ConfigError(f"{store.directory / 'documents.bin'}: its documents don't follow on one another")
+    return {"store": str(store.directory), "tokens": store.header.num_tokens, "documents": store.header.num_documents}
+
+
+def check_source(what: Preparation) -> dict[str, Any]:
+    """Reads all of a source as preparing would, and writes nothing: what it has, and the rows that are bad."""
+    bad, counter, encoding = BadRows("skip"), _Counter(), encoding_of(what)
+    for file in source_files(what.source):
+        for span in spans_of(file, _WHOLE_FILE):
+            write_span(span, encoding, bad, counter, lambda _: None)
+    return {
+        "source": what.source,
+        "tokens": counter.tokens,
+        "documents": counter.documents,
+        "bad": dict(bad.counts),
+        "examples": bad.examples,
+    }
+
+
+class _Counter(Writer):
+    """Takes what a shard would, and counts it."""
+
+    def __init__(self) -> None:
+        self.tokens = self.documents = 0
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
+
+    def begin_document(self) -> list[tuple[int, int]]:
+        self.documents += 1
+        return [(self.tokens, 0)]
+
+    def extend(self, ids: np.ndarray | list[int]) -> None:
+        self.tokens += len(ids)
+
+    def forget_document(self, marks: list[tuple[int, int]]) -> None:
+        self.tokens, self.documents = marks[0][0], self.documents - 1
+
+
+def export_indexed(store: TokenStore, prefix: Path) -> None:
+    """Writes a store as Megatron's PREFIX.bin and PREFIX.idx. Raises ConfigError, OSError."""
+    from muster.data.megatron import write_indexed
+
+    if not store.counts_all:
+        raise ConfigError(f"{store.directory} has tokens that are not to be learnt, which Megatron's files can't say")
+    write_indexed(prefix, store.shards, document_lengths(store), store.header.numpy_dtype)
