@@ -33,10 +33,12 @@ class Kernels:
     """Without float32 copies of a norm's input."""
     loss_numbers: int
     """Logits that the loss works on at once (`muster.model.loss`)."""
+    copies_whole: bool = False
+    """What is gathered or reduced over ranks is in one more buffer while that lasts (gloo's)."""
 
 
 GPU_LOSS_NUMBERS, CPU_LOSS_NUMBERS = 1 << 26, 1 << 17
-KERNELS = {"cpu": Kernels(fused_norm=False, loss_numbers=CPU_LOSS_NUMBERS)}
+KERNELS = {"cpu": Kernels(fused_norm=False, loss_numbers=CPU_LOSS_NUMBERS, copies_whole=True)}
 OTHER_KERNELS = Kernels(fused_norm=True, loss_numbers=GPU_LOSS_NUMBERS)
 
 
@@ -161,9 +163,10 @@ class _Own:
         largest = sorted((held.whole for held in self.held.layers), reverse=True)
         return sum(largest[: count * self.plan.bucket_layers]) * self.size
 
-    @property
-    def _ahead(self) -> int:
-        return 1 + self.plan.prefetch_buckets
+    def _buckets_ahead(self) -> int:
+        """Those of a layer, and of the ones that are gathered meanwhile."""
+        here, ahead = self._buckets(1), self._buckets(1 + self.plan.prefetch_buckets)
+        return ahead + (ahead - here) * self.kernels.copies_whole
 
     def _forward(self, kept: MemoryTerms) -> list[Moment]:
         moments = []
@@ -172,7 +175,7 @@ class _Own:
             work, logits = self._forward_work(self.layers[-1]), -kept.logits
             after = MemoryTerms(gathered_parameters=self._buckets(1), workspace=work, logits=logits)
             before = MemoryTerms(
-                gathered_parameters=self._buckets(self._ahead), activations=-last, workspace=work, logits=logits
+                gathered_parameters=self._buckets_ahead(), activations=-last, workspace=work, logits=logits
             )
             moments += [Moment("last layer", after), Moment("layer before the last", before)]
         if self.scores:
@@ -234,7 +237,7 @@ class _Own:
         reducing = held_before(self.held.layers, index, self.plan.bucket_layers) * wide if reduces else 0
         summing, first = (made * wide, 0) if replicated else (0, made * wide)
         base += MemoryTerms(communication=summing, activations=-done)
-        gathered = self._buckets(1 if layer == self.layers[0] else self._ahead)
+        gathered = self._buckets(1) if layer == self.layers[0] else self._buckets_ahead()
         inside = MemoryTerms(gathered_parameters=gathered, communication=reducing)
         work = MemoryTerms(workspace=self._backward_work(layer, weights))
         moments = [Moment(_from_the_end(index), base + inside + work, first)]
@@ -286,6 +289,7 @@ class _Own:
         if not reduces:
             return 0, gradients
         source, result = held.whole * self.wide, held.shard * self.wide * (1 + self.alone)
+        source += source * (self.kernels.copies_whole and not self.alone)
         dropped = gradients if self.alone else gradients - held.last * self.size
         return source + max(0, result - dropped), gradients
 
@@ -334,7 +338,7 @@ class _Own:
         nothing is kept yet, or before a backward, when the last layers are there already."""
         root = self.held.root.whole * self.size if self.zero == "z3" and not self.plain else 0
         if kept is None:
-            return Moment(_GATHERING, MemoryTerms(gathered_parameters=root + self._buckets(self._ahead)))
+            return Moment(_GATHERING, MemoryTerms(gathered_parameters=root + self._buckets_ahead()))
         return Moment(
             _GATHERING, MemoryTerms(gathered_parameters=root, activations=-kept.activations, logits=-kept.logits)
         )
@@ -342,11 +346,13 @@ class _Own:
     def _unshard(self) -> Moment:
         """All groups' gathers are under way, and the first one is copied to its place."""
         largest = max([self.held.root.whole, *(held.whole for held in self.held.layers)])
-        return Moment("gathering", MemoryTerms(gathered_parameters=largest * self.size))
+        return Moment(
+            "gathering", MemoryTerms(gathered_parameters=largest * self.size * (1 + self.kernels.copies_whole))
+        )
 
     def _reduce(self) -> Moment:
         largest = max([self.held.root.whole, *(held.whole for held in self.held.layers)])
-        return Moment("reducing", MemoryTerms(communication=largest * self.wide))
+        return Moment("reducing", MemoryTerms(communication=largest * self.wide * (1 + self.kernels.copies_whole)))
 
 
 def _from_the_end(index: int) -> str:
