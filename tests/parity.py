@@ -96,7 +96,9 @@ def small_run(
     )
 
 
+@lru_cache
 def open_data(config: RunConfig, cache: str) -> Dataset:
+    """Once for all cases, since it looks at every file of the source."""
     store = open_or_prepare(Preparation(config.data.source, ByteTokenizer(), config.data.max_bytes), Path(cache))
     return Dataset(store, config.train.seq_len, config.seed, config.data.held_out)
 

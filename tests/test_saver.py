@@ -1,18 +1,13 @@
 """Saving beside the training, on real ranks: what fails is told to all and stops nothing."""
 
-import json
-import os
 import random
-import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from muster.checkpoint.folder import checkpoints, find_latest, problem_of
-from tests.ranks import _start, run_ranks
+from tests.ranks import run_ranks, started
 from tests.saver_ranks import all_equal
 
 
@@ -58,17 +53,9 @@ def test_kills_of_whole_jobs_lose_nothing(tmp_path: Path) -> None:
 
 
 def kill_a_job(folder: Path, payload: dict, before: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (folder / "payload.json").write_text(json.dumps(payload))
-    parent = _start(folder, 2, store.port, "tests.saver_ranks:saves_for_ever", 120)
-    try:
+    with started(folder, 2, "tests.saver_ranks:saves_for_ever", payload) as ranks:
         limit = time.monotonic() + 60
         while int(Path(payload["saved"]).read_text() or 0) <= before:
-            assert parent.poll() is None, (folder / "output-0.txt").read_text()
+            assert not ranks.end_within(0.005), (folder / "output-0.txt").read_text()
             assert time.monotonic() < limit
-            time.sleep(0.005)
         time.sleep(random.uniform(0, 0.5))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.wait()
