@@ -8,7 +8,7 @@
 # Variables: PYTHON=python3.12, JOBS=2 (test processes), PYTEST_ARGS='-k plan', ARGS=--fresh (of the demo), BENCH_ARGS=…
 
 PYTHON ?= python3
-JOBS ?= 0
+JOBS ?= 2
 PYTEST_ARGS ?=
 ARGS ?=
 BENCH_ARGS ?=
@@ -32,7 +32,7 @@ demo: $(DEV)
 
 test: $(DEV)
 	.venv/bin/ruff check --quiet
-	$(PYTEST) -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(DEV)
 	$(PYTEST) -m soak --timeout 3600 $(PYTEST_ARGS)

@@ -7,6 +7,27 @@ from hypothesis import settings
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.register_profile("drawn", deadline=None)
 
+LONGEST = (
+    "test_docs.py",
+    "test_parity.py",
+    "test_train.py",
+    "test_train_faults.py",
+    "test_verify.py",
+    "test_auto.py",
+    "test_precision.py",
+    "test_planner.py",
+    "test_generate.py",
+    "test_order.py",
+    "test_post_validation.py",
+    "test_launch.py",
+)
+"""The files that take longest come first: one that a test process begins last would keep the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("drawn" if config.getoption("markexpr") == "soak" else "seeded")

@@ -1,6 +1,7 @@
 """`muster train` as a person uses it: real processes, each with a time limit and a process group of its own."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -155,11 +156,19 @@ def assert_one_sentence(ended: Ended, code: int, *words: str) -> None:
 
 @cache
 def whole_run(folder: Path) -> tuple[Path, Ended]:
-    """A run of the preset `tiny` in one process that nothing disturbed; read-only, for all tests to compare with."""
-    run = folder / "train" / "whole"
-    ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE)
-    assert ended.code == 0, ended.err
-    return run, ended
+    """A run of the preset `tiny` in one process that nothing disturbed; read-only, for all tests to compare with.
+
+    `folder` is the test process's own; of several test processes the first makes the run, beside their folders.
+    """
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    run, said = shared / "train" / "whole", shared / "whole.json"
+    with open(shared / "whole.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE)
+            assert ended.code == 0, ended.err
+            said.write_text(json.dumps(asdict(ended)))
+    return run, Ended(**json.loads(said.read_text()))
 
 
 def copy_of(whole: Path, name: str) -> Path:
