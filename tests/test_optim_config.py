@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.optim.lr import learning_rate, rate_of_step
+from muster.planner.auto import choose_plan, resolve_plan
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import load_run, resolve_plan, write_resolved
+from muster.spec.load import load_run, write_resolved
 from muster.spec.run import OptimConfig
 from muster.spec.step_law import batch_tokens_for_steps, derived_line, non_embedding_parameters, step_law
 from muster.spec.step_law import step_law_values as derive
@@ -159,7 +160,7 @@ def test_what_is_derived_is_told_before_training_and_where_it_does_not_fit(tmp_p
     (tmp_path / "text.md").write_text("What is read. " * 300)
     keys = {"model": "tiny", "data.source": str(tmp_path / "text.md"), "train.steps": "3", "train.seq_len": "64"}
     resolved = load_run(None, None, list(keys.items()))
-    _prepare(resolved, resolve_plan(resolved, 1), TrainOptions(tmp_path / "run"))
+    _prepare(resolved, choose_plan(resolved, 1), TrainOptions(tmp_path / "run"))
     told = capsys.readouterr().out
     assert "\ntrain.global_batch_size 1, derived (Step Law, arXiv:2503.04715: " in told
     assert f"\noptim.lr {resolved.config.optim.lr:g}, derived (Step Law, arXiv:2503.04715: for 394k param" in told

@@ -10,9 +10,9 @@ from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legal import RUNNABLE_RECOMPUTE, not_yet, problems
-from muster.spec.load import load_plan, load_run
+from muster.spec.load import load_plan
 from muster.spec.model import ModelSpec
-from muster.spec.nearest import default_plan, nearest_legal, require_runnable
+from muster.spec.nearest import nearest_legal, require_runnable
 from muster.spec.plan import LayerRun, Mesh, Plan, StageSpec, Strategy
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES, place
@@ -423,32 +423,6 @@ def test_the_refusal_names_the_problem_and_the_nearest():
 def test_where_no_plan_uses_all_processes_the_nearest_use_fewer():
     with pytest.raises(InfeasibleError, match="nearest with 10 processes: dp2-pp5-mb1-bf16"):
         require_runnable(parse_plan_name("dp11"), MODEL, WORKLOAD, 11)
-
-
-# --- auto ---
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [
-        *[(n, f"dp{n}-mb1-fp32") for n in (1, 2, 3, 4, 6, 8)],
-        (5, "pp5-mb1-fp32"),
-        (7, "pp7-mb1-fp32"),
-        (9, "dp3-pp3-mb1-fp32"),
-    ],
-)
-def test_auto_prefers_sharded_data_and_pipelines_the_rest(world_size, name):
-    config = load_run("tiny", None, []).config
-    plan = default_plan(config.model, config.workload, world_size, config.parallel)
-    assert format_plan_name(plan) == name
-    check(program_of(plan, config.model, config.workload))
-
-
-def test_auto_says_why_it_found_nothing():
-    with pytest.raises(InfeasibleError, match="global_batch_size 24 is not a multiple of 11"):
-        default_plan(MODEL, WORKLOAD, 11, Plan())
-    with pytest.raises(InfeasibleError, match="offload .* can't be run yet"):
-        default_plan(MODEL, WORKLOAD, 2, Plan(default_strategy=Strategy(offload="all")))
 
 
 # --- programs ---

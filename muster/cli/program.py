@@ -32,10 +32,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _print(preset: str, overrides: list[Override]) -> None:
+    from muster.planner.auto import resolve_plan
     from muster.schedule.build import program_of
     from muster.schedule.resolve import resolved as resolved_plan
     from muster.spec.legal import asked_world_size, problems
-    from muster.spec.load import load_run, resolve_plan
+    from muster.spec.load import load_run
 
     resolved = load_run(preset, None, overrides)
     config = resolved.config

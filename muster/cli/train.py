@@ -58,13 +58,15 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
 
 
 def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
+    from muster.planner.auto import choose_plan
     from muster.schedule.build import program_of
     from muster.schedule.check import check
     from muster.schedule.resolve import resolved as resolved_plan
-    from muster.spec.load import config_text, resolve_plan
+    from muster.spec.load import config_text
     from muster.spec.plan_name import format_plan_name
 
-    plan = resolved_plan(resolve_plan(resolved, nproc), resolved.config.model, resolved.config.workload)
+    chosen = choose_plan(resolved, nproc)
+    plan = resolved_plan(chosen.plan, resolved.config.model, resolved.config.workload)
     program = program_of(plan, resolved.config.model, resolved.config.workload)
     peaks = ", ".join(map(str, check(program).peak_activations))
     lanes: dict[str, int] = {}
@@ -79,4 +81,6 @@ def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
         f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
     )
     print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
+    for line in chosen.lines:
+        print(line)
     print(f"run      {run_dir} (dry run: nothing is written)")

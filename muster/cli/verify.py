@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def run(arguments: list[str]) -> int:
     """Compares plans with one process. Returns the exit code: 1 when one of them differs."""
     args, overrides = _parse(arguments)
-    from muster.spec.load import load_run, resolve_plan
+    from muster.planner.auto import resolve_plan
+    from muster.spec.load import load_run
 
     file = args.file / "config.yaml" if args.file is not None and args.file.is_dir() else args.file
     precision = [("parallel.precision", args.precision)] if args.precision else []

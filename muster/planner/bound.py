@@ -44,6 +44,19 @@ def step_bound_s(plan: Plan, times: OpTimes, micro_batches: Mapping[int, int]) -
     return best + seconds_of(times, "NORM", -1) + seconds_of(times, "STEP", -1)
 
 
+def cores_bound_s(plan: Plan, times: OpTimes, micro_batches: Mapping[int, int]) -> float:
+    """Seconds that one step takes at least where processes share cores: all their passes, dealt to all cores."""
+    if times.cores is None:
+        return 0.0
+    kinds = ("F", "I", "W") if plan.splits else ("F", "B")
+    work_s = sum(
+        times.processes[plan.pp_rank(stage)] * micro_batches[stage] * seconds_of(times, kind, stage)
+        for stage in range(plan.num_stages)
+        for kind in kinds
+    )
+    return work_s / times.cores
+
+
 @dataclass(slots=True)
 class _Rank:
     """What a rank does, in seconds: until its first pass can begin, in its passes, and after its last backward."""

@@ -10,7 +10,7 @@ from muster.cost.op_times import OpTimes
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
 from muster.cost.plan_times import plan_times
 from muster.planner.balance import balanced, least_busy_s, loads, seconds_of
-from muster.planner.bound import LayerTimes, order_bound_s, step_bound_s
+from muster.planner.bound import LayerTimes, cores_bound_s, order_bound_s, step_bound_s
 from muster.planner.fit import fitted
 from muster.planner.request import Request
 from muster.planner.space import Order, Shape, make_plan, recomputes
@@ -101,7 +101,16 @@ class Judge:
         share = self.request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
         if not self.request.cluster.is_uniform:
             return self._bound(share * self._least_s(order.shape))
-        return self._bound(order_bound_s(self._layer_times(order.shape), order, self.request.model.num_layers, share))
+        times = self._layer_times(order.shape)
+        passes_s = order_bound_s(times, order, self.request.model.num_layers, share)
+        mean_s = share * (times.whole_forward_s + times.whole_backward_s) / order.shape.pp
+        return self._bound(max(passes_s, mean_s * self._crowd))
+
+    @cached_property
+    def _crowd(self) -> float:
+        """Processes for each core, where they share cores: what they do in all takes no less than on so many cores."""
+        cluster = self.request.cluster
+        return cluster.num_devices / cluster.device.shared_cores if cluster.device.shared_cores else 0.0
 
     def _layer_times(self, shape: Shape) -> LayerTimes:
         """What a micro-batch takes depends on neither data nor pipeline parallelism: a plan of one stage tells it for
@@ -144,12 +153,14 @@ class Judge:
             busy_s = sum(seconds_of(times, kind, stage) for kind in ("F", "B") for stage in range(base.pp)) / base.pp
             count = base.num_micro_batches(self.request.workload)
             uniform = self.request.cluster.is_uniform
-            self._splits[base] = self._bound(once_s + (count * busy_s if uniform else 0.0))
+            passes_s = max(once_s + count * busy_s, count * busy_s * self._crowd)
+            self._splits[base] = self._bound(passes_s if uniform else once_s)
         return self._splits[base]
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""
-        return self._bound(step_bound_s(plan, self.times(plan), self._micro_batches(plan)))
+        times, micro_batches = self.times(plan), self._micro_batches(plan)
+        return self._bound(max(step_bound_s(plan, times, micro_batches), cores_bound_s(plan, times, micro_batches)))
 
     def _bound(self, step_s: float) -> float:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.

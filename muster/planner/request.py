@@ -32,11 +32,13 @@ class Request:
     """Of tp, pp, cp and ep exactly those that must be in use; None: any."""
     runnable: bool = False
     """Whether only plans are wanted that `muster train` runs today."""
+    template: Plan | None = None
+    """What all candidates have where it isn't searched for: compile, buckets and the like."""
 
     @property
     def base(self) -> Plan:
         """What all candidates share."""
-        return Plan(precision=self.precision)
+        return self.template or Plan(precision=self.precision)
 
     def admits(self, name: str, value: object) -> bool:
         """Whether a field may have this value."""

@@ -8,6 +8,7 @@ from muster.planner.request import Request
 from muster.spec.legal import divisors, not_yet, problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import AXES, Plan, Recompute, Strategy, Zero
+from muster.spec.schedules import SCHEDULES
 
 POSITIONS_PER_CP_RANK = 1024
 """Context parallelism is tried where a rank keeps so many positions; below, its exchange outweighs the attention."""
@@ -188,7 +189,7 @@ def make_plan(
             "ep": shape.ep,
             "micro_batch_size": shape.micro_batch_size,
             "axis_order": axis_order,
-            "default_strategy": _strategy(zero, request.fixed.get("sp", cut), recompute),
+            "default_strategy": _strategy(request.base.default_strategy, zero, request.fixed.get("sp", cut), recompute),
         }
     )
 
@@ -196,16 +197,20 @@ def make_plan(
 _STRATEGIES: dict[tuple[Any, ...], Strategy] = {}
 
 
-def _strategy(zero: Zero, sp: bool, recompute: Recompute) -> Strategy:
-    key = (zero, sp, recompute)
+def _strategy(base: Strategy, zero: Zero, sp: bool, recompute: Recompute) -> Strategy:
+    key = (base, zero, sp, recompute)
     if key not in _STRATEGIES:
-        _STRATEGIES[key] = Strategy(zero=zero, sp=sp, recompute=recompute)
+        _STRATEGIES[key] = base.model_copy(update={"zero": zero, "sp": sp, "recompute": recompute})
     return _STRATEGIES[key]
 
 
 def schedules(request: Request, pp: int) -> list[tuple[str, int]]:
-    """Schedules and stages per rank that `pp` pipeline ranks can run."""
+    """Schedules and stages per rank that `pp` pipeline ranks can run; one that is wanted, even if it isn't tried."""
     layers = request.model.num_layers
+    wanted = SCHEDULES.get(request.fixed.get("schedule", ""))
+    if wanted is not None and request.fixed["schedule"] not in (*_ONE_CHUNK, "interleaved", *_TWO_CHUNKS):
+        chunks = (1,) if pp == 1 else (1, *CHUNKS)
+        return [(request.fixed["schedule"], v) for v in chunks if wanted.serves(v) and pp * v <= layers]
     if pp == 1:
         return [("1f1b", 1)]
     chunks = [v for v in CHUNKS if pp * v <= layers]
@@ -217,7 +222,7 @@ def data_splits(request: Request, shape: Shape) -> list[tuple[int, int, Zero]]:
     """dp_replicate, dp_shard and sharding level: all ranks hold copies, all share, or those of one or eight nodes."""
     data = shape.data
     if data == 1:
-        return [(1, 1, "z3")]
+        return [(1, 1, request.fixed.get("zero", "z3"))]
     found: list[tuple[int, int, Zero]] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
     for ranks in (node, 8 * node):

@@ -10,12 +10,10 @@ import yaml
 from pydantic import ValidationError
 
 from muster.catalog import names
-from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.errors import ConfigError
 from muster.spec.explain import Shape, config_error
 from muster.spec.layers import Layer, catalog_layer, file_layer, flatten, is_path, unflatten
-from muster.spec.legal import asked_world_size
 from muster.spec.named_model import model_layer
-from muster.spec.nearest import default_plan, require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.run import RunConfig
@@ -24,6 +22,13 @@ from muster.spec.write import replace_text, yaml_text
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp", "stages")
 """The fields of a plan that `auto` chooses."""
+
+_CHOSEN = tuple(
+    f"parallel.{field}."
+    for field in (*DEGREES, "micro_batch_size", "schedule", "axis_order", "overrides")
+    + ("default_strategy.zero", "default_strategy.sp", "default_strategy.recompute")
+)
+"""The same, and what it chooses where nobody said it: beginnings of paths."""
 
 _KEPT = ("micro_batch_size", "precision")
 """The fields that a plan takes over from the layers below when its name or file doesn't say them."""
@@ -64,18 +69,6 @@ def load_run(preset: str | None, file: Path | None, overrides: list[tuple[str, s
     return Resolved(config, merged.origins, merged.auto)
 
 
-def resolve_plan(resolved: Resolved, world_size: int | None) -> Plan:
-    """The plan for `world_size` processes; None stands for as many as the plan asks for, one if that is left open.
-
-    Raises InfeasibleError, with the nearest plans that can run, when this one can't.
-    """
-    try:
-        return _resolve_plan(resolved, world_size)
-    except InfeasibleError as error:
-        batch = [line for line in derived_lines(resolved) if line.startswith("train.global_batch_size")]
-        raise InfeasibleError("; ".join([str(error), *batch])) from None
-
-
 def derived_lines(resolved: Resolved) -> list[str]:
     """One line for people for each value that was left out and comes from the Step Law."""
     sections = resolved.config.model_dump()
@@ -85,15 +78,6 @@ def derived_lines(resolved: Resolved) -> list[str]:
         if origin.startswith(SOURCE)
         for section, _, key in [path.partition(".")]
     ]
-
-
-def _resolve_plan(resolved: Resolved, world_size: int | None) -> Plan:
-    config = resolved.config
-    if resolved.auto:
-        free = "parallel.micro_batch_size" not in resolved.origins
-        return default_plan(config.model, config.workload, world_size or 1, config.parallel, choose_micro_batches=free)
-    require_runnable(config.parallel, config.model, config.workload, world_size or asked_world_size(config.parallel))
-    return config.parallel
 
 
 def load_plan(path: Path) -> Plan:
@@ -115,7 +99,7 @@ def config_text(resolved: Resolved, plan: Plan) -> str:
     tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
 
     def origin(path: str) -> str:
-        chosen = resolved.auto and path in {f"parallel.{field}" for field in (*DEGREES, "micro_batch_size")}
+        chosen = resolved.auto and f"{path}.".startswith(_CHOSEN)
         return resolved.origins.get(path, f"auto, for world size {plan.world_size}" if chosen else "default")
 
     return yaml_text(tree, origin)

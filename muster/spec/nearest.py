@@ -1,4 +1,4 @@
-"""The nearest plans that can run, and what `auto` chooses."""
+"""The nearest plans that can run."""
 
 from collections.abc import Iterator
 from math import log2
@@ -21,9 +21,6 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import AXES, LayerRun, Plan, Recompute, Strategy
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
-
-MICRO_BATCH_TOKENS = 4096
-"""The most that `auto` puts in a micro-batch: enough to keep a device busy, little enough to fit."""
 
 
 def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> None:
@@ -52,29 +49,6 @@ def nearest_legal(plan: Plan, model: ModelSpec, workload: Workload, world_size: 
         if _is_runnable(candidate, model, workload, world_size)
     )
     return [candidate for _, _, candidate in ranked[:limit]]
-
-
-def default_plan(
-    model: ModelSpec, workload: Workload, world_size: int, base: Plan, choose_micro_batches: bool = False
-) -> Plan:
-    """`base` with degrees chosen for `world_size` processes: as many sharded data-parallel ranks as the batch can be
-    cut for, and pipeline stages for the rest; with `choose_micro_batches` also with a micro-batch size.
-
-    Raises InfeasibleError when there are no such degrees.
-    """
-    plans = [_with_degrees(base, pp=world_size // ranks, dp_shard=ranks) for ranks in reversed(divisors(world_size))]
-    chosen = next((plan for plan in plans if _is_runnable(plan, model, workload, world_size)), plans[0])
-    require_runnable(chosen, model, workload, world_size)
-    return _with_micro_batches(chosen, workload) if choose_micro_batches else chosen
-
-
-def _with_micro_batches(plan: Plan, workload: Workload) -> Plan:
-    """The largest micro-batches that leave a pipeline two per stage to fill it, and hold at most 4,096 tokens each."""
-    share = workload.global_batch_size // plan.mesh(0).data_ranks
-    fewest = 1 if plan.pp == 1 else min(share, 2 * plan.pp)
-    most = max(1, MICRO_BATCH_TOKENS // workload.seq_len)
-    size = max(size for size in divisors(share) if size == 1 or (size <= most and share // size >= fewest))
-    return plan.model_copy(update={"micro_batch_size": size})
 
 
 def _is_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> bool:

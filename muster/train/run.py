@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from muster.checkpoint.folder import find_latest
 from muster.checkpoint.manifest import read_manifest
+from muster.planner.auto import Chosen, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-from muster.spec.load import Resolved, derived_lines, resolve_plan, write_resolved
+from muster.spec.load import Resolved, derived_lines, write_resolved
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
@@ -59,11 +60,12 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _join_torchrun(resolved, options)
-    plan = resolve_plan(resolved, options.nproc)
+    chosen = choose_plan(resolved, options.nproc)
+    plan = chosen.plan
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     with claimed(options.run_dir):
-        if not _prepare(resolved, plan, options):
+        if not _prepare(resolved, chosen, options):
             return 0
         from muster.train.launch import launch
 
@@ -98,11 +100,12 @@ def show_report(run_dir: Path) -> int:
 # Preparing
 
 
-def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
+def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     """Builds the data and writes the run directory; False when there is nothing left to do.
 
     Changes nothing in the run directory before all that can be checked is.
     """
+    plan = chosen.plan
     require_device(plan)
     run_dir, config = options.run_dir, resolved.config
     latest = None if options.fresh else _last_checkpoint(run_dir)
@@ -118,7 +121,7 @@ def _prepare(resolved: Resolved, plan: Plan, options: TrainOptions) -> bool:
     dataset = open_dataset(config, run_dir)
     header = dataset.store.header
     print(f"data: {header.num_tokens:,} tokens in {header.num_documents:,} documents from {config.data.source}")
-    for line in derived_lines(resolved):
+    for line in (*derived_lines(resolved), *chosen.lines):
         print(line)
     if manifest is not None:
         refuse_other_data(run_dir, dataset, manifest.counters, options.allow_changes)
@@ -236,8 +239,10 @@ def _torchrun_store(rank: int) -> "dist.Store":
 
 def _prepare_as_torchrun(resolved: Resolved, options: TrainOptions, world_size: int) -> bool:
     """Prepares; what is wrong is written to exit.json too, because torchrun's own exit code says nothing."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes = world_size // local if local and world_size % local == 0 else 1
     try:
-        return _prepare(resolved, resolve_plan(resolved, world_size), options)
+        return _prepare(resolved, choose_plan(resolved, world_size, nodes), options)
     except MusterError as error:
         write_exit(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
         raise

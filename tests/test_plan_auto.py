@@ -1,0 +1,140 @@
+"""`parallel: auto`: the plan of a run on the machine at hand."""
+
+import pytest
+from test_measured import machine
+
+from muster.catalog import names
+from muster.cli.main import main
+from muster.planner.auto import choose_plan, resolve_plan
+from muster.schedule.build import program_of
+from muster.schedule.check import check
+from muster.spec import machine as here
+from muster.spec.cluster import ClusterSpec, single_device
+from muster.spec.device import DeviceSpec
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.legal import not_yet, problems
+from muster.spec.load import load_run
+from muster.spec.write import yaml_text
+
+
+@pytest.fixture(autouse=True)
+def _nowhere(tmp_path, monkeypatch) -> None:
+    """A folder without a profile, on two cores without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(here, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr("muster.planner.auto.usable_cores", lambda: 2)
+
+
+def tiny(*overrides: tuple[str, str], preset: str = "tiny"):
+    return load_run(preset, None, [("parallel", "auto"), *overrides])
+
+
+def write_profile(tmp_path) -> None:
+    device = DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=machine())
+    group = single_device(device, 2).groups[0].model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "machine.yaml").write_text(yaml_text({"name": "here", "groups": [group]}))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+def test_the_plan_is_for_the_processes_that_there_are_and_can_be_run(count):
+    resolved = tiny()
+    chosen = choose_plan(resolved, count)
+    config = resolved.config
+    assert chosen.plan.world_size == count
+    assert not problems(chosen.plan, config.model, config.workload, count)
+    assert not not_yet(chosen.plan)
+    check(program_of(chosen.plan, config.model, config.workload))
+    assert choose_plan(resolved, count) == chosen
+    assert "ms a step" in chosen.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallel.micro_batch_size", "3"),
+        ("parallel.schedule", "gpipe"),
+        ("parallel.schedule", "auto"),
+        ("parallel.default_strategy.zero", "z2"),
+        ("parallel.default_strategy.recompute", "full"),
+        ("parallel.compile", "true"),
+        ("parallel.bucket_layers", "2"),
+        ("parallel.spread_vocab", "true"),
+    ],
+)
+def test_what_the_run_file_says_of_the_plan_stays(key, value):
+    for count in (1, 2, 4) if "spread" not in key else (2,):
+        resolved = tiny((key, value))
+        plan = resolve_plan(resolved, count)
+        field = key.rpartition(".")[2]
+        asked, got = (
+            getattr(one.default_strategy if "strategy" in key else one, field)
+            for one in (resolved.config.parallel, plan)
+        )
+        assert got == asked or (value == "auto" and plan.pp == 1)
+        assert plan.world_size == count
+
+
+def test_what_binds_is_said(monkeypatch, capsys):
+    with pytest.raises(InfeasibleError, match=r"global_batch_size 24 is not a multiple of 11 .*nearest with 10"):
+        resolve_plan(tiny(), 11)
+    with pytest.raises(InfeasibleError, match="offload .* can't be run yet"):
+        resolve_plan(tiny(("parallel.default_strategy.offload", "all")), 2)
+    monkeypatch.setattr(here, "system_memory_bytes", lambda: 40 << 20)
+    assert main(["train", "--preset", "demo", "--parallel", "auto", "--nproc", "2", "--dry-run"]) == 3
+    assert "no plan fits" in capsys.readouterr().err
+
+
+def test_the_profile_of_the_machine_is_planned_for(tmp_path):
+    resolved = tiny()
+    assert "times of the catalogue" in choose_plan(resolved, 2).lines[1]
+    assert resolve_plan(resolved, None).world_size == 1
+    write_profile(tmp_path)
+    chosen = choose_plan(resolved, None)
+    assert "machine.yaml" in chosen.lines[1]
+    assert chosen.plan.world_size == 2  # all its cores, since two processes are twice as fast
+    assert choose_plan(resolved, 4).plan.world_size == 4
+    assert "times of the catalogue" in choose_plan(tiny(("parallel.precision", "bf16")), 2).lines[1]  # not measured
+
+
+def test_this_is_the_machine_that_was_measured_with_as_many_ranks_as_wanted(tmp_path):
+    with pytest.raises(ConfigError, match="muster profile"):
+        here.cluster_here("this")
+    write_profile(tmp_path)
+    assert [here.cluster_here(text).num_devices for text in ("this", "4xthis", "2xh100")] == [2, 4, 2]
+    memory = here.cluster_here("4xthis").device.memory_bytes
+    assert memory == here.system_memory_bytes() // 4
+
+
+def test_gpus_are_known_by_the_names_that_their_driver_gives(tmp_path, monkeypatch):
+    known = {
+        "NVIDIA H100 80GB HBM3": "h100-sxm",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100-80-sxm",
+        "NVIDIA A100-SXM4-40GB": "a100-40-sxm",
+        "Tesla V100-SXM2-32GB": "v100-32-sxm",
+        "NVIDIA B200": "b200",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+    }
+    assert {driver: here.catalog_name(driver) for driver in known} == known
+    assert set(known.values()) <= set(names("devices"))
+    assert {name for _, name in here._NAMES} <= set(names("devices"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number in range(4):
+        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
+        (tmp_path / "gpus" / str(number) / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 7\n")
+    cluster: ClusterSpec = here.found_machine(4)
+    assert (cluster.device.name, cluster.num_devices, cluster.num_nodes) == ("h200", 4, 1)
+    assert here.found_machine(8, nodes=2).num_nodes == 2
+    assert resolve_plan(tiny(("parallel.precision", "bf16")), None).world_size == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert len(here.gpu_names()) == 2
+    assert here.found_machine(4).device.kind == "cpu"  # more processes than devices
+
+
+def test_a_device_that_nobody_knows_still_gets_a_plan(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "gpus" / "0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0" / "information").write_text("Model: \t NVIDIA Future 1\n")
+    assert here.found_machine(1).device.name == "nvidia-future-1"
+    assert resolve_plan(tiny(), 1).world_size == 1
