@@ -189,7 +189,7 @@ def _stepped(limits: tuple[int, ...], stage: int, step: int, low: int, high: int
     return (*limits[:stage], max(low, min(limits[stage], high) + step), *limits[stage + 1 :])
 
 
-_REFITS = ((1, 0), (0, 0), (0.5, 3))
+_REFITS = ((1, 0), (0, 0), (0.5, 3), (4, 0))
 """(patience, overtake) that a known order is tried with."""
 
 

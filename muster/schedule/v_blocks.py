@@ -1,13 +1,12 @@
 """V-Min, V-Half and V-ZB: one micro-batch's building block, repeated (Qi et al. 2024, arXiv:2405.15362)."""
 
 from muster.schedule.action import Action
+from muster.schedule.blocks import PERIOD, Row, repeated
 from muster.schedule.keep_busy import fill, overtake
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
+from muster.schedule.timing import time_schedule
 from muster.spec.placement import waves
-
-PERIOD = 6
-"""Slots from one block to the next: F, I and W of both of a rank's stages."""
 
 
 def v_min(setting: Setting) -> Schedule:
@@ -32,37 +31,17 @@ def v_zb(setting: Setting) -> Schedule:
     return _repeated("v-zb", setting, rows)
 
 
-def _repeated(name: str, setting: Setting, rows: list[tuple[int, int, int, int]]) -> Schedule:
-    orders = [_order(rank, row, setting) for rank, row in enumerate(rows)]
-    placement = waves(setting.num_ranks, 2)
-    schedule = Schedule(name, placement, setting.num_micro_batches, tuple(orders))
-    limit = max(map(_peak, orders))
-    return fill(overtake(schedule, setting, limit), setting, limit)
-
-
-def _order(rank: int, row: tuple[int, int, int, int], setting: Setting) -> tuple[Action, ...]:
-    far = 2 * setting.num_ranks - 1 - rank
-    passes = (("F", rank), ("F", far), ("I", far), ("I", rank))
-    slots = {
-        PERIOD * index + start: Action(kind, stage, index)
-        for (kind, stage), start in zip(passes, row, strict=True)
-        for index in range(setting.num_micro_batches)
-    }
-    order: list[Action] = []
-    pending: list[Action] = []
-    for slot in range(max(slots) + 1):
-        if action := slots.get(slot):
-            order.append(action)
-            if action.kind == "I":
-                pending.append(action._replace(kind="W"))
-        elif pending:
-            order.append(pending.pop(0))
-    return (*order, *pending)
-
-
-def _peak(order: tuple[Action, ...]) -> int:
-    kept = peak = 0
-    for action in order:
-        kept += {"F": 1, "W": -1}.get(action.kind, 0)
-        peak = max(peak, kept)
-    return peak
+def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
+    """The block's order as it is, or with W or all passes moved to where ranks wait under the setting's times: what
+    ends first within the same memory."""
+    p, count = setting.num_ranks, setting.num_micro_batches
+    orders = []
+    for rank, kinds in enumerate(repeated(rows, count)):
+        numbers = [iter(range(count)) for _ in range(PERIOD)]
+        far = 2 * p - 1 - rank
+        stages = (rank, far, far, rank, far, rank)
+        orders.append(tuple(Action("FFIIWW"[kind], stages[kind], next(numbers[kind])) for kind in kinds))
+    plain = Schedule(name, waves(p, 2), count, tuple(orders))
+    limit = max(time_schedule(plain, setting).peak_activation) / setting.activation
+    moved = fill(overtake(plain, setting, limit), setting, limit)
+    return min(plain, fill(plain, setting, limit), moved, key=lambda one: time_schedule(one, setting).makespan_s)
