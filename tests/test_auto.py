@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -72,18 +71,8 @@ def test_never_behind_public_schedulers(number: int):
     check_public(small[number % len(small)])
 
 
-BEHIND = {91, 106, 121, 140, 143, 151, 153, 154, 155, 157, 158, 161, 173}
-"""Settings where the search is still behind, by 0.1 to 1.2 %; whoever makes it better must take them out of here."""
-
-
-def up_to_8_ranks() -> Iterator[object]:
-    for number in range(len([key for key in public_settings() if key[0] <= 8])):
-        known = pytest.mark.xfail(reason="the search is behind by 0.1 to 1.2 %", strict=True)
-        yield pytest.param(number, marks=[known] if number in BEHIND else [])
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("number", list(up_to_8_ranks()))
+@pytest.mark.parametrize("number", range(len([key for key in public_settings() if key[0] <= 8])))
 def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
     check_public(sorted(public_settings())[number])
 

@@ -196,14 +196,14 @@ class _FilledGrid(_Grid):
         line, places, done = self.lines[rank], self.places[rank], self.done[rank]
         heads = [(places[kind][done[kind]], kind) for kind in range(4) if done[kind] < len(places[kind])]
         first = min(heads, default=(0, 0))[0]
-        fullness = self.kept[rank] >= self.limit
+        full = self.kept[rank] >= self.limit
         waiting = [(places[kind][done[kind]], kind) for kind in (W_FAR, W_NEAR) if self.ready(rank, kind, before)]
         next_f = min((place for place, kind in heads if _CHANGE[kind]), default=len(line)) if waiting else len(line)
         best, found = len(line), -1
         for place, kind in heads:
             free = done[kind] >= self.drains[rank][kind]
-            blocked = fullness and (_CHANGE[kind] or (place != first and next_f < place))
-            if place < best and not blocked and (free or place == first and line[place][0] <= slot):
-                if self.ready(rank, kind, before):
-                    best, found = place, kind
+            blocked = full and (_CHANGE[kind] or (place != first and next_f < place))
+            may = free or place == first and line[place][0] <= slot
+            if place < best and may and not blocked and self.ready(rank, kind, before):
+                best, found = place, kind
         return found if found >= 0 else min(waiting, default=(0, -1))[1]
