@@ -78,11 +78,12 @@ def test_no_bound_is_above_a_simulated_time(seed: int) -> None:
     judge, looked = Judge(request), 0
     for shape in shapes(request):
         for order in orders(request, shape):
-            for draft in plans(request, order):
+            drafts = list(plans(request, order))
+            for draft in drafts:
                 plan = judge.moved(draft) if order.balanced else draft
                 if plan is not None:
                     time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
-                    bounds = judge.order_bound(order), judge.split_bound(draft), judge.bound(plan)
+                    bounds = judge.order_bound(order), judge.unsharded_bound(order, drafts), judge.bound(plan)
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
@@ -156,10 +157,10 @@ def test_layers_go_to_the_faster_devices() -> None:
     judge = Judge(request)
     order = next(order for shape in shapes(request) for order in orders(request, shape) if order.balanced)
     plan = next(plans(request, order))
-    moved = balanced(plan, 12, judge.times)
+    moved = balanced(plan, 12, judge.seconds)
     assert moved is not None
     assert moved.stages[0].layers > moved.stages[1].layers
-    assert max(load.layer_s for load in loads(plan, 12, judge.times)) > 2 * loads(plan, 12, judge.times)[0].layer_s
+    assert max(load.layer_s for load in loads(plan, 12, judge.seconds)) > 2 * loads(plan, 12, judge.seconds)[0].layer_s
 
 
 # ----------------------------------------------------------------------------------------------------------------------

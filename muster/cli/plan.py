@@ -297,7 +297,7 @@ def _arrangement(arranged: "Arranged") -> list[str]:
 def _searched(found: "Found") -> str:
     seen = found.seen
     text = (
-        f"{seen['drafts'] + seen['too_large']:,} plans of {seen['shapes']:,} shapes in {found.seconds:.1f} s,"
+        f"{seen['drafts']:,} plans of {seen['shapes']:,} shapes in {found.seconds:.1f} s,"
         f" {seen['simulated']:,} simulated:\n          "
     )
     if found.proven:

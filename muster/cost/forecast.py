@@ -1,7 +1,7 @@
 """How much memory each rank of a plan needs, moment by moment of its Program, and whether that is there."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.cost.device_memory import device_terms
@@ -79,12 +79,12 @@ def forecast(
     """
     software = software or Software()
     kernels = kernels or KERNELS.get(cluster.device.kind, OTHER_KERNELS)
-    alike: dict[tuple, StageMemory] = {}
+    alike: dict[Hashable, StageMemory] = {}
     found = []
     for pp_rank in range(plan.pp):
         stages = {}
         for stage in stages_of(plan, pp_rank):
-            key = _kind_of_stage(model, plan, stage)
+            key = kind_of_stage(model, plan, stage)
             if key not in alike:
                 alike[key] = (
                     megatron_stage(model, plan, workload, stage, software)
@@ -101,17 +101,17 @@ def forecast(
     return MemoryForecast(tuple(found))
 
 
-def _kind_of_stage(model: ModelSpec, plan: Plan, stage: int) -> tuple:
+def kind_of_stage(model: ModelSpec, plan: Plan, stage: int) -> Hashable:
     """What stages that hold alike have in common."""
     layers, own = plan.layers(stage, model.num_layers), plan.pp_rank(stage)
     neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == own for other in (stage - 1, stage + 1)]
     words = plan.spread_vocab and (own, has_words(plan, stage))
     kinds = (
-        tuple((layer_kind(model, layer), str(plan.strategy(layer))) for layer in layers)
+        tuple((layer_kind(model, layer), plan.strategy(layer)) for layer in layers)
         if plan.overrides
         else (tuple(layer_kind(model, layer) for layer in layers))
     )
-    return kinds, plan.is_first(stage), plan.is_last(stage), str(plan.mesh(stage)), tuple(neighbours), words
+    return kinds, plan.is_first(stage), plan.is_last(stage), plan.mesh(stage), tuple(neighbours), words
 
 
 def walk(program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> tuple[str, MemoryTerms]:

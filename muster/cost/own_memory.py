@@ -49,6 +49,17 @@ def own_stage(
     return _Own(spec, plan, workload, stage, kernels, state_numbers).memory()
 
 
+def own_kept(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> MemoryTerms:
+    """Of `own_stage` what each micro-batch keeps from F to B alone."""
+    return _Own(spec, plan, workload, stage, OTHER_KERNELS, 2.0).kept()
+
+
+def least_resident_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
+    """Of `own_stage` the parameters, the optimizer's state and the gradients alone."""
+    own = _Own(spec, plan, workload, stage, OTHER_KERNELS, 2.0)
+    return own.parameters + own.optimizer + own.gradients
+
+
 class _Own:
     """Works out one stage; every quantity in bytes."""
 
@@ -70,21 +81,20 @@ class _Own:
         self.reads, self.scores = (end and not plan.spread_vocab for end in (plan.is_first(stage), plan.is_last(stage)))
 
     def memory(self) -> StageMemory:
-        whole = self.held.all
-        shards = whole.shard * self.wide
+        whole, shards = self.held.all, self.parameters
         neighbours = sum(self.sizes.hidden_bytes for end in self._ends() if not end)
         resident = MemoryTerms(
             parameters=shards,
-            optimizer=0 if self._offloads_optimizer() else int(shards * self.state_numbers),
+            optimizer=self.optimizer,
             communication=neighbours,  # each receive is posted ahead of its use
         )
-        kept = self._kept()
+        kept = self.kept()
         gathered = 0 if self.plain else (self.held.root if self.zero == "z3" else whole).whole * self.size
         return StageMemory(
             resident,
             gathered,
             self.zero != "z3",
-            whole.whole * self.wide if self.zero == "z1" else shards,
+            self.gradients,
             kept,
             self._deferred(kept),
             MemoryTerms(logits=self._word_bytes()),
@@ -103,9 +113,19 @@ class _Own:
             },
         )
 
-    def _offloads_optimizer(self) -> bool:
-        """Whether its state lies in the host's memory (arXiv:2101.06840)."""
-        return self.plan.default_strategy.offload in ("optimizer", "all")
+    @property
+    def parameters(self) -> int:
+        return self.held.all.shard * self.wide
+
+    @property
+    def optimizer(self) -> int:
+        """Of its state; none where that lies in the host's memory (arXiv:2101.06840)."""
+        offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
+        return 0 if offloaded else int(self.parameters * self.state_numbers)
+
+    @property
+    def gradients(self) -> int:
+        return self.held.all.whole * self.wide if self.zero == "z1" else self.parameters
 
     def _ends(self) -> tuple[bool, bool]:
         """Whether nothing comes from another rank before the stage, and after it."""
@@ -124,7 +144,7 @@ class _Own:
         recompute = how or strategy.recompute
         return layer_bytes(self.sizes, layer, recompute, strategy.attention, self.seq_len)  # type: ignore[arg-type]
 
-    def _kept(self) -> MemoryTerms:
+    def kept(self) -> MemoryTerms:
         strategies = [self.plan.strategy(layer) for layer in self.layers]
         total = sum(
             0 if strategy.offload in ("activations", "all") else self._layer(layer)

@@ -1,10 +1,11 @@
 """Where the ranks of a plan lie on a cluster: the groups of its axes, the devices of its stages."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from muster.cost.collectives import Group, all_reduce_s, make_group, message_s
 from muster.cost.kernels import sustained_flops_per_s
@@ -13,12 +14,16 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Strategy
+from muster.spec.plan import Plan, Strategy, split_evenly
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
 _LARGE_BYTES = 2**26
 """Groups are compared by how long so much takes."""
+_SHAPE = "pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "axis_order", "micro_batch_size"
+_ORDER = "version", "schedule", "order", "activation_limit", "stages", "overrides", "default_strategy"
+_SHARED = tuple(name for name in Plan.model_fields if name not in (*_SHAPE, *_ORDER))
+"""Fields of a plan that may tell on all stages; the others do through a stage's layers, mesh and groups."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,14 @@ class PlanSetting:
     workload: Workload
     cluster: ClusterSpec
     software: Software
+    world_size: int
     known: "Known"
 
     @cached_property
     def num_nodes(self) -> int:
         """Nodes that the plan's ranks fill."""
         per_node = self.cluster.groups[0].devices_per_node
-        return max(1, min(self.cluster.num_nodes, -(-self.plan.world_size // per_node)))
+        return max(1, min(self.cluster.num_nodes, -(-self.world_size // per_node)))
 
     @property
     def alone(self) -> Group:
@@ -50,35 +56,55 @@ class PlanSetting:
         return cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
 
     @cached_property
-    def _period(self) -> int:
+    def period(self) -> int:
         """Groups that begin so many ranks apart lie alike: the devices of a fabric, where all are alike."""
         return self.cluster.groups[0].domain_devices if self.is_flat else self.cluster.num_devices
 
     def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
         """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
-        steps = tuple(step for step in steps if step[1] > 1)
-        key: tuple = (first % self._period, steps) if steps else ()
-        if not steps and not self.known.groups.get(key):
-            self.known.groups[key] = Group(1, 1, 1, self.cluster.groups[0].intra, None)
+        key = first % self.period, steps
         if key not in self.known.groups:
-            ranks = [first % self._period]
+            real = tuple(step for step in steps if step[1] > 1)
+            self.known.groups[key] = self._make_group(first % self.period, real)
+        return self.known.groups[key]
+
+    def _make_group(self, first: int, steps: tuple[tuple[int, int], ...]) -> Group:
+        """The same object for groups that are alike."""
+        key = ("made", first, steps) if steps else ("made",)
+        if key not in self.known.groups:
+            ranks = [first]
             for stride, size in steps:
                 ranks = [rank + stride * index for index in range(size) for rank in ranks]
-            self.known.groups[key] = make_group(self.cluster, sorted(ranks))
+            intra = self.cluster.groups[0].intra
+            made = make_group(self.cluster, sorted(ranks)) if steps else Group(1, 1, 1, intra, None)
+            own = made.size, made.domains, made.local, id(made.intra), id(made.network)
+            alike = "alike", *own, made.network_bytes_per_s, made.network_latency_s
+            self.known.groups[key] = self.known.groups.setdefault(alike, made)
         return self.known.groups[key]
 
     def pair(self, one: int, other: int) -> Group:
         """Where two ranks lie."""
-        low, high = sorted((one, other))
+        low, high = (one, other) if one < other else (other, one)
         return self.group(low, ((high - low, 2),)) if low != high else self.alone
 
     @cached_property
     def _first_ranks(self) -> list[int]:
-        if self.plan.is_uniform:
+        if self.is_uniform:
             stride = strides_of(axis_sizes(self.plan))["pp"]
             return [pp_rank * stride for pp_rank in range(self.plan.pp)]
         sizes = [self.plan.mesh(pp_rank).ranks for pp_rank in range(self.plan.pp)]
         return [sum(sizes[:pp_rank]) for pp_rank in range(self.plan.pp)]
+
+    @cached_property
+    def shared(self) -> tuple:
+        """What all stages have in common, as far as it tells on what a stage costs."""
+        plan = self.plan
+        return *(getattr(plan, name) for name in _SHARED), plan.spread_vocab and plan.pp, self.num_nodes
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all stages run on meshes alike."""
+        return self.plan.is_uniform
 
     @cached_property
     def depth(self) -> int:
@@ -86,9 +112,16 @@ class PlanSetting:
         return self.plan.depth
 
     @cached_property
-    def placement(self) -> list[int]:
+    def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return [self.plan.pp_rank(stage) for stage in range(self.plan.num_stages)]
+        return self.plan.placement
+
+    @cached_property
+    def layers(self) -> list[range]:
+        """Of each stage of one replica."""
+        counts = [stage.layers for stage in self.plan.stages] or split_evenly(self.model.num_layers, self.depth)
+        ends = list(accumulate(counts))
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     def first_rank(self, stage: int) -> int:
         """The first world rank that holds a stage."""
@@ -96,15 +129,18 @@ class PlanSetting:
 
     def signature(self, stage: int) -> tuple:
         """Equal for stages whose times are: they lie alike, and have layers alike."""
-        plan, pp_rank = self.plan, self.placement[stage]
-        place = self._first_ranks[pp_rank] % self._period if plan.is_uniform else pp_rank
-        layers = plan.layers(stage, self.model.num_layers)
-        kinds = len(layers) if self._layers_alike else tuple(self.layer_kind(layer) for layer in layers)
-        return stage % self.depth == 0, (stage + 1) % self.depth == 0, place, kinds
+        pp_rank, within = self.placement[stage], stage % self.depth
+        place = self._first_ranks[pp_rank] % self.period if self.is_uniform else pp_rank
+        return place, within == 0, within == self.depth - 1, self._kinds[within]
 
     @cached_property
-    def _layers_alike(self) -> bool:
-        return self.known.layers_alike and not self.plan.overrides
+    def _kinds(self) -> list[Hashable]:
+        """Equal for stages of one replica whose layers are alike."""
+        if self.plan.overrides:
+            return [tuple(map(self.layer_kind, layers)) for layers in self.layers]
+        if self.known.layers_alike:
+            return [len(layers) for layers in self.layers]
+        return [self.known.layers[layers.start : layers.stop] for layers in self.layers]
 
     def layer_kind(self, layer: int) -> "LayerKind":
         """What a layer's times depend on besides where it lies."""
@@ -120,10 +156,10 @@ class PlanSetting:
     def _axes(self) -> list[tuple[dict[str, int], dict[str, int]]]:
         """Sizes and strides of the axes, by pipeline rank."""
         plan, found = self.plan, []
-        for pp_rank in range(1 if plan.is_uniform else plan.pp):
-            sizes = axis_sizes(plan, pp_rank) if plan.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
+        for pp_rank in range(1 if self.is_uniform else plan.pp):
+            sizes = axis_sizes(plan, pp_rank) if self.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
             found.append((sizes, strides_of(sizes)))
-        return found * plan.pp if plan.is_uniform else found
+        return found * plan.pp if self.is_uniform else found
 
     def axis_group(self, stage: int, *axes: str) -> Group:
         """The slowest of the groups of a stage's ranks that differ on these axes alone: the others wait for it."""
@@ -167,7 +203,7 @@ class PlanSetting:
     def between(self, source: int, target: int) -> Group:
         """The slowest pair of ranks of two stages that send to each other."""
         one, other = self.first_rank(source), self.first_rank(target)
-        if self.is_flat or not self.plan.is_uniform:
+        if self.is_flat or not self.is_uniform:
             return self.pair(one, other)
         key = "pair", min(one, other), max(one, other), tuple(self._axes[0][0].items())
         if key not in self.known.groups:
@@ -182,16 +218,24 @@ class PlanSetting:
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
     """What many plans for a model on a cluster share."""
 
     groups: dict[tuple, Group]
     passes: dict[tuple, LayerPasses]
+    wholes: dict[tuple, Any]
     numels: dict[tuple, float]
     devices: dict[tuple, DeviceSpec]
-    layers_alike: bool
-    """Of the model, whatever the plan does with single ones."""
+    stages: dict[tuple, Any]
+    """What `muster.cost.stage_costs` remembers."""
+    layers: tuple[int, ...]
+    """Of each layer of the model a number that tells it from others, whatever the plan does with single ones."""
+
+    @cached_property
+    def layers_alike(self) -> bool:
+        """Whether nothing does."""
+        return len(set(self.layers)) == 1
 
 
 _RECENT: deque[tuple[ModelSpec, int, ClusterSpec, Software, Known]] = deque(maxlen=8)
@@ -203,8 +247,9 @@ def known_of(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Sof
         if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == software:
             return known
     layers = range(model.num_layers)
-    kinds = {(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers}
-    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, len(kinds) == 1)))
+    kinds = [(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers]
+    numbers = tuple(kinds.index(kind) for kind in kinds)
+    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, {}, {}, numbers)))
     return _RECENT[-1][-1]
 
 

@@ -1,12 +1,13 @@
 """How long every instruction of a plan's Program takes on a cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from muster.cost.collectives import Group, all_reduce_s, message_s
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.measured import measured_times
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.places import PlanSetting, known_of
+from muster.cost.stage_costs import StageCost, stage_costs
 from muster.cost.stage_times import StageTimes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import LinkSpec
@@ -25,6 +26,8 @@ STEP_HOST_S = 5e-3
 """Of the host, once a step: the optimizer's and the loop's own Python, as far as it can't run ahead of the device
 because the gradients' norm is waited for."""
 
+_USUAL = Software()
+
 
 def plan_times(
     model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None = None
@@ -37,70 +40,97 @@ def plan_times(
     """
     if cluster.device.rates is not None:
         return measured_times(model, plan, workload, cluster.device.rates)
-    if plan.world_size > cluster.num_devices:
-        raise InfeasibleError(
-            f"the plan needs {plan.world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
-        )
-    software = software or Software()
-    setting = PlanSetting(
-        model, plan, workload, cluster, software, known_of(model, workload.seq_len, cluster, software)
-    )
-    seconds: dict[tuple[str, int], float] = {}
-    exposed_s: dict[tuple[str, int], dict[str, float]] = {}
-    held = [0.0] * plan.pp
-    alike: dict[tuple, StageTimes] = {}
-    for stage in range(plan.num_stages):
-        key = setting.signature(stage)
-        at = alike.get(key) or alike.setdefault(key, StageTimes(setting, stage))
-        for kind, time_s in at.seconds.items():
-            seconds[kind, stage] = time_s
-        for kind, waits_s in at.waits_s.items():
-            exposed_s[kind, stage] = waits_s
-        seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, at)})
-        held[setting.placement[stage]] += at.owned_numel
+    setting = plan_setting(model, plan, workload, cluster, software)
+    costs = stage_costs(setting)
+    seconds = {(kind, stage): time_s for stage, cost in enumerate(costs) for kind, time_s in cost.seconds.items()}
+    exposed_s = {(kind, stage): waits_s for stage, cost in enumerate(costs) for kind, waits_s in cost.waits_s.items()}
+    for stage in _ends(setting):
+        seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, costs[stage])})
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
-    world = setting.group(0, ((1, plan.world_size),))
-    most, device = max(held), cluster.device
-    seconds["NORM", -1] = all_reduce_s(world, 32) + stream_s(device, NORM_BYTES * most)
-    seconds["STEP", -1] = STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
-    processes = tuple(plan.mesh(rank).ranks for rank in range(plan.pp)) if device.shared_cores else ()
-    return OpTimes(seconds, 0.0, device.shared_cores, processes, hops=dict(_hops(setting)), exposed_s=exposed_s)
+    seconds["NORM", -1], seconds["STEP", -1] = once_s(setting, costs)
+    hops = {}
+    for stage, pair in enumerate(stage_hops(setting)):
+        if pair is not None:
+            hops[stage - 1, stage], hops[stage, stage - 1] = pair
+    cores = cluster.device.shared_cores
+    processes = tuple(plan.mesh(rank).ranks for rank in range(plan.pp)) if cores else ()
+    return OpTimes(seconds, 0.0, cores, processes, hops=hops, exposed_s=exposed_s)
 
 
-def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
-    """(kind, seconds) of what a stage adds up with another once a step; `at`: a stage whose times are the same."""
+def plan_setting(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None = None
+) -> PlanSetting:
+    """What the plan's stages share. Raises InfeasibleError where the cluster has fewer devices than the plan."""
+    world_size = plan.world_size
+    if world_size > cluster.num_devices:
+        raise InfeasibleError(
+            f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
+        )
+    software = software or _USUAL
+    known = known_of(model, workload.seq_len, cluster, software)
+    return PlanSetting(model, plan, workload, cluster, software, world_size, known)
+
+
+def once_s(setting: PlanSetting, costs: Sequence[StageCost]) -> tuple[float, float]:
+    """Seconds of NORM and STEP."""
+    held = [0.0] * setting.plan.pp
+    for rank, cost in zip(setting.placement, costs, strict=True):
+        held[rank] += cost.owned_numel
+    most, device = max(held), setting.cluster.device
+    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32) + stream_s(device, NORM_BYTES * most)
+    return norm_s, STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
+
+
+def _ends(setting: PlanSetting) -> Iterable[int]:
+    """The stages that have something to add up with others: all where there are two replicas."""
+    last = len(setting.placement)
+    return range(last) if setting.plan.replicas > 1 else sorted({0, last - 1})
+
+
+def _between_stages(setting: PlanSetting, stage: int, cost: StageCost) -> Iterator[tuple[str, float]]:
+    """(kind, seconds) of what a stage adds up with another once a step."""
     plan, gradient_bytes = setting.plan, setting.software.gradient_bytes
-    if stage % setting.depth and (stage + 1) % setting.depth and plan.replicas == 1:
-        return
-    words = setting.model.vocab_size * setting.model.hidden_size / at.mesh.tp
+    words = setting.model.vocab_size * setting.model.hidden_size / cost.tp
     other = plan.tied_stage(stage)
     if other is not None:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
         yield "TIE", all_reduce_s(pair, words * gradient_bytes)
     if plan.replicas > 1 and stage < plan.depth:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
-        yield "MERGE", all_reduce_s(pair, at.numel * gradient_bytes)
+        yield "MERGE", all_reduce_s(pair, cost.numel * gradient_bytes)
 
 
-def _hops(setting: PlanSetting) -> Iterator[tuple[tuple[int, int], Hop]]:
-    """(sender's stage, receiver's stage) → the transfer between them: the hidden state forward, its gradient back."""
-    plan, model = setting.plan, setting.model
-    known: dict[tuple, Hop] = {}
-    for stage in range(len(setting.placement) - 1):
-        if (stage + 1) % setting.depth == 0 or setting.placement[stage] == setting.placement[stage + 1]:
+def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
+    """Of each stage, the hidden state's transfer to it from the stage before, and the gradient's back; None where both
+    lie on one rank, or none is before it."""
+    plan, depth, mesh, sp = setting.plan, setting.depth, setting.plan.mesh(0), setting.plan.default_strategy.sp
+    ranks = [setting.first_rank(stage) for stage in range(len(setting.placement))]
+    alike, period = setting.is_uniform and not plan.overrides, setting.period
+    known: dict[tuple, tuple[Hop, Hop]] = {}
+    found: list[tuple[Hop, Hop] | None] = [None]
+    for stage in range(1, len(ranks)):
+        before, own = ranks[stage - 1], ranks[stage]
+        if before == own or stage % depth == 0:
+            found.append(None)
             continue
-        for source, target in ((stage, stage + 1), (stage + 1, stage)):
-            mesh: Mesh = plan.mesh(source)
-            sp = plan.strategy(plan.layers(source, model.num_layers).start).sp
-            pair = setting.between(source, target)
-            key = id(pair), mesh, sp
-            if key not in known:
-                split = mesh.tp if sp or setting.software.split_p2p else 1
-                tokens = plan.rows(source) * setting.workload.seq_len / mesh.cp / split
-                size = tokens * model.hidden_size * max(2, _bytes(plan))
-                known[key] = Hop(message_s(pair, size), size / _wire(pair))
-            yield (source, target), known[key]
+        key = (before % period, own - before) if alike and setting.is_flat else (stage,)
+        if key not in known:
+            pair, both = setting.between(stage - 1, stage), []
+            for source in (stage - 1, stage):
+                if not alike:
+                    mesh, sp = plan.mesh(source), plan.strategy(setting.layers[source % depth].start).sp
+                both.append(_hop(setting, pair, source, mesh, sp))
+            known[key] = both[0], both[1]
+        found.append(known[key])
+    return found
+
+
+def _hop(setting: PlanSetting, pair: Group, source: int, mesh: Mesh, sp: bool) -> Hop:
+    split = mesh.tp if sp or setting.software.split_p2p else 1
+    tokens = setting.plan.rows(source) * setting.workload.seq_len / mesh.cp / split
+    size = tokens * setting.model.hidden_size * max(2, _bytes(setting.plan))
+    return Hop(message_s(pair, size), size / _wire(pair))
 
 
 def _bytes(plan: Plan) -> int:

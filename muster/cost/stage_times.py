@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import log2, prod
 
-from muster.cost.collectives import all_gather_s, all_reduce_s, broadcasts_s, message_s, reduce_scatter_s
+from muster.cost.collectives import Group, all_gather_s, all_reduce_s, broadcasts_s, message_s, reduce_scatter_s
 from muster.cost.layer_parts import LayerPasses, LayerSetting
 from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
 from muster.cost.places import LayerKind, PlanSetting
@@ -23,13 +23,27 @@ class StageTimes:
     def __init__(self, setting: PlanSetting, stage: int) -> None:
         plan = setting.plan
         self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
-        self.layers = plan.layers(stage, setting.model.num_layers)
+        self.layers = setting.layers[stage % setting.depth]
         self.device = setting.device(stage)
         self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
         self.zero = plan.strategy(self.layers.start).zero
         self.data = setting.axis_group(stage, "cp", "dp_shard")
         self.replicas = setting.axis_group(stage, "dp_replicate")
         self.groups = setting.axis_group(stage, "tp"), setting.axis_group(stage, "cp"), setting.expert_group(stage)
+
+    @cached_property
+    def neighbours(self) -> tuple[Group | None, ...]:
+        """The pairs over which it receives its input and sends its output, where its passes wait for that."""
+        if self.setting.software.overlap_p2p:
+            return ()
+        return self._pair(-1), self._pair(1)
+
+    def _pair(self, step: int) -> Group | None:
+        setting, stage = self.setting, self.stage
+        at_end = setting.plan.is_last(stage) if step > 0 else setting.plan.is_first(stage)
+        if at_end or setting.placement[stage] == setting.placement[stage + step]:
+            return None
+        return setting.between(stage, stage + step)
 
     @cached_property
     def at(self) -> LayerSetting:
@@ -82,8 +96,23 @@ class StageTimes:
         yield "I", self._with_traffic(again + inputs, gathers * gather_s)
         yield "W", self._with_traffic(weights, reduce_s)
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The objects that stand for where its layers are computed: equal only for those that are the same."""
+        return tuple(map(id, (self.device, *self.groups, *self.neighbours)))
+
     def _whole(self) -> tuple[Spent, Spent, Spent, Spent]:
-        """All that the stage computes of one micro-batch: layers that are alike are costed once."""
+        """All that the stage computes of one micro-batch, worked out once for all plans."""
+        setting, known = self.setting, self.setting.known.wholes
+        at = self.at
+        key = *setting.signature(self.stage)[1:], at.etp, self.mesh.ep, at.sequences, at.is_sharded, at.strategy
+        key = *setting.shared, *key, self.places
+        if key not in known:
+            known[key] = self._make_whole()
+        return known[key]
+
+    def _make_whole(self) -> tuple[Spent, Spent, Spent, Spent]:
+        """Layers that are alike are costed once."""
         model, plan = self.setting.model, self.setting.plan
         parts: list[LayerPasses] = []
         for kind, count in self._counts.items():
@@ -143,13 +172,12 @@ class StageTimes:
 
     def _sent(self, spent: Spent, step: int) -> Spent:
         """A pass that waits until what it made has come to the next stage, or to the one before."""
-        setting, total = self.setting, spent + Spent()
-        at_end = setting.plan.is_last(self.stage) if step > 0 else setting.plan.is_first(self.stage)
-        if at_end or setting.placement[self.stage] == setting.placement[self.stage + step]:
+        total, pair = spent + Spent(), self._pair(step)
+        if pair is None:
             return total
         size, tp = self.at.hidden_bytes, self.at.tp
-        split = tp.size if self.at.strategy.sp or setting.software.split_p2p else 1
-        total.wait("pp", message_s(setting.between(self.stage, self.stage + step), size / split))
+        split = tp.size if self.at.strategy.sp or self.setting.software.split_p2p else 1
+        total.wait("pp", message_s(pair, size / split))
         if split > 1 and not self.at.strategy.sp:
             total.wait("tp", all_gather_s(tp, size))
         return total
@@ -159,9 +187,14 @@ class StageTimes:
     @cached_property
     def numel(self) -> float:
         """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
-        plan, model = self.setting.plan, self.setting.model
-        ends = stage_parameters(model, range(0), plan.is_first(self.stage), plan.is_last(self.stage))
-        return sum(self._part(name, shape) for name, shape in ends) + sum(map(self._layer_numel, self.layers))
+        plan, model, known, mesh = self.setting.plan, self.setting.model, self.setting.known, self.mesh
+        first, last = plan.is_first(self.stage), plan.is_last(self.stage)
+        key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.spread_vocab and plan.pp
+        if key not in known.numels:
+            ends = stage_parameters(model, range(0), first, last)
+            known.numels[key] = sum(self._part(name, shape) for name, shape in ends)
+        layers = self.layers[:1] if known.layers_alike else self.layers
+        return known.numels[key] + sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
 
     @property
     def layer_numel(self) -> float:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from muster.cost.op_times import OpTimes
+import numpy as np
+
+from muster.planner.bound import PassSeconds
 from muster.spec.plan import Plan, StageSpec
 
 
@@ -19,18 +21,19 @@ class Load:
         return self.fixed_s + layers * self.layer_s
 
 
-def loads(plan: Plan, num_layers: int, times_of: Callable[[Plan], OpTimes]) -> list[Load]:
+def loads(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSeconds]) -> list[Load]:
     """What each pipeline rank takes, from the times of the plan and of one whose ranks have a layer more or fewer.
 
     Exact where the layers of a model are alike.
     """
     counts = [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]
     moved = _moved(counts, plan.pp)
-    one, other = (_rank_seconds(plan, times_of(with_layers(plan, layers))) for layers in (counts, moved))
+    one, other = (_rank_seconds(plan, seconds_of(with_layers(plan, layers))) for layers in (counts, moved))
     found = []
+    placement = plan.placement[: plan.depth]
+    held = [np.bincount(placement, layers, plan.pp).tolist() for layers in (counts, moved)]
     for rank in range(plan.pp):
-        own = [stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank]
-        before, after = (sum(layers[stage] for stage in own) for layers in (counts, moved))
+        before, after = (layers[rank] for layers in held)
         layer_s = (other[rank] - one[rank]) / (after - before) if after != before else one[rank] / max(1, before)
         found.append(Load(one[rank] - before * layer_s, layer_s))
     return found
@@ -48,13 +51,14 @@ def least_busy_s(ranks: Sequence[Load], num_layers: int) -> float:
     return low
 
 
-def balanced(plan: Plan, num_layers: int, times_of: Callable[[Plan], OpTimes]) -> Plan | None:
+def balanced(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSeconds]) -> Plan | None:
     """The plan with layers given one by one to the rank that is done first with one more: no split has a lower busiest
     rank. None where the plan's own split is that one, or where layers can't be moved."""
     if plan.pp == 1 or num_layers < 2 * plan.depth:
         return None
-    ranks = loads(plan, num_layers, times_of)
-    own = [[stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank] for rank in range(plan.pp)]
+    ranks = loads(plan, num_layers, seconds_of)
+    placement = plan.placement[: plan.depth]
+    own = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
     counts = [1] * plan.depth
     held = [len(stages) for stages in own]
     for _ in range(num_layers - plan.depth):
@@ -83,16 +87,6 @@ def _moved(counts: Sequence[int], num_ranks: int) -> list[int]:
     return moved
 
 
-def _rank_seconds(plan: Plan, times: OpTimes) -> list[float]:
+def _rank_seconds(plan: Plan, seconds: PassSeconds) -> list[float]:
     """What a micro-batch takes on each pipeline rank: its forwards and backwards."""
-    kinds = ("F", "I", "W") if plan.schedule_entry.splits else ("F", "B")
-    busy = [0.0] * plan.pp
-    for stage in range(plan.depth):
-        busy[plan.pp_rank(stage)] += sum(seconds_of(times, kind, stage) for kind in kinds)
-    return busy
-
-
-def seconds_of(times: OpTimes, kind: str, stage: int) -> float:
-    """Of an instruction, by its kind and stage."""
-    found = times.seconds.get((kind, stage))
-    return times.seconds.get((kind, -1), 0.0) if found is None else found
+    return np.bincount(plan.placement[: plan.depth], seconds.busy()[: plan.depth], plan.pp).tolist()

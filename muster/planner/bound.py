@@ -6,70 +6,133 @@ before its first one; it then has all its passes to do, one after another; and a
 still has to go back to the first stage, whose weights are reduced and updated last.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from muster.cost.op_times import OpTimes
-from muster.planner.balance import seconds_of
+from muster.cost.places import PlanSetting
+from muster.cost.plan_times import once_s, stage_hops
+from muster.cost.stage_costs import stage_costs
 from muster.planner.space import Order
+from muster.schedule.action import Action
 from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES
 
-
-def step_bound_s(plan: Plan, times: OpTimes, micro_batches: Mapping[int, int]) -> float:
-    """Seconds that one step takes at least; `micro_batches`: those that run through each stage."""
-    best, depth, splits, zero = 0.0, plan.depth, plan.splits, plan.default_strategy.zero
-    placement = [plan.pp_rank(stage) for stage in range(plan.num_stages)]
-    for first in range(0, len(placement), depth):
-        shared = plan.mesh(first).data_ranks > 1
-        begin_s = seconds_of(times, "UNSHARD", first) if shared and zero != "z3" else 0.0
-        end_s = seconds_of(times, "REDUCE", first) if shared and zero == "z1" else 0.0
-        head_s, back_s, first_weight_s = begin_s, end_s, 0.0
-        ranks: dict[int, _Rank] = {}
-        for stage in range(first, first + depth):
-            rank = placement[stage]
-            if stage > first and placement[stage - 1] != rank:
-                hop_s = times.hop(stage - 1, stage).total_s
-                head_s, back_s = head_s + hop_s, back_s + hop_s
-            forward_s = seconds_of(times, "F", stage)
-            input_s = seconds_of(times, "I" if splits else "B", stage)
-            weight_s = seconds_of(times, "W", stage) if splits else 0.0
-            if stage == first:
-                first_weight_s = weight_s
-            own = ranks.get(rank) or ranks.setdefault(rank, _Rank(head_s, back_s))
-            own.inputs_s += micro_batches[stage] * (forward_s + input_s)
-            own.weights_s += micro_batches[stage] * weight_s
-            head_s, back_s = head_s + forward_s, back_s + input_s
-        best = max(best, *(rank.bound_s(first_weight_s) for rank in ranks.values()))
-    return best + seconds_of(times, "NORM", -1) + seconds_of(times, "STEP", -1)
+Column = NDArray[np.float64]
 
 
-def cores_bound_s(plan: Plan, times: OpTimes, micro_batches: Mapping[int, int]) -> float:
-    """Seconds that one step takes at least where processes share cores: all their passes, dealt to all cores."""
-    if times.cores is None:
-        return 0.0
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """What bounds are made of: seconds by stage of all replicas, and once a step."""
+
+    forward: Column
+    inputs: Column
+    """Of a backward, whole or for the inputs alone where the schedule splits it."""
+    weights: Column
+    """Of the other part; 0 where backwards are whole."""
+    come: Column
+    """The transfer to each stage from the one before; 0 within a rank."""
+    back: Column
+    """That of the gradient, from each stage to the one before."""
+    begin: Sequence[float]
+    """UNSHARD of the first stage of each replica, and REDUCE, where the step waits for them."""
+    end: Sequence[float]
+    once: float
+    """NORM and STEP."""
+    crowd: Column
+    """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
+    every rank has a device of its own."""
+
+    def without_shards(self) -> "PassSeconds":
+        """As if parameters were gathered and gradients reduced in no time."""
+        return replace(self, begin=[0.0] * len(self.begin), end=[0.0] * len(self.end))
+
+    def busy(self) -> Column:
+        """What a micro-batch takes on each stage."""
+        return self.forward + self.inputs + self.weights
+
+
+def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
+    """Of a plan on devices with data sheets."""
+    plan, costs, zero = setting.plan, stage_costs(setting), setting.plan.default_strategy.zero
     kinds = ("F", "I", "W") if plan.splits else ("F", "B")
-    work_s = sum(
-        times.processes[plan.pp_rank(stage)] * micro_batches[stage] * seconds_of(times, kind, stage)
-        for stage in range(plan.num_stages)
-        for kind in kinds
+    columns = [np.array([cost.seconds[kind] for cost in costs]) for kind in kinds]
+    hops = stage_hops(setting)
+    come, back = (np.array([0.0 if pair is None else pair[side].total_s for pair in hops]) for side in (0, 1))
+    firsts = range(0, len(costs), setting.depth)
+    shared = [costs[first] if plan.mesh(first).data_ranks > 1 else None for first in firsts]
+    return PassSeconds(
+        columns[0],
+        columns[1],
+        columns[2] if plan.splits else np.zeros(len(costs)),
+        come,
+        back,
+        [cost.seconds["UNSHARD"] if cost and zero != "z3" else 0.0 for cost in shared],
+        [cost.seconds["REDUCE"] if cost and zero == "z1" else 0.0 for cost in shared],
+        sum(once_s(setting, costs)),
+        _crowd([plan.mesh(rank).ranks for rank in plan.placement], setting.cluster.device.shared_cores),
     )
-    return work_s / times.cores
 
 
-@dataclass(slots=True)
-class _Rank:
-    """What a rank does, in seconds: until its first pass can begin, in its passes, and after its last backward."""
+def seconds_of_times(plan: Plan, times: OpTimes) -> PassSeconds:
+    """Of a plan whose instructions were timed."""
+    placement, depth, zero = plan.placement, plan.depth, plan.default_strategy.zero
+    stages = range(len(placement))
 
-    head_s: float
-    back_s: float
-    inputs_s: float = 0.0
-    weights_s: float = 0.0
+    def column(kind: str) -> Column:
+        return np.array([times.of(Action(kind, stage)) for stage in stages])
 
-    def bound_s(self, first_weight_s: float) -> float:
-        """Its last pass is a weight backward, or a backward whose gradient goes back to the first stage and is used
-        there."""
-        return self.head_s + self.inputs_s + max(self.weights_s, self.back_s + first_weight_s)
+    hops = [
+        (times.hop(stage - 1, stage).total_s, times.hop(stage, stage - 1).total_s)
+        if stage % depth and placement[stage] != placement[stage - 1]
+        else (0.0, 0.0)
+        for stage in stages
+    ]
+    firsts = range(0, len(placement), depth)
+    shared = [plan.mesh(first).data_ranks > 1 for first in firsts]
+    ends = list(zip(firsts, shared, strict=True))
+    return PassSeconds(
+        column("F"),
+        column("I" if plan.splits else "B"),
+        column("W") if plan.splits else np.zeros(len(placement)),
+        np.array([pair[0] for pair in hops]),
+        np.array([pair[1] for pair in hops]),
+        [times.of(Action("UNSHARD", first)) if own and zero != "z3" else 0.0 for first, own in ends],
+        [times.of(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
+        times.of(Action("NORM", -1)) + times.of(Action("STEP", -1)),
+        _crowd([times.processes[rank] if times.processes else 1 for rank in placement], times.cores),
+    )
+
+
+def _crowd(processes: Sequence[int], cores: int | None) -> Column:
+    return np.array(processes) / cores if cores else np.zeros(len(processes))
+
+
+def step_bound_s(plan: Plan, seconds: PassSeconds, micro_batches: Sequence[int]) -> float:
+    """Seconds that one step takes at least; `micro_batches`: those that run through each replica."""
+    best, worked, depth = 0.0, 0.0, plan.depth
+    for replica, count in enumerate(micro_batches):
+        own = slice(replica * depth, (replica + 1) * depth)
+        ranks, firsts = _ranks_of(plan.placement[own])
+        forward, inputs, weights = seconds.forward[own], seconds.inputs[own], seconds.weights[own]
+        head = seconds.begin[replica] + np.cumsum(seconds.come[own] + forward) - forward
+        back = seconds.end[replica] + np.cumsum(seconds.back[own] + inputs) - inputs
+        # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
+        after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
+        worked += count * float(np.sum(seconds.crowd[own] * (forward + inputs + weights)))
+        best = max(best, float(np.max(head[firsts] + count * np.bincount(ranks, forward + inputs) + after)))
+    return max(best + seconds.once, worked)
+
+
+@lru_cache(maxsize=1024)
+def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The rank of each stage, counted among those there are, and the first stage of each."""
+    _, firsts, ranks = np.unique(np.array(placement), return_index=True, return_inverse=True)
+    return ranks, firsts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Makes a plan fit: which layers of each pipeline rank compute their activations again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import groupby
 
-from muster.cost.op_times import OpTimes
-from muster.cost.own_memory import OTHER_KERNELS, own_stage
-from muster.planner.balance import seconds_of
+from muster.cost.forecast import kind_of_stage
+from muster.cost.own_memory import own_kept
+from muster.planner.bound import PassSeconds
 from muster.planner.layers import Option, cheapest
 from muster.schedule.program import Program
 from muster.spec.model import ModelSpec
@@ -26,7 +26,7 @@ def fitted(
     model: ModelSpec,
     workload: Workload,
     program: Program,
-    times_of: Callable[[Plan], OpTimes],
+    seconds_of: Callable[[Plan], PassSeconds],
     over_bytes: list[float],
 ) -> Plan | None:
     """The plan with the cheapest recompute that frees `over_bytes` on each pipeline rank; None where none frees enough.
@@ -34,8 +34,7 @@ def fitted(
     `plan` recomputes nothing. Ranks are independent: each frees its own memory, and the less time it takes the better,
     so that the best choice for each is the best for all.
     """
-    modes = {mode: with_recompute(plan, mode) for mode in MODES}
-    times = {mode: times_of(changed) for mode, changed in modes.items()}
+    layer = _layer_options(plan, model, workload, seconds_of)
     chosen: dict[int, str] = {}
     for rank in range(plan.pp):
         live = _live_at_peak(program, rank)
@@ -43,24 +42,8 @@ def fitted(
         options: list[list[Option]] = []
         for stage in (stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank):
             held = plan.layers(stage, model.num_layers)
-            if not held:
-                continue
-            kept = {
-                mode: own_stage(model, changed, workload, stage, OTHER_KERNELS).kept.total
-                for mode, changed in modes.items()
-            }
-            backward_s = {mode: _backward_s(plan, times[mode], stage) for mode in MODES}
-            count = len(held)
-            row = [
-                Option(
-                    mode,
-                    (backward_s[mode] - backward_s["none"]) / count,
-                    (kept[mode] - kept["full"]) / count * live[stage],
-                )
-                for mode in MODES
-            ]
             layers += held
-            options += [row] * count
+            options += [[Option(mode, time_s, kept * live[stage]) for mode, time_s, kept in layer[stage]]] * len(held)
         none_bytes = sum(row[0].memory_bytes for row in options)
         choice = cheapest(options, none_bytes - over_bytes[rank])
         if choice is None:
@@ -84,9 +67,25 @@ def with_layer_modes(plan: Plan, modes: dict[int, str], num_layers: int) -> Plan
     return changed.model_copy(update={"overrides": tuple(runs)})
 
 
-def _backward_s(plan: Plan, times: OpTimes, stage: int) -> float:
-    kinds = ("I", "W") if plan.schedule_entry.splits else ("B",)
-    return sum(seconds_of(times, kind, stage) for kind in kinds)
+def _layer_options(
+    plan: Plan, model: ModelSpec, workload: Workload, seconds_of: Callable[[Plan], PassSeconds]
+) -> list[list[tuple[str, float, float]]]:
+    """Of each stage, by mode: the time that it adds to each layer's backward, and what each keeps of a micro-batch
+    beyond the mode that keeps least, in bytes."""
+    modes = {mode: with_recompute(plan, mode) for mode in MODES}
+    seconds = {mode: seconds_of(changed) for mode, changed in modes.items()}
+    backward_s = {mode: found.inputs + found.weights for mode, found in seconds.items()}
+    kept: dict[Hashable, dict[str, int]] = {}
+    found = []
+    for stage in range(plan.depth):
+        count = len(plan.layers(stage, model.num_layers))
+        kind = kind_of_stage(model, plan, stage)
+        if kind not in kept:
+            kept[kind] = {mode: own_kept(model, changed, workload, stage).total for mode, changed in modes.items()}
+        own, each = kept[kind], max(1, count)
+        more_s = {mode: float(backward_s[mode][stage] - backward_s["none"][stage]) for mode in MODES}
+        found.append([(mode, more_s[mode] / each, (own[mode] - own["full"]) / each) for mode in MODES])
+    return found
 
 
 def _live_at_peak(program: Program, rank: int) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """What is thought of a plan: bounds, cheap, for what is not simulated, and a prediction for what is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -7,10 +8,17 @@ from typing import NamedTuple
 
 from muster.cost.forecast import forecast
 from muster.cost.op_times import OpTimes
-from muster.cost.own_memory import OTHER_KERNELS, own_stage
-from muster.cost.plan_times import plan_times
-from muster.planner.balance import balanced, least_busy_s, loads, seconds_of
-from muster.planner.bound import LayerTimes, cores_bound_s, order_bound_s, step_bound_s
+from muster.cost.own_memory import least_resident_bytes
+from muster.cost.plan_times import plan_setting, plan_times
+from muster.planner.balance import balanced, least_busy_s, loads
+from muster.planner.bound import (
+    LayerTimes,
+    PassSeconds,
+    order_bound_s,
+    seconds_of_setting,
+    seconds_of_times,
+    step_bound_s,
+)
 from muster.planner.fit import fitted
 from muster.planner.request import Request
 from muster.planner.space import Order, Shape, make_plan, recomputes
@@ -20,7 +28,7 @@ from muster.simulate.predict import Prediction, predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import Plan, split_evenly
 from muster.spec.plan_name import format_plan_name
 
 _TRIES = 3
@@ -73,7 +81,6 @@ class Judge:
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
         self._least: dict[tuple[int, ...], float] = {}
         self._resident: dict[tuple, float] = {}
-        self._splits: dict[Plan, float] = {}
         self._value_of_second = self._objective_factor()
 
     def _objective_factor(self) -> float:
@@ -96,8 +103,15 @@ class Judge:
             self._times[plan] = plan_times(self.request.model, plan, self.request.workload, self.request.cluster)
         return self._times[plan]
 
+    def seconds(self, plan: Plan) -> PassSeconds:
+        """Of a plan's passes, far faster than all its `times`."""
+        request = self.request
+        if request.cluster.device.rates is not None:
+            return seconds_of_times(plan, self.times(plan))
+        return seconds_of_setting(plan_setting(request.model, plan, request.workload, request.cluster))
+
     def order_bound(self, order: Order) -> float:
-        """The least value of any plan of an order."""
+        """The least value of any plan of an order, from the times of a layer."""
         share = self.request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
         if not self.request.cluster.is_uniform:
             return self._bound(share * self._least_s(order.shape))
@@ -130,8 +144,8 @@ class Judge:
         return self._layers[key]
 
     def _passes_s(self, model: ModelSpec, plan: Plan) -> tuple[float, float]:
-        times = plan_times(model, plan, self.request.workload, self.request.cluster)
-        return seconds_of(times, "F", 0), seconds_of(times, "B", 0)
+        seconds = Judge(replace(self.request, model=model)).seconds(plan)
+        return float(seconds.forward[0]), float(seconds.inputs[0])
 
     def _least_s(self, shape: Shape) -> float:
         """What the busiest rank takes for a micro-batch at least, on devices that differ: layers go where they are
@@ -140,34 +154,30 @@ class Judge:
         if key not in self._least:
             plan = make_plan(self.request, shape, (1, shape.data, "z1"), recompute=recomputes(self.request)[0])
             depth = self.request.model.num_layers
-            self._least[key] = least_busy_s(loads(plan, depth, self.times), depth)
+            self._least[key] = least_busy_s(loads(plan, depth, self.seconds), depth)
         return self._least[key]
 
-    def split_bound(self, plan: Plan) -> float:
-        """The least value of any plan that differs from this one in its order alone: the mean of all ranks is what the
-        busiest one takes at least, and more stages on a rank never spare a wait."""
-        base = plan.model_copy(update={"schedule": "1f1b", "vpp": 1, "stages": ()})
-        if base not in self._splits:
-            times = self.times(base)
-            once_s = seconds_of(times, "NORM", -1) + seconds_of(times, "STEP", -1)
-            busy_s = sum(seconds_of(times, kind, stage) for kind in ("F", "B") for stage in range(base.pp)) / base.pp
-            count = base.num_micro_batches(self.request.workload)
-            uniform = self.request.cluster.is_uniform
-            passes_s = max(once_s + count * busy_s, count * busy_s * self._crowd)
-            self._splits[base] = self._bound(passes_s if uniform else once_s)
-        return self._splits[base]
+    def unsharded_bound(self, order: Order, drafts: Sequence[Plan]) -> float:
+        """The least value of the plans of an order, `drafts`, from the times of their stages as they would be if
+        nothing was gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
+        if self.request.objective == "memory" or order.balanced:
+            return 0.0
+        strategy = drafts[0].default_strategy.model_copy(update={"zero": "z1"})
+        shared = {"dp_replicate": 1, "dp_shard": order.shape.data, "default_strategy": strategy}
+        by_axes = {plan.axis_order: plan.model_copy(update=shared) for plan in drafts}
+        return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in by_axes.values())
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""
-        times, micro_batches = self.times(plan), self._micro_batches(plan)
-        return self._bound(max(step_bound_s(plan, times, micro_batches), cores_bound_s(plan, times, micro_batches)))
+        return 0.0 if self.request.objective == "memory" else self._bound_of(plan, self.seconds(plan))
+
+    def _bound_of(self, plan: Plan, seconds: PassSeconds) -> float:
+        counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.replicas)
+        return self._bound(step_bound_s(plan, seconds, counts))
 
     def _bound(self, step_s: float) -> float:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.
         return 0.0 if self.request.objective == "memory" else step_s * self._value_of_second
-
-    def _micro_batches(self, plan: Plan) -> dict[int, int]:
-        return {stage: plan.micro_batches_of(stage, self.request.workload) for stage in range(plan.num_stages)}
 
     def may_fit(self, plan: Plan) -> bool:
         """Whether the mean of all pipeline ranks leaves room for activations, as it is wherever the layers lie."""
@@ -188,8 +198,7 @@ class Judge:
         return None in limits or self._resident[key] <= max(limit for limit in limits if limit is not None)
 
     def _resident_bytes(self, plan: Plan, stage: int) -> int:
-        held = own_stage(self.request.model, plan, self.request.workload, stage, OTHER_KERNELS)
-        return held.resident.parameters + held.resident.optimizer + held.gradients
+        return least_resident_bytes(self.request.model, plan, self.request.workload, stage)
 
     @cached_property
     def _group_ranks(self) -> list[int]:
@@ -204,7 +213,7 @@ class Judge:
 
     def moved(self, plan: Plan) -> Plan | None:
         """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""
-        return balanced(plan, self.request.model.num_layers, self.times)
+        return balanced(plan, self.request.model.num_layers, self.seconds)
 
     def verdict(self, plan: Plan) -> Verdict:
         """The plan simulated."""
@@ -234,7 +243,7 @@ class Judge:
         request, margin = self.request, 0.0
         for _ in range(_TRIES):
             over = [over + margin for over in over_bytes]
-            changed = fitted(plan, request.model, request.workload, self._program(plan), self.times, over)
+            changed = fitted(plan, request.model, request.workload, self._program(plan), self.seconds, over)
             if changed is None or (request.runnable and not_yet(changed)):
                 return None
             left = max(self.over_bytes(changed))

@@ -21,10 +21,10 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A plan of an order, whose layers may be yet to be moved; its bound is that of all orders."""
+class Drafts:
+    """The plans of an order; where it balances layers, they are yet to be moved."""
 
-    plan: Plan
+    plans: list[Plan]
     order: Order
 
 
@@ -35,7 +35,7 @@ class Ready:
     plan: Plan
 
 
-Node = Order | Draft | Plan | Ready
+Node = Order | Drafts | Plan | Ready
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Found:
     closest: Plan | None
     """Of the plans that can't be made to fit, the one that is over by the least."""
     seen: Counter[str] = field(default_factory=Counter)
-    """shapes, orders, drafts, plans, too_large, fit, simulated: how many were looked at."""
+    """shapes, orders, opened, drafts, too_large, plans, fit, simulated: how many were looked at."""
     seconds: float = 0.0
 
     @property
@@ -144,19 +144,25 @@ class _Run:
         """Takes the node that may be best apart, or simulates it."""
         bound, _, node = heapq.heappop(self.heap)
         if isinstance(node, Order):
-            for plan in plans(self.request, node):
-                if self.judge.may_fit(plan):
-                    self._push("drafts", max(bound, self.judge.split_bound(plan)), Draft(plan, node))
-                else:
-                    self.seen["too_large"] += 1
-        elif isinstance(node, Draft):
-            plan = _placed(self.judge, node.plan, node.order)
-            if plan is not None:
-                self._push("plans", max(bound, self.judge.bound(plan)), plan)
+            drafts = list(plans(self.request, node))
+            if drafts:
+                self._push("opened", max(bound, self.judge.unsharded_bound(node, drafts)), Drafts(drafts, node))
+        elif isinstance(node, Drafts):
+            for draft in node.plans:
+                self._draft(draft, node.order, bound)
         elif isinstance(node, Plan):
             self._fit(node, bound)
         else:
             self._simulate(node.plan)
+
+    def _draft(self, draft: Plan, order: Order, bound: float) -> None:
+        self.seen["drafts"] += 1
+        if not self.judge.may_fit(draft):
+            self.seen["too_large"] += 1
+            return
+        plan = _placed(self.judge, draft, order)
+        if plan is not None:
+            self._push("plans", max(bound, self.judge.bound(plan)), plan)
 
     def _simulate(self, plan: Plan) -> None:
         if plan not in self.known:

@@ -202,18 +202,25 @@ class Plan(Frozen):
 
     @property
     def world_size(self) -> int:
+        if all(stage.mesh is None for stage in self.stages):
+            return self.pp * self.mesh(0).ranks
         return sum(self.mesh(stage).ranks for stage in range(self.pp))
 
-    def pp_rank(self, stage: int) -> int:
-        """The pipeline rank that holds a stage, as the schedule places it.
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage, as the schedule places them.
 
         Raises MusterError where that is still to be found.
         """
         if self.order is not None:
-            return self.order.placement[stage]
+            return self.order.placement
         if self.schedule_entry.searched and self.vpp > 1:
             raise MusterError(f"where schedule {self.schedule} puts stages is known once it is resolved")
-        return place(self.schedule_entry, self.pp, self.vpp)[stage]
+        return place(self.schedule_entry, self.pp, self.vpp)
+
+    def pp_rank(self, stage: int) -> int:
+        """The pipeline rank that holds a stage; raises as `placement`."""
+        return self.placement[stage]
 
     def tied_stage(self, stage: int) -> int | None:
         """The other end of a stage's replica, if the stage is one and they lie on two ranks: the holder of a tied
