@@ -143,7 +143,7 @@ def test_what_a_name_cannot_say_ends_in_the_hash(plan):
         ("dp0", "'dp0' says 0"),
         ("dp2x0", "'dp2x0' says 0"),
         ("mb0", "'mb0' says 0"),
-        ("dp" + "9" * 5000, "unknown part"),
+        ("dp" + "9" * 5000, "more than 9 digits"),
     ],
 )
 def test_what_is_no_name(name, sentence):

@@ -254,6 +254,10 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--global-batch", "3", "--fix", "dp4"], 3, "3"),
         (["--precision", "bf61"], 2, "bf16"),
         (["--cluster", "this"], 2, "muster profile"),
+        (["--cluster", "-1xh100"], 2, "at least one device, got -1xh100"),
+        (["--tokens", "-1T"], 2, "--tokens: expected a number above 0"),
+        (["--model", "/tmp"], 2, "expected a Hugging Face directory"),
+        (["--run-file", "run.yaml"], 2, "files of --launch"),
     ],
 )
 def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tmp_path, monkeypatch) -> None:

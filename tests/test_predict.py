@@ -109,6 +109,11 @@ def test_pictures(tmp_path: Path, capsys):
     assert "timeline-predicted" in page
 
 
+def test_what_does_not_fit_is_predicted_and_infeasible(capsys):
+    assert main(["predict", "--model", "llama3-70b", "--cluster", "2xa100", "--plan", "dp2", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
 def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4}
     config |= {"num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 512}
@@ -129,6 +134,9 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
         ({"--plan": "dp8-tp4"}, 3, "it needs 32 devices (dp_shard 8 × tp 4), but there are 64"),
         ({"--plan": "dp0"}, 2, "'dp0' says 0, but degrees and sizes begin at 1"),
         ({"--plan": "dp64-zz"}, 2, "unknown part 'zz'"),
+        ({"--plan": "DP64-Z3"}, 2, "unknown part 'DP64'; did you mean 'dp64'?"),
+        ({"--plan": "dp99999999999999999999"}, 2, "has a number of more than 9 digits"),
+        ({"--cluster": "this"}, 2, "run it here first"),
         ({"--plan": "nothing.yaml"}, 2, "there is no file nothing.yaml"),
         ({"--seq-len": "0"}, 2, "expected a whole number >= 1, got '0'"),
         ({"--seq-len": "-5"}, 2, "expected a whole number >= 1, got '-5'"),

@@ -1,6 +1,7 @@
 """Arguments of a verb: flags of its own, and any key of a run file as `--section.key VALUE`."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
         """The arguments, all of which must be known; `keys` gives the dotted keys that may have been meant."""
-        args, unknown = self.parse_known_args(list(arguments))
+        args, unknown = self.parse_known_args(self._joined(arguments))
         if unknown:
             flag = unknown[0].partition("=")[0]
             if not flag.startswith("-"):
@@ -32,6 +33,18 @@ class Parser(argparse.ArgumentParser):
             meant = closest(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         return args
+
+    def _joined(self, arguments: Iterable[str]) -> list[str]:
+        """The arguments with `--flag -4x` as `--flag=-4x`: argparse takes such a value for a flag, and says something
+        else of it."""
+        joined: list[str] = []
+        for argument in arguments:
+            action = self._option_string_actions.get(joined[-1]) if joined else None
+            if re.match(r"-\d", argument) and action is not None and action.nargs is None and action.const is None:
+                joined[-1] += f"={argument}"
+            else:
+                joined.append(argument)
+        return joined
 
 
 def run_file_keys() -> list[str]:

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser, whole_number
-from muster.spec.errors import ConfigError, MusterError
+from muster.cli.parser import Parser
+from muster.cli.work import add_work, model_of, require, seq_len_of
+from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from muster.simulate.predict import Prediction
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from muster.spec.plan import Plan
     from muster.spec.workload import Workload
 
-SEQ_LEN = 4096
 MICRO_BATCHES = 8
 """Of each pipeline rank, where no batch size is given."""
 PICTURE_EVENTS = 20_000
@@ -22,7 +22,7 @@ PICTURE_EVENTS = 20_000
 
 
 def run(arguments: list[str]) -> int:
-    """Predicts. Returns the exit code."""
+    """Predicts. Returns the exit code: that of what is infeasible, where the plan doesn't fit in memory."""
     args = _parse(arguments)
     prediction = _predict(args)
     if args.trace:
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(prediction.to_json(), indent=2))
     else:
         _show(prediction)
-    return 0
+    return InfeasibleError.exit_code if prediction.fits is False else 0
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -47,42 +47,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         epilog="A cluster measured by muster profile gives the times of that machine.",
     )
     add = parser.add_argument
-    add(
-        "--model",
-        metavar="M",
-        help="a model that comes with Muster, such as llama3-8b, its file or a Hugging Face directory",
-    )
-    add("--cluster", metavar="C", help="devices, such as 64xh100, a cluster that comes with Muster, or its file")
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, or its file")
-    add(
-        "--seq-len",
-        type=whole_number,
-        metavar="S",
-        help=f"tokens of a sequence (default: {SEQ_LEN}, or the model's most)",
-    )
-    add(
-        "--global-batch",
-        type=whole_number,
-        metavar="B",
-        help=f"sequences of a step (default: {MICRO_BATCHES} micro-batches for each pipeline rank)",
-    )
+    add_work(parser, f"{MICRO_BATCHES} micro-batches for each pipeline rank")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
     args = parser.parse(arguments)
-    for flag, example in (("model", "llama3-8b"), ("cluster", "64xh100"), ("plan", "dp8-tp4-pp2")):
-        if getattr(args, flag) is None:
-            raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")
+    require(args, {"model": "llama3-8b", "cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
 
 
 def _predict(args: argparse.Namespace) -> "Prediction":
     from muster.simulate.predict import predict
-    from muster.spec.load_cluster import load_cluster
-    from muster.spec.named_model import HF_PREFIX, load_model
+    from muster.spec.machine import cluster_here
 
-    name = HF_PREFIX + args.model if Path(args.model).is_dir() else args.model
-    model, cluster, plan = load_model(name), load_cluster(args.cluster), _load_plan(args.plan)
+    model, cluster, plan = model_of(args.model), cluster_here(args.cluster), _load_plan(args.plan)
     return predict(model, plan, _workload(args, model, plan), cluster)
 
 
@@ -100,8 +79,7 @@ def _workload(args: argparse.Namespace, model: "ModelSpec", plan: "Plan") -> "Wo
     from muster.spec.workload import Workload
 
     batch = args.global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
-    seq_len = args.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
-    return Workload(seq_len=seq_len, global_batch_size=batch)
+    return Workload(seq_len=seq_len_of(args, model), global_batch_size=batch)
 
 
 def _write_trace(path: Path, prediction: "Prediction") -> None:

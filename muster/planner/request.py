@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log2
 from typing import Any, Literal, get_args
 
 from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Precision
+from muster.spec.plan import PRECISIONS, Plan, Precision
+from muster.spec.plan_name import said_by
+from muster.spec.step_law import SOURCE, non_embedding_parameters, step_law
+from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
 Objective = Literal["time", "cost", "energy", "memory"]
@@ -43,3 +48,90 @@ class Request:
     def admits(self, name: str, value: object) -> bool:
         """Whether a field may have this value."""
         return self.fixed.get(name, value) == value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From what people say
+
+
+MOST_DEVICES = 1_000_000
+MOST_BATCH_TOKENS = 10**12
+
+DEFAULT_BATCH_TOKENS = 4 * 2**20
+"""Of a step where nobody says otherwise: that of Llama 3's first phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and what is said beside it."""
+
+    request: Request
+    tokens: float | None
+    """Of the whole training."""
+    derived: list[str]
+    """A line for each value that was left out and follows from the tokens."""
+
+
+def ask(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    seq_len: int,
+    global_batch: int | None = None,
+    tokens: float | None = None,
+    objective: Objective = "time",
+    precision: str | None = None,
+    fix: str = "",
+    memory_limit_bytes: int | None = None,
+    runnable: bool = False,
+) -> Asked:
+    """The request that people make, with what they leave out: a step's sequences from the number of tokens by the Step
+    Law, the precision from the devices.
+
+    `fix`: parts of a plan's name, such as `tp8-z1`. Raises ConfigError.
+    """
+    if cluster.num_devices > MOST_DEVICES:
+        raise ConfigError(f"--cluster {cluster.name}: expected at most {MOST_DEVICES:,} devices")
+    batch, derived = _batch(model, seq_len, global_batch, tokens)
+    fixed = said_by(fix) if fix else {}
+    request = Request(
+        model,
+        cluster,
+        Workload(seq_len=seq_len, global_batch_size=batch),
+        objective,
+        _precision(precision, fixed, fix, cluster),
+        fixed,
+        fix,
+        memory_limit_bytes,
+        runnable=runnable,
+    )
+    return Asked(request, tokens, derived)
+
+
+def _batch(model: ModelSpec, seq_len: int, asked: int | None, tokens: float | None) -> tuple[int, list[str]]:
+    """Sequences of a step, and what was derived."""
+    batch, derived = asked, []
+    if tokens is not None:
+        law = step_law(non_embedding_parameters(model), tokens)
+        if batch is None:
+            batch = 2 ** max(0, round(log2(law.batch_tokens / seq_len)))
+            derived.append(f"global batch {batch} sequences, derived ({SOURCE})")
+        derived.append(f"learning rate {law.lr:.3g}, derived ({SOURCE})")
+    batch = batch or max(1, 2 ** round(log2(DEFAULT_BATCH_TOKENS / seq_len)))
+    if batch * seq_len > MOST_BATCH_TOKENS:
+        raise ConfigError(
+            f"a step of {batch:,} sequences of {seq_len:,} tokens: expected at most {MOST_BATCH_TOKENS:,} tokens;"
+            " give a smaller --global-batch"
+        )
+    return batch, derived
+
+
+def _precision(asked: str | None, fixed: Mapping[str, Any], fix: str, cluster: ClusterSpec) -> Precision:
+    for known in PRECISIONS:
+        if known == asked:
+            if fixed.get("precision", asked) != asked:
+                raise ConfigError(f"--precision {asked} contradicts --fix {fix}: leave one of them out")
+            return known
+    if asked is not None:
+        known = f"expected one of {', '.join(PRECISIONS)}"
+        raise ConfigError(f"--precision {asked}: {known}{did_you_mean(asked, PRECISIONS)}")
+    return fixed.get("precision") or ("fp32" if cluster.device.kind == "cpu" else "bf16")

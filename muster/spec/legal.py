@@ -294,7 +294,7 @@ def divisors(number: int) -> list[int]:
 def counted(number: int, thing: str) -> str:
     """`1 process`, `2 processes`."""
     plural = thing + ("es" if thing.endswith("s") else "s")
-    return f"{number} {thing if number == 1 else plural}"
+    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def _are(number: int) -> str:

@@ -144,13 +144,17 @@ def _parse_word(token: str, text: str) -> dict[str, Any]:
             if 0 in said.values():
                 raise ConfigError(f"plan name '{text}': '{token}' says 0, but degrees and sizes begin at 1")
             return said
+    if re.search(r"\d{10}", token, re.ASCII):
+        raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
     known = ", ".join(word.shown for word in _WORDS)
     raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
 
 
 def _suggestion(token: str) -> str:
+    if any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in _WORDS):
+        return f"; did you mean '{token.lower()}'?"
     number = re.search(r"\d+", token)
     fixed = ["sp", "vocab", "z1", "z2", "z3", *("r" + word for word in _RECOMPUTE), *get_args(Precision)]
     fixed += ["s" + word for word in _SCHEDULE_BY_WORD]
     numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
-    return did_you_mean(token, fixed) or did_you_mean(token, numbered)
+    return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

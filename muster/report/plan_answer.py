@@ -1,0 +1,101 @@
+"""The answer of `muster plan`, for people and for programs."""
+
+from typing import Any
+
+from muster.planner.answer import Answer
+from muster.planner.explain import families, neighbours
+from muster.planner.search import Found
+from muster.planner.unequal import Arranged
+from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
+from muster.spec.legal import counted
+
+
+def show_answer(answer: Answer, explain: bool) -> None:
+    """Prints everything."""
+    from rich.console import Console
+
+    request, found, console = answer.request, answer.found, Console(highlight=False)
+    workload = request.workload
+    print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
+    print(f"cluster   {request.cluster.name}, {counted(request.cluster.num_devices, 'device')}")
+    print(f"step      {counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')}")
+    for line in answer.derived:
+        print(f"          {line}")
+    print(f"searched  {_searched(found)}")
+    for line in _arrangement(answer.arranged):
+        print(line)
+    print()
+    print("\n".join(plan_names(found.best)) + "\n")
+    console.print(plan_table(found.best))
+    if answer.footprints:
+        print()
+        console.print(footprint_table(answer.footprints))
+    if any(verdict.not_yet for verdict in found.best):
+        print("\n* can't be run yet: " + "; ".join(sorted({line for one in found.best for line in one.not_yet})))
+    print("\nWhy the first, and what one change to it would do:")
+    for neighbour in neighbours(found.best[0], answer.arranged.judge):
+        print(f"  {neighbour.sentence}")
+    if explain:
+        print("\nThe best of every family:")
+        for family in families(request, found.best[0]):
+            print(f"  {family.name}: {family.sentence}")
+
+
+def _arrangement(arranged: Arranged) -> list[str]:
+    """Where nodes differ: their order, and what it gains."""
+    if arranged.order is None:
+        return []
+    lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.order))}"]
+    if arranged.naive_step_s is not None:
+        gain = arranged.naive_step_s / arranged.found.best[0].prediction.step_time_s
+        lines.append(f"          {gain:.2f} times as fast as the best plan for nodes as listed and equal stages")
+    return lines
+
+
+def _searched(found: Found) -> str:
+    seen = found.seen
+    plans = counted(seen["drafts"], "plan")
+    text = (
+        f"{plans} of {counted(seen['shapes'], 'shape')} in {found.seconds:.1f} s,"
+        f" {seen['simulated']:,} simulated:\n          "
+    )
+    if found.proven:
+        return text + "no other can be better than the first"
+    return text + f"stopped there: another may be better by up to {found.gap:.1%}"
+
+
+def answer_json(answer: Answer, explain: bool) -> dict[str, Any]:
+    """Plain data; null where a value is unknown."""
+    request, found = answer.request, answer.found
+    footprints = answer.footprints or [None] * len(found.best)
+    plain = {
+        "version": 1,
+        "model": request.model.name,
+        "cluster": request.cluster.name,
+        "devices": request.cluster.num_devices,
+        "seq_len": request.workload.seq_len,
+        "global_batch_size": request.workload.global_batch_size,
+        "objective": request.objective,
+        "derived": answer.derived,
+        "plans": [
+            verdict_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)
+        ],
+        "why": [
+            {"change": one.change, "slower": one.slower, "sentence": one.sentence}
+            for one in neighbours(found.best[0], answer.arranged.judge)
+        ],
+        "node_order": answer.arranged.order,
+        "naive_step_time_s": answer.arranged.naive_step_s,
+        "search": {**found.seen, "seconds": found.seconds, "proven": found.proven, "gap": found.gap},
+    }
+    if explain:
+        plain["families"] = [
+            {
+                "family": one.name,
+                "plan": one.best.name if one.best else None,
+                "step_time_s": one.best.prediction.step_time_s if one.best else None,
+                "sentence": one.sentence,
+            }
+            for one in families(request, found.best[0])
+        ]
+    return plain
