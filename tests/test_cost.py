@@ -17,6 +17,7 @@ from muster.model.saved import count_saved_bytes
 from muster.spec.errors import InfeasibleError
 from muster.spec.mesh import Coordinates
 from muster.spec.model import ModelSpec
+from muster.spec.named_model import load_model
 from muster.spec.plan import LayerRun, Plan, StageSpec, Strategy
 from muster.spec.workload import Workload
 
@@ -209,6 +210,15 @@ def test_flops_are_those_of_the_matrix_products(spec):
     assert forward_flops_per_token(spec, seq) * tokens.numel() == forward.get_total_flops()
     assert train_flops_per_token(spec, seq) == 3 * forward_flops_per_token(spec, seq)
     assert logits.shape == (2, seq, spec.vocab_size)
+
+
+def test_flops_count_the_experts_that_a_token_goes_to():
+    """6 per active parameter (all but the embedding, biases and norms), and the scores."""
+    spec = load_model("mixtral-8x22b")
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    active = spec.num_active_parameters - spec.vocab_size * spec.hidden_size - norms
+    scores = 12 * 4096 * spec.num_heads * spec.head_dim * spec.num_layers
+    assert train_flops_per_token(spec, 4096) == 6 * active + scores
 
 
 def test_flops_of_a_published_model():

@@ -123,6 +123,14 @@ def test_products_apart_add_up_their_input_s_gradient_each():
     assert step_parts(apart, plan, "8xa100")[1]["I", 0]["tp"] == pytest.approx(1.5 * once, rel=0.02)
 
 
+def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
+    plan = Plan(tp=8)
+    own, whole = (step_parts(Software(fused_loss=False, whole_logits=all_), plan, "8xa100") for all_ in (False, True))
+    tokens = 4096 * LLAMA.vocab_size
+    assert whole[0]["F", 0] - own[0]["F", 0] > 30 * 7 / 8 * tokens / 2039e9
+    assert whole[1]["F", 0]["tp"] - own[1]["F", 0]["tp"] > 2 * 7 / 8 * tokens / 300e9
+
+
 def test_sends_that_block_hold_up_the_passes_before_them():
     plan = Plan(tp=8, pp=2)
     whole, split = (step_parts(Software(overlap_p2p=False, split_p2p=cut), plan, "16xa100")[1] for cut in (False, True))

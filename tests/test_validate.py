@@ -2,12 +2,16 @@
 
 import csv
 import io
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from muster.report.validation import validation_text
 from muster.report.validation_markdown import validation_markdown
 from muster.report.validation_page import write_validation_page
+from muster.report.validation_rows import sections
 from muster.spec.errors import ConfigError
 from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
 from muster.validate.predicted import Answer, Result, results_of
@@ -92,6 +96,7 @@ def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[R
         (table({"value": "nan"}), "t.csv:2: value: expected a number above 0"),
         (table({"tp": "0"}), "t.csv:2: tp: expected a number above 0"),
         (table({"tp": "1.5"}), "t.csv:2: tp: expected a whole number"),
+        (table({"layers": "1e8"}), "t.csv:2: layers: expected a whole number from 1 to 10,000, got '1e8'"),
         (table({}) + "one,two\n", "t.csv:3: the row has 2 cells, but the header 39"),
         (table({}) + '"', "t.csv:3: not valid CSV"),
     ],
@@ -333,6 +338,26 @@ def test_sweeps():
     assert hopeful.first_reaches == 0.0  # it ranks the one first that ran out of memory
 
 
+def test_a_layout_that_nearly_fills_the_memory_is_ranked_after_those_that_do_not():
+    layouts = [{"tp": t, "dp": d, "micro_batch": m} for t, d in (("2", "4"), ("4", "2"), ("8", "1")) for m in "12"]
+    rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
+
+    def answer(setting: Setting, case: Case) -> Answer:
+        slow = case.plan.tp == 2 and case.plan.micro_batch_size == 1
+        return told(12.0 if slow else 10.0 + case.plan.tp / 100, 40e9 if slow else 73e9)
+
+    [sweep] = sweeps_of(scored(*rows, answer=answer))
+    assert sweep.first_reaches == 1.0
+
+
+def test_stages_where_embedding_norm_and_head_are_dealt_as_layers():
+    changes = {"source": "Aleph Alpha", "model_name": "LLAMA-13B", "hidden": "5120", "heads": "40", "kv_heads": "40"}
+    changes |= {"ffn_hidden": "13824", "layers": "40", "n_gpus": "64", "tp": "1", "dp": "16", "zero": "ZeRO-1"}
+    changes |= {"pp": "4", "global_batch": "2048", "recompute": "none", "schedule": "1F1B"}
+    case = setting_of(row(**changes)).cases[0]
+    assert [stage.layers for stage in case.plan.stages] == [10, 11, 11, 8]  # 43 parts: 11, 11, 11, 10
+
+
 def case_time(case: Case) -> float:
     return 20.0 - case.plan.micro_batch_size
 
@@ -385,6 +410,11 @@ def test_the_command(tmp_path: Path, capsys):
     assert found["unpredicted"][0]["row"] == "mine.csv:3"
     assert main(["validate", "--csv", str(path)]) == 0
     assert "Quantum 9" in capsys.readouterr().out
+    path.write_text(table({"gpu": "Quantum 9"}, {"gpu": "Quantum 10"}))
+    assert main(["validate", "--csv", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "none of the 2 rows can be predicted: mine.csv:2: " in error
+    assert "Quantum 9" in error
     path.write_text(table({"hidden": "wide"}))
     assert main(["validate", "--csv", str(path)]) == 2
     assert (
@@ -432,6 +462,17 @@ def test_the_documentation_has_every_score(summary):
     assert "another \\| paper" in text
     assert "there is no device 'Quantum 9'" in text
     assert "t.csv:6 (out of memory)" in text
+
+
+def test_terminal_and_documentation_have_the_same_tables(summary):
+    titles = [section.title for section in sections(summary)]
+    assert titles[0] == "All rows"
+    assert "Not predicted" in titles
+    text = validation_markdown(summary)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(validation_text(summary))
+    shown = console.export_text()
+    assert all(f"## {title}\n" in text and title in shown for title in titles)
 
 
 @pytest.mark.soak

@@ -2,8 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.validate.summary import Summary
 
 
 def run(arguments: list[str]) -> int:
@@ -18,6 +23,7 @@ def run(arguments: list[str]) -> int:
     from muster.validate.summary import to_json, validate
 
     summary = validate(args.csv)
+    _refuse_nothing(summary, args.csv)
     if args.html is not None:
         from muster.report.validation_page import write_validation_page
 
@@ -35,3 +41,13 @@ def run(arguments: list[str]) -> int:
 
     Console(soft_wrap=False, highlight=False).print(validation_text(summary))
     return 0
+
+
+def _refuse_nothing(summary: "Summary", path: Path | None) -> None:
+    """Raises ConfigError where nothing of a table was predicted, with the first reason."""
+    if any(result.answers for result in summary.results):
+        return
+    reasons = [result for result in summary.results if result.reason]
+    first = f": {reasons[0].row.place}: {reasons[0].reason}" if reasons else ""
+    others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    raise ConfigError(f"{path}: none of the {len(summary.results)} rows can be predicted{first}{others}")

@@ -1,20 +1,32 @@
 """Floating-point operations of a decoder."""
 
-from muster.spec.model import ModelSpec, parameters
+from muster.spec.model import ModelSpec, active_numel, parameters
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
     """FLOPs of the forward pass for one token of a sequence of `seq_len`: matrix products only.
 
-    2 per weight that multiplies (all but the norms and the embedding's look-up, with a tied head counted as the head),
-    and 4 · seq_len · heads · head_dim per layer for scores and weighted values. As in PaLM (arXiv:2204.02311,
-    appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all scores count.
+    2 per weight that multiplies: all but the norms and the embedding's look-up, with a tied head counted as the head,
+    of the experts those that a token goes to, and the head once more for each of `mtp_layers`. Scores and weighted
+    values take 2 · seq_len · heads · (width of a key + width of a value) in each layer that has them. As in PaLM
+    (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all
+    scores count.
     """
     looked_up = ("embed.weight", "positions.weight")
-    matrices = sum(shape[0] * shape[1] for name, shape in parameters(spec) if len(shape) == 2 and name not in looked_up)
-    head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
-    attention = 4 * seq_len * spec.num_heads * spec.head_dim * spec.num_layers
-    return 2 * (matrices + head) + attention
+    matrices = sum(
+        active_numel(spec, name, shape)
+        for name, shape in parameters(spec)
+        if len(shape) > 1 and name not in looked_up and not name.endswith(".bias")
+    )
+    heads = spec.tied_embeddings + spec.mtp_layers
+    return 2 * (matrices + heads * spec.vocab_size * spec.hidden_size) + _score_flops(spec, seq_len)
+
+
+def _score_flops(spec: ModelSpec, seq_len: int) -> int:
+    mla = spec.mla
+    widths = 2 * spec.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim + mla.v_head_dim
+    layers = sum(not spec.has_linear_attention(layer) for layer in range(spec.num_layers)) + spec.mtp_layers
+    return 2 * seq_len * spec.num_heads * widths * layers
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> int:

@@ -103,12 +103,27 @@ def head_passes(at: LayerSetting, words: float) -> LayerPasses:
     part.forward.add(matmul_s(at.device, tokens, words, hidden, wide))
     part.inputs.add(matmul_s(at.device, tokens, hidden, words, wide))
     part.weights.add(matmul_s(at.device, words, hidden, tokens, wide, out_bytes=2 * at.software.gradient_bytes))
-    forward, backward = (at.act, 2 * at.act) if at.software.fused_loss else (30, 14)
-    part.forward.add(stream_s(at.device, forward * tokens * words), 2 if at.software.fused_loss else 8)
-    part.inputs.add(stream_s(at.device, backward * tokens * words), 1 if at.software.fused_loss else 4)
-    if at.tp.size > 1:
+    composed = at.software.whole_logits or not at.software.fused_loss
+    scored = tokens * words
+    if at.software.whole_logits:
+        scored *= at.tp.size
+        _gather_logits(at, part, scored)
+    elif at.tp.size > 1:
         part.forward.wait("tp", 3 * all_reduce_s(at.tp, 4 * tokens))
+    forward, backward = (30, 14) if composed else (at.act, 2 * at.act)
+    part.forward.add(stream_s(at.device, forward * scored), 8 if composed else 2)
+    part.inputs.add(stream_s(at.device, backward * scored), 4 if composed else 1)
     return LayerPasses(part.forward, part.inputs, part.weights, Spent())
+
+
+def _gather_logits(at: LayerSetting, part: Part, numbers: float) -> None:
+    """Tensor-parallel ranks each get the logits of all words: gathered into a list, which is copied out of the buffer
+    and then put together; backward each takes its own columns (github:Aleph-Alpha/scaling core/nn/linear/utils.py)."""
+    if at.tp.size == 1:
+        return
+    part.forward.wait("tp", all_gather_s(at.tp, numbers * at.act))
+    part.forward.add(stream_s(at.device, 4 * numbers * at.act, 2), 2)
+    part.inputs.add(stream_s(at.device, 2 * numbers * at.act / at.tp.size), 1)
 
 
 def embedding_passes(at: LayerSetting) -> LayerPasses:

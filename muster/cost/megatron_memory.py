@@ -98,8 +98,8 @@ class _Megatron:
         if recompute == "full":
             return sizes.hidden_bytes
         total = 2 * self._norm() + mixing_bytes(sizes, layer) + mlp_bytes(sizes, layer)
-        if not self.software.fused and sizes.own.gated:
-            total += product_bytes(sizes, layer)  # the activation of the gate, beside the gate itself
+        if not self.software.fused:
+            total += self._unfused(layer)
         if self.software.dropout:
             total += 2 * sizes.hidden_bytes // size  # a mask of a byte after attention and MLP each
         written = self.plan.strategy(layer).attention != "flash"
@@ -109,6 +109,20 @@ class _Megatron:
                 total += self._scores()
         if recompute == "selective":
             total -= 2 * sizes.hidden_bytes + product_bytes(sizes, layer)
+        return total
+
+    def _unfused(self, layer: int) -> int:
+        """What operations keep that are kernels of their own: the gate's activation beside the gate; queries and keys
+        before they are turned, which stay because values are a view of the same product; and, of several sequences, the
+        output of attention a second time in the order that the next product reads (Aleph Alpha's scaling: rotary.py,
+        attention.py)."""
+        sizes = self.sizes
+        total = product_bytes(sizes, layer) if sizes.own.gated else 0
+        if self.spec.mla is None and not self.spec.has_linear_attention(layer):
+            heads = sizes.own.num_heads
+            turned = heads + sizes.own.num_kv_heads if self.spec.position == "rope" else 0
+            again = heads if self.plan.rows(self.stage) > 1 else 0
+            total += sizes.tokens * (turned + again) * self.spec.head_dim * self.size
         return total
 
     def _scores(self) -> int:

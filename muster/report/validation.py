@@ -6,32 +6,17 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.validation_rows import (
-    Cells,
-    error_rows,
-    outcome_rows,
-    specified_rows,
-    sweep_rows,
-    unread_rows,
-    worst_rows,
-)
+from muster.report.validation_rows import Cells, sections
 from muster.validate.summary import Summary
 
 
 def validation_text(summary: Summary) -> Lines:
     """All scores, the worst rows, and what couldn't be predicted."""
-    parts = [
-        (f"{summary.overall.every.rows} rows, {summary.overall.every.predicted} predicted", error_rows(summary)),
-        ("Rows that leave nothing open, and rows with an interval over what they do", specified_rows(summary)),
-        ("Does it fit?", outcome_rows(summary)),
-        ("Sweeps: is the order of layouts right?", sweep_rows(summary)),
-        ("The worst rows", worst_rows(summary)),
-        ("Not predicted", unread_rows(summary)),
-    ]
     shown: list[Text | Table] = []
-    for title, rows in parts:
-        if len(rows) > 1:
-            shown += [Text(("\n" if shown else "") + title, "bold"), _table(rows)]
+    for title, rows, sentence in sections(summary):
+        shown += [Text(("\n" if shown else "") + title, "bold"), _table(rows)]
+        if sentence:
+            shown.append(Text(sentence, "dim"))
     return Lines(*shown)
 
 

@@ -4,15 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muster.report.page import write_page
-from muster.report.validation_rows import (
-    Cells,
-    error_rows,
-    outcome_rows,
-    specified_rows,
-    sweep_rows,
-    unread_rows,
-    worst_rows,
-)
+from muster.report.validation_rows import ERRORS, OUTCOMES, STATED, SWEEPS, WORST, Cells, Section, sections
 from muster.validate.sources import source_of
 from muster.validate.summary import Summary
 
@@ -27,27 +19,31 @@ Errors are of the step time, (predicted − measured) / measured; throughputs ar
 formula that the source counts with. A configuration that was measured over several releases counts once. Configurations
 measured again on the same software differ by 1.4 to 6 % (median) and up to 11 %, so a smaller error says nothing.
 """
-_SPECIFIED = """\
-A column that a source leaves open (how much is recomputed, sequence parallelism, chunks of a stage, the attention
-kernel, the micro-batch) makes an interval over its choices: *width* is how much longer the longest is than the
-shortest, *inside* how often the measured time lies between them. The error of such a row is that of the usual choice,
-with the least recompute that fits the memory.
-"""
-_CALCULON = """\
+_WORDS = {
+    ERRORS: """\
 *Calculon* is what [Calculon](https://github.com/calculon-ai/calculon) (commit caa4b11, the system files that it comes
 with) predicts for the rows that it can express, and *here* Muster's error on those rows. The rows of Korthikanti et al.
 are those that Calculon's constants were set with. *Left out* is Muster's error on a source with the constants as they
 would stand without it, for the sources that a device's sustained rate was set with; all others were not used.
-"""
-_OUTCOME = """\
+""",
+    STATED: """\
+A column that a source leaves open (how much is recomputed, sequence parallelism, chunks of a stage, the attention
+kernel, the micro-batch) makes an interval over its choices: *width* is how much longer the longest is than the
+shortest, *inside* how often the measured time lies between them. The error of such a row is that of the usual choice,
+with the least recompute that fits the memory.
+""",
+    OUTCOMES: """\
 Whether a run would fit, against whether it ran: *near* are rows predicted within 5 % of the capacity, which aren't in
 the counts, *undecided* those where what the row leaves open decides. *balanced* is the mean of both recalls.
-"""
-_SWEEPS = """\
-Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. *first
+""",
+    SWEEPS: """\
+Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster
+ranks those first that leave a tenth of the memory free, then those that fit, each by their predicted time. *first
 reaches* is the throughput of the layout that Muster ranks first as a part of the best measured one, 0 where it ran out
 of memory; *of those that ran* leaves out the layouts that did; *best in 3* whether one of its first three is the best.
-"""
+""",
+    WORST: "One of each configuration.\n",
+}
 
 
 def write_markdown(path: Path, summary: Summary) -> None:
@@ -57,22 +53,13 @@ def write_markdown(path: Path, summary: Summary) -> None:
 
 def validation_markdown(summary: Summary) -> str:
     """The page as text."""
-    every = summary.overall.every
-    parts = [
-        _INTRODUCTION,
-        f"## All rows\n\n{every.rows} rows, of which {every.predicted} are predicted.\n\n{_CALCULON}",
-        _table(error_rows(summary)),
-        f"## What the rows state\n\n{_SPECIFIED}",
-        _table(specified_rows(summary)),
-        _titled("## Does it fit?", _OUTCOME, outcome_rows(summary)),
-        _near(summary),
-        _titled("## Sweeps", _SWEEPS, sweep_rows(summary)),
-        _titled("## The worst rows", "One of each configuration.\n", worst_rows(summary)),
-        _titled("## Not predicted", "", unread_rows(summary)),
-        _left_out(summary),
-        _reasons(summary),
-    ]
+    parts = [_INTRODUCTION, *map(_section, sections(summary)), _reasons(summary)]
     return "\n".join(part for part in parts if part)
+
+
+def _section(section: Section) -> str:
+    parts = (f"## {section.title}\n", _WORDS.get(section.title, ""), _table(section.rows), section.sentence)
+    return "\n".join(part for part in parts if part).rstrip("\n") + "\n"
 
 
 def _table(rows: Sequence[Cells]) -> str:
@@ -83,25 +70,6 @@ def _table(rows: Sequence[Cells]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _titled(title: str, words: str, rows: Sequence[Cells]) -> str:
-    return f"{title}\n\n{words}\n{_table(rows)}" if len(rows) > 1 else ""
-
-
-def _near(summary: Summary) -> str:
-    near = summary.overall.outcome.near
-    if not near:
-        return ""
-    words = (f"{result.row.place} ({'worked' if result.succeeded else 'out of memory'})" for result in near)
-    return f"Within 5 % of the capacity: {', '.join(words)}.\n"
-
-
-def _left_out(summary: Summary) -> str:
-    if not summary.left_out:
-        return ""
-    words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.left_out.items()))
-    return f"Rows that say no step time, throughput or outcome aren't scored: {words}.\n"
 
 
 def _reasons(summary: Summary) -> str:

@@ -8,6 +8,10 @@ from muster.report.page import page, pairs, section, write_page
 from muster.report.prediction import table
 from muster.report.scatter import SCRIPT, STYLE, Dot, draw_scatter, draw_strip
 from muster.report.validation_rows import (
+    OUTCOMES,
+    SWEEPS,
+    UNREAD,
+    WORST,
     Cells,
     outcome_rows,
     percent,
@@ -35,10 +39,10 @@ def validation_page(summary: Summary) -> str:
     found = [result for result in summary.results if result.is_predicted]
     parts = [
         section("How far off each source is", table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
-        _titled("Does it fit?", _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
-        _titled("Sweeps: is the order of layouts right?", _columns(sweep_rows(summary), 0, 1, 3, 4)),
-        _titled("The worst rows", [(_joined(row), *row[4:7]) for row in worst_rows(summary)]),
-        _titled("Not predicted", reason_rows(summary)),
+        _titled(OUTCOMES, _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
+        _titled(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 4)),
+        _titled(WORST, [(_joined(row), *row[4:7]) for row in worst_rows(summary)]),
+        _titled(UNREAD, reason_rows(summary)),
     ]
     pictures = [section("Step times", _scatter(found)), section("Errors by source", _strip(found))] if found else []
     style, script = element("style", Html(STYLE)), element("script", Html(SCRIPT))

@@ -1,6 +1,8 @@
 """The tables of a validation, as cells: the same for the terminal, the page and the documentation."""
 
 import re
+from statistics import mean
+from typing import NamedTuple
 
 from muster.report.numbers import NOTHING, format_seconds
 from muster.spec.plan import Plan
@@ -20,6 +22,47 @@ def percent(value: float | None, sign: bool = False) -> str:
     if value is None:
         return NOTHING
     return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
+
+
+ERRORS, STATED, OUTCOMES = "All rows", "What the rows state", "Does it fit?"
+SWEEPS, WORST, UNREAD = "Sweeps", "The worst rows", "Not predicted"
+
+
+class Section(NamedTuple):
+    """A table with its title, and a sentence that sums it up where there is one."""
+
+    title: str
+    rows: list[Cells]
+    sentence: str = ""
+
+
+def sections(summary: Summary) -> list[Section]:
+    """All tables that have rows, in the order in which they are shown."""
+    every = summary.overall.every
+    found = [
+        Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
+        Section(STATED, specified_rows(summary)),
+        Section(OUTCOMES, outcome_rows(summary), _near_words(summary)),
+        Section(SWEEPS, sweep_rows(summary), sweeps_words(summary)),
+        Section(WORST, worst_rows(summary)),
+        Section(UNREAD, unread_rows(summary), _left_out_words(summary)),
+    ]
+    return [section for section in found if len(section.rows) > 1 or section.title == ERRORS]
+
+
+def _near_words(summary: Summary) -> str:
+    near = summary.overall.outcome.near
+    if not near:
+        return ""
+    words = (f"{result.row.place} ({'worked' if result.succeeded else 'out of memory'})" for result in near)
+    return f"Within 5 % of the capacity: {', '.join(words)}."
+
+
+def _left_out_words(summary: Summary) -> str:
+    if not summary.left_out:
+        return ""
+    words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.left_out.items()))
+    return f"Rows that say no step time, throughput or outcome aren't scored: {words}."
 
 
 def error_rows(summary: Summary) -> list[Cells]:
@@ -88,11 +131,25 @@ def sweep_rows(summary: Summary) -> list[Cells]:
             (
                 *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
                 *(percent(100 * sweep.first_reaches), percent(100 * sweep.first_timed_reaches)),
-                *("yes" if sweep.best_in_first_three else "no"),
+                "yes" if sweep.best_in_first_three else "no",
             )
             for sweep in summary.sweeps
         ),
     ]
+
+
+def sweeps_words(summary: Summary) -> str:
+    """The sweeps' scores in a sentence; empty without sweeps."""
+    sweeps = summary.sweeps
+    if not sweeps:
+        return ""
+    reaches = [sweep.first_timed_reaches for sweep in sweeps]
+    return (
+        f"Of {len(sweeps)} sweeps the mean rank correlation is {mean(sweep.rank_correlation for sweep in sweeps):.2f};"
+        f" what is ranked first reaches {percent(100 * mean(sweep.first_reaches for sweep in sweeps))} of the best on"
+        f" average, and of the layouts that ran {percent(100 * mean(reaches))}, at least {percent(100 * min(reaches))};"
+        f" one of the first three is the best in {percent(100 * mean(sweep.best_in_first_three for sweep in sweeps))}."
+    )
 
 
 def worst_rows(summary: Summary) -> list[Cells]:

@@ -37,6 +37,8 @@ from muster.validate.words import (
 
 _WITHOUT_SCORES_FROM = 16_384
 """Positions beyond which attention that writes its scores is no choice: they alone would fill a device."""
+_MOST_PASSES = 10**6
+"""Of a pipeline's stages over its micro-batches, forward and backward: simulating more takes minutes."""
 _SPREAD = ("vocab-1", "vocab-2")
 _WRITTEN: tuple[AttentionKernel, ...] = ("fused", "unfused")
 
@@ -230,10 +232,10 @@ def _software(row: Row, source: Source, kernel: object) -> Software:
 
 
 def _vocabulary(row: Row, source: Source, pipeline: Pipeline, model: ModelSpec) -> dict[str, object]:
-    """How embedding and head lie on the pipeline: in the plan's words."""
+    """How layers, embedding and head lie on the pipeline: in the plan's words."""
     how = pipeline.vocabulary
     if how in ("", "baseline"):
-        return {}
+        return _dealt(model.num_layers, row.pp or 1) if source.deals_ends else {}
     if how in _SPREAD:
         return {"spread_vocab": True}
     counts = source.stages.get(how, {}).get(model.vocab_size)
@@ -241,6 +243,17 @@ def _vocabulary(row: Row, source: Source, pipeline: Pipeline, model: ModelSpec) 
         raise UnreadableError(
             f"no plan has the vocabulary as '{how}' says: there are baseline, redis, vocab-1, vocab-2"
         )
+    return {"stages": tuple(StageSpec(layers=count) for count in counts)}
+
+
+def _dealt(num_layers: int, pp: int) -> dict[str, object]:
+    """Layers of each stage where the embedding is dealt before them, and the last norm and the head after them."""
+    least, over = divmod(num_layers + 3, pp)
+    counts = [least + (stage < over) for stage in range(pp)]
+    counts[0] -= 1
+    counts[-1] -= 2
+    if pp == 1 or min(counts) < 1:
+        return {}
     return {"stages": tuple(StageSpec(layers=count) for count in counts)}
 
 
@@ -252,6 +265,11 @@ def _wrong(plan: Plan, model: ModelSpec, workload: Workload, row: Row) -> str:
         count = plan.num_micro_batches(workload)
     except InfeasibleError as error:
         return str(error)
+    if 2 * count * plan.num_stages > _MOST_PASSES:
+        most = _MOST_PASSES // (2 * plan.num_stages)
+        return (
+            f"{count:,} micro-batches on {plan.num_stages} stages are too many to simulate: expected at most {most:,}"
+        )
     stated = pipeline_of(row.schedule).micro_batches
     if stated is not None and stated != count:
         return f"schedule says {stated} micro-batches, but global_batch {row.global_batch} makes {count}"

@@ -30,6 +30,9 @@ class Source(Frozen):
     """Whether embedding and head are one weight, where that isn't the family's habit."""
     stages: dict[str, dict[int, tuple[int, ...]]] = {}
     """Layers of each stage, by how the vocabulary lies and how large it is."""
+    deals_ends: bool = False
+    """Whether embedding, last norm and head are dealt to the stages as layers are, the first stages taking what is
+    over; else stages have as many layers each."""
     why: str = ""
     errs: str = ""
     """Why predictions of its rows are off, where they are."""

@@ -9,6 +9,11 @@ from muster.validate.predicted import Result
 
 LEAST_LAYOUTS = 6
 
+HEAD_ROOM = 0.1
+"""Of the capacity: layouts that are predicted to leave less come after those that leave more. The peaks that other
+programs report are off by so much from their forecasts on average (`memory` of `muster validate --json`), and what
+nearly fills a device is slower, since its allocator gives memory back and asks for it again."""
+
 _SAME = (
     *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
     *("attn_kernel", "compile", "async_tp", "software"),
@@ -62,11 +67,12 @@ def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Swee
     return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]) == 1.0)
 
 
-def _rank(result: Result) -> tuple[bool, float]:
-    """Layouts that fit come first, by their predicted time."""
+def _rank(result: Result) -> tuple[bool, bool, float]:
+    """Layouts that fit come first, and of those the ones with head-room; then by their predicted time."""
     answer = result.answer
     assert answer is not None
-    return answer.fits is False, answer.step_time_s
+    full = answer.capacity_bytes is not None and answer.peak_bytes > (1 - HEAD_ROOM) * answer.capacity_bytes
+    return answer.fits is False, full, answer.step_time_s
 
 
 def _one_of_each(results: Sequence[Result]) -> list[Result]:

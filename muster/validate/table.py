@@ -30,6 +30,7 @@ COLUMNS = (
 
 LARGEST = 10**9
 """No degree, width or batch of a table is larger."""
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def _whole(text: str, name: str, where: str) -> int | None:
     value = _real(text, name, where)
     if value is None:
         return None
-    if value != int(value) or not 1 <= value <= LARGEST:
-        raise ConfigError(f"{where}: {name}: expected a whole number from 1 to 10⁹, got '{text}'")
+    most = MOST_LAYERS if name == "layers" else LARGEST
+    if value != int(value) or not 1 <= value <= most:
+        raise ConfigError(f"{where}: {name}: expected a whole number from 1 to {most:,}, got '{text}'")
     return int(value)
 
 
