@@ -42,6 +42,11 @@ def machine(overheads: dict[str, float] | None = None, curve_s: float = TINY_S) 
     )
 
 
+def here(rates: MachineRates) -> ClusterSpec:
+    """A machine of two cores with these rates."""
+    return single_device(DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=rates), 2)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Between sizes
 
@@ -143,6 +148,16 @@ def test_recompute_makes_forwards_again():
     assert cheap.seconds["F", 1] == plain.seconds["F", 1]
 
 
+def test_in_company_everything_takes_as_much_longer_as_whole_steps_did():
+    """Sharded stages by what was measured of them, others by the mean."""
+    for name, factor in (("dp2-pp2-z1-fp32", 1.5), ("dp2-tp2-z1-fp32", 1.25)):
+        plan = parse_plan_name(name)
+        known = machine().model_copy(update={"company": {"z1": 1.5, "z2": 1.0}})
+        with_others, alone = (predict(SMALL, plan, WORKLOAD, here(rates)) for rates in (known, machine()))
+        assert with_others.step_time_s == pytest.approx(factor * alone.step_time_s)
+        assert with_others.parts.compute_s == pytest.approx(factor * alone.parts.compute_s)
+
+
 def test_bookkeeping_comes_with_each_layer():
     known = {overhead_name("z1", "F", "base"): 1.0, overhead_name("z1", "F", "layer"): 10.0}
     plan = parse_plan_name("dp2-pp2-z1-fp32").model_copy(update={"stages": (StageSpec(layers=3), StageSpec(layers=5))})
@@ -151,8 +166,7 @@ def test_bookkeeping_comes_with_each_layer():
 
 
 def test_a_measured_machine_runs_any_number_of_ranks_on_its_cores():
-    device = DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=machine())
-    cluster = single_device(device, 2)
+    cluster = here(machine())
     one, two, four = (
         predict(SMALL, parse_plan_name(f"{name}-fp32"), WORKLOAD, cluster) for name in ("dp1", "dp2-z1", "dp4-z1")
     )

@@ -2,7 +2,7 @@
 
 The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. What the runtime does
 beside them (hooks of sharding, lists of gradients) is an overhead with a part that grows with the layers; its names in
-`MachineRates.overheads` are those of `overhead_name`.
+`MachineRates.overheads` are those of `overhead_name`. All of it takes longer within a step, by `MachineRates.company`.
 """
 
 from collections import defaultdict
@@ -34,10 +34,11 @@ def measured_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
     for stage in range(plan.num_stages):
         passes = _StagePasses(rates, model, plan, workload, stage)
+        company = rates.company(level_of(plan, stage))
         for kind, time_s, within_s in passes.times():
-            seconds[kind, stage] = time_s + sum(within_s.values())
+            seconds[kind, stage] = company * (time_s + sum(within_s.values()))
             if within_s:
-                exposed_s[kind, stage] = within_s
+                exposed_s[kind, stage] = {axis: company * axis_s for axis, axis_s in within_s.items()}
     for kind in ("NORM", "STEP"):
         seconds[kind, -1] = max(_end_of_step(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
     cores = machine.cores or None
@@ -259,7 +260,7 @@ def _hops(rates: Rates, model: ModelSpec, plan: Plan, workload: Workload) -> dic
             continue
         cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
         count = plan.rows(stage) * workload.seq_len // cut * model.hidden_size * compute_bytes(plan.precision)
-        hop = Hop(rates.collective("send", 2, count))
+        hop = Hop(rates.company(level_of(plan, stage)) * rates.collective("send", 2, count))
         found[stage, stage + 1] = found[stage + 1, stage] = hop
     return found
 
@@ -277,7 +278,8 @@ def _end_of_step(rates: Rates, model: ModelSpec, plan: Plan, pp_rank: int) -> di
         return max(0.0, base + layer * layers)
 
     add_up_s = rates.collective("all_reduce", plan.world_size, _REPORT_BYTES)
+    company = rates.company(level)
     return {
-        "NORM": add_up_s + rates.curve("gradient norm", total) + overhead("NORM"),
-        "STEP": rates.curve("scale", total) + rates.curve("adamw", total) + overhead("STEP"),
+        "NORM": company * (add_up_s + rates.curve("gradient norm", total) + overhead("NORM")),
+        "STEP": company * (rates.curve("scale", total) + rates.curve("adamw", total) + overhead("STEP")),
     }

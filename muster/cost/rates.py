@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log
+from statistics import mean
 
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Precision
@@ -52,6 +53,12 @@ class Rates:
     def overhead(self, name: str) -> float:
         """Seconds of bookkeeping; 0 where it was not measured."""
         return self.machine.overheads.get(name, 0.0)
+
+    def company(self, level: str) -> float:
+        """How many times as long as alone things take within a step; of a way to hold a stage that was not measured,
+        what the measured ones have on average."""
+        known = self.machine.company
+        return known.get(level) or (mean(known.values()) if known else 1.0)
 
     @cached_property
     def _ranks(self) -> dict[str, dict[int, Curve]]:

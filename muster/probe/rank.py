@@ -13,6 +13,7 @@ from muster.parallel.world import open_world
 from muster.probe.bookkeeping import overheads_of, time_run, tiny_runs
 from muster.probe.clock import Clock
 from muster.probe.collectives import BYTES, QUICK_BYTES, Measured, crowding_of, time_collectives
+from muster.probe.company import company_of, company_runs, time_steps
 from muster.probe.kernels import QUICK, Sizes, time_kernels
 from muster.spec.plan import Plan, Precision
 from muster.spec.rates import KernelRates, MachineRates
@@ -56,8 +57,13 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
     for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):
         say(f"bookkeeping of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
         runs.append((config, time_run(config, store, rank, generation)))
+    steps = []
+    for generation, config in enumerate(islice(company_runs(world_size), 1 if quick else None), start=len(runs) + 1):
+        say(f"whole steps of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        steps.append((config, time_steps(config, store, rank, generation)))
     if rank == 0:
         machine = machine.model_copy(update={"overheads": overheads_of(runs, machine)})
+        machine = machine.model_copy(update={"company": company_of(steps, machine)})
         replace_text(folder / RATES, machine.model_dump_json())
         say("done")
     return 0

@@ -42,3 +42,6 @@ class MachineRates(Frozen):
     is given them (of all_gather, one rank's part)."""
     overheads: dict[str, NonNegativeFloat] = {}
     """Seconds of what is done beside kernels and collectives: see `muster.cost.measured`."""
+    company: dict[str, PositiveFloat] = {}
+    """Way to hold a stage → how many times as long as its parts a whole step takes, since ranks that train together
+    take cores and caches from each other."""
