@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from muster.checkpoint import write
 from muster.checkpoint.folder import LATEST, Keep, checkpoints, find_latest, folder_of, problem_of, step_of
+from muster.checkpoint.formats.stored import StoredTensors
 from muster.checkpoint.load import load, read_box, read_full
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
@@ -193,6 +195,28 @@ def test_large_boxes_are_checked_in_pieces_and_only_those_that_are_needed_are_re
         read_box(folder, manifest, "model/w", Box((write.BLOCK_BYTES // 16, 0), (1, 1)))
 
 
+def test_a_matrix_that_is_cut_by_columns_lies_in_strips_of_them(tmp_path: Path) -> None:
+    rows, columns = 3000, 1024
+    numbers = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    layout = TensorLayout("o.weight", (rows, columns), (Box((0, 0), (rows, columns)),), cut_dim=1)
+    folder = save(tmp_path, 1, [Piece("model/o.weight", layout, numbers)], INFO, 0, 1, alone)
+    manifest = read_manifest(folder)
+    for parts in (2, 3, 8):
+        reads = plan_reads(manifest, [("model/o.weight", Box((0, 0), (rows, columns // parts)))])
+        read = sum(read.nbytes for read in reads)
+        assert numbers.nbytes // parts <= read <= numbers.nbytes * (1 / parts + 1 / write.STRIPS), "others are left out"
+    assert torch.equal(read_full(folder, "model/o.weight"), numbers)
+    assert torch.equal(StoredTensors(folder).read("model/o.weight", Box((7, 5), (2000, 900))), numbers[7:2007, 5:905])
+    box = Box((1000, 100), (1100, 777))
+    assert torch.equal(read_box(folder, manifest, "model/o.weight", box), numbers[1000:2100, 100:877])
+
+
+def test_the_layouts_say_which_matrices_are_cut_by_columns() -> None:
+    layouts = {layout.name: layout for layout in rank_layouts(SPEC, Plan(), 0)}
+    by_columns = {name for name, layout in layouts.items() if layout.cut_dim == 1}
+    assert by_columns == {name for name in layouts if name.endswith((".o.weight", ".down.weight"))}
+
+
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.int64, torch.float8_e4m3fn]
     pieces = [one_piece(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
@@ -237,10 +261,12 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
         parts = [whole[box.slices].reshape(-1) for box in boxes]
         local = torch.cat(parts) if parts else whole.new_empty(0)
         local = local.reshape(boxes[0].size) if len(boxes) == 1 else local
-        return Piece("x", TensorLayout("x", shape, tuple(boxes)), local if filled else torch.zeros_like(local))
+        layout = TensorLayout("x", shape, tuple(boxes), cut_dim=min(1, len(shape) - 1))
+        return Piece("x", layout, local if filled else torch.zeros_like(local))
 
     root = tmp_path_factory.mktemp("cut")
-    results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
+    with patch.object(write, "STRIP_BYTES", 4):  # matrices lie in strips of columns
+        results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
     assert results == [folder_of(root, 1)] * len(written)
     for boxes in read:
         wanted = piece(boxes, False)

@@ -2,9 +2,11 @@
 
 import difflib
 import os
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -85,11 +87,31 @@ class _Goal:
         self._into[within(common, self.box)].copy_(piece[within(common, read.box)])
 
 
+class _Buffers(threading.local):
+    """Memory of each thread's own for what can't be read to its place; used again from run to run."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """A buffer for each of so many bytes; the former ones are given up."""
+        ends = list(accumulate((size + -size % _ALIGN for size in sizes), initial=0))
+        if self._memory.numel() < ends[-1]:
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        memory = self._memory
+        return (memory[start : start + size] for start, size in zip(ends, sizes, strict=False))
+
+
+_ALIGN = 16
+"""Bytes at whose multiples numbers of every type may begin."""
+
+
 class _Files:
     """The tensor files of a checkpoint. Each is opened for a run and closed again: there may be very many."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
+        self.buffers = _Buffers()
         self._checked: set[int] = set()
 
     def path(self, number: int) -> Path:
@@ -118,10 +140,8 @@ class _Files:
 def _read_run(files: _Files, run: Sequence[Read], goals: Sequence[_Goal]) -> None:
     """Reads pieces that lie side by side, with one call where the system allows it, and checks them."""
     places = [(goal := goals[read.wanted]).place(read, files.dtype(goal)) for read in run]
-    buffers = [
-        torch.empty(read.nbytes, dtype=torch.uint8) if place is None else place
-        for read, place in zip(run, places, strict=True)
-    ]
+    spare = files.buffers.of([read.nbytes for read, place in zip(run, places, strict=True) if place is None])
+    buffers = [next(spare) if place is None else place for place in places]
     first = run[0]
     files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], goals[first.wanted].name)
     for read, buffer, place in zip(run, buffers, places, strict=True):

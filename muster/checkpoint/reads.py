@@ -14,8 +14,8 @@ from muster.checkpoint.manifest import RankList, StoredTensor
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box
 
-RUN_BYTES = 32 << 20
-"""The largest single read."""
+RUN_BYTES = 8 << 20
+"""The largest single read: while it is checked, the next is on its way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import muster
 from muster.checkpoint.folder import KEEP_TWO, Keep, folder_of, prune, publish, remove_stale, write_durably
 from muster.checkpoint.manifest import MANIFEST, Manifest, RankList, dump, merge
 from muster.checkpoint.piece import Piece, dtype_name
-from muster.checkpoint.write import Part, file_order, list_path, share_of, write_file
+from muster.checkpoint.write import Part, file_order, list_path, share_of, strips_of, write_file
 from muster.spec.errors import MusterError
+from muster.spec.layout import within
 
 Exchange = Callable[[str | None], Sequence[str | None]]
 """Hands a short text to every rank and returns the ranks' texts. It must wait with a time limit.
@@ -102,12 +103,14 @@ def parts_of(pieces: Iterable[Piece]) -> dict[Part, Tensor]:
     parts = {}
     for piece in pieces:
         dtype, layout = dtype_name(piece.tensor), piece.layout
-        for index, (box, tensor) in enumerate(piece.parts()):
-            if (own := share_of(layout, box, dtype)) is not None:
+        index = 0
+        for box, tensor in piece.parts():
+            if (own := share_of(layout, box, dtype)) is None:
+                continue
+            for strip in strips_of(layout, own, dtype):
                 key = f"{piece.name}#{index}" if index else piece.name
-                first = own.start[0] - box.start[0] if box.start else 0
-                rows = tensor[first : first + own.size[0]] if own != box else tensor
-                parts[Part(piece.name, key, layout.shape, dtype, own)] = rows
+                parts[Part(piece.name, key, layout.shape, dtype, strip)] = tensor[within(strip, box)]
+                index += 1
     return parts
 
 

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
@@ -24,6 +25,10 @@ PUSH_BYTES = 16 << 20
 """After so many the disk is asked to begin, so that not all is left to the end."""
 SHARED_BYTES = 1 << 16
 """Boxes smaller than this are written whole by one of the ranks that hold them; larger ones are cut among them."""
+STRIPS = 16
+"""Strips of columns that make up a matrix which tensor parallelism cuts by columns."""
+STRIP_BYTES = 256 << 10
+"""Boxes are cut into fewer strips where they would be smaller than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,23 @@ def share_of(layout: TensorLayout, box: Box, dtype: str) -> Box | None:
     if not rows:
         return None
     return Box((box.start[0] + first, *box.start[1:]), (rows, *box.size[1:]))
+
+
+def strips_of(layout: TensorLayout, box: Box, dtype: str) -> list[Box]:
+    """A box as it is laid out in the file: by columns first where other plans would want some of its columns only.
+
+    The cuts are those of the whole tensor into STRIPS, or every second, fourth, … of them.
+    """
+    if layout.cut_dim != 1 or len(box.size) != 2:
+        return [box]
+    columns, first, end = layout.shape[1], box.start[1], box.start[1] + box.size[1]
+    strips = STRIPS
+    while strips > 1 and box.numel * item_bytes(dtype) * columns < STRIP_BYTES * strips * box.size[1]:
+        strips //= 2
+    inner = {columns * i // strips for i in range(1, strips)}
+    cuts = [first, *sorted(at for at in inner if first < at < end), end]
+    pairs = zip(cuts, cuts[1:], strict=False)
+    return [Box((box.start[0], a), (box.size[0], b - a)) for a, b in pairs]
 
 
 def file_order(parts: Iterable[Part]) -> list[Part]:
@@ -105,12 +127,15 @@ def list_path(folder: Path, rank: int) -> Path:
 
 
 def blocks(part: Part) -> Iterable[Box]:
-    """A box cut by rows into pieces of at most BLOCK_BYTES, in the order in which they lie in the file."""
-    box = part.box
-    if part.nbytes <= BLOCK_BYTES:
+    """A box cut by rows into pieces, in the order in which they lie in the file.
+
+    So many rows go into one as BLOCK_BYTES hold of the whole tensor: the pieces of all strips of these rows together
+    aren't larger.
+    """
+    box, row_bytes = part.box, prod(part.shape[1:]) * item_bytes(part.dtype)
+    if not box.size or box.size[0] * row_bytes <= BLOCK_BYTES:
         yield box
         return
-    row_bytes = part.nbytes // box.size[0]
     step = max(1, BLOCK_BYTES // row_bytes)
     for first in range(0, box.size[0], step):
         yield Box(

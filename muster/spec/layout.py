@@ -52,6 +52,8 @@ class TensorLayout:
     """Which of the copies this rank's are: copies 0 make up the whole tensor."""
     writers: int = 1
     """Copies 0 … writers − 1 of a part are cut alike and lie on as many ranks, which share the work of writing it."""
+    cut_dim: int = 0
+    """The dimension along which tensor parallelism cuts the tensor, whether it does so here or not."""
 
     @property
     def numel(self) -> int:
@@ -92,9 +94,14 @@ def tensor_slice(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, in
         copies = tp // spec.num_kv_heads
         return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
     unit = spec.head_dim if kind in ("q", "k", "v", "o") else 1
-    dim = 1 if kind in ("o", "down") else 0
+    dim = _tensor_dim(kind, shape)
     start, count = shard_rows(shape[dim] // unit, tp, index)
     return _cut(whole, dim, start * unit, count * unit), 1, 0
+
+
+def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
+    """The dimension along which tensor parallelism cuts a parameter."""
+    return 1 if kind in ("o", "down") and len(shape) == 2 else 0
 
 
 def _is_whole(kind: str, leaf: str) -> bool:
@@ -187,7 +194,8 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: Coordinates) -> l
             copies = writers + plan.mesh(plan.depth - 1).dp_replicate
         boxes = (box,) if box.numel else ()
         copies, copy_index = copies * plan.replicas, replica * copies + copy_index
-        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers))
+        cut_dim = _tensor_dim(name.split(".")[-2], shape)
+        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers, cut_dim))
     return layouts
 
 

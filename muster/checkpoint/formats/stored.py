@@ -18,6 +18,9 @@ from muster.checkpoint.write import BLOCK_BYTES, Part, write_file
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, overlap, within
 
+KEPT_BYTES = BLOCK_BYTES
+"""Of the pieces that were read last: all strips of some rows."""
+
 
 class StoredTensors:
     """The tensors of the checkpoint at `folder` (`Tensors`); whatever is read is checked against its checksum.
@@ -31,10 +34,10 @@ class StoredTensors:
             name: Kind(tensor.shape, getattr(torch, tensor.dtype)) for name, tensor in self.manifest.tensors.items()
         }
 
-        self._last: tuple[Read, Tensor] | None = None
+        self._last: dict[tuple[int, int], Tensor] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        # One piece at a time, and the last one kept: boxes smaller than a piece mostly follow one another.
+        # One piece at a time, and the last ones kept: boxes that don't end where pieces do mostly follow one another.
         out = empty(box.size, self.kinds[name].dtype)
         for read in plan_reads(self.manifest, [(name, box)]):
             common = overlap(read.box, box)
@@ -43,16 +46,18 @@ class StoredTensors:
         return out
 
     def _piece(self, name: str, read: Read) -> Tensor:
-        if self._last is None or self._last[0] != read:
-            self._last = None
+        place = (read.file, read.offset)
+        if place not in self._last:
+            while sum(kept.nbytes for kept in self._last.values()) + read.nbytes > KEPT_BYTES and self._last:
+                del self._last[next(iter(self._last))]
             path, kind = self.folder / self.manifest.file_names[read.file], self.kinds[name]
             if problem := file_problem(path, self.manifest.files[path.name]):
                 raise MusterError(problem)
             data = ByteFile(path).read_box(read.offset, kind := Kind(read.box.size, kind.dtype), kind.whole)
             if zlib.crc32(bytes_of(data)) != read.crc32:
                 raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
-            self._last = read, data
-        return self._last[1]
+            self._last[place] = data
+        return self._last[place]
 
     def piece_problem(self, name: str, piece: StoredPiece) -> str | None:
         """Why the bytes of a piece aren't those that were written; None when its checksum is right."""
