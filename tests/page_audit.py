@@ -65,7 +65,7 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
   const range = document.createRange();
   range.selectNodeContents(node);
   const box = range.getBoundingClientRect();
-  if (!parent.closest('.timelines') && (box.left < -1 || box.right > innerWidth + 1))
+  if (!parent.closest('.timelines, .wide') && (box.left < -1 || box.right > innerWidth + 1))
     faults.push(`'${word}' is cut off at the side`);
 }
 return [...new Set(faults)];

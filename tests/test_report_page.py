@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 from muster.report.page import render_report, write_report
+from muster.report.prediction import prediction_page
+from muster.simulate.predict import predict
+from muster.spec.load_cluster import load_cluster
+from muster.spec.named_model import load_model
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 from tests.chromium import Browser, find_chromium
 from tests.page_audit import audit, blank_pictures
 from tests.report_example import metrics, report
@@ -50,6 +56,20 @@ WINDOWS = [(PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light"), (DESKTOP, "dar
 @lru_cache
 def example_page(example: str) -> str:
     return render_report(EXAMPLES[example]())
+
+
+def test_nothing_to_complain_about_in_a_prediction(browser: Browser, tmp_path: Path) -> None:
+    """Of many ranks, whose memory has more columns than a window."""
+    model, cluster, workload = (
+        load_model("llama3-8b"),
+        load_cluster("64xa100"),
+        Workload(seq_len=4096, global_batch_size=64),
+    )
+    found = predict(model, parse_plan_name("dp2-tp4-pp8-mb1-z1-sp"), workload, cluster)
+    (tmp_path / "prediction.html").write_text(prediction_page(found, "llama3-8b on 64xa100"))
+    for width, scheme in WINDOWS:
+        page = browser.open(tmp_path / "prediction.html", width, dark=scheme == "dark")
+        assert audit(page, pictures=1) == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)

@@ -129,7 +129,7 @@ def prediction_page(prediction: Prediction, title: str) -> str:
         header,
         section("Where the time goes", table([("", "time", "of the step"), *parts_of(prediction)])),
         section("One step", draw_timelines(prediction.timeline)),
-        section("Memory", table(memory_rows(prediction))) if prediction.memory else "",
+        section("Memory", _wide(table(memory_rows(prediction)))) if prediction.memory else "",
     )
 
 
@@ -141,3 +141,8 @@ def table(rows: Sequence[Row]) -> Html:
         for row in rows[1:]
     )
     return element("table", element("thead", head), element("tbody", *body))
+
+
+def _wide(rows: Html) -> Html:
+    """A table with many columns, in a box that scrolls sideways where it must."""
+    return element("div", rows, class_="wide", tabindex="0", role="region", aria_label="Memory by rank")

@@ -62,6 +62,10 @@ svg .idle{stroke:var(--idle)}.swatch.idle{background:var(--idle)}
 table{border-collapse:collapse;width:100%;max-width:760px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:8px 0 8px 14px;border-bottom:1px solid var(--rule);vertical-align:baseline}
 th:first-child,td:first-child{text-align:left;padding-left:0}
+.wide{overflow-x:auto}
+.wide table{max-width:none;width:auto}
+.wide th,.wide td{white-space:nowrap}
+.wide th:first-child{position:sticky;left:0;background:var(--paper)}
 thead th{font-weight:500;font-size:13px;color:var(--quiet)}
 tbody th{font-weight:400}
 td{white-space:nowrap}
