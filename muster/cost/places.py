@@ -129,9 +129,26 @@ class PlanSetting:
 
     def signature(self, stage: int) -> tuple:
         """Equal for stages whose times are: they lie alike, and have layers alike."""
-        pp_rank, within = self.placement[stage], stage % self.depth
-        place = self._first_ranks[pp_rank] % self.period if self.is_uniform else pp_rank
-        return place, within == 0, within == self.depth - 1, self._kinds[within]
+        within = stage % self.depth
+        return self._where(stage), within == 0, within == self.depth - 1, self._kinds[within]
+
+    def _where(self, stage: int) -> int:
+        """Equal for stages that lie alike."""
+        pp_rank = self.placement[stage]
+        return self._first_ranks[pp_rank] % self.period if self.is_uniform else pp_rank
+
+    def place(self, stage: int) -> "Place":
+        """Of a stage's ranks."""
+        where = self._where(stage)
+        if where not in self._places:
+            data, replicas = self.axis_group(stage, "cp", "dp_shard"), self.axis_group(stage, "dp_replicate")
+            tp, cp = self.axis_group(stage, "tp"), self.axis_group(stage, "cp")
+            self._places[where] = Place(self.device(stage), data, replicas, tp, cp, self.expert_group(stage))
+        return self._places[where]
+
+    @cached_property
+    def _places(self) -> dict[int, "Place"]:
+        return {}
 
     @cached_property
     def _kinds(self) -> list[Hashable]:
@@ -218,6 +235,18 @@ class PlanSetting:
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 
+class Place(NamedTuple):
+    """What a stage's ranks are, and the groups in which they communicate."""
+
+    device: DeviceSpec
+    data: Group
+    """Those that share parameters and gradients: dp_shard and cp."""
+    replicas: Group
+    tp: Group
+    cp: Group
+    ep: Group
+
+
 @dataclass(frozen=True)
 class Known:
     """What many plans for a model on a cluster share."""
@@ -225,10 +254,11 @@ class Known:
     groups: dict[tuple, Group]
     passes: dict[tuple, LayerPasses]
     wholes: dict[tuple, Any]
+    """The same without what travels beside them."""
     numels: dict[tuple, float]
     devices: dict[tuple, DeviceSpec]
     stages: dict[tuple, Any]
-    """What `muster.cost.stage_costs` remembers."""
+    """What `muster.cost.stage_times` remembers of passes."""
     layers: tuple[int, ...]
     """Of each layer of the model a number that tells it from others, whatever the plan does with single ones."""
 

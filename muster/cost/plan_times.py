@@ -7,8 +7,7 @@ from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.measured import measured_times
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.places import PlanSetting, known_of
-from muster.cost.stage_costs import StageCost, stage_costs
-from muster.cost.stage_times import StageTimes
+from muster.cost.stage_times import StageTimes, stage_times
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import LinkSpec
 from muster.spec.errors import InfeasibleError
@@ -41,14 +40,14 @@ def plan_times(
     if cluster.device.rates is not None:
         return measured_times(model, plan, workload, cluster.device.rates)
     setting = plan_setting(model, plan, workload, cluster, software)
-    costs = stage_costs(setting)
-    seconds = {(kind, stage): time_s for stage, cost in enumerate(costs) for kind, time_s in cost.seconds.items()}
-    exposed_s = {(kind, stage): waits_s for stage, cost in enumerate(costs) for kind, waits_s in cost.waits_s.items()}
+    stages = stage_times(setting)
+    seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
+    exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
     for stage in _ends(setting):
-        seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, costs[stage])})
+        seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, stages[stage])})
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
-    seconds["NORM", -1], seconds["STEP", -1] = once_s(setting, costs)
+    seconds["NORM", -1], seconds["STEP", -1] = once_s(setting, stages)
     hops = {}
     for stage, pair in enumerate(stage_hops(setting)):
         if pair is not None:
@@ -72,11 +71,11 @@ def plan_setting(
     return PlanSetting(model, plan, workload, cluster, software, world_size, known)
 
 
-def once_s(setting: PlanSetting, costs: Sequence[StageCost]) -> tuple[float, float]:
+def once_s(setting: PlanSetting, stages: Sequence[StageTimes]) -> tuple[float, float]:
     """Seconds of NORM and STEP."""
     held = [0.0] * setting.plan.pp
-    for rank, cost in zip(setting.placement, costs, strict=True):
-        held[rank] += cost.owned_numel
+    for rank, at in zip(setting.placement, stages, strict=True):
+        held[rank] += at.owned_numel
     most, device = max(held), setting.cluster.device
     norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32) + stream_s(device, NORM_BYTES * most)
     return norm_s, STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
@@ -88,17 +87,17 @@ def _ends(setting: PlanSetting) -> Iterable[int]:
     return range(last) if setting.plan.replicas > 1 else sorted({0, last - 1})
 
 
-def _between_stages(setting: PlanSetting, stage: int, cost: StageCost) -> Iterator[tuple[str, float]]:
+def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
     """(kind, seconds) of what a stage adds up with another once a step."""
     plan, gradient_bytes = setting.plan, setting.software.gradient_bytes
-    words = setting.model.vocab_size * setting.model.hidden_size / cost.tp
+    words = setting.model.vocab_size * setting.model.hidden_size / at.mesh.tp
     other = plan.tied_stage(stage)
     if other is not None:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
         yield "TIE", all_reduce_s(pair, words * gradient_bytes)
     if plan.replicas > 1 and stage < plan.depth:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
-        yield "MERGE", all_reduce_s(pair, cost.numel * gradient_bytes)
+        yield "MERGE", all_reduce_s(pair, at.numel * gradient_bytes)
 
 
 def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:

@@ -18,18 +18,22 @@ WAITING = 0.01
 
 
 class StageTimes:
-    """The passes and collectives of one stage."""
+    """The passes and collectives of one stage.
+
+    A search asks for thousands of plans that differ in little. What a stage's passes take depends on its layers, how
+    they are stored and computed, and how far apart the ranks lie that it communicates with, but not on which stage of
+    which plan it is: they are worked out once for all that are alike.
+    """
 
     def __init__(self, setting: PlanSetting, stage: int) -> None:
         plan = setting.plan
         self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
         self.layers = setting.layers[stage % setting.depth]
-        self.device = setting.device(stage)
+        self.place = place = setting.place(stage)
+        self.device, self.data, self.replicas = place.device, place.data, place.replicas
         self.launch_s = 0.0 if setting.software.graphs else self.device.launch_s
-        self.zero = plan.strategy(self.layers.start).zero
-        self.data = setting.axis_group(stage, "cp", "dp_shard")
-        self.replicas = setting.axis_group(stage, "dp_replicate")
-        self.groups = setting.axis_group(stage, "tp"), setting.axis_group(stage, "cp"), setting.expert_group(stage)
+        self.strategy = plan.strategy(self.layers.start)
+        self.zero = self.strategy.zero
 
     @cached_property
     def neighbours(self) -> tuple[Group | None, ...]:
@@ -53,30 +57,49 @@ class StageTimes:
             self.setting.model,
             self.device,
             self.setting.software,
-            plan.strategy(self.layers.start),
+            self.strategy,
             plan.precision,
             plan.rows(self.stage),
             self.setting.workload.seq_len,
-            *self.groups,
+            self.place.tp,
+            self.place.cp,
+            self.place.ep,
             self.mesh.etp,
             self.data.size > 1,
         )
 
     @cached_property
-    def _spent(self) -> dict[str, Spent]:
-        return dict(self.passes())
-
-    @cached_property
     def seconds(self) -> dict[str, float]:
         """By kind: the passes, and what happens once a step."""
-        slower = 1 + WAITING * log2(self.setting.num_nodes)
-        found = {kind: slower * spent.seconds(self.launch_s) for kind, spent in self._spent.items()}
-        return found | dict(self.step_kinds(found))
+        return self.passes_s | dict(self.step_kinds(self.passes_s))
 
-    @cached_property
+    @property
+    def passes_s(self) -> dict[str, float]:
+        """By kind: the passes alone."""
+        return self._passes[0]
+
+    @property
     def waits_s(self) -> dict[str, dict[str, float]]:
         """By pass: axis → what is waited for."""
-        return {kind: spent.waits_s for kind, spent in self._spent.items()}
+        return self._passes[1]
+
+    @cached_property
+    def _passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        key = self._key if self.zero == "z1" else (*self._key, id(self.data), id(self.replicas))
+        known = self.setting.known.stages
+        if key not in known:
+            slower, spent = 1 + WAITING * log2(self.setting.num_nodes), dict(self.passes())
+            seconds = {kind: slower * one.seconds(self.launch_s) for kind, one in spent.items()}
+            known[key] = seconds, {kind: one.waits_s for kind, one in spent.items()}
+        return known[key]
+
+    @cached_property
+    def _key(self) -> tuple:
+        """Equal for stages of any plans that compute the same; objects that are equal are the same here."""
+        setting = self.setting
+        places = map(id, (self.device, *self.place[-3:], *self.neighbours))
+        own = self.mesh.etp, self.mesh.ep, setting.plan.rows(self.stage), self.strategy, self.data.size > 1
+        return *setting.shared, *setting.signature(self.stage)[1:], *own, *places
 
     # -- passes
 
@@ -96,20 +119,12 @@ class StageTimes:
         yield "I", self._with_traffic(again + inputs, gathers * gather_s)
         yield "W", self._with_traffic(weights, reduce_s)
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The objects that stand for where its layers are computed: equal only for those that are the same."""
-        return tuple(map(id, (self.device, *self.groups, *self.neighbours)))
-
     def _whole(self) -> tuple[Spent, Spent, Spent, Spent]:
-        """All that the stage computes of one micro-batch, worked out once for all plans."""
-        setting, known = self.setting, self.setting.known.wholes
-        at = self.at
-        key = *setting.signature(self.stage)[1:], at.etp, self.mesh.ep, at.sequences, at.is_sharded, at.strategy
-        key = *setting.shared, *key, self.places
-        if key not in known:
-            known[key] = self._make_whole()
-        return known[key]
+        """All that the stage computes of one micro-batch."""
+        known = self.setting.known.wholes
+        if self._key not in known:
+            known[self._key] = self._make_whole()
+        return known[self._key]
 
     def _make_whole(self) -> tuple[Spent, Spent, Spent, Spent]:
         """Layers that are alike are costed once."""
@@ -150,7 +165,7 @@ class StageTimes:
 
     def _layer_passes(self, kind: "LayerKind") -> LayerPasses:
         known, plan = self.setting.known.passes, self.setting.plan
-        places = tuple(map(id, (self.device, *self.groups)))
+        places = tuple(map(id, (self.device, *self.place[-3:])))
         key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, self.data.size > 1, places
         if key not in known:
             known[key] = layer_passes(replace(self.at, strategy=kind.strategy), self._example[kind])
@@ -254,6 +269,18 @@ class StageTimes:
         yield "UNSHARD", _left_s(gather_s, seconds["F"] if software.overlap_gather else 0.0, buckets)
         norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
         yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
+
+
+def stage_times(setting: PlanSetting) -> list[StageTimes]:
+    """Of every stage of the plan; the same object where stages are alike."""
+    alike: dict[tuple, StageTimes] = {}
+    found = []
+    for stage in range(len(setting.placement)):
+        signature = setting.signature(stage)
+        if signature not in alike:
+            alike[signature] = StageTimes(setting, stage)
+        found.append(alike[signature])
+    return found
 
 
 def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -61,10 +62,13 @@ def balanced(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSecon
     own = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
     counts = [1] * plan.depth
     held = [len(stages) for stages in own]
+    next_done = [(ranks[rank].of(held[rank] + 1), -rank) for rank in range(plan.pp)]
+    heapify(next_done)
     for _ in range(num_layers - plan.depth):
-        rank = min(range(plan.pp), key=lambda rank: (ranks[rank].of(held[rank] + 1), -rank))
+        rank = -next_done[0][1]
         counts[min(own[rank], key=lambda stage: (counts[stage], stage))] += 1
         held[rank] += 1
+        heapreplace(next_done, (ranks[rank].of(held[rank] + 1), -rank))
     if counts == [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]:
         return None
     return with_layers(plan, counts)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from muster.cost.op_times import OpTimes
 from muster.cost.places import PlanSetting
 from muster.cost.plan_times import once_s, stage_hops
-from muster.cost.stage_costs import stage_costs
+from muster.cost.stage_times import stage_times
 from muster.planner.space import Order
 from muster.schedule.action import Action
 from muster.spec.plan import Plan
@@ -58,22 +58,23 @@ class PassSeconds:
 
 def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
     """Of a plan on devices with data sheets."""
-    plan, costs, zero = setting.plan, stage_costs(setting), setting.plan.default_strategy.zero
+    plan, stages, zero = setting.plan, stage_times(setting), setting.plan.default_strategy.zero
     kinds = ("F", "I", "W") if plan.splits else ("F", "B")
-    columns = [np.array([cost.seconds[kind] for cost in costs]) for kind in kinds]
+    passes_s = [at.passes_s for at in stages]
+    columns = [np.array([of[kind] for of in passes_s]) for kind in kinds]
     hops = stage_hops(setting)
     come, back = (np.array([0.0 if pair is None else pair[side].total_s for pair in hops]) for side in (0, 1))
-    firsts = range(0, len(costs), setting.depth)
-    shared = [costs[first] if plan.mesh(first).data_ranks > 1 else None for first in firsts]
+    firsts = range(0, len(stages), setting.depth)
+    shared = [stages[first] if plan.mesh(first).data_ranks > 1 else None for first in firsts]
     return PassSeconds(
         columns[0],
         columns[1],
-        columns[2] if plan.splits else np.zeros(len(costs)),
+        columns[2] if plan.splits else np.zeros(len(stages)),
         come,
         back,
-        [cost.seconds["UNSHARD"] if cost and zero != "z3" else 0.0 for cost in shared],
-        [cost.seconds["REDUCE"] if cost and zero == "z1" else 0.0 for cost in shared],
-        sum(once_s(setting, costs)),
+        [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
+        [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
+        sum(once_s(setting, stages)),
         _crowd([plan.mesh(rank).ranks for rank in plan.placement], setting.cluster.device.shared_cores),
     )
 

@@ -1,6 +1,5 @@
 """What is thought of a plan: bounds, cheap, for what is not simulated, and a prediction for what is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -21,14 +20,14 @@ from muster.planner.bound import (
 )
 from muster.planner.fit import fitted
 from muster.planner.request import Request
-from muster.planner.space import Order, Shape, make_plan, recomputes
+from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
 from muster.simulate.predict import Prediction, predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, split_evenly
+from muster.spec.plan import Plan, StageSpec, split_evenly
 from muster.spec.plan_name import format_plan_name
 
 _TRIES = 3
@@ -81,6 +80,7 @@ class Judge:
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
         self._least: dict[tuple[int, ...], float] = {}
         self._resident: dict[tuple, float] = {}
+        self._moved: dict[Plan, tuple[StageSpec, ...] | None] = {}
         self._value_of_second = self._objective_factor()
 
     def _objective_factor(self) -> float:
@@ -137,14 +137,20 @@ class Judge:
                 request, replace(shape, data=data, pp=1), (1, data, "z1"), recompute=recomputes(request)[0]
             )
             depth = request.model.num_layers
-            forward_s, backward_s = self._passes_s(request.model, plan)
-            fewer = request.model.model_copy(update={"num_layers": max(1, depth - 1)})
-            less = self._passes_s(fewer, plan) if depth > 1 else (0.0, 0.0)
+            forward_s, backward_s = self._passes_s(plan)
+            less = self._fewer._passes_s(plan) if depth > 1 else (0.0, 0.0)
             self._layers[key] = LayerTimes(forward_s - less[0], backward_s - less[1], forward_s, backward_s)
         return self._layers[key]
 
-    def _passes_s(self, model: ModelSpec, plan: Plan) -> tuple[float, float]:
-        seconds = Judge(replace(self.request, model=model)).seconds(plan)
+    @cached_property
+    def _fewer(self) -> "Judge":
+        """Of the model with a layer less."""
+        model = self.request.model
+        fewer = model.model_copy(update={"num_layers": max(1, model.num_layers - 1)})
+        return Judge(replace(self.request, model=fewer))
+
+    def _passes_s(self, plan: Plan) -> tuple[float, float]:
+        seconds = self.seconds(plan)
         return float(seconds.forward[0]), float(seconds.inputs[0])
 
     def _least_s(self, shape: Shape) -> float:
@@ -157,15 +163,17 @@ class Judge:
             self._least[key] = least_busy_s(loads(plan, depth, self.seconds), depth)
         return self._least[key]
 
-    def unsharded_bound(self, order: Order, drafts: Sequence[Plan]) -> float:
-        """The least value of the plans of an order, `drafts`, from the times of their stages as they would be if
-        nothing was gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
-        if self.request.objective == "memory" or order.balanced:
+    def unsharded_bound(self, order: Order) -> float:
+        """The least value of the plans of an order, from the times of their stages as they would be if nothing was
+        gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
+        request = self.request
+        if request.objective == "memory" or order.balanced or "stages" in request.fixed:
             return 0.0
-        strategy = drafts[0].default_strategy.model_copy(update={"zero": "z1"})
-        shared = {"dp_replicate": 1, "dp_shard": order.shape.data, "default_strategy": strategy}
-        by_axes = {plan.axis_order: plan.model_copy(update=shared) for plan in drafts}
-        return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in by_axes.values())
+        split: Split = (1, order.shape.data, "z1")
+        recompute = recomputes(request)[0]
+        axes = axis_orders(request, order.shape)
+        bare = [ordered_plan(request, order, split, axis_order, recompute) for axis_order in axes]
+        return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in bare)
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""
@@ -179,21 +187,15 @@ class Judge:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.
         return 0.0 if self.request.objective == "memory" else step_s * self._value_of_second
 
-    def may_fit(self, plan: Plan) -> bool:
+    def may_fit(self, shape: Shape, split: Split) -> bool:
         """Whether the mean of all pipeline ranks leaves room for activations, as it is wherever the layers lie."""
-        strategy = plan.default_strategy
-        key = plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_replicate, plan.dp_shard, strategy.zero
+        key = shape.tp, shape.pp, shape.cp, shape.ep, *split
         if key not in self._resident:
-            alone = self.request.base.model_copy(
-                update={
-                    **{name: getattr(plan, name) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard")},
-                    "default_strategy": strategy,
-                }
-            )
-            first, last = self._resident_bytes(alone, 0), self._resident_bytes(alone, plan.pp - 1)
-            inner = self._resident_bytes(alone, plan.pp // 2) if plan.pp > 2 else 0
-            total = first + last + (plan.pp - 2) * inner if plan.pp > 1 else first
-            self._resident[key] = total / plan.pp
+            alone = make_plan(self.request, replace(shape, micro_batch_size=1), split)
+            first, last = self._resident_bytes(alone, 0), self._resident_bytes(alone, alone.pp - 1)
+            inner = self._resident_bytes(alone, alone.pp // 2) if alone.pp > 2 else 0
+            total = first + last + (alone.pp - 2) * inner if alone.pp > 1 else first
+            self._resident[key] = total / alone.pp
         limits = [self.limit_bytes(rank) for rank in self._group_ranks]
         return None in limits or self._resident[key] <= max(limit for limit in limits if limit is not None)
 
@@ -213,7 +215,15 @@ class Judge:
 
     def moved(self, plan: Plan) -> Plan | None:
         """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""
-        return balanced(plan, self.request.model.num_layers, self.seconds)
+        if plan.default_strategy.zero != "z1":
+            return balanced(plan, self.request.model.num_layers, self.seconds)
+        # Passes of plans that only reduce after them are the same however they share their gradients.
+        key = plan.model_copy(update={"dp_replicate": 1, "dp_shard": plan.dp_replicate * plan.dp_shard})
+        if key not in self._moved:
+            moved = balanced(key, self.request.model.num_layers, self.seconds)
+            self._moved[key] = moved and moved.stages
+        stages = self._moved[key]
+        return plan.model_copy(update={"stages": stages}) if stages else None
 
     def verdict(self, plan: Plan) -> Verdict:
         """The plan simulated."""

@@ -4,13 +4,13 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from math import inf
 from time import perf_counter
 
 from muster.planner.judge import Judge, Verdict
 from muster.planner.request import Request
-from muster.planner.space import Order, orders, plans, shapes
+from muster.planner.space import Order, Shape, Split, orders, plans, shapes
 from muster.spec.plan import Plan
 
 DIVES = 6
@@ -21,10 +21,9 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """The plans of an order; where it balances layers, they are yet to be moved."""
+class Opened:
+    """An order whose stages' times were looked at."""
 
-    plans: list[Plan]
     order: Order
 
 
@@ -35,7 +34,7 @@ class Ready:
     plan: Plan
 
 
-Node = Order | Drafts | Plan | Ready
+Node = Order | Opened | Plan | Ready
 
 
 @dataclass(slots=True)
@@ -129,8 +128,8 @@ class _Run:
                 likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
         ready: list[tuple[float, int, Ready]] = []
         for _, order in sorted(likely.values(), key=lambda pair: pair[0])[:DIVES]:
-            for plan in list(plans(self.request, order))[:2]:
-                fitting = self._fitting(plan) if self.judge.may_fit(plan) else None
+            for plan in islice(plans(self.request, order, self.judge.may_fit), 2):
+                fitting = self._fitting(plan)
                 if fitting is not None:
                     ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
         for _, _, node in sorted(ready)[: self.top]:
@@ -144,25 +143,23 @@ class _Run:
         """Takes the node that may be best apart, or simulates it."""
         bound, _, node = heapq.heappop(self.heap)
         if isinstance(node, Order):
-            drafts = list(plans(self.request, node))
-            if drafts:
-                self._push("opened", max(bound, self.judge.unsharded_bound(node, drafts)), Drafts(drafts, node))
-        elif isinstance(node, Drafts):
-            for draft in node.plans:
-                self._draft(draft, node.order, bound)
+            self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
+        elif isinstance(node, Opened):
+            for draft in plans(self.request, node.order, self._may_fit):
+                self.seen["drafts"] += 1
+                plan = _placed(self.judge, draft, node.order)
+                if plan is not None:
+                    self._push("plans", max(bound, self.judge.bound(plan)), plan)
         elif isinstance(node, Plan):
             self._fit(node, bound)
         else:
             self._simulate(node.plan)
 
-    def _draft(self, draft: Plan, order: Order, bound: float) -> None:
-        self.seen["drafts"] += 1
-        if not self.judge.may_fit(draft):
-            self.seen["too_large"] += 1
-            return
-        plan = _placed(self.judge, draft, order)
-        if plan is not None:
-            self._push("plans", max(bound, self.judge.bound(plan)), plan)
+    def _may_fit(self, shape: Shape, split: Split) -> bool:
+        fits = self.judge.may_fit(shape, split)
+        self.seen["drafts"] += not fits
+        self.seen["too_large"] += not fits
+        return fits
 
     def _simulate(self, plan: Plan) -> None:
         if plan not in self.known:

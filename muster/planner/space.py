@@ -1,6 +1,6 @@
 """The plans that are searched: shapes, and the plans of each shape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ MODEL_AXES = ("tp", "pp", "cp", "ep")
 _ONE_CHUNK = ("1f1b", "zb-h1")
 _TWO_CHUNKS = ("zb-v", "v-half")
 """With interleaved, one of the least bubble for each amount of memory; the others are for those who ask for them."""
+
+
+Split = tuple[int, int, Zero]
+"""dp_replicate, dp_shard and sharding level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +142,32 @@ def orders(request: Request, shape: Shape) -> Iterator["Order"]:
                 yield Order(shape, schedule, vpp, True)
 
 
-def plans(request: Request, order: "Order") -> Iterator[Plan]:
+def plans(request: Request, order: "Order", may_fit: Callable[[Shape, Split], bool] | None = None) -> Iterator[Plan]:
     """The legal plans of an order: ways to shard, to lay the axes on the devices, and to recompute all layers alike.
 
-    Where the order balances layers, they are yet to be moved.
+    Where the order balances layers, they are yet to be moved. `may_fit` says which ways to shard are wanted.
     """
     first = None
     for data in data_splits(request, order.shape):
-        for axis_order in _axis_orders(request, order.shape):
+        if may_fit is not None and not may_fit(order.shape, data):
+            continue
+        for axis_order in axis_orders(request, order.shape):
             for recompute in recomputes(request):
-                plan = make_plan(request, order.shape, data, axis_order, recompute)
-                plan = plan.model_copy(update={"schedule": order.schedule, "vpp": order.vpp, **_wanted_stages(request)})
+                plan = ordered_plan(request, order, data, axis_order, recompute)
                 # How a plan shards, recomputes and lies on the devices decides nothing about whether it is legal.
                 if first is None and problems(plan, request.model, request.workload, request.cluster.num_devices):
                     return
                 first = first or plan
                 if admitted(request, plan):
                     yield plan
+
+
+def ordered_plan(
+    request: Request, order: "Order", data: Split, axis_order: tuple[str, ...], recompute: Recompute
+) -> Plan:
+    """One plan of an order."""
+    fields = {"schedule": order.schedule, "vpp": order.vpp, **_wanted_stages(request)}
+    return make_plan(request, order.shape, data, axis_order, recompute, fields)
 
 
 def _wanted_stages(request: Request) -> dict[str, Any]:
@@ -172,11 +185,12 @@ def recomputes(request: Request) -> tuple[Recompute, ...]:
 def make_plan(
     request: Request,
     shape: Shape,
-    data: tuple[int, int, Zero],
+    data: Split,
     axis_order: tuple[str, ...] = AXES,
     recompute: Recompute = "none",
+    more: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A plan of a shape; `data` is dp_replicate, dp_shard and sharding level."""
+    """A plan of a shape, with `more` fields."""
     dp_replicate, dp_shard, zero = data
     cut = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
     return request.base.model_copy(
@@ -190,6 +204,7 @@ def make_plan(
             "micro_batch_size": shape.micro_batch_size,
             "axis_order": axis_order,
             "default_strategy": _strategy(request.base.default_strategy, zero, request.fixed.get("sp", cut), recompute),
+            **(more or {}),
         }
     )
 
@@ -218,12 +233,12 @@ def schedules(request: Request, pp: int) -> list[tuple[str, int]]:
     return found + [(name, 2) for name in _TWO_CHUNKS if 2 in chunks]
 
 
-def data_splits(request: Request, shape: Shape) -> list[tuple[int, int, Zero]]:
-    """dp_replicate, dp_shard and sharding level: all ranks hold copies, all share, or those of one or eight nodes."""
+def data_splits(request: Request, shape: Shape) -> list[Split]:
+    """All ranks hold copies, all share, or those of one or eight nodes."""
     data = shape.data
     if data == 1:
         return [(1, 1, request.fixed.get("zero", "z3"))]
-    found: list[tuple[int, int, Zero]] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
+    found: list[Split] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
     for ranks in (node, 8 * node):
         shard, rest = divmod(ranks, shape.tp * shape.cp)
@@ -233,7 +248,7 @@ def data_splits(request: Request, shape: Shape) -> list[tuple[int, int, Zero]]:
     return found
 
 
-def _axis_orders(request: Request, shape: Shape) -> list[tuple[str, ...]]:
+def axis_orders(request: Request, shape: Shape) -> list[tuple[str, ...]]:
     """Where nodes are alike and their network is flat, the order matters to what shares a node with others alone."""
     cluster = request.cluster
     flat = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
