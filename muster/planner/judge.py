@@ -26,7 +26,6 @@ from muster.schedule.program import Program
 from muster.simulate.predict import Prediction, predict
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet
-from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, StageSpec, split_evenly
 from muster.spec.plan_name import format_plan_name
 
