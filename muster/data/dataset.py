@@ -1,16 +1,19 @@
-"""Samples out of a token store: training batches by global sample index, and held-out ones."""
+"""Samples out of token stores: training batches by global sample index, and held-out ones."""
 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 
-from muster.data.order import Windows, key_of, permute, sample_positions
+from muster.data.order import Windows, key_of, permute, positions_of
+from muster.data.packing import WholeDocuments
 from muster.data.store import TokenStore
 
 NOT_COUNTED = -100
 """The label of a position that is not counted in the loss."""
+Packing = Literal["concatenate", "documents", "whole"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -23,65 +26,185 @@ class Batch:
     """int64; −100 where nothing is predicted."""
     num_valid: int
     """Labels that count."""
+    positions_BS: np.ndarray | None = None
+    """int32: each token's place in its document, 0 where one begins; None: a sample is one document."""
 
 
-class Dataset:
-    """The samples of a store, cut in windows of `seq_len`, in an order that `seed` names.
+class Samples(Protocol):
+    """A stream of training samples without an end, and held-out samples: what training asks of its data.
 
-    Sample g of the training stream is the same whoever reads it and however the stream is split over ranks. Raises
-    ConfigError where the store is too small for `seq_len`, or `held_out` (the fraction of held-out windows) is not
-    within 0 … 0.5.
+    Sample g of the stream is the same whoever reads it and however the stream is split over ranks.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, seed: int = 0, held_out: float = 0.0) -> None:
-        self.store, self.seed = store, seed
-        self.windows = Windows(store.header.num_tokens, seq_len, held_out)
+    @property
+    def fingerprint(self) -> str:
+        """Differs between streams of other tokens."""
+        ...
 
     @property
     def num_train_samples(self) -> int:
         """Samples of one epoch; the training stream itself has no end."""
-        return self.windows.num_train
+        ...
 
     @property
-    def num_held_out_samples(self) -> int:
-        return self.windows.num_held_out
+    def num_held_out_samples(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int:
+        """Positions of each sample."""
+        ...
+
+    @property
+    def parts(self) -> "dict[str, Samples]":
+        """The sources of a mixture by name; of a single source none."""
+        ...
 
     def train_batch(self, first: int, count: int) -> Batch:
         """Training samples `first` … `first + count − 1` of the global stream."""
-        return self._read(self._train_windows(first, count), count)
+        ...
 
     def held_out_batch(self, first: int, count: int) -> Batch:
         """Held-out samples `first` … `first + count − 1`; rows after the last one have no valid label.
 
         Their order is the same for every seed and mixes the whole stream, so that any first part is a fair sample.
         """
-        return self._read(self._held_out_windows(first, count), count)
+        ...
 
     def num_valid(self, first: int, count: int) -> int:
-        """Labels that count in a range of training samples, without reading a token."""
-        return int(self.windows.num_valid(self._train_windows(first, count)).sum())
+        """Labels that count in a range of training samples."""
+        ...
+
+
+class Dataset(Samples):
+    """The samples of a store, of `seq_len` positions each, in an order that `seed` names.
+
+    packing `concatenate`: the stream of tokens is cut every `seq_len`, and what a sample holds is read as one document.
+    `documents`: cut alike, but each document in it stands for itself. `whole`: likewise, and only documents that are
+    longer than a sample are cut. Raises ConfigError where the store is too small for `seq_len`, or `held_out` (the
+    fraction of held-out windows) is not within 0 … 0.5.
+    """
+
+    def __init__(
+        self, store: TokenStore, seq_len: int, seed: int = 0, held_out: float = 0.0, packing: Packing = "concatenate"
+    ) -> None:
+        self.store, self.seed, self.packing = store, seed, packing
+        self.windows = Windows(store.header.num_tokens, seq_len, held_out)
+        if packing == "whole":
+            self.windows = WholeDocuments(store.header.num_tokens, seq_len, held_out, store.document_starts)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.store.fingerprint
+
+    @property
+    def num_train_samples(self) -> int:
+        return self.windows.num_train
+
+    @property
+    def num_held_out_samples(self) -> int:
+        return self.windows.num_held_out
+
+    @property
+    def seq_len(self) -> int:
+        return self.windows.seq_len
+
+    @property
+    def parts(self) -> dict[str, Samples]:
+        return {}
+
+    def train_batch(self, first: int, count: int) -> Batch:
+        return self.train_samples(np.arange(first, first + count))
+
+    def train_samples(self, index: np.ndarray) -> Batch:
+        """Any training samples, by their indices in the stream."""
+        return self._read(self._train_windows(index), len(index))
+
+    def held_out_batch(self, first: int, count: int) -> Batch:
+        return self.held_out_samples(np.arange(first, first + count))
+
+    def held_out_samples(self, index: np.ndarray) -> Batch:
+        """Any held-out samples; those after the last one come last, without a valid label."""
+        return self._read(self._held_out_windows(index), len(index))
+
+    def num_valid(self, first: int, count: int) -> int:
+        """Labels that count in a range of training samples; where every token is learnt, without reading one."""
+        return self.num_valid_of(np.arange(first, first + count))
+
+    def num_valid_of(self, index: np.ndarray) -> int:
+        """Labels that count in any training samples."""
+        return self._count(self._train_windows(index))
 
     def num_held_out_valid(self, first: int, count: int) -> int:
-        """Labels that count in a range of held-out samples, without reading a token."""
-        return int(self.windows.num_valid(self._held_out_windows(first, count)).sum())
+        """Labels that count in a range of held-out samples."""
+        return self._count(self._held_out_windows(np.arange(first, first + count)))
 
-    def _train_windows(self, first: int, count: int) -> np.ndarray:
-        return self.windows.train(sample_positions(first, count, self.num_train_samples, self.seed))
+    def _train_windows(self, index: np.ndarray) -> np.ndarray:
+        return self.windows.train(positions_of(index, self.num_train_samples, self.seed))
 
-    def _held_out_windows(self, first: int, count: int) -> np.ndarray:
-        index = np.arange(first, min(first + count, self.num_held_out_samples))
+    def _held_out_windows(self, index: np.ndarray) -> np.ndarray:
+        index = index[index < self.num_held_out_samples]
         return self.windows.held(permute(index, self.num_held_out_samples, key_of("held out")))
 
     def _read(self, windows: np.ndarray, rows: int) -> Batch:
-        tokens_BS = np.zeros((rows, self.windows.seq_len), np.int64)
+        tokens_BS = np.zeros((rows, self.seq_len), np.int64)
         labels_BS = np.full_like(tokens_BS, NOT_COUNTED)
-        valid = self.windows.num_valid(windows)
-        for row, (window, length) in enumerate(zip(windows.tolist(), valid.tolist(), strict=True)):
-            start = window * self.windows.seq_len
+        starts, lengths = self.windows.starts(windows), self.windows.num_valid(windows)
+        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             tokens = self.store.read(start, start + length + 1)
             tokens_BS[row, :length] = tokens[:-1]
             labels_BS[row, :length] = tokens[1:]
-        return Batch(tokens_BS, labels_BS, int(valid.sum()))
+        if self.packing == "concatenate":
+            positions_BS, num_valid = None, int(lengths.sum())
+        else:
+            row, offset = self._documents_in(starts, lengths)
+            labels_BS[row, offset - 1] = NOT_COUNTED  # nothing before a document tells how it begins
+            positions_BS, num_valid = self._positions(rows, lengths, row, offset), int(lengths.sum()) - len(row)
+        if not self.store.counts_all:
+            num_valid = self._uncount(labels_BS, starts, lengths)
+        return Batch(tokens_BS, labels_BS, num_valid, positions_BS)
+
+    def _documents_in(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row and offset of each document that begins after the first token of a window, and at its last label the
+        latest."""
+        firsts = self.store.document_starts
+        low, high = (np.searchsorted(firsts, starts + bound, side="right") for bound in (0, lengths))
+        counts = high - low
+        row = np.repeat(np.arange(len(starts)), counts)
+        document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + low[row]
+        return row, firsts[document] - starts[row]
+
+    def _positions(self, rows: int, lengths: np.ndarray, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """Places in documents; what fills a row up counts as one more."""
+        begun_BS = np.zeros((rows, self.seq_len), np.int32)
+        inside = offset < self.seq_len
+        begun_BS[row[inside], offset[inside]] = offset[inside]
+        short = np.flatnonzero(lengths < self.seq_len)
+        begun_BS[short, lengths[short]] = lengths[short]
+        np.maximum.accumulate(begun_BS, axis=1, out=begun_BS)
+        return np.subtract(np.arange(self.seq_len, dtype=np.int32), begun_BS, out=begun_BS)
+
+    def _uncount(self, labels_BS: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+        """Takes labels out that are not to be learnt; the number of those that are."""
+        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            counted = self.store.read_counted(start + 1, start + length + 1)
+            if counted is not None:
+                labels_BS[row, :length][counted == 0] = NOT_COUNTED
+        return int((labels_BS != NOT_COUNTED).sum())
+
+    def _count(self, windows: np.ndarray) -> int:
+        starts, lengths = self.windows.starts(windows), self.windows.num_valid(windows)
+        row = offset = np.zeros(0, np.int64)
+        if self.packing != "concatenate":
+            row, offset = self._documents_in(starts, lengths)
+        total = int(lengths.sum()) - len(row)
+        if self.store.counts_all:
+            return total
+        for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            counted = self.store.read_counted(start + 1, start + length + 1)
+            if counted is not None:
+                left_out = counted == 0
+                total -= int(left_out.sum()) - int(left_out[offset[row == index] - 1].sum())
+        return total
 
 
 def sample_digest(tokens_S: np.ndarray) -> bytes:

@@ -49,8 +49,13 @@ def sample_positions(first: int, count: int, num_samples: int, seed: int) -> np.
 
     Each epoch goes through all samples once, in an order of its own.
     """
-    epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), num_samples)
-    for epoch in range(first // num_samples, -(-(first + count) // num_samples)):
+    return positions_of(np.arange(first, first + count, dtype=np.int64), num_samples, seed)
+
+
+def positions_of(index: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
+    """As `sample_positions`, of any global sample indices."""
+    epochs, positions = np.divmod(index, num_samples)
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
         positions[here] = permute(positions[here], num_samples, key_of(seed, "order", epoch))
     return positions
@@ -108,6 +113,10 @@ class Windows:
     def num_valid(self, windows: np.ndarray) -> np.ndarray:
         """How many tokens each window predicts: seq_len, but for the last one."""
         return np.minimum(self.seq_len, self.num_tokens - 1 - windows * self.seq_len)
+
+    def starts(self, windows: np.ndarray) -> np.ndarray:
+        """The first token that each window reads."""
+        return windows * self.seq_len
 
     @cached_property
     def _bounds(self) -> tuple[np.ndarray, np.ndarray]:

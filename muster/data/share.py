@@ -28,7 +28,8 @@ def read_share(read: Callable[[int, int], Batch], plan: Plan, at: Coordinates, f
         return np.ascontiguousarray(own).reshape(-1, shape[3])
 
     labels_BS = cut(batch.labels_BS)
-    return Batch(cut(batch.tokens_BS), labels_BS, int((labels_BS != NOT_COUNTED).sum()))
+    positions_BS = None if batch.positions_BS is None else cut(batch.positions_BS)
+    return Batch(cut(batch.tokens_BS), labels_BS, int((labels_BS != NOT_COUNTED).sum()), positions_BS)
 
 
 def samples_of_rows(plan: Plan, at: Coordinates, micro_batch: int, count: int) -> Iterator[tuple[slice, int]]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.model.documents import Documents, attend_each
 from muster.model.kernels import activate, gated, rms_norm, rotate
 from muster.model.positions import Positions
 from muster.spec.model import ModelSpec
@@ -96,9 +97,16 @@ class Attention(nn.Module):
         self.o = nn.Linear(q_width, spec.hidden_size, bias=spec.out_bias)
 
     def forward(
-        self, x_BSD: Tensor, norm: nn.Module, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        norm: nn.Module,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """`cos` and `sin` (S, 1, head_dim) are None without rotary positions, `mask` (S, S) without a window."""
+        """`cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) without a window,
+        `documents` where each sequence is one."""
         qkv = self.pass_on(norm, (x_BSD,), self.spread, self.q, self.k, self.v)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         if self.q_norm is not None and self.k_norm is not None:
@@ -106,7 +114,11 @@ class Attention(nn.Module):
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # The attention kernels take strided heads as they lie: a copy to (B, H, S) order would gain nothing.
-        out_BHSd = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.window)
+        qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        if documents is None:
+            out_BHSd = self.attend(*qkv_BHSd, mask, self.window)
+        else:
+            out_BHSd = attend_each(self.attend, documents, qkv_BHSd, mask, self.window)
         return self.join(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 
@@ -138,9 +150,16 @@ class Layer(nn.Module):
         self.mlp_norm = make_norm(spec)
         self.mlp = Mlp(spec)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         # Added in place: nobody keeps what a linear layer returns, and fresh memory costs time on a CPU.
-        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask).add_(x_BSD)
+        x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents).add_(x_BSD)
         return self.mlp(x_BSD, self.mlp_norm).add_(x_BSD)
 
 
@@ -189,7 +208,7 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.where.rows(self.positions.weight, x_BSD)
         cos, sin = self.where.tables(x_BSD)
         for layer in self.blocks():
-            x_BSD = layer(x_BSD, cos, sin, self.where.mask(layer.attn.window, x_BSD))
+            x_BSD = layer(x_BSD, cos, sin, self.where.mask(layer.attn.window, x_BSD), self.where.documents)
         return x_BSD
 
     def _logits(self, x_BSD: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from muster.model.documents import Documents
 from muster.model.kernels import wide
 from muster.spec.model import ModelSpec
 from muster.spec.model_parts import RopeScaling
@@ -87,12 +88,14 @@ class Positions:
         """The position of the sequence's first hidden state."""
         self.starts_B: Tensor | None = None
         """Where each sequence's position 0 lies, where that is not the first."""
+        self.documents: Documents | None = None
+        """What the sequences of the next pass are made up of, where that is not one document each."""
         self._tables: tuple[Tensor, Tensor] | None = None
         self._masks: dict[int, Tensor] = {}
 
     def tables(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """cos and sin for all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim); None where
-        the model has no rotary positions."""
+        """cos and sin for all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim), or
+        (B, S, 1, head_dim) for sequences of several documents; None where the model has no rotary positions."""
         if self._spec.position != "rope":
             return None, None
         end, kind = self.first + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
@@ -101,6 +104,8 @@ class Positions:
             size = end if self.first == 0 else 2 * end  # a text that grows would need a new table for each token
             spec = self._spec
             self._tables = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
+        if self.documents is not None:
+            return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
         return tables[0][self.first : end], tables[1][self.first : end]
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
@@ -117,6 +122,8 @@ class Positions:
         """Of a table with a vector for each position, those of the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]
         begin = self.first + self.part * count
+        if self.documents is not None:
+            return weight_PD[self.documents.positions_BS[:, begin : begin + count]]
         if self.starts_B is None:
             return weight_PD[begin : begin + count]
         at_S = torch.arange(begin, begin + count, device=x_BSD.device)

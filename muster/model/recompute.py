@@ -26,7 +26,7 @@ def apply_recompute(layer: Layer, recompute: Recompute) -> None:
         layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
 
 
-def _run_again(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Tensor | None) -> Tensor:
+def _run_again(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Any) -> Tensor:
     """`forward`, of which autograd keeps `x_BSD` alone: all layers share the rest. Nothing in it is random."""
 
     def run(x_BSD: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from muster.model.documents import Documents
+
 
 @dataclass
 class Feed:
@@ -17,3 +19,5 @@ class Feed:
     """Of the z-loss; see `muster.model.loss`."""
     loss_scale: float = 1.0
     """What the loss, and so every gradient, is multiplied by."""
+    documents_M: tuple[Documents | None, ...] | None = None
+    """Of each micro-batch; None: every sequence is one document."""

@@ -145,6 +145,7 @@ class DecoderStage:
         elif torch.is_grad_enabled():
             assert x is not None
             x.requires_grad_(True)
+        self.module.where.documents = None if self.feed.documents_M is None else self.feed.documents_M[micro_batch]
         y = self.module(x)
         if self.makes_loss:
             losses = self._losses_of(y, self.feed.labels_MBS[micro_batch], self.feed.z_coefficient)

@@ -60,6 +60,11 @@ def choose_plan(resolved: Resolved, world_size: int | None, nodes: int = 1) -> C
 
 def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
     config = resolved.config
+    if config.data.packing != "concatenate" and config.parallel.compile:
+        raise InfeasibleError(
+            f"data.packing {config.data.packing} can't be run with compile, which would follow the lengths of documents"
+            " from batch to batch: leave compile out, or take data.packing concatenate"
+        )
     if not resolved.auto:
         require_runnable(
             config.parallel, config.model, config.workload, world_size or asked_world_size(config.parallel)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from muster.cost.measured import level_of, measured_times, overhead_name
 from muster.cost.op_times import OpTimes
-from muster.data.dataset import Dataset
+from muster.data.dataset import Samples
 from muster.parallel.world import open_world
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, StageSpec, Strategy, Zero
@@ -53,7 +53,7 @@ def time_run(config: RunConfig, store: dist.Store, rank: int, generation: int) -
     plan = config.parallel
     with open_world(store, rank, plan.world_size, plan, generation) as world:
         # The dataset is for steps, of which none is made.
-        trainer = Trainer(config, plan, world, cast(Dataset, None))
+        trainer = Trainer(config, plan, world, cast(Samples, None))
         found = trainer.profile().times
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

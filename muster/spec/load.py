@@ -121,6 +121,10 @@ def write_resolved(resolved: Resolved, plan: Plan, run_dir: Path) -> None:
 # Layers
 
 
+_INSTEAD = {"data.mix": ("data.source",), "data.source": ("data.mix", "data.changes")}
+"""Keys that stand in the place of others from lower layers."""
+
+
 class _Merged:
     """The values of all layers so far, the later ones on top."""
 
@@ -144,6 +148,10 @@ class _Merged:
                         f"{chosen[0]}: 'auto' chooses it; instead of auto give a plan's name, such as dp2-pp2"
                         f" (from {layer.origin(chosen[0])})"
                     )
+        for path, others in _INSTEAD.items():
+            if said.get(path):
+                for other in others:
+                    self._drop(other)
         for path, value in said.items():
             if value is None and _shape().keys(_shape().at(path) or {}):
                 continue  # a section without a line in it

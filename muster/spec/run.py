@@ -18,11 +18,40 @@ NUM_BYTE_IDS = 257
 """Ids of the tokenizer `bytes`: the 256 bytes and the end of a document."""
 
 
-class DataConfig(Frozen):
-    """What is read."""
+class MixPart(Frozen):
+    """One source of a mixture."""
 
+    name: str
     source: str
+    """As `data.source`."""
+    weight: NonNegative = 1.0
+    """Its part of the samples is its weight among all weights."""
+
+
+class MixChange(Frozen):
+    """Other weights from some point on. One of the two says from where."""
+
+    from_step: PositiveInt | None = None
+    """Steps made before; counted in today's global_batch_size."""
+    from_sample: PositiveInt | None = None
+    """Samples read before."""
+    weights: dict[str, NonNegative]
+    """By source; those left out get none."""
+
+
+class DataConfig(Frozen):
+    """What is read: one source, or a mixture of several."""
+
+    source: str | None = None
     """`python-stdlib` (the standard library's own source files), a file, a directory, or a prepared token store."""
+    mix: tuple[MixPart, ...] = ()
+    """Several sources instead, each with a weight."""
+    changes: tuple[MixChange, ...] = ()
+    """Of the mixture's weights, in order."""
+    packing: Literal["concatenate", "documents", "whole"] = "concatenate"
+    """concatenate: a sample is seq_len tokens of the stream, read as one. documents: each document in it sees itself
+    alone, and its positions begin at 0. whole: likewise, and documents are cut only where they are longer than a
+    sample, which is filled up."""
     tokenizer: str = "bytes"
     """`bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
     end_token: str | None = None
@@ -41,6 +70,28 @@ class DataConfig(Frozen):
     """Directory of the token store; None: `.data` beside the run directory."""
     hash_samples: bool = False
     """Write the hash of the stream of samples to samples.sha256."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        names = [part.name for part in self.mix]
+        if (self.source is None) == (not names):
+            raise ValueError(
+                "source: missing, expected text or python-stdlib; or give several in mix"
+                if self.source is None
+                else f"source {self.source} and mix are given, expected one of them"
+            )
+        if len(set(names)) < len(names):
+            raise ValueError(f"mix has two sources of one name among {', '.join(names)}")
+        if names and not any(part.weight for part in self.mix):
+            raise ValueError("mix: all weights are 0, expected one that is more")
+        for change in self.changes:
+            if (change.from_step is None) == (change.from_sample is None):
+                raise ValueError("changes: expected either from_step or from_sample in each")
+            if unknown := [name for name in change.weights if name not in names]:
+                raise ValueError(f"changes: mix has no source {unknown[0]!r}, expected one of {', '.join(names)}")
+            if not any(change.weights.values()):
+                raise ValueError("changes: all weights are 0, expected one that is more")
+        return self
 
 
 class TrainConfig(Frozen):
@@ -180,7 +231,16 @@ class RunConfig(Frozen):
                 f"model.vocab_size {self.model.vocab_size} is smaller than"
                 f" the {NUM_BYTE_IDS} ids of data.tokenizer bytes"
             )
+        firsts = self.change_samples
+        if firsts != sorted(set(firsts)):
+            raise ValueError(f"data.changes: each begins after the one before, but they begin at samples {firsts}")
         return self
+
+    @property
+    def change_samples(self) -> list[int]:
+        """The global sample with which each of data.changes begins."""
+        batch = self.train.global_batch_size
+        return [change.from_sample or (change.from_step or 0) * batch for change in self.data.changes]
 
     @property
     def workload(self) -> Workload:

@@ -4,16 +4,20 @@ import os
 from pathlib import Path
 
 from muster.data.chat import read_template
-from muster.data.dataset import Dataset
+from muster.data.dataset import Dataset, Samples
+from muster.data.mixed import MixedDataset
+from muster.data.mixture import MixStage
+from muster.data.order import key_of
 from muster.data.prepare import Preparation, Progress, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer, load_tokenizer
+from muster.report.stores import skipped_words
 from muster.spec.errors import ConfigError
 from muster.spec.run import DataConfig, RunConfig
 
 
-def open_dataset(config: RunConfig, run_dir: Path) -> Dataset:
-    """The run's data; builds the token store if nobody has yet."""
+def open_dataset(config: RunConfig, run_dir: Path) -> Samples:
+    """The run's data; builds the token stores that nobody has built yet."""
     tokenizer = tokenizer_of(config.data)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -21,8 +25,41 @@ def open_dataset(config: RunConfig, run_dir: Path) -> Dataset:
             f" data.tokenizer {config.data.tokenizer}: expected {tokenizer.vocab_size} or more"
         )
     cache = Path(config.data.cache) if config.data.cache else run_dir.resolve().parent / ".data"
-    store = open_store(config.data, config.data.source, tokenizer, cache)
-    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out)
+
+    def open_one(source: str, seed: int) -> Dataset:
+        store = open_store(config.data, source, tokenizer, cache)
+        return Dataset(store, config.train.seq_len, seed, config.data.held_out, config.data.packing)
+
+    if config.data.source is not None:
+        return open_one(config.data.source, config.seed)
+    sources = {part.name: open_one(part.source, key_of(config.seed, "source", part.name)) for part in config.data.mix}
+    return MixedDataset(sources, mix_stages(config), config.seed)
+
+
+def mix_stages(config: RunConfig) -> list[MixStage]:
+    """The weights of a mixture's sources from sample to sample."""
+    data = config.data
+    stages = [MixStage(0, tuple(part.weight for part in data.mix))]
+    for first, change in zip(config.change_samples, data.changes, strict=True):
+        stages.append(MixStage(first, tuple(change.weights.get(part.name, 0.0) for part in data.mix)))
+    return stages
+
+
+def data_lines(config: RunConfig, dataset: Samples) -> list[str]:
+    """What a run says of its data: a line for each source."""
+    if isinstance(dataset, Dataset):
+        header = dataset.store.header
+        left_out = f", left out: {skipped_words(header.skipped)}" if header.skipped else ""
+        source = config.data.source
+        return [f"{header.num_tokens:,} tokens in {header.num_documents:,} documents from {source}{left_out}"]
+    assert isinstance(dataset, MixedDataset)
+    lines, total = [], sum(part.weight for part in config.data.mix)
+    for part in config.data.mix:
+        own = config.model_copy(update={"data": config.data.model_copy(update={"source": part.source, "mix": ()})})
+        lines += [
+            f"{part.name} {part.weight / total:.1%}: {line}" for line in data_lines(own, dataset.sources[part.name])
+        ]
+    return lines
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:

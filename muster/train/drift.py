@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from muster.data.dataset import Dataset
+from muster.data.dataset import Samples
 from muster.spec.errors import ConfigError
 from muster.spec.load import load_run
 from muster.spec.run import RunConfig
@@ -52,11 +52,11 @@ def refuse_drift(run_dir: Path, config: RunConfig, done: int, allow: bool = Fals
         )
 
 
-def refuse_other_data(run_dir: Path, dataset: Dataset, counters: dict, allow: bool = False) -> None:
+def refuse_other_data(run_dir: Path, dataset: Samples, counters: dict, allow: bool = False) -> None:
     """The stream of samples goes on only through the same tokens, unless `allow`. Raises ConfigError."""
-    if counters.get("data") == dataset.store.fingerprint:
+    if counters.get("data") == dataset.fingerprint:
         return
-    change = f"({counters.get('data')}, now {dataset.store.fingerprint})"
+    change = f"({counters.get('data')}, now {dataset.fingerprint})"
     if not allow:
         raise ConfigError(f"the text of data.source is not what {run_dir} began with {change}: {WAYS_OUT}")
     print(f"allowed: another text {change}, from sample {counters['samples_consumed']} of its stream on")

@@ -14,7 +14,7 @@ from muster.checkpoint.folder import find_latest
 from muster.checkpoint.initial import load_initial
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
-from muster.data.dataset import Dataset, StreamHash, sample_digest
+from muster.data.dataset import Samples, StreamHash, sample_digest
 from muster.parallel.world import World, open_world
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
@@ -46,7 +46,7 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
 class Run:
     """One rank's way through a run."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Samples, run_dir: Path) -> None:
         self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
         self.is_main = world.rank == 0
         self.trainer = Trainer(config, plan, world, dataset)
@@ -149,7 +149,7 @@ class Run:
         counters = {
             **self.trainer.counters(),
             "stream_hash": self.stream.state,
-            "data": self.trainer.dataset.store.fingerprint,
+            "data": self.trainer.dataset.fingerprint,
         }
         return {
             "plan": self.plan.model_dump(mode="json"),

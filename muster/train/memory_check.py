@@ -24,7 +24,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from muster.cost.own_memory import GPU_LOSS_NUMBERS, Kernels
-from muster.data.dataset import Batch, Dataset
+from muster.data.dataset import Batch, Samples
 from muster.model.loss import large_chunks
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
@@ -58,7 +58,7 @@ FAKE_KERNELS = Kernels(fused_norm=False, loss_numbers=GPU_LOSS_NUMBERS)
 def account(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> Accounting:
     """Builds `rank` of the plan's ranks and runs one step of it, on fake tensors on the CPU."""
     with _fake_group(plan, rank) as world, large_chunks():
-        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(Dataset, None))
+        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(Samples, None))
         with FAKE:
             return _count(trainer)
 
@@ -85,7 +85,7 @@ def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / _REQUEST).read_text())
     with open_world(store, rank, world_size, config.parallel) as world:
-        trainer = _CountedTrainer(config, config.parallel, world, cast(Dataset, None))
+        trainer = _CountedTrainer(config, config.parallel, world, cast(Samples, None))
         found = _count(trainer)
     (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
     return 0

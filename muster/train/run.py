@@ -24,7 +24,7 @@ from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.load import Resolved, derived_lines, write_resolved
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
-from muster.train.data import open_dataset
+from muster.train.data import data_lines, open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
 from muster.train.order import with_order
@@ -119,8 +119,8 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     if manifest is None and config.train.init_from is not None:
         _check_weights(config.train.init_from, config)
     dataset = open_dataset(config, run_dir)
-    header = dataset.store.header
-    print(f"data: {header.num_tokens:,} tokens in {header.num_documents:,} documents from {config.data.source}")
+    for line in data_lines(config, dataset):
+        print(f"data: {line}")
     for line in (*derived_lines(resolved), *chosen.lines):
         print(line)
     if manifest is not None:

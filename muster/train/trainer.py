@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.piece import Piece
-from muster.data.dataset import Batch, Dataset
+from muster.data.dataset import Batch, Samples
 from muster.data.share import read_share
+from muster.model.documents import Documents
 from muster.optim.lr import rate_of_step
 from muster.optim.make import make_optimizer
 from muster.parallel.executor import Executor
@@ -30,6 +31,7 @@ from muster.spec.layout import TensorLayout, stages_of
 from muster.spec.mesh import rank_at
 from muster.spec.plan import Order, Plan
 from muster.spec.run import RunConfig
+from muster.train.ahead import Ahead, Share
 from muster.train.gradients import add_other_replica, find_copies, sum_of_squares
 from muster.train.loss_scale import LossScale
 from muster.train.post_validation import PostValidation
@@ -45,7 +47,7 @@ class Trainer:
 
     stage_type = DecoderStage
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Samples) -> None:
         self.config, self.plan, self.world, self.dataset = config, plan, world, dataset
         workload = config.workload
         self._read_plan()
@@ -79,7 +81,9 @@ class Trainer:
         """Asked in each step: whether this rank is saving, and whether a save has failed since."""
         self.rounds: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_ROUNDS)
         self._micro_batches = plan.num_micro_batches(workload)
-        self._reads = plan.spread_vocab or any(stage.is_first or stage.is_last for stage in self.stages.values())
+        self._reads = config.data.packing != "concatenate" or plan.spread_vocab
+        self._reads |= any(stage.is_first or stage.is_last for stage in self.stages.values())
+        self._reader = Ahead(self._share)
         self.tokens_fed: Tensor | None = None
 
     def _read_plan(self) -> None:
@@ -123,9 +127,9 @@ class Trainer:
 
     def feed_step(self) -> None:
         """Gives the stages the next global batch."""
-        batch_size = self.config.train.global_batch_size
-        self.num_valid = self.dataset.num_valid(self.samples_consumed, batch_size)
-        self._feed(self._share(self.dataset.train_batch, self.samples_consumed, batch_size), self.num_valid)
+        share = self._reader.take(self.samples_consumed, self.config.train.global_batch_size)
+        self.num_valid = share.num_valid
+        self._feed(share.batch, self.num_valid)
         self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.steps)
 
     def count_step(self, events: list[Event]) -> None:
@@ -157,14 +161,16 @@ class Trainer:
         """Whether the state is that after this step, for good."""
         return step == self.step_count and (self.ahead is None or self.ahead.is_settled)
 
-    def evaluate(self, num_batches: int) -> float | None:
-        """Mean loss over the first held-out batches; None when there are too few held-out samples for one."""
+    def evaluate(self, num_batches: int, source: str | None = None) -> float | None:
+        """Mean loss over the first held-out batches, of one source or of all; None when there are too few held-out
+        samples for one."""
+        dataset = self.dataset if source is None else self.dataset.parts[source]
         batch_size = self.config.train.global_batch_size
-        num_batches = min(num_batches, self.dataset.num_held_out_samples // batch_size)
+        num_batches = min(num_batches, dataset.num_held_out_samples // batch_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
             for index in range(num_batches):
-                batch = self._share(self.dataset.held_out_batch, index * batch_size, batch_size)
+                batch = self._read_share(dataset.held_out_batch, index * batch_size, batch_size)
                 self._feed(batch, 1)
                 self._evaluator.run()
                 for stage in self.stages.values():
@@ -193,7 +199,13 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # Data
 
-    def _share(self, read: Callable[[int, int], Batch], first: int, count: int) -> Batch | None:
+    def _share(self, first: int, count: int) -> Share:
+        """What this rank trains on of the global samples first … first + count, and how many labels count in all."""
+        batch = self._read_share(self.dataset.train_batch, first, count)
+        # A batch in which nothing is to be learnt has a loss of 0.
+        return Share(first, batch, max(1, self.dataset.num_valid(first, count)))
+
+    def _read_share(self, read: Callable[[int, int], Batch], first: int, count: int) -> Batch | None:
         """This rank's part of the global samples first … first + count; None on ranks that need no data."""
         if not self._reads:
             return None
@@ -209,7 +221,11 @@ class Trainer:
                 torch.from_numpy(array).to(self.world.device).view(shape)
                 for array in (batch.tokens_BS, batch.labels_BS)
             )
-            feed = Feed(tokens, labels, num_valid, z_coefficient, scale)
+            documents = None
+            if batch.positions_BS is not None:
+                positions = torch.from_numpy(batch.positions_BS).view(shape)
+                documents = tuple(Documents.of(one, self.world.device) for one in positions)
+            feed = Feed(tokens, labels, num_valid, z_coefficient, scale, documents)
         for stage in self.stages.values():
             stage.feed = feed
             if stage.words is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muster.checkpoint.piece import Piece
 from muster.checkpoint.save import save
-from muster.data.dataset import Dataset
+from muster.data.dataset import Samples
 from muster.data.share import samples_of_rows
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
@@ -59,7 +59,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
 class WatchedTrainer(Trainer):
     """A trainer that sketches its hidden states and keeps its first gradients."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Dataset) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Samples) -> None:
         super().__init__(config, plan, world, dataset)
         self.sketches = Sketches(config.model, config.workload, world.device)
         self.first_gradients: dict[str, Tensor] | None = None

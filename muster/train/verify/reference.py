@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from muster.data.dataset import NOT_COUNTED, Dataset
+from muster.data.dataset import NOT_COUNTED, Samples
 from muster.model.decoder import Decoder
+from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.kernels import wide
 from muster.optim.base import Optimizer
@@ -35,7 +36,7 @@ class Reference:
     It has a plan's precision and micro-batches: in bf16, gradients lose digits as they are added up within one.
     """
 
-    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: Dataset) -> None:
+    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: Samples) -> None:
         self.config = config
         self.precision: Precision = precision
         self._micro_batch_size = micro_batch_size
@@ -91,6 +92,9 @@ class Reference:
             self._see = partial(sketches.add, sample=first)
             # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
             cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in model.named_parameters()}
+            if batch.positions_BS is not None:
+                positions_BS = torch.from_numpy(batch.positions_BS[first : first + size])
+                model.where.documents = Documents.of(positions_BS, self._device)
             logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
             logits_NV = logits_BSV.flatten(0, 1).to(wide(logits_BSV.dtype))
             labels_N = labels_BS[first : first + size].flatten()

@@ -1,0 +1,255 @@
+"""Packed documents: each sees itself alone, wherever it lies; and mixtures of sources, whoever reads them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.cli.main import main
+from muster.data.dataset import NOT_COUNTED, Dataset, Packing, Samples, StreamHash, sample_digest
+from muster.data.mixed import MixedDataset
+from muster.data.mixture import BLOCK, MixStage, MixtureOrder, quotas
+from muster.data.prepare import Preparation, prepare
+from muster.data.share import read_share
+from muster.data.store import TokenStore
+from muster.data.tokenizer import ByteTokenizer
+from muster.model.decoder import Decoder
+from muster.model.documents import Documents
+from muster.model.init import init_stage
+from muster.model.recompute import apply_recompute
+from muster.spec.mesh import coordinates
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+
+TOKENIZER = ByteTokenizer()
+END = TOKENIZER.end
+
+
+def make_store(folder: Path, name: str, rows: list[dict]) -> TokenStore:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return prepare(Preparation(str(folder / f"{name}.jsonl"), TOKENIZER), folder / name)
+
+
+def texts(seed: int, count: int, longest: int = 40) -> list[str]:
+    draw = np.random.default_rng(seed)
+    return ["".join(map(chr, draw.integers(97, 123, draw.integers(1, longest)))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module", name="stores")
+def _stores(tmp_path_factory) -> dict[str, TokenStore]:
+    folder = tmp_path_factory.mktemp("stores")
+    plain = [{"text": text} for text in texts(0, 150)]
+    pairs = [{"prompt": a, "completion": b} for a, b in zip(texts(1, 80), texts(2, 80), strict=True)]
+    long = [{"text": text} for text in [*texts(3, 5, 9), *texts(4, 12, 300), *texts(5, 5, 9)]]
+    return {"plain": make_store(folder, "plain", plain), "pairs": make_store(folder, "pairs", pairs),
+            "long": make_store(folder, "long", long)}  # fmt: skip
+
+
+# --- packing ---
+
+
+def learnt(store: TokenStore) -> list[tuple[int, int]]:
+    """Every pair of a token and the next that is to be learnt, document by document."""
+    counted = store.read_counted(0, store.header.num_tokens)
+    pairs = []
+    ends = [*store.document_starts.tolist()[1:], store.header.num_tokens]
+    for start, end in zip(store.document_starts.tolist(), ends, strict=True):
+        for at in range(start + 1, end):
+            if counted is None or counted[at]:
+                pairs.append((int(store.tokens[at - 1]), int(store.tokens[at])))
+    return pairs
+
+
+@pytest.mark.parametrize("name", ["plain", "pairs", "long"])
+@pytest.mark.parametrize("packing", ["documents", "whole"])
+@pytest.mark.parametrize("seq_len", [16, 64])
+def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing: Packing, seq_len):
+    store = stores[name]
+    dataset = Dataset(store, seq_len, 3, packing=packing)
+    batch = dataset.train_batch(0, dataset.num_train_samples)
+    counted = batch.labels_BS != NOT_COUNTED
+    pairs = list(zip(batch.tokens_BS[counted].tolist(), batch.labels_BS[counted].tolist(), strict=True))
+    assert sorted(pairs) == sorted(learnt(store))
+    assert batch.num_valid == len(pairs) == dataset.num_valid(0, dataset.num_train_samples)
+    parts = [dataset.num_valid(first, 3) for first in range(0, dataset.num_train_samples, 3)]
+    assert sum(parts) >= len(pairs)  # the last three reach into the next epoch
+    assert [dataset.train_batch(3 * i, 3).num_valid for i in range(len(parts))] == parts
+    positions = batch.positions_BS
+    assert positions is not None
+    ends = np.pad(batch.tokens_BS == END, ((0, 0), (1, 0)))[:, :-1]
+    assert np.all(positions[ends] == 0)
+    assert np.all(np.diff(positions, axis=1)[positions[:, 1:] != 0] == 1)
+    assert np.all(positions[:, 0] == 0)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_whole_documents_are_cut_only_where_they_must(lengths, seq_len):
+    from muster.data.packing import WholeDocuments
+
+    lengths = [length + 1 for length in lengths]
+    ends = np.cumsum(lengths)
+    windows = WholeDocuments(int(ends[-1]), seq_len, 0.0, ends - lengths) if ends[-1] > seq_len else None
+    if windows is None:
+        return
+    all_windows = np.arange(windows.num_windows)
+    starts, filled = windows.starts(all_windows), windows.num_valid(all_windows)
+    assert np.all((filled > 0) & (filled <= seq_len))
+    predicted = sorted(
+        token for start, size in zip(starts, filled, strict=True) for token in range(start + 1, start + size + 1)
+    )
+    firsts = set((ends - lengths).tolist())
+    assert [token for token in predicted if token not in firsts] == [t for t in range(int(ends[-1])) if t not in firsts]
+    assert len(set(predicted)) == len(predicted)
+    for start in starts.tolist():
+        if start not in firsts:  # cut: its document is longer than a sample
+            document = int(np.searchsorted(ends, start, side="right"))
+            assert lengths[document] > seq_len + 1
+
+
+SPECS = {
+    "rope": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=24),
+    "learned": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2,
+                         intermediate_size=24, position="learned", max_positions=64, norm="layer"),
+    "window": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=24,
+                        sliding_window=5),
+}  # fmt: skip
+
+
+def make_model(name: str) -> Decoder:
+    spec = SPECS[name]
+    model = Decoder(spec, range(spec.num_layers), first=True, last=True)
+    init_stage(model, spec, 1)
+    return model.double()
+
+
+def token_losses(
+    model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, positions: np.ndarray | None
+) -> torch.Tensor:
+    device = torch.device("cpu")
+    model.where.documents = None if positions is None else Documents.of(torch.from_numpy(positions), device)
+    logits = model(torch.from_numpy(tokens_BS))
+    return F.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(labels_BS).flatten(), reduction="none", ignore_index=NOT_COUNTED
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", SPECS)
+def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(stores, kind, recompute):
+    store, model = stores["plain"], make_model(kind)
+    for layer in model.blocks():
+        apply_recompute(layer, recompute)
+    dataset = Dataset(store, 64, 5, packing="whole")
+    batch = dataset.train_batch(0, 4)
+    assert batch.positions_BS is not None
+    packed = token_losses(model, batch.tokens_BS, batch.labels_BS, batch.positions_BS)
+    packed.sum().backward()
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    alone = []
+    for row in range(4):
+        begins = [*np.flatnonzero(batch.positions_BS[row] == 0).tolist(), 64]
+        for begin, end in zip(begins[:-1], begins[1:], strict=True):
+            tokens, labels = (a[row : row + 1, begin:end] for a in (batch.tokens_BS, batch.labels_BS))
+            alone.append(token_losses(model, tokens, labels, None))
+            alone[-1].sum().backward()
+    assert len(alone) > 8
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-11)
+    # The bug that this would find: documents that see those before them.
+    seen = token_losses(model, batch.tokens_BS, batch.labels_BS, None)
+    assert (seen - packed).abs().max() > 1e-6
+
+
+# --- mixtures ---
+
+
+def test_a_block_has_each_source_in_its_proportion():
+    assert quotas([0.7, 0.3]).tolist() == [700, 300]
+    assert quotas([1, 1, 1]).tolist() == [334, 333, 333]
+    assert quotas([1, 0, 1e-9]).tolist() == [999, 0, 1]
+    with pytest.raises(ValueError, match="not all of them 0"):
+        quotas([0, 0])
+
+
+@given(st.integers(0, 2_500), st.integers(1, 2_500), st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_each_source_is_gone_through_without_a_gap_over_all_stages(first, count, seed):
+    order = MixtureOrder([MixStage(0, (3, 1)), MixStage(1_234, (0, 1)), MixStage(1_300, (1, 1))], seed)
+    source, index = order.locate(0, first + count)
+    for one in (0, 1):
+        assert sorted(index[source == one].tolist()) == list(range(int((source == one).sum())))
+    again = order.locate(first, count)
+    assert np.array_equal(again[0], source[first:])
+    assert np.array_equal(again[1], index[first:])
+    assert set(source[1_234:1_300].tolist()) <= {1}
+    if first + count >= BLOCK:
+        assert (source[:BLOCK] == 0).sum() == 750
+
+
+def stream(dataset: Samples, plans: list[tuple[str, int, int]]) -> str:
+    """The hash of what the ranks of each plan are fed, which go on where the one before stopped."""
+    hash_, at = StreamHash(), 0
+    for name, batch_size, num_steps in plans:
+        plan: Plan = parse_plan_name(name)
+        for _ in range(num_steps):
+            places = [coordinates(plan, rank) for rank in range(plan.world_size)]
+            for place in places:
+                share = read_share(dataset.train_batch, plan, place, at, batch_size)
+                assert (share.positions_BS is None) == (dataset.train_batch(0, 1).positions_BS is None)
+                hash_.update(sample_digest(row) for row in share.tokens_BS)
+            at += batch_size
+    return hash_.state
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "documents", "whole"])
+def test_the_stream_of_a_mixture_is_the_same_for_any_ranks_and_batches(stores, packing: Packing):
+    sources = {name: Dataset(store, 32, seed, 0.1, packing) for seed, (name, store) in enumerate(stores.items())}
+    dataset = MixedDataset(sources, [MixStage(0, (2, 1, 1)), MixStage(50, (1, 1, 0))], 7)
+    assert dataset.num_train_samples < 320  # so that there is more than an epoch
+    whole = stream(dataset, [("dp1-mb16", 16, 20)])
+    assert stream(dataset, [("dp4-mb2", 8, 10), ("dp2-mb4", 16, 5), ("dp8-mb1", 32, 5)]) == whole
+    assert stream(dataset, [("dp4-mb2", 8, 10), ("dp2-mb4", 16, 5), ("dp8-mb1", 32, 4)]) != whole
+    batch = dataset.train_batch(3, 9)
+    assert batch.num_valid == dataset.num_valid(3, 9) == (batch.labels_BS != NOT_COUNTED).sum()
+
+
+def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
+    sources = {name: Dataset(store, 32, seed, 0.1) for seed, (name, store) in enumerate(stores.items())}
+    dataset = MixedDataset(sources, [MixStage(0, (1, 1, 1))], 7)
+    count = dataset.num_held_out_samples
+    mixed = dataset.held_out_batch(0, count + 3)
+    own = [one.held_out_batch(0, one.num_held_out_samples) for one in sources.values()]
+    assert count == sum(len(batch.tokens_BS) for batch in own)
+    assert sorted(map(bytes, mixed.tokens_BS[:count])) == sorted(bytes(row) for batch in own for row in batch.tokens_BS)
+    assert np.all(mixed.labels_BS[count:] == NOT_COUNTED)
+    trained = dataset.train_batch(0, 400)
+    assert not set(map(bytes, mixed.labels_BS[:count])) & set(map(bytes, trained.labels_BS))
+
+
+# --- runs ---
+
+
+def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys):
+    mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
+    data = {"mix": mix, "packing": "documents", "changes": [{"from_step": 1, "weights": {"pairs": 1}}], "held_out": 0.1}
+    config = {
+        "extends": "tiny",
+        "data": data,
+        "train": {"seq_len": 64, "global_batch_size": 8, "steps": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    plans = ["tp2-sp-pp2-rfull-mb2"]
+    code = main(["verify", str(tmp_path / "run.yaml"), "--against", *plans])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
