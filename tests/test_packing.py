@@ -253,3 +253,9 @@ def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys
     code = main(["verify", str(tmp_path / "run.yaml"), "--against", *plans])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
+
+
+def test_packing_is_refused_with_compile(tmp_path, capsys):
+    arguments = ["train", "--preset", "tiny", "--data.packing", "whole", "--parallel.compile", "true", "--dry-run"]
+    assert main(arguments) == 3
+    assert "data.packing whole can't be run with compile" in capsys.readouterr().err
