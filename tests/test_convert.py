@@ -234,6 +234,7 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
         ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "expected a size such as 5GB"),
         ((run, target, "--to", "hf", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),
         ((run, target, "--to", "hf", "--model", "lama"), "there is no model 'lama'"),
+        ((run, target, "--to", "hf", "--model", "gpt2"), "and --model is another one: leave --model out"),
     ):
         assert said in refusal(capsys, 2, "convert", *words)
         assert not target.exists()
@@ -385,12 +386,20 @@ def test_verify_finds_a_flipped_bit(run: Path, capsys: pytest.CaptureFixture[str
     (found,) = facts(capsys, "verify", run)["directories"]
     assert (found["checksums"], found["problems"], found["bytes"]) == (True, [], 2 * 1_708_800)
     file = run / "checkpoints/step-00000007/rank-00002.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 16
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    for place in (-5, len(data) // 2):
+        data[place] ^= 16
     file.write_bytes(data)
     (found,) = facts(capsys, "verify", run, code=1)["directories"]
-    assert len(found["problems"]) == 1
+    assert len(found["problems"]) == 1, "one sentence for each file"
     assert f"{file} is damaged: the checksum of " in found["problems"][0]
+    assert found["problems"][0].endswith("; 1 more of its tensors can't be read")
+    file.write_bytes(whole[:-1])
+    (found,) = facts(capsys, "verify", run, code=1)["directories"]
+    assert len(found["problems"]) == 1
+    assert f"has {len(whole) - 1} bytes instead of {len(whole)}" in found["problems"][0]
+    file.write_bytes(data)
     assert muster("verify", run) == 1
     assert "damaged" in capsys.readouterr().out
     (file.parent / MANIFEST).write_text("{")

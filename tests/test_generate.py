@@ -163,10 +163,25 @@ def test_the_command_prints_prompts_and_texts(whole: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == plain
 
 
+def test_converted_weights_write_what_the_run_writes(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--prompt", "import ", "--tokens", "20", "--temperature", "0"]
+    assert main(["generate", str(whole), *flags]) == 0
+    expected = capsys.readouterr().out
+    for source, kind in ((whole, "hf"), (tmp_path / "hf", "muster"), (whole, "dcp")):
+        assert main(["checkpoint", "convert", str(source), str(tmp_path / kind), "--to", kind]) == 0
+    for kind in ("hf", "muster"):
+        capsys.readouterr()
+        assert main(["generate", str(tmp_path / kind), *flags]) == 0
+        assert capsys.readouterr().out == expected
+    assert main(["generate", str(tmp_path / "dcp"), *flags]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["nowhere"], 2, "there is no run in nowhere: expected a run directory"),
+        (["nowhere"], 2, "there is no directory nowhere: expected a run"),
         (["WHOLE", "--prompt", "x" * 65], 2, "a prompt has 65 tokens, but the model was trained on sequences of 64"),
         (["WHOLE", "--prompt", ""], 2, "a prompt of at least one token"),
         (["WHOLE", "--plan", "tq2"], 2, "unknown part 'tq2'; did you mean 'tp2'"),

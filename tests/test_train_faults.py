@@ -205,11 +205,21 @@ def test_a_flipped_byte_is_noticed(whole: Path) -> None:
     data = bytearray(tensor_file(run, 20).read_bytes())
     data[-1] ^= 1
     tensor_file(run, 20).write_bytes(data)
+    older = tensor_file(run, 15).parent
+    aside = older.rename(run / "aside")
     before = contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()
     ended = train(*TINY, "--run", run)
     damage = f"{tensor_file(run, 20)} is damaged: the checksum of"
-    assert_one_sentence(ended, 1, f"error: rank 0 on {HOST}: {damage}", f"remove {tensor_file(run, 20).parent}, and")
+    words = f"{run} has no checkpoint to go on from ({damage}"
+    assert_one_sentence(ended, 1, f"error: rank 0 on {HOST}: {words}", "--fresh starts anew")
     assert (contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()) == before
+
+    aside.rename(older)
+    ended = train(*TINY, "--run", run)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"passed over a damaged checkpoint: {damage}" in ended.out
+    assert f"resuming {run} after step 15: steps 16 to 20 are done again" in ended.out
+    assert_same_training(run, whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

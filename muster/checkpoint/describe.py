@@ -124,13 +124,18 @@ def _verify_one(folder: Path, begin: Callable[[int], None], progress: Callable[[
 
 def _check_pieces(stored: StoredTensors, checked: Checked, progress: Callable[[int], None]) -> None:
     checked.checksums = True
+    wrong: dict[str, dict[str, str]] = {}  # by file, the tensors of which some piece is wrong, and how
     for name in stored.kinds:
         for piece in stored.manifest.pieces(name):
             if problem := stored.piece_problem(name, piece):
-                checked.problems.append(problem)
+                wrong.setdefault(piece.file, {})[name] = problem
             checked.pieces += 1
             checked.bytes += piece.nbytes
             progress(piece.nbytes)
+    for problems in wrong.values():
+        said, others = next(iter(problems.values())), len(problems) - 1
+        more = f"; {others} more of its tensors can't be read" if others else ""
+        checked.problems.append(f"{said}{more}")
 
 
 def _check_readable(directory: Directory, checked: Checked, progress: Callable[[int], None]) -> None:

@@ -61,7 +61,7 @@ class Directory:
 
 
 def open_directory(path: Path, model: ModelSpec | None = None) -> Directory:
-    """What lies at `path`; `model` is taken for the model that is there.
+    """What lies at `path`; `model` is taken for the model that is there, where no file of Muster says which it is.
 
     Raises ConfigError when it is of no known kind, MusterError when it is damaged.
     """
@@ -140,7 +140,7 @@ def _open_muster(folder: Path, model: ModelSpec | None) -> Directory:
         format="muster",
         folder=folder,
         stored=stored,
-        model=model or spec_in(manifest.model, folder / MANIFEST),
+        model=_agreed(model, manifest.model, folder / MANIFEST),
         step=manifest.step,
         plan=manifest.plan,
         counters=manifest.counters,
@@ -155,7 +155,7 @@ def _open_dcp(folder: Path, model: ModelSpec | None) -> Directory:
         format="dcp",
         folder=folder,
         stored=DcpTensors(folder),
-        model=model or (spec_in(about["model"], folder / ABOUT) if "model" in about else None),
+        model=_agreed(model, about["model"], folder / ABOUT) if "model" in about else model,
         step=about.get("step"),
         plan=about.get("plan"),
         counters=about.get("counters", {}),
@@ -169,6 +169,14 @@ def _open_megatron(folder: Path, model: ModelSpec | None) -> Directory:
     return Directory(
         format="megatron", folder=folder, stored=DcpTensors(folder), model=model, step=arguments.get("iteration")
     )
+
+
+def _agreed(model: ModelSpec | None, said: Mapping[str, Any], place: Path) -> ModelSpec:
+    """The model that a file describes. Raises ConfigError when another one is asked for."""
+    found = spec_in(said, place)
+    if model is not None and model.model_copy(update={"name": found.name}) != found:
+        raise ConfigError(f"{place} says that the model is {found.name}, and --model is another one: leave --model out")
+    return found
 
 
 def spec_in(fields: Mapping[str, Any], place: Path) -> ModelSpec:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,13 +30,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-def find_latest(root: Path, report: Callable[[str], None] | None = None) -> Path | None:
-    """The last complete checkpoint under `root`, or None.
+def find_latest(root: Path, report: Callable[[str], None] | None = None, without: Collection[Path] = ()) -> Path | None:
+    """The last complete checkpoint under `root` that is not among `without`, or None.
 
     It is the one that `latest` points to; when that one is missing or damaged, the complete one with the highest step.
     `report` receives one sentence for each checkpoint that was passed over.
     """
-    names = [path.name for path in reversed(checkpoints(root))]
+    names = [path.name for path in reversed(checkpoints(root)) if path not in without]
     if (pointed := _pointer(root)) in names:
         names.remove(pointed)
         names.insert(0, pointed)

@@ -64,7 +64,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         usage="muster generate RUN --prompt TEXT [--prompt TEXT …] [flags]",
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run directory, such as runs/demo, or a checkpoint in one"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a run directory, such as runs/demo, a checkpoint, or a converted directory",
     )
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument("--tokens", type=whole_number, default=200, metavar="N", help="new ones at most (default: 200)")

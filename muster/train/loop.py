@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.folder import find_latest
+from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.initial import load_initial
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
@@ -160,9 +160,7 @@ class Run:
 
     def _resume(self) -> None:
         """Goes on from the last checkpoint, if there is one."""
-        latest = self.world.share(find_latest(self.run_dir / CHECKPOINTS))
-        if latest is not None:
-            manifest = self._load(latest)
+        if (manifest := self._load_latest()) is not None:
             self.trainer.go_to(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
         elif (place := self.config.train.init_from) is not None:
@@ -171,15 +169,35 @@ class Run:
         if self.is_main:
             self.metrics.forget_after(self.trainer.step_count)
 
-    def _load(self, folder: Path) -> Manifest:
+    def _load_latest(self) -> Manifest | None:
+        """Loads the last checkpoint; one that turns out to be damaged is said, and the one before it is taken."""
+        root, damaged = self.run_dir / CHECKPOINTS, list[Path]()
+        said = ""
+        while (latest := self.world.share(find_latest(root, without=damaged))) is not None:
+            manifest, problem = self._try_load(latest)
+            problem = next((text for text in self.world.exchange(problem) if text), None)
+            if problem is None:
+                if damaged and self.is_main:
+                    step = step_of(latest)
+                    lost = f"steps {step + 1} to {step_of(damaged[0])} are done again"
+                    print(f"resuming {self.run_dir} after step {step}: {lost}", flush=True)
+                return manifest
+            damaged.append(latest)
+            said = problem
+            if self.is_main:
+                print(f"passed over a damaged checkpoint: {problem}", flush=True)
+        if damaged:
+            raise MusterError(f"{self.run_dir} has no checkpoint to go on from ({said}): --fresh starts anew")
+        return None
+
+    def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
+        """The manifest of a checkpoint that was loaded, or why this rank could not load it."""
         try:
-            return load(folder, self.trainer.pieces())
+            return load(folder, self.trainer.pieces()), None
         except ConfigError:
             raise
         except MusterError as error:
-            raise MusterError(
-                f"{error}; remove {folder}, and the same command goes on from an earlier checkpoint or the beginning"
-            ) from error
+            return None, str(error)
 
     def _give_up(self, result: StepResult, reason: str) -> None:
         """Stops after so many skipped steps in a row, the last for `reason`; keeps what led to them."""

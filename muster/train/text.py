@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from muster.checkpoint.convert import SIDE_FOLDER
+from muster.checkpoint.directory import open_directory, weights_of
 from muster.checkpoint.folder import find_latest
-from muster.checkpoint.load import load
+from muster.checkpoint.initial import load_initial
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
 from muster.model.sample import generate
@@ -49,16 +51,14 @@ class Request(Frozen):
 
 
 def find_source(path: Path) -> Source:
-    """The model of a run directory's last checkpoint, or of the checkpoint at `path`.
+    """The model of a run directory's last checkpoint, of the checkpoint at `path`, or of a converted directory.
 
     Raises ConfigError where there is none, MusterError where it is damaged.
     """
     is_checkpoint = (path / MANIFEST).exists()
     run_dir = path.resolve().parent.parent if is_checkpoint else path
     if not (run_dir / "config.yaml").exists():
-        raise ConfigError(
-            f"there is no run in {run_dir}: expected a run directory, such as runs/demo, or a checkpoint in one"
-        )
+        return _converted(path)
     problems: list[str] = []
     folder = path if is_checkpoint else find_latest(run_dir / "checkpoints", problems.append)
     if folder is None and problems:
@@ -78,12 +78,40 @@ def find_source(path: Path) -> Source:
     )
 
 
+def _converted(path: Path) -> Source:
+    """The model of a directory that `muster checkpoint convert` or another program wrote. Raises ConfigError."""
+    directory = open_directory(path)
+    weights_of(directory)
+    assert directory.model is not None
+    run = directory.manifest.run if directory.manifest is not None else {}
+    context = run.get("train", {}).get("seq_len") or directory.model.max_positions
+    if context is None:
+        raise ConfigError(f"{path} doesn't say how long the model's context is: expected max_positions in its model")
+    places = (directory.folder, directory.folder / SIDE_FOLDER)
+    tokenizer = next((str(place) for place in places if (place / "tokenizer.json").exists()), None)
+    if tokenizer is None and "data" not in run:
+        raise ConfigError(
+            f"{path} has no tokenizer: expected tokenizer.json in it (convert's --tokenizer puts it there)"
+        )
+    data = DataConfig.model_validate(
+        {"source": "none", **run.get("data", {}), **({"tokenizer": tokenizer} if tokenizer else {})}
+    )
+    return Source(
+        checkpoint=directory.folder.resolve(),
+        step=directory.step or 0,
+        model=directory.model,
+        context=context,
+        plan=Plan.model_validate(directory.plan or {}),
+        data=data,
+    )
+
+
 def make_texts(request: Request, device: torch.device, axis: TensorAxis | None = None) -> list[str]:
     """What follows each prompt. With an axis all of its ranks call it, and all get the same."""
     source, precision = request.source, request.plan.precision
     model, layouts = decoder_for_text(source.model, precision, device, axis)
     pieces = [Piece(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
-    load(source.checkpoint, pieces, convert=True)
+    load_initial(source.checkpoint, source.model, pieces)
     tokenizer = tokenizer_of(source.data)
     ids = generate(
         model,
