@@ -84,8 +84,15 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
     assert config.model_dump() == config.model_dump() | load_run("tiny", None, []).config.model_dump(
         exclude={"train": {"save_every"}, "parallel": {"micro_batch_size"}}
     ) | {"train": config.train.model_dump(), "parallel": config.parallel.model_dump()}
-    assert plan_of(whole) == "dp1-mb24-fp32"
-    for words in ("predicted step", "validation loss", "def ", f"report: {whole}/report.html", "MFU"):
+    assert ranks_of(whole) == 1
+    for words in (
+        f"plan: {plan_of(whole)} for 1 process",
+        "predicted step",
+        "validation loss",
+        "def ",
+        f"report: {whole}/report.html",
+        "MFU",
+    ):
         assert words in whole_ended.out
     assert whole_ended.err == ""
 

@@ -24,6 +24,10 @@ def run(arguments: list[str]) -> int:
     from muster.planner.answer import answer_to
     from muster.report.plan_answer import answer_json, show_answer
 
+    if args.pareto:
+        return _pareto(args)
+    if args.what_if:
+        return _what_if(args)
     answer = answer_to(_asked(args), args.top, args.limit)
     written = _write(args, answer)
     if args.json:
@@ -62,9 +66,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for muster train --parallel FILE")
     add("--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write files that start it on nodes")
     add("--run-file", metavar="FILE", help="the run file that they name (default: run.yaml)")
+    add("--pareto", action="store_true", help="the front over step time, memory, cost and number of devices")
+    add("--html", type=Path, metavar="FILE", help="with --pareto: write it as a page")
+    add(
+        "--what-if",
+        action="append",
+        metavar="CHANGE",
+        help="compare with another cluster: nodes=x2, network=/2, failed=1, cluster=64xa100; may be repeated",
+    )
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     require(args, {"model": "llama3-8b", "cluster": "64xh100"})
+    others = [flag for flag in ("output", "launch", "explain") if getattr(args, flag)]
+    if (args.pareto or args.what_if) and (others or (args.pareto and args.what_if)):
+        raise ConfigError(
+            f"--{'pareto' if args.pareto else 'what-if'} compares plans, and goes with neither --pareto, --what-if,"
+            " --output, --launch nor --explain: leave that out"
+        )
+    if args.html and not args.pareto:
+        raise ConfigError(f"--html {args.html} is the page of --pareto: give that too")
     if args.run_file and not args.launch:
         raise ConfigError(f"--run-file {args.run_file} is named in the files of --launch: say which, such as slurm")
     if args.output and not args.output.absolute().parent.is_dir():
@@ -72,6 +92,52 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if args.output and args.output.is_dir():
         raise ConfigError(f"--output {args.output} is a folder: expected a file such as {args.output / 'plan.yaml'}")
     return args
+
+
+def _pareto(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from muster.planner.pareto import front, sketched
+    from muster.report.page import write_page
+    from muster.report.trade_offs import front_json, front_lines, front_page, front_picture, front_table
+
+    found = front(_asked(args).request, args.limit)
+    if args.html:
+        write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
+    if args.json:
+        print(json.dumps(front_json(found), indent=2))
+        return 0
+    console, all_of_them = Console(highlight=False), len(found.points)
+    found = replace(found, points=sketched(found.points))
+    print("\n".join(front_lines(found)) + "\n")
+    console.print(front_table(found))
+    print("\nmemory of the fullest device over the time of a step:\n")
+    print("\n".join(front_picture(found, console.width)))
+    more = all_of_them - len(found.points)
+    if more:
+        print(f"\nLeft out: {more:,} within 3 % of one of these (--json and --html have them).")
+    print(f"\n{found.looked_at:,} plans simulated in {found.seconds:.1f} s" + ("" if found.proven else _UNPROVEN))
+    return 0
+
+
+_UNPROVEN = "; stopped there: --limit gives it longer, and may find better ones"
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from muster.planner.what_if import what_if
+    from muster.report.trade_offs import what_if_json, what_if_lines, what_if_table
+
+    cases = what_if(_asked(args).request, args.what_if, args.limit)
+    if args.json:
+        print(json.dumps(what_if_json(cases), indent=2))
+        return 0
+    Console(highlight=False).print(what_if_table(cases))
+    print("\n" + "\n".join(what_if_lines(cases)))
+    return 0
 
 
 def _asked(args: argparse.Namespace) -> "Asked":

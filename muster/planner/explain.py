@@ -34,7 +34,7 @@ class Neighbour:
 def neighbours(winner: Verdict, judge: Judge) -> list[Neighbour]:
     """What one change to the winner would do, each in a sentence; only changes that leave a legal plan."""
     found = []
-    for change, plan in _changes(winner.plan, judge.request):
+    for change, plan in changes(winner.plan, judge.request):
         if problems(plan, judge.request.model, judge.request.workload, plan.world_size):
             continue
         try:
@@ -44,7 +44,7 @@ def neighbours(winner: Verdict, judge: Judge) -> list[Neighbour]:
     return found
 
 
-def _changes(plan: Plan, request: Request) -> Iterator[tuple[str, Plan]]:
+def changes(plan: Plan, request: Request) -> Iterator[tuple[str, Plan]]:
     """One change at a time; data-parallel ranks make up for a changed degree."""
     plain = plan.model_copy(update={"stages": (), "overrides": ()})
     for axis in ("tp", "pp", "cp"):
@@ -53,6 +53,8 @@ def _changes(plan: Plan, request: Request) -> Iterator[tuple[str, Plan]]:
             shard = plan.dp_shard / factor
             if degree >= 1 and shard >= 1 and degree == int(degree) and shard == int(shard):
                 changed = plain.model_copy(update={axis: int(degree), "dp_shard": int(shard)})
+                if plan.tp == 1 and changed.tp > 1:
+                    changed = _with_strategy(changed, sp=True)
                 yield f"{axis} {int(degree)}", _legal_pipeline(changed)
     for size in (plan.micro_batch_size * 2, plan.micro_batch_size / 2):
         if size >= 1 and size == int(size):

@@ -40,6 +40,14 @@ def draw_scatter(key: str, title: str, description: str, dots: Sequence[Dot], ma
     return _figure(key, title, description, join(*grid), join(*lines), dots, places, "square")
 
 
+def draw_plane(key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale) -> Html:
+    """Dots on two axes of their own."""
+    places = [(x.fraction(dot.x), 1 - y.fraction(dot.y)) for dot in dots]
+    grid = [_x_tick(x, tick, label) for tick, label in zip(x.ticks, x.labels, strict=True)]
+    grid += [_y_tick(y, tick, label) for tick, label in zip(y.ticks, y.labels, strict=True)]
+    return _figure(key, title, description, join(*grid), Html(""), dots, places, "square")
+
+
 def draw_strip(key: str, title: str, description: str, names: Sequence[str], dots: Sequence[Dot]) -> Html:
     """A row for each name; a dot's `y` is the index of its row. A line stands at 0."""
     scale = fit_scale([*(dot.x for dot in dots), 0.0])

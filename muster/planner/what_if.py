@@ -1,0 +1,167 @@
+"""What another cluster, or a change to this one, would do: twice the nodes, a slower network, a failed node."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from muster.planner.explain import no_plan
+from muster.planner.judge import Judge, Verdict
+from muster.planner.placement import nodes_of, reordered
+from muster.planner.request import Request
+from muster.planner.unequal import arrange
+from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.legal import problems
+from muster.spec.machine import cluster_here
+from muster.spec.suggest import did_you_mean
+
+EXAMPLES = "nodes=x2, nodes=/2, nodes=12, network=/2, failed=1, cluster=64xa100"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and the best plan on it."""
+
+    change: str
+    """In the words that were given; empty for the cluster as it is."""
+    cluster: ClusterSpec
+    best: Verdict | None
+    same_plan_s: float | None
+    """The step of the plan that is best without the change; None where it can't be, or where nothing is changed."""
+    why_not: str = ""
+    """Where there is no plan."""
+
+
+def what_if(request: Request, changes: Sequence[str], limit_s: float) -> list[Case]:
+    """The cluster as it is, then with each of the changes alone; several in one text, with commas between, are made
+    together. Each is searched for `limit_s` at most.
+
+    Raises ConfigError for what is no change, or can't be made to this cluster.
+    """
+    clusters = [request.cluster, *(changed(request.cluster, text) for text in changes)]
+    cases: list[Case] = []
+    for text, cluster in zip(("", *changes), clusters, strict=True):
+        base = cases[0].best if cases else None
+        cases.append(_case(replace(request, cluster=cluster), text, base, limit_s, "failed" in text))
+    return cases
+
+
+def _case(request: Request, change: str, base: Verdict | None, limit_s: float, spare: bool) -> Case:
+    """`spare`: where no plan fills all nodes that are left, the largest number of them that one does."""
+    try:
+        arranged = arrange(request, 1, limit_s)
+        why_not = "" if arranged.found.best else no_plan(arranged.request, arranged.found, arranged.judge)
+        best, cluster = next(iter(arranged.found.best), None), arranged.request.cluster
+    except InfeasibleError as error:
+        best, cluster, why_not = None, request.cluster, str(error)
+    if best is None and spare and request.cluster.num_nodes > 1:
+        fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
+        return _case(fewer, change, base, limit_s, spare)
+    same_s = None
+    if base is not None and not problems(base.plan, request.model, request.workload, cluster.num_devices):
+        same_s = Judge(replace(request, cluster=cluster)).verdict(base.plan).prediction.step_time_s
+    return Case(change, cluster, best, same_s, why_not)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Changes
+
+
+def changed(cluster: ClusterSpec, text: str) -> ClusterSpec:
+    """The cluster with the changes that `text` says, from left to right. Raises ConfigError."""
+    for part in text.split(","):
+        what, equals, how = (piece.strip() for piece in part.partition("="))
+        if not equals or what not in _CHANGES:
+            raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{did_you_mean(what, _CHANGES)}")
+        cluster = _CHANGES[what](cluster, how, part.strip())
+    return cluster
+
+
+def _nodes(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
+    if not cluster.is_uniform or cluster.node_bandwidth_bytes_per_s is not None:
+        raise ConfigError(f"--what-if {text}: which nodes, where they differ? Give cluster=FILE")
+    group = cluster.groups[0]
+    count = _amount(cluster.num_nodes, how, text)
+    if group.nics is None and count > 1 and group.domain_nodes == 1:
+        raise ConfigError(f"--what-if {text}: {cluster.name} has no network to join more nodes; give cluster=C")
+    return _named(cluster.model_copy(update={"groups": (group.model_copy(update={"num_nodes": count}),)}), text)
+
+
+def _network(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
+    """All that joins nodes: their cards, lines between sites, measured rates."""
+    factor = _factor(how, text)
+    if cluster.num_nodes == 1:
+        raise ConfigError(f"--what-if {text}: {cluster.name} is one node, which no network joins to another")
+    groups = []
+    for group in cluster.groups:
+        if group.nics is not None:
+            link = group.nics.link
+            link = link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * factor})
+            group = group.model_copy(update={"nics": group.nics.model_copy(update={"link": link})})
+        groups.append(group)
+    tiers = tuple(
+        tier
+        if tier.link is None
+        else tier.model_copy(
+            update={
+                "link": tier.link.model_copy(update={"bandwidth_bytes_per_s": tier.link.bandwidth_bytes_per_s * factor})
+            }
+        )
+        for tier in cluster.tiers
+    )
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is not None:
+        matrix = tuple(
+            tuple(rate if one == other else rate * factor for other, rate in enumerate(row))
+            for one, row in enumerate(matrix)
+        )
+    update = {"groups": tuple(groups), "tiers": tiers, "node_bandwidth_bytes_per_s": matrix}
+    return _named(cluster.model_copy(update=update), text)
+
+
+def _failed(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
+    """The last nodes of the list are gone."""
+    if not how.isdecimal() or not 0 < int(how) < cluster.num_nodes:
+        raise ConfigError(
+            f"--what-if {text}: expected a number of nodes from 1 to {cluster.num_nodes - 1}"
+            if cluster.num_nodes > 1
+            else f"--what-if {text}: {cluster.name} is one node, and nothing is left without it"
+        )
+    return _named(_first_nodes(cluster, cluster.num_nodes - int(how)), text)
+
+
+def _cluster(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
+    return cluster_here(how)
+
+
+_CHANGES: dict[str, Callable[[ClusterSpec, str, str], ClusterSpec]] = {
+    "nodes": _nodes,
+    "network": _network,
+    "failed": _failed,
+    "cluster": _cluster,
+}
+
+
+def _first_nodes(cluster: ClusterSpec, count: int) -> ClusterSpec:
+    assert count <= len(nodes_of(cluster))
+    return reordered(cluster, range(count))
+
+
+def _named(cluster: ClusterSpec, text: str) -> ClusterSpec:
+    return cluster.model_copy(update={"name": f"{cluster.name}, {text}"})
+
+
+def _factor(how: str, text: str) -> float:
+    """`x2`, `/4`, `x0.5`."""
+    match = re.fullmatch(r"([x×*/])(\d+(?:\.\d+)?)", how)
+    if match is None or not float(match[2]):
+        raise ConfigError(f"--what-if {text}: expected a factor such as x2 or /2, got '{how}'")
+    return float(match[2]) if match[1] != "/" else 1 / float(match[2])
+
+
+def _amount(now: int, how: str, text: str) -> int:
+    """A number, or a factor of what is now."""
+    count = float(how) if how.isdecimal() else now * _factor(how, text)
+    if count < 1 or count != int(count):
+        raise ConfigError(f"--what-if {text}: expected a whole number of nodes, got {count:g} of {now}")
+    return int(count)

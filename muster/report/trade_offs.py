@@ -1,0 +1,216 @@
+"""The front of plans and what-if tables, for people and for programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from muster.planner.pareto import Front, Point
+from muster.planner.what_if import Case
+from muster.report.html import Html, element
+from muster.report.numbers import format_bytes, format_count, format_seconds
+from muster.report.page import page, pairs, section
+from muster.report.palette import SERIES
+from muster.report.prediction import table
+from muster.report.scales import log_scale
+from muster.report.scatter import SCRIPT, STYLE, Dot, draw_plane
+from muster.spec.legal import counted
+
+_ROWS = 14
+"""Lines of the picture in the terminal."""
+_MARKS = "123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The front
+
+
+def front_lines(found: Front) -> list[str]:
+    """A line for each plan, numbered as in the table and the picture."""
+    return [
+        f"{_mark(index)}  {point.verdict.name}{' *' if point.verdict.not_yet else ''}"
+        for index, point in enumerate(found.points)
+    ]
+
+
+def front_table(found: Front) -> Table:
+    """A row of figures for each plan."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    for index, point in enumerate(found.points):
+        shown.add_row(_mark(index), *_cells(point))
+    return shown
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    cost = usd_per_billion(point)
+    return (
+        f"{point.devices:,}",
+        format_seconds(point.step_time_s),
+        format_bytes(point.verdict.peak_bytes),
+        "n/a" if cost is None else f"${format_count(cost)}",
+        format_count(point.verdict.prediction.tokens_per_s),
+    )
+
+
+def usd_per_billion(point: Point) -> float | None:
+    """Dollars for 10⁹ tokens; None where a price is unknown."""
+    cost = point.usd_per_step
+    return None if cost is None else cost / point.verdict.prediction.workload.tokens_per_step * 1e9
+
+
+def front_picture(found: Front, width: int = 80) -> list[str]:
+    """Memory of a device over the time of a step, both logarithmic: a plan is the figure that stands before it."""
+    columns = min(width, 100) - 12
+    x, y = _scales(found)
+    grid = [[" "] * columns for _ in range(_ROWS)]
+    for index, point in reversed(list(enumerate(found.points))):
+        column = round(x.fraction(point.step_time_s) * (columns - 1))
+        row = round((1 - y.fraction(point.verdict.peak_bytes)) * (_ROWS - 1))
+        grid[row][column] = _mark(index)
+    lines = []
+    for row, cells in enumerate(grid):
+        label = format_bytes(y.high) if row == 0 else format_bytes(y.low) if row == _ROWS - 1 else ""
+        lines.append(f"{label:>9} │{''.join(cells)}".rstrip())
+    low, high = format_seconds(x.low), format_seconds(x.high)
+    return [*lines, f"{'':>9} └{'─' * columns}", f"{'':>11}{low}{high:>{columns - len(low)}}"]
+
+
+def front_page(found: Front, title: str) -> str:
+    """The front as one HTML file that opens anywhere."""
+    sizes = sorted({point.devices for point in found.points}, reverse=True)
+    dots = [
+        Dot(
+            point.step_time_s,
+            point.verdict.peak_bytes / 2**30,
+            f"{_mark(index)}: {point.verdict.name}, {', '.join(_cells(point)[:4])}",
+            sizes.index(point.devices) % len(SERIES),
+        )
+        for index, point in enumerate(found.points)
+    ]
+    key = element(
+        "p",
+        *(
+            element("span", element("i", class_=f"swatch line run-{number % len(SERIES)}"), counted(size, "device"))
+            for number, size in enumerate(sizes)
+        ),
+        class_="key",
+    )
+    words = (
+        "Seconds of a step (to the right) and GiB on the fullest device (upwards): what lies below and left is better."
+    )
+    x, y = _scales(found)
+    y = log_scale(y.low / 2**30, y.high / 2**30)
+    picture = draw_plane("front", "The front", words, dots, x, y)
+    rows = [
+        ("", "plan", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"),
+        *((_mark(index), point.verdict.name, *_cells(point)) for index, point in enumerate(found.points)),
+    ]
+    header = element(
+        "header",
+        element("h1", title),
+        element("p", "The plans that no other beats in time, memory, cost and devices at once.", class_="quiet"),
+        pairs({"plans": str(len(found.points)), "simulated": f"{found.looked_at:,}"}, "figures"),
+    )
+    drawn = element("div", element("p", words, class_="quiet"), key, picture)
+    style, script = element("style", Html(STYLE)), element("script", Html(SCRIPT))
+    return page(title, style, header, section("Time and memory", drawn), section("Plans", table(rows)), script)
+
+
+def _scales(found: Front) -> Any:
+    times = [point.step_time_s for point in found.points]
+    sizes = [float(point.verdict.peak_bytes) for point in found.points]
+    return log_scale(min(times) / 1.15, max(times) * 1.15), log_scale(min(sizes) / 1.15, max(sizes) * 1.15)
+
+
+def _mark(index: int) -> str:
+    return _MARKS[index] if index < len(_MARKS) else "·"
+
+
+def front_json(found: Front) -> dict[str, Any]:
+    """Plain data; null where a value is unknown."""
+    return {
+        "version": 1,
+        "proven": found.proven,
+        "simulated": found.looked_at,
+        "seconds": found.seconds,
+        "front": [
+            {
+                "plan": point.verdict.name,
+                "hash": point.verdict.plan.hash,
+                "cluster": point.cluster.name,
+                "devices": point.devices,
+                "step_time_s": point.step_time_s,
+                "memory_bytes": point.verdict.peak_bytes,
+                "usd_per_step": point.usd_per_step,
+                "usd_per_billion_tokens": usd_per_billion(point),
+                "tokens_per_s": point.verdict.prediction.tokens_per_s,
+                "not_yet": point.verdict.not_yet,
+                "fields": point.verdict.plan.model_dump(mode="json"),
+            }
+            for point in found.points
+        ],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What if
+
+
+def what_if_table(cases: Sequence[Case]) -> Table:
+    """A row for each case: the best plan's figures, and what the plan without the change would take there."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("what if", no_wrap=True)
+    for head in ("devices", "step", "speed", "memory", "1B tokens", "same plan"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    base = cases[0].best
+    for case in cases:
+        best, name = case.best, case.change or "as it is"
+        if best is None:
+            shown.add_row(name, f"{case.cluster.num_devices:,}", "none", "", "", "", "")
+            continue
+        one, cost = best.prediction, usd_per_billion(Point(best, case.cluster))
+        speed = "" if base is None else f"{one.tokens_per_s / base.prediction.tokens_per_s:.2f}"
+        same = "" if case.same_plan_s is None else format_seconds(case.same_plan_s)
+        money = "n/a" if cost is None else f"${format_count(cost)}"
+        shown.add_row(
+            name,
+            f"{best.plan.world_size:,}",
+            format_seconds(one.step_time_s),
+            speed,
+            format_bytes(best.peak_bytes),
+            money,
+            same,
+        )
+    return shown
+
+
+def what_if_lines(cases: Sequence[Case]) -> list[str]:
+    """The plan of each case, or why there is none."""
+    return [
+        f"{case.change or 'as it is'}: " + (case.best.name if case.best is not None else case.why_not) for case in cases
+    ]
+
+
+def what_if_json(cases: Sequence[Case]) -> dict[str, Any]:
+    """Plain data; null where a value is unknown."""
+    return {"version": 1, "cases": [_case_json(case) for case in cases]}
+
+
+def _case_json(case: Case) -> dict[str, Any]:
+    best = case.best
+    point = None if best is None else Point(best, case.cluster)
+    return {
+        "change": case.change,
+        "cluster": case.cluster.name,
+        "devices": case.cluster.num_devices,
+        "plan": None if best is None else best.name,
+        "step_time_s": None if best is None else best.prediction.step_time_s,
+        "tokens_per_s": None if best is None else best.prediction.tokens_per_s,
+        "memory_bytes": None if best is None else best.peak_bytes,
+        "usd_per_billion_tokens": None if point is None else usd_per_billion(point),
+        "same_plan_step_time_s": case.same_plan_s,
+        "not_yet": None if best is None else best.not_yet,
+        "why_not": case.why_not or None,
+    }

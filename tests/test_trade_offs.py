@@ -1,0 +1,119 @@
+"""The front over time, memory, cost and devices; and what another cluster would do."""
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+from test_planner import TINY, instance
+
+from muster.cli.main import main
+from muster.planner.judge import Judge
+from muster.planner.pareto import front, parts_of, sketched, unbeaten
+from muster.planner.search import everything
+from muster.planner.what_if import changed, what_if
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.load_cluster import load_cluster
+
+
+def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans() -> None:
+    request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
+    found = front(request, inf)
+    assert found.proven
+    for one in found.points:
+        assert not any(
+            other.values != one.values and all(a <= b for a, b in zip(other.values, one.values, strict=True))
+            for other in found.points
+        )
+    for cluster in parts_of(request.cluster):
+        own = replace(request, cluster=cluster)
+        fastest = min(verdict.prediction.step_time_s for verdict in everything(own, Judge(own)))
+        assert min(point.step_time_s for point in found.points if point.devices <= cluster.num_devices) <= fastest
+    shown = sketched(found.points)
+    assert shown
+    assert len(shown) <= len(found.points)
+    assert unbeaten(found.points) == found.points
+
+
+def test_the_front_says_what_binds() -> None:
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), inf)
+
+
+def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
+    page = tmp_path / "front.html"
+    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto"]
+    assert main([*ask, "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "memory of the fullest device over the time of a step" in shown
+    assert "<svg" in page.read_text()
+    assert main([*ask, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["front"]
+    assert {"plan", "devices", "step_time_s", "memory_bytes", "usd_per_step", "usd_per_billion_tokens"} <= set(
+        points[0]
+    )
+    assert min(point["devices"] for point in points) == 1
+
+
+def test_changes_make_other_clusters() -> None:
+    cluster = load_cluster("16xh100")
+    assert [changed(cluster, text).num_devices for text in ("nodes=x2", "nodes=/2", "nodes=12")] == [32, 8, 96]
+    assert changed(cluster, "failed=1").num_devices == 8
+    assert changed(cluster, "cluster=4xa100").name == "4xa100"
+    both = changed(cluster, "nodes=x2,network=/4")
+    slow, fast = both.groups[0].nics, cluster.groups[0].nics
+    assert both.num_devices == 32
+    assert slow is not None
+    assert fast is not None
+    assert slow.link.bandwidth_bytes_per_s == fast.link.bandwidth_bytes_per_s / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("nods=x2", "did you mean 'nodes'"),
+        ("nodes=/3", "expected a whole number of nodes"),
+        ("network=fast", "expected a factor"),
+        ("failed=2", "expected a number of nodes from 1 to 1"),
+        ("failed", "expected changes such as"),
+    ],
+)
+def test_what_is_no_change_is_said(change: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        changed(load_cluster("16xh100"), change)
+
+
+def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> None:
+    request = replace(
+        instance(3),
+        cluster=load_cluster("24xa100"),
+        objective="time",
+        memory_limit_bytes=None,
+        fixed={"cp": 1, "pp": 1},
+    )
+    batch = request.workload.model_copy(update={"global_batch_size": 24})
+    base, slow, failed, other = what_if(
+        replace(request, workload=batch), ["network=/8", "failed=1", "cluster=5xa100"], inf
+    )
+    assert base.best is not None
+    assert slow.best is not None
+    assert slow.same_plan_s is not None
+    assert base.best.prediction.step_time_s <= slow.best.prediction.step_time_s <= slow.same_plan_s
+    assert failed.best is not None
+    assert failed.best.plan.world_size in (8, 16)
+    assert other.best is None
+    assert other.why_not
+
+
+def test_the_table_of_what_if(capsys) -> None:
+    ask = [*TINY[:4], "16xa100", *TINY[5:], "--fix", "cp1", "--what-if", "nodes=x2", "--what-if", "network=/2"]
+    assert main(ask) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:5])) <= 80
+    assert main([*ask, "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [case["change"] for case in cases] == ["", "nodes=x2", "network=/2"]
+    assert cases[1]["devices"] == 32
+    assert main([*TINY, "--pareto", "--what-if", "nodes=x2"]) == 2
+    assert main([*TINY, "--html", "x.html"]) == 2
