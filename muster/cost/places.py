@@ -14,7 +14,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Strategy, split_evenly
+from muster.spec.plan import Mesh, Plan, Strategy, split_evenly
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
@@ -105,6 +105,18 @@ class PlanSetting:
     def is_uniform(self) -> bool:
         """Whether all stages run on meshes alike."""
         return self.plan.is_uniform
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return self.plan.mesh(0)
+
+    def mesh(self, stage: int) -> Mesh:
+        """`Plan.mesh`, quickly where all are alike."""
+        return self._mesh if self.is_uniform else self.plan.mesh(stage)
+
+    def rows(self, stage: int) -> int:
+        """`Plan.rows`, quickly where all meshes are alike."""
+        return self.plan.micro_batch_size if self.is_uniform else self.plan.rows(stage)
 
     @cached_property
     def depth(self) -> int:
@@ -231,7 +243,7 @@ class PlanSetting:
     def expert_group(self, stage: int) -> Group:
         """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
         tensors (arXiv:2504.14960)."""
-        mesh = self.plan.mesh(stage)
+        mesh = self.mesh(stage)
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 

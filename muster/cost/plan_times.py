@@ -103,7 +103,7 @@ def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterato
 def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
     """Of each stage, the hidden state's transfer to it from the stage before, and the gradient's back; None where both
     lie on one rank, or none is before it."""
-    plan, depth, mesh, sp = setting.plan, setting.depth, setting.plan.mesh(0), setting.plan.default_strategy.sp
+    plan, depth, mesh, sp = setting.plan, setting.depth, setting.mesh(0), setting.plan.default_strategy.sp
     ranks = [setting.first_rank(stage) for stage in range(len(setting.placement))]
     alike, period = setting.is_uniform and not plan.overrides, setting.period
     known: dict[tuple, tuple[Hop, Hop]] = {}
@@ -127,7 +127,7 @@ def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
 
 def _hop(setting: PlanSetting, pair: Group, source: int, mesh: Mesh, sp: bool) -> Hop:
     split = mesh.tp if sp or setting.software.split_p2p else 1
-    tokens = setting.plan.rows(source) * setting.workload.seq_len / mesh.cp / split
+    tokens = setting.rows(source) * setting.workload.seq_len / mesh.cp / split
     size = tokens * setting.model.hidden_size * max(2, _bytes(setting.plan))
     return Hop(message_s(pair, size), size / _wire(pair))
 

@@ -27,7 +27,7 @@ class StageTimes:
 
     def __init__(self, setting: PlanSetting, stage: int) -> None:
         plan = setting.plan
-        self.setting, self.stage, self.mesh = setting, stage, plan.mesh(stage)
+        self.setting, self.stage, self.mesh = setting, stage, setting.mesh(stage)
         self.layers = setting.layers[stage % setting.depth]
         self.place = place = setting.place(stage)
         self.device, self.data, self.replicas = place.device, place.data, place.replicas
@@ -98,7 +98,7 @@ class StageTimes:
         """Equal for stages of any plans that compute the same; objects that are equal are the same here."""
         setting = self.setting
         places = map(id, (self.device, *self.place[-3:], *self.neighbours))
-        own = self.mesh.etp, self.mesh.ep, setting.plan.rows(self.stage), self.strategy, self.data.size > 1
+        own = self.mesh.etp, self.mesh.ep, setting.rows(self.stage), self.strategy, self.data.size > 1
         return *setting.shared, *setting.signature(self.stage)[1:], *own, *places
 
     # -- passes
@@ -152,6 +152,10 @@ class StageTimes:
         layers = list(self.layers)
         if plan.is_last(self.stage):
             layers += [model.num_layers - 1] * model.mtp_layers
+        if layers and self.setting.known.layers_alike and not plan.overrides:
+            kind = self.setting.layer_kind(layers[0])
+            self._example[kind] = layers[0]
+            return {kind: len(layers)}
         counts: dict[LayerKind, int] = {}
         for layer in layers:
             kind = self.setting.layer_kind(layer)
@@ -253,6 +257,12 @@ class StageTimes:
         """z2, z3: a layer's gradients, and their sum over replicas."""
         size = self.layer_numel * self.setting.software.gradient_bytes
         return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size) + self._parts_s()
+
+    @property
+    def layer_travel_s(self) -> float:
+        """What of each layer travels at least for each micro-batch: parameters gathered twice, gradients reduced."""
+        gathers_s = 2 * self._layer_gather_s() if self.zero == "z3" else 0.0
+        return gathers_s + (self._layer_reduce_s() if self.zero != "z1" else 0.0)
 
     # -- once a step
 

@@ -75,7 +75,7 @@ def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
         [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
         [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
         sum(once_s(setting, stages)),
-        _crowd([plan.mesh(rank).ranks for rank in plan.placement], setting.cluster.device.shared_cores),
+        _crowd([setting.mesh(stage).ranks for stage in range(len(stages))], setting.cluster.device.shared_cores),
     )
 
 
@@ -149,28 +149,35 @@ class LayerTimes:
     whole_backward_s: float
 
 
-def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batches: int) -> float:
-    """Seconds that the passes of any plan of an order take at least, whatever travels.
+def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batches: int, hop_s: float = 0.0) -> float:
+    """Seconds that the passes of any plan of an order take at least, where a transfer between ranks takes `hop_s`.
 
     With x_r the time of rank r for one micro-batch, its last pass ends after the forwards before it, its own passes,
-    and (where backwards are whole) the backwards of the same stages: Σ_{s<r} ρ·x_s + m·x_r, with ρ the part of x that
-    stands before and after. Whatever the layers of each rank, the largest of these is least where all are equal:
-    x_{r+1} = x_r·(1 − ρ/m), so that Σ x_r = X gives X·ρ / (1 − (1 − ρ/m)^p). With several stages on a rank, evenly
-    filled, the fewest layers of a stage bound what stands before.
+    and (where backwards are whole) the backwards of the same stages, and the transfers between: Σ_{s<r} (ρ·x_s + h) +
+    m·x_r, with ρ the part of x that stands before and after, h that of transfers. Whatever the layers of each rank, the
+    largest of these is least where all are equal to one T: x_r = T·a_r − h·c_r with a_0 = 1/m, c_0 = 0, a_{r+1} =
+    a_r·(1 − ρ/m), c_{r+1} = c_r·(1 − ρ/m) + 1/m, so that Σ x_r = X gives T. Some rank has at least the mean number of
+    layers, rounded up. With several stages on a rank, evenly filled, a stage's fewest layers bound what stands before.
     """
     pp, m = order.shape.pp, micro_batches
     total_s = times.whole_forward_s + times.whole_backward_s
     if pp == 1:
         return m * total_s
     splits = SCHEDULES[order.schedule].splits
+    layer_s = times.layer_forward_s + times.layer_backward_s
     if order.vpp == 1 and order.balanced:
-        share = times.layer_forward_s / (times.layer_forward_s + times.layer_backward_s) if splits else 1.0
+        share = times.layer_forward_s / layer_s if splits else 1.0
         # Embedding and head are less evenly forward and backward than layers are, so the smaller share counts.
         whole = times.whole_forward_s / total_s if splits else 1.0
-        ratio = min(share, whole)
-        return total_s * ratio / (1 - (1 - ratio / m) ** pp)
+        kept = 1 - min(share, whole) / m
+        least_s = 0.0
+        falls = kept**pp
+        if kept < 1:
+            each = (1 - falls) / (1 - kept)
+            hops = (pp - each) / (1 - kept)
+            least_s = (m * total_s + (1 if splits else 2) * hop_s * hops) / each
+        return max(least_s, m * -(-num_layers // pp) * layer_s)
     fewest = num_layers // (pp * order.vpp)
     before_s = times.layer_forward_s + (0.0 if splits else times.layer_backward_s)
-    layer_s = times.layer_forward_s + times.layer_backward_s
     last_s = fewest * ((pp - 1) * before_s + m * order.vpp * layer_s)
     return max(m * total_s / pp, last_s)

@@ -5,10 +5,14 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from muster.cost.forecast import forecast
 from muster.cost.op_times import OpTimes
 from muster.cost.own_memory import least_resident_bytes
+from muster.cost.places import PlanSetting
 from muster.cost.plan_times import plan_setting, plan_times
+from muster.cost.stage_times import stage_times
 from muster.planner.balance import balanced, least_busy_s, loads
 from muster.planner.bound import (
     LayerTimes,
@@ -79,6 +83,7 @@ class Judge:
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
         self._least: dict[tuple[int, ...], float] = {}
         self._resident: dict[tuple, float] = {}
+        self._travel: dict[tuple, float] = {}
         self._moved: dict[Plan, tuple[StageSpec, ...] | None] = {}
         self._value_of_second = self._objective_factor()
 
@@ -104,10 +109,12 @@ class Judge:
 
     def seconds(self, plan: Plan) -> PassSeconds:
         """Of a plan's passes, far faster than all its `times`."""
-        request = self.request
-        if request.cluster.device.rates is not None:
+        if self.request.cluster.device.rates is not None:
             return seconds_of_times(plan, self.times(plan))
-        return seconds_of_setting(plan_setting(request.model, plan, request.workload, request.cluster))
+        return seconds_of_setting(self._setting(plan))
+
+    def _setting(self, plan: Plan) -> PlanSetting:
+        return plan_setting(self.request.model, plan, self.request.workload, self.request.cluster)
 
     def order_bound(self, order: Order) -> float:
         """The least value of any plan of an order, from the times of a layer."""
@@ -166,13 +173,38 @@ class Judge:
         """The least value of the plans of an order, from the times of their stages as they would be if nothing was
         gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
         request = self.request
-        if request.objective == "memory" or order.balanced or "stages" in request.fixed:
+        if request.objective == "memory" or "stages" in request.fixed:
             return 0.0
         split: Split = (1, order.shape.data, "z1")
-        recompute = recomputes(request)[0]
-        axes = axis_orders(request, order.shape)
-        bare = [ordered_plan(request, order, split, axis_order, recompute) for axis_order in axes]
-        return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in bare)
+        bare = self._laid(order, split)
+        if not order.balanced:
+            return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in bare)
+        if not request.cluster.is_uniform:
+            return 0.0
+        hop_s = min(float(np.min(self.seconds(plan).come[1:])) for plan in bare)
+        share = request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
+        times = self._layer_times(order.shape)
+        return self._bound(order_bound_s(times, order, request.model.num_layers, share, hop_s))
+
+    def _laid(self, order: Order, split: Split) -> list[Plan]:
+        """A plan of the order for each way to lay axes on the devices."""
+        recompute = recomputes(self.request)[0]
+        axes = axis_orders(self.request, order.shape)
+        return [ordered_plan(self.request, order, split, axis_order, recompute) for axis_order in axes]
+
+    def travel_bound(self, order: Order, split: Split) -> float:
+        """The least value of the plans of an order with one way to share parameters and gradients, from what travels
+        for each layer and micro-batch: whether it is hidden or not, no pass is shorter."""
+        request, shape = self.request, order.shape
+        if split[2] == "z1" or shape.data == 1 or request.base.overrides or request.cluster.device.rates is not None:
+            return 0.0
+        key = shape.tp, shape.pp, shape.cp, shape.ep, *split
+        if key not in self._travel:
+            plans = self._laid(Order(shape, "1f1b", 1, False), split)
+            stages = [at for plan in plans for at in stage_times(self._setting(plan))]
+            self._travel[key] = min(at.layer_travel_s for at in stages) if stages[0].setting.known.layers_alike else 0.0
+        share = request.workload.global_batch_size // shape.data // shape.micro_batch_size
+        return self._bound(share * request.model.num_layers / shape.pp * self._travel[key])
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""

@@ -4,17 +4,21 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from functools import partial
+from itertools import count
 from math import inf
 from time import perf_counter
 
 from muster.planner.judge import Judge, Verdict
 from muster.planner.request import Request
-from muster.planner.space import Order, Shape, Split, orders, plans, shapes
+from muster.planner.space import Order, Split, orders, plans, shapes
 from muster.spec.plan import Plan
 
 DIVES = 6
 """Depths of the pipeline that are tried before the search begins."""
+
+TRIES = 3
+"""Plans that are tried for each of these, until one fits."""
 
 ROUNDING = 1e-9
 """A bound that is above a time by no more may be one of the same length, added up in another order."""
@@ -125,13 +129,17 @@ class _Run:
         for bound, order in orders:
             shape = order.shape
             if (-shape.tp, shape.cp, shape.micro_batch_size) == least:
+                bound = max(bound, self.judge.unsharded_bound(order))
                 likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
+        tried: list[list[tuple[float, int, Plan]]] = []
+        for _, order in likely.values():
+            fit = plans(self.request, order, partial(self.judge.may_fit, order.shape))
+            tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
-        for _, order in sorted(likely.values(), key=lambda pair: pair[0])[:DIVES]:
-            for plan in islice(plans(self.request, order, self.judge.may_fit), 2):
-                fitting = self._fitting(plan)
-                if fitting is not None:
-                    ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
+        for several in sorted(filter(None, tried))[:DIVES]:
+            fitting = next(filter(None, (self._fitting(plan) for _, _, plan in several)), None)
+            if fitting is not None:
+                ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
         for _, _, node in sorted(ready)[: self.top]:
             self._simulate(node.plan)
 
@@ -145,7 +153,7 @@ class _Run:
         if isinstance(node, Order):
             self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
         elif isinstance(node, Opened):
-            for draft in plans(self.request, node.order, self._may_fit):
+            for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
                 self.seen["drafts"] += 1
                 plan = _placed(self.judge, draft, node.order)
                 if plan is not None:
@@ -155,11 +163,13 @@ class _Run:
         else:
             self._simulate(node.plan)
 
-    def _may_fit(self, shape: Shape, split: Split) -> bool:
-        fits = self.judge.may_fit(shape, split)
-        self.seen["drafts"] += not fits
+    def _is_wanted(self, order: Order, split: Split) -> bool:
+        """Whether plans that share parameters and gradients so may fit, and be among the best."""
+        fits = self.judge.may_fit(order.shape, split)
+        wanted = fits and not self._beaten(self.judge.travel_bound(order, split))
+        self.seen["drafts"] += not wanted
         self.seen["too_large"] += not fits
-        return fits
+        return wanted
 
     def _simulate(self, plan: Plan) -> None:
         if plan not in self.known:

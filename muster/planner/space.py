@@ -142,14 +142,14 @@ def orders(request: Request, shape: Shape) -> Iterator["Order"]:
                 yield Order(shape, schedule, vpp, True)
 
 
-def plans(request: Request, order: "Order", may_fit: Callable[[Shape, Split], bool] | None = None) -> Iterator[Plan]:
+def plans(request: Request, order: "Order", wanted: Callable[[Split], bool] | None = None) -> Iterator[Plan]:
     """The legal plans of an order: ways to shard, to lay the axes on the devices, and to recompute all layers alike.
 
-    Where the order balances layers, they are yet to be moved. `may_fit` says which ways to shard are wanted.
+    Where the order balances layers, they are yet to be moved. `wanted` says of a way to shard whether it is.
     """
     first = None
     for data in data_splits(request, order.shape):
-        if may_fit is not None and not may_fit(order.shape, data):
+        if wanted is not None and not wanted(data):
             continue
         for axis_order in axis_orders(request, order.shape):
             for recompute in recomputes(request):
