@@ -13,6 +13,7 @@ from muster.planner.judge import Judge, Verdict
 from muster.planner.request import Request
 from muster.planner.space import Order, Split, orders, plans, shapes
 from muster.spec.plan import Plan
+from muster.spec.schedules import SCHEDULES
 
 DIVES = 6
 """Depths of the pipeline that are tried before the search begins."""
@@ -122,7 +123,11 @@ class _Run:
         """Simulates some of what people would try first, so that bounds have a time to be cut against: the widest
         tensor parallelism, the smallest micro-batches, no context parallelism, for each depth of the pipeline."""
         likely: dict[int, tuple[float, Order]] = {}
-        orders = [(bound, node) for bound, _, node in self.heap if isinstance(node, Order) and not node.balanced]
+        orders = [
+            (bound, node)
+            for bound, _, node in self.heap
+            if isinstance(node, Order) and not node.balanced and not SCHEDULES[node.schedule].splits
+        ]
         least = min(
             ((-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) for _, order in orders), default=()
         )
@@ -137,6 +142,8 @@ class _Run:
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:DIVES]:
+            if len(ready) >= self.top and several[0][0] > max(sorted(ready)[: self.top])[0]:
+                break
             fitting = next(filter(None, (self._fitting(plan) for _, _, plan in several)), None)
             if fitting is not None:
                 ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))

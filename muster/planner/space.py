@@ -22,6 +22,10 @@ PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 MOST_MICRO_BATCHES = 2**18
 """Micro-batches of a step, times pipeline ranks, that are looked at: more take minutes to simulate."""
 
+MOST_IN_BLOCKS = 2**12
+"""The same for ZB-V and V-Half, which are put together pass by pass: more than that takes seconds for each of them, and
+what they save of the bubble shrinks with the number of micro-batches."""
+
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """What cuts the model or a sequence; the rest of the devices are data-parallel."""
 
@@ -135,7 +139,11 @@ def _expert_degrees(request: Request, ranks: int) -> list[int]:
 
 def orders(request: Request, shape: Shape) -> Iterator["Order"]:
     """What gives a shape's passes their order: schedules with so many stages per rank, layers evenly on them or not."""
+    share = request.workload.global_batch_size // shape.data // shape.micro_batch_size
+    in_blocks = share * shape.pp <= MOST_IN_BLOCKS or request.fixed.get("schedule") in _TWO_CHUNKS
     for schedule, vpp in schedules(request, shape.pp):
+        if schedule in _TWO_CHUNKS and not in_blocks:
+            continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
             yield Order(shape, schedule, vpp, False)
             if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
