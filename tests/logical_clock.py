@@ -23,6 +23,7 @@ from muster.spec.schedules import SCHEDULES
 SECONDS = {"F": 1.0, "B": 2.25, "I": 1.25, "W": 0.75}
 """By kind; a stage takes an eighth more than the stage before it. Sums of all of them are exact."""
 HOP_S = 0.125
+COPY_S = 0.375
 PASSES = ("F", "B", "I", "W")
 
 
@@ -30,6 +31,8 @@ class Clock:
     """A rank's time: what it has computed, and what it has waited for."""
 
     now_s = 0.0
+    copied_s = 0.0
+    """When the last of its copies ends."""
 
     def __call__(self) -> float:
         return self.now_s
@@ -58,6 +61,23 @@ class LogicalStage:
     def backward_weight(self, micro_batch: int) -> None:
         self._take("W", -1)
 
+    def offload(self, micro_batch: int) -> Callable[[], None]:
+        return self._copy(0, -1)
+
+    def reload(self, micro_batch: int) -> Callable[[], None]:
+        return self._copy(1, 0)
+
+    def _copy(self, at_begin: int, at_end: int) -> Callable[[], None]:
+        """After the rank's copies before it, beside the passes."""
+        self.clock.copied_s = end_s = max(self.clock.copied_s, self.clock.now_s) + COPY_S
+        self.live.append(self.live[-1] + at_begin)
+
+        def finish() -> None:
+            self.clock.now_s = max(self.clock.now_s, end_s)
+            self.live.append(self.live[-1] + at_end)
+
+        return finish
+
     def receive_buffer(self) -> Tensor:
         return torch.empty(1, dtype=torch.float64)
 
@@ -85,8 +105,8 @@ def seconds(kind: str, stage: int) -> float:
 
 
 def on_rank(rank: int, world_size: int, store: dist.Store, payload: list[Any]) -> list[dict[str, Any]]:
-    """For each (schedule, micro-batches, chunks): the compute lane as executed and as simulated, and the activations
-    held at most, as counted and as predicted."""
+    """For each (schedule, micro-batches, chunks, whether it offloads): the compute lane as executed and as simulated,
+    and the activations held at most, as counted and as predicted."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     found = [run_case(rank, world_size, *case) for case in payload]
     dist.barrier()
@@ -113,9 +133,11 @@ def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -
     return Setting(num_ranks, num_micro_batches, chunks, hop_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
 
 
-def run_case(rank: int, num_ranks: int, name: str, num_micro_batches: int, chunks: int) -> dict[str, Any]:
+def run_case(
+    rank: int, num_ranks: int, name: str, num_micro_batches: int, chunks: int, offload: bool = False
+) -> dict[str, Any]:
     schedule = make_schedule(name, setting_of(name, num_ranks, num_micro_batches, chunks))
-    program = lower(schedule, Lowering())
+    program = lower(schedule, Lowering(offload=frozenset(range(schedule.num_stages) if offload else ())))
     clock, live = Clock(), [0]
     stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
     handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
@@ -125,7 +147,9 @@ def run_case(rank: int, num_ranks: int, name: str, num_micro_batches: int, chunk
     executed = [
         [str(event.action), event.start_s, event.end_s] for event in executor.run() if event.action.kind in PASSES
     ]
-    times = OpTimes({(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}, hop_s=HOP_S)
+    known = {(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}
+    known |= dict.fromkeys((("OFFLOAD", -1), ("RELOAD", -1)), COPY_S)
+    times = OpTimes(known, hop_s=HOP_S)
     simulated = [
         [str(event.action), event.start_s, event.end_s]
         for event in simulate(program, times).events

@@ -23,6 +23,7 @@ from muster.optim.lr import learning_rate
 from muster.parallel import tensor
 from muster.parallel.axis import TensorAxis
 from muster.parallel.deferred import WeightWork
+from muster.parallel.offload import Offload
 from muster.parallel.route import Arrival
 from muster.parallel.stage import DecoderStage
 from muster.parallel.words import Verdict, hidden_gradient
@@ -271,6 +272,7 @@ def dropped_gradient() -> Iterator[None]:
     def faulty(self: DecoderStage, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         if micro_batch == 1 and self.is_last:
             x, y = self._saved[micro_batch]
+            assert isinstance(y, Tensor)
             self._saved[micro_batch] = (x, y * 0)
         return backward(self, micro_batch, gradient)
 
@@ -369,6 +371,20 @@ def lost_copies() -> Iterator[None]:
 
 
 @contextmanager
+def lost_reload() -> Iterator[None]:
+    """What comes back from the host's memory is not what went there."""
+    fetch = Offload.fetch
+
+    def faulty(self: Offload, micro_batch: int) -> Callable[[], None]:
+        for _, buffer in self._away[micro_batch][:1]:
+            buffer.zero_()
+        return fetch(self, micro_batch)
+
+    with patch.object(Offload, "fetch", faulty):
+        yield
+
+
+@contextmanager
 def unheard_words() -> Iterator[None]:
     """What the last rank's words add to the gradient of the hidden state is lost."""
 
@@ -391,4 +407,5 @@ FAULTS = {
     "doubled bias": doubled_bias,
     "lost copies": lost_copies,
     "a rank's words unheard": unheard_words,
+    "lost reload": lost_reload,
 }

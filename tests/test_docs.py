@@ -247,7 +247,7 @@ def test_the_pages_name_every_word_of_their_subject() -> None:
         text = (ROOT / "docs" / page).read_text()
         return [word for word in words if f"`{word}" not in text]
 
-    assert missing("programs.md", [kind for kind in KINDS if kind != "RESHARD"]) == []  # which no plan lowers to
+    assert missing("programs.md", KINDS) == []
     with pytest.raises(ConfigError, match="the parts are ") as error:
         parse_plan_name("nonsense")
     words = str(error.value).partition("the parts are ")[2].removesuffix(" (layers per stage))")

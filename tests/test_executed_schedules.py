@@ -5,10 +5,13 @@ import pytest
 from tests.logical_clock import settings_that_run
 from tests.ranks import run_ranks
 
+OFFLOADED = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe")
+
 
 def check_schedules(num_ranks: int, num_micro_batches: int) -> None:
-    cases = settings_that_run(num_ranks, num_micro_batches)
+    cases: list[tuple] = [*settings_that_run(num_ranks, num_micro_batches)]
     assert {"gpipe", "1f1b", "interleaved", "zb-v", "dualpipe", "bitpipe", "auto"} <= {name for name, *_ in cases}
+    cases += [(*case, True) for case in cases if case[0] in OFFLOADED]
     by_rank = run_ranks(num_ranks, "tests.logical_clock:on_rank", cases, timeout_s=250)
     for index, case in enumerate(cases):
         for rank, found in enumerate(by_rank):

@@ -53,7 +53,8 @@ def assert_forecast_is_accounting(
 
 
 @pytest.mark.parametrize(
-    ("name", "seq_len", "micro_batches"), [("dp4-tp2-sp-pp2-rsel", 2048, 3), ("dp2x4-rfull", 1024, 2)]
+    ("name", "seq_len", "micro_batches"),
+    [("dp4-tp2-sp-pp2-rsel", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6)],
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
@@ -74,7 +75,7 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
     program = program_of(plan, model, Workload(seq_len=64, global_batch_size=8))
     one = MemoryTerms(activations=1)
     moments = {kind: (Moment("", MemoryTerms()),) for kind in ("F", "B", "I", "W")}
-    stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, MemoryTerms(), 0, moments)
+    stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, one, MemoryTerms(), moments)
     peaks = [walk(program, rank, dict.fromkeys(stages_of(plan, rank), stage))[1].total for rank in range(4)]
     assert peaks == list(check(program).peak_activations)
 
@@ -95,6 +96,10 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
         ("dp8-pp4v2-sinterleaved-z1", 2048, 8),
         ("tp8-sp-pp8-rfull", 8192, 16),
         ("dp4-pp4-fp32-rfull", 2048, 4),
+        ("pp8-oact", 2048, 16),
+        ("dp2-pp4-z1-oact-sgpipe-rsel", 2048, 8),
+        ("pp4v2-sinterleaved-oact-rfull", 2048, 8),
+        ("pp4v2-szbv-oact", 2048, 8),
     ],
 )
 def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):

@@ -35,6 +35,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2"},
         {"plan": "pp2-sgpipe"},
         {"plan": "pp2-l1.3"},
+        {"plan": "pp2-sgpipe-oact", "profile": True},
+        {"plan": "pp2-szbh1-oact-rsel"},
         {"plan": "pp2-l3.1-sgpipe"},
         {"plan": "pp2", "tied": True},
         {"plan": "pp2-sgpipe", "tied": True},
@@ -247,6 +249,7 @@ def test_twice_the_same_bits(cache: Path) -> None:
 @pytest.mark.timeout(300)
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
+    faults |= {"lost reload": "pp2-sgpipe-oact"}
     faults |= {"wrong recompute": "tp2-sp-rsel", "a rank's words unheard": "pp2-vocab"}
     cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
     cases += [

@@ -95,6 +95,7 @@ def test_names_mean_what_they_say(name, plan):
         "tp1-sp-mb1-fp8",
         "dp1-mb2-z2-fp16",
         "pp1v2-mb1-sinterleaved-fp64",
+        "pp4-mb1-rsel-oact-bf16",
     ],
 )
 def test_names_are_written_in_one_order(name):
@@ -116,7 +117,7 @@ def test_a_single_process_is_dp1():
     [
         Plan(compile=True),
         Plan(axis_order=("dp_replicate", "dp_shard", "pp", "cp", "tp")),
-        Plan(default_strategy=Strategy(offload="optimizer")),
+        Plan(default_strategy=Strategy(attention="unfused")),
         Plan(overrides=(LayerRun(start=0, count=2, strategy=Strategy(zero="z1")),)),
         Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2.0), StageSpec(layers=4))),
         Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
@@ -313,7 +314,7 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(cp=2), "context parallelism"),
         (Plan(ep=2), "expert parallelism"),
         (Plan(etp=2), "tensor parallelism of experts"),
-        (Plan(default_strategy=Strategy(offload="all")), "offload"),
+        (Plan(default_strategy=Strategy(offload="all")), "offload of the optimizer's state"),
         (Plan(overrides=(LayerRun(start=0, count=1, strategy=Strategy(zero="z1")),)), "a sharding level of its own"),
         (
             Plan(tp=2, overrides=(LayerRun(start=0, count=1, strategy=Strategy(sp=True)),)),

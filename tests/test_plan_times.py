@@ -24,7 +24,8 @@ WORKLOAD = Workload(seq_len=4096, global_batch_size=128)
 
 
 @pytest.mark.parametrize(
-    "name", ["dp8", "dp4-tp2-pp2-z1", "pp8-szbh1-vocab", "pp8v2-sdualpipe", "dp2-tp2-cp2-pp2v2-sinterleaved"]
+    "name",
+    ["dp8", "dp4-tp2-pp2-z1", "pp8-szbh1-vocab", "pp8v2-sdualpipe", "pp8-oact", "dp2-tp2-cp2-pp2v2-sinterleaved"],
 )
 def test_every_instruction_of_a_program_is_timed(name):
     plan = parse_plan_name(name)
@@ -34,7 +35,7 @@ def test_every_instruction_of_a_program_is_timed(name):
         item.action for lanes in program_of(plan, model, WORKLOAD).ranks for lane in lanes.values() for item in lane
     }
     for action in actions:
-        if KINDS[action.kind].lane != "p2p" and action.kind != "RESHARD":
+        if KINDS[action.kind].lane != "p2p":
             assert (action.kind, action.stage) in times.seconds or (action.kind, -1) in times.seconds, action
 
 

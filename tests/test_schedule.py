@@ -353,14 +353,20 @@ rank 2 p2p: 2RF0<1 2SF0>0@compute:0 2RF1<1 2SF1>0@compute:1
 def test_buffers_are_freed_once_and_not_read_after():
     sound = """\
 program 1 schedule=own ranks=1 micro_batches=2 placement=0
-rank 0 compute: 0F0@collective:0 0F1 0RESHARD
-rank 0 collective: 0UNSHARD
+rank 0 compute: 0F0 0F1 0B1@copy:0 0B0@copy:1
+rank 0 copy: 0OFFLOAD0@compute:0 0RELOAD0@compute:2
 """
-    check(parse_program(sound))
-    with pytest.raises(ProgramError, match="0RESHARD1 on rank 0 frees the gathered parameters twice"):
-        check(edited(sound, ("0RESHARD", "0RESHARD 0RESHARD1")))
-    with pytest.raises(ProgramError, match="0F1 on rank 0 reads the gathered parameters, already freed"):
-        check(edited(sound, ("0F1 0RESHARD", "0RESHARD 0F1")))
+    assert check(parse_program(sound)).peak_activations == (2,)
+    with pytest.raises(ProgramError, match="0B0 on rank 0 reads what its forward keeps, already freed"):
+        check(edited(sound, ("0B0@copy:1", "0B0")))
+    with pytest.raises(ProgramError, match="0OFFLOAD0 on rank 0 reads what its forward keeps before 0F0 is known"):
+        check(edited(sound, ("@compute:0", "")))
+    with pytest.raises(
+        ProgramError, match="0RELOAD0 on rank 0 reads what its forward keeps, in the host's memory, before"
+    ):
+        check(edited(sound, ("0RELOAD0@compute:2", "0RELOAD0@compute:1")))
+    with pytest.raises(ProgramError, match="0OFFLOAD1 on rank 0 reads what its forward keeps, already freed"):
+        check(edited(sound, ("0RELOAD0@compute:2", "0RELOAD0@compute:2 0OFFLOAD1@compute:2")))
 
 
 @many

@@ -32,6 +32,7 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("pp2-l3.1", False),
         ("pp2-bf16-sgpipe", True),
         ("pp2-mb2-vocab", True),
+        ("pp2-bf16-sgpipe-oact", True),
         ("tp2-sp-rfull", True, {"family": "gpt2"}),
         ("tp2-rfull", False, {"family": "gpt2"}),
         ("dp2", False, {"family": "gpt2"}),

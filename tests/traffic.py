@@ -82,6 +82,8 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             do = trainer._executor._do
             with counter, patch.dict(do, {kind: counter.label(handler) for kind, handler in do.items()}):
                 trainer.step()
+            if moved := sum(stage.moved_bytes for stage in trainer.stages.values()):
+                counter.sent["host"] = Counter(OFFLOAD=moved // 2, RELOAD=moved // 2)
             predicted = traffic.step_bytes(config.model, plan, config.workload, rank, config.optim)
             found.append(
                 {"plan": name, "counted": counter.sent, "predicted": predicted, "calls": counter.calls, "begun": begun}

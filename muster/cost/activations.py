@@ -82,6 +82,16 @@ def layer_bytes(
     return total + scores
 
 
+def offloaded_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
+    """What goes to the host's memory of one micro-batch of a stage, on its first rank."""
+    sizes = pass_sizes(spec, plan, workload, stage)
+    return sum(
+        layer_bytes(sizes, layer, own.recompute, own.attention, workload.seq_len)
+        for layer in plan.offloaded_layers(stage, spec.num_layers)
+        for own in (plan.strategy(layer),)
+    )
+
+
 def score_bytes(sizes: PassSizes, seq_len: int) -> int:
     """The softmax of unfused attention, which weighs the values and is needed again by its own derivative."""
     return sizes.tokens * sizes.own.num_heads * seq_len * compute_bytes(sizes.precision)

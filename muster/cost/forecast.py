@@ -1,7 +1,7 @@
 """How much memory each rank of a plan needs, moment by moment of its Program, and whether that is there."""
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.cost.device_memory import device_terms
@@ -10,8 +10,8 @@ from muster.cost.megatron_memory import megatron_stage
 from muster.cost.memory import MemoryTerms
 from muster.cost.own_memory import KERNELS, OTHER_KERNELS, Kernels, own_stage
 from muster.cost.stage_memory import Moment, StageMemory
-from muster.schedule.action import Action
-from muster.schedule.program import Program
+from muster.schedule.action import Action, Lane
+from muster.schedule.program import Instruction, Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.layout import has_words, stages_of
 from muster.spec.mesh import members
@@ -118,7 +118,7 @@ def walk(program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> t
     """The peak of one rank as it follows its lanes: when it is, and what is held then."""
     order = _order(program, pp_rank)
     keys = [action[:2] for action in order]
-    steps = {key: _Step.of(program, pp_rank, key, stages) for key in set(keys)}
+    steps = {key: _Step.of(key, stages) for key in set(keys)}
     fullest = _find_peak(keys, steps, sum(stage.resident.total for stage in stages.values()))
     moment, terms = _terms_at(keys, fullest, steps, stages)
     kind, stage, micro_batch = order[fullest][:3]
@@ -126,16 +126,33 @@ def walk(program: Program, pp_rank: int, stages: Mapping[int, StageMemory]) -> t
 
 
 def _order(program: Program, pp_rank: int) -> list[Action]:
-    """What makes or frees memory: gathers come first, sums over ranks last."""
+    """What makes or frees memory: gathers come first, sums over ranks last; what comes back from the host takes its
+    memory when its copy may begin, and what goes there frees it when a pass waits for that."""
     lanes = program.ranks[pp_rank]
     collectives = [action for action, _, _ in lanes.get("collective", ())]
+    compute = (action for action, _, _ in lanes.get("compute", ()) if action[0] in _PASSES)
     return [
         *(action for action in collectives if action[0] == "UNSHARD"),
-        *(action for action, _, _ in lanes.get("compute", ()) if action[0] in _PASSES),
+        *(_with_copies(lanes) if lanes.get("copy") else compute),
         *(action for action in collectives if action[0] in ("REDUCE", "MERGE")),
     ]
 
 
+def _with_copies(lanes: Mapping[Lane, Sequence[Instruction]]) -> Iterator[Action]:
+    copies = lanes["copy"]
+    back: defaultdict[int, list[Action]] = defaultdict(list)
+    for action, _, waits in copies:
+        if action.kind == "RELOAD":
+            back[waits[0].index].append(action)
+    for index, (action, _, waits) in enumerate(lanes["compute"]):
+        waited = (copies[wait.index].action for wait in waits if wait.lane == "copy")
+        yield from (copy for copy in waited if copy.kind == "OFFLOAD")
+        if action[0] in _PASSES:
+            yield action
+        yield from back[index]
+
+
+_COPYING = (Moment("copying", MemoryTerms()),)
 _PASSES = frozenset(("F", "B", "I", "W", "S", "T"))
 _Key = tuple[str, int]
 """Kind and stage of an instruction."""
@@ -160,22 +177,19 @@ class _Step:
     drops: bool
     """Whether it drops them at its end."""
     gradients: int
-    sent: int
 
     @classmethod
-    def of(cls, program: Program, pp_rank: int, key: tuple[str, int], stages: Mapping[int, StageMemory]) -> "_Step":
+    def of(cls, key: tuple[str, int], stages: Mapping[int, StageMemory]) -> "_Step":
         kind, index = key
         own = stages[index] if index in stages else next(iter(stages.values()))
-        moments = own.moments.get(kind, ())
+        moments = _COPYING if kind in ("OFFLOAD", "RELOAD") else own.moments.get(kind, ())
+        away = own.offloaded.total
         kept, deferred, words = own.kept.total, own.deferred.total, own.words.total
         backward = kind in ("B", "I")
-        ways = ((index - 1, program.is_first(index)), (index + 1, program.is_last(index)))
-        away = sum(not end and program.placement[other] != pp_rank for other, end in ways)
-        sent = away * own.sent if backward else 0
         gather = own.moments.get("gather F" if kind == "F" else "gather B", ())
         return cls(
-            before={"F": kept, "S": words}.get(kind, 0),
-            after=sent + {"B": -kept, "I": deferred - kept, "W": -deferred, "T": -words}.get(kind, 0),
+            before={"F": kept, "S": words, "RELOAD": away}.get(kind, 0),
+            after={"OFFLOAD": -away, "B": -kept, "I": deferred - kept, "W": -deferred, "T": -words}.get(kind, 0),
             moments=moments,
             highest=max((moment.extra.total for moment in moments), default=0),
             first=max((m.extra.total + m.gradients for m in moments), default=0) if backward else None,
@@ -183,7 +197,6 @@ class _Step:
             gathering=max((moment.extra.total for moment in gather), default=0),
             drops=kind in ("B", "W") and not own.stays,
             gradients=own.gradients,
-            sent=sent,
         )
 
 
@@ -226,15 +239,15 @@ def _terms_at(
     if step.gathered and stage not in there:
         there.add(stage)
         moments += own.moments.get("gather F" if kind == "F" else "gather B", ())
-    done[kind, stage] += kind in ("F", "S")
+    done[kind, stage] += kind in ("F", "S", "RELOAD")
     words = sum(done["S", index] - done["T", index] for index in stages)
     moment = max(moments, key=lambda one: one.extra.total + (one.gradients if is_first else 0))
-    sent = sum(count * steps[key].sent for key, count in done.items())
-    terms = moment.extra + MemoryTerms(gradients=moment.gradients if is_first else 0, communication=sent)
+    terms = moment.extra + MemoryTerms(gradients=moment.gradients if is_first else 0)
     for index, memory in stages.items():
         live = done["F", index] - done["B", index] - done["I", index]
         deferred = done["I", index] - done["W", index]
         terms += memory.resident + memory.kept.times(live) + memory.deferred.times(deferred)
+        terms += memory.offloaded.times(done["RELOAD", index] - done["OFFLOAD", index])
         terms += memory.words.times(words) + MemoryTerms(
             gathered_parameters=memory.gathered if index in there else 0,
             gradients=memory.gradients if index in begun else 0,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+from muster.cost.activations import offloaded_bytes
 from muster.cost.memory import compute_bytes, wide_bytes
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.rates import Rates
@@ -28,7 +29,7 @@ def measured_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
 
     Raises InfeasibleError for what Muster itself can't run, ConfigError for a precision that was not measured.
     """
-    _refuse(model, plan)
+    _refuse(model, plan, machine)
     rates = Rates(machine, plan.precision)
     seconds: dict[tuple[str, int], float] = {}
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
@@ -48,9 +49,10 @@ def measured_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
     )
 
 
-def _refuse(model: ModelSpec, plan: Plan) -> None:
+def _refuse(model: ModelSpec, plan: Plan, machine: MachineRates) -> None:
     meshes = [plan.mesh(stage) for stage in range(plan.num_stages)]
     refused = {
+        "offload to another memory": not machine.cores and bool(_offloads(plan, model)),
         "context parallelism": any(mesh.cp > 1 for mesh in meshes),
         "a vocabulary that is spread": plan.spread_vocab,
         "mixtures of experts": model.moe is not None,
@@ -58,6 +60,11 @@ def _refuse(model: ModelSpec, plan: Plan) -> None:
     }
     if found := [what for what, wanted in refused.items() if wanted]:
         raise InfeasibleError(f"a measured machine has no times for {' and '.join(found)}")
+
+
+def _offloads(plan: Plan, model: ModelSpec) -> list[int]:
+    """The layers that do."""
+    return [n for stage in range(plan.num_stages) for n in plan.offloaded_layers(stage, model.num_layers)]
 
 
 def overhead_name(level: str, kind: str, part: str) -> str:
@@ -103,7 +110,7 @@ class _StagePasses:
     """The passes of one stage over one micro-batch."""
 
     def __init__(self, rates: Rates, model: ModelSpec, plan: Plan, workload: Workload, stage: int) -> None:
-        self.rates, self.model, self.plan, self.stage = rates, model, plan, stage
+        self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
         self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
         self.strategy = plan.strategy(self.layers.start)
         self.rows, self.seq_len = plan.rows(stage), workload.seq_len
@@ -136,6 +143,10 @@ class _StagePasses:
         yield "W", cost.weight_s + backward_s / 2, {}
         yield "UNSHARD", sum(map(self._gather, self._buckets())) + self._overhead("UNSHARD"), {}
         yield "REDUCE", sum(map(self._reduce, self._buckets())) + self._overhead("REDUCE"), {}
+        moved = offloaded_bytes(self.model, self.plan, self.workload, self.stage)
+        copy_s = self.rates.curve("copy", moved // wide_bytes(self.plan.precision))
+        yield "OFFLOAD", copy_s, {}
+        yield "RELOAD", copy_s, {}
         copied = sum(prod(shape) for parts in self.parts.values() for shape in parts.values() if len(shape) == 1)
         yield "SYNC", self.rates.collective("all_reduce", self.mesh.tp, copied * wide_bytes(self.plan.precision)), {}
 

@@ -54,9 +54,9 @@ class _Megatron:
             True,
             0,
             kept,
+            none,
             kept,
             none,
-            0,
             {
                 "F": tuple(self._forward(kept)),
                 "B": tuple(self._backward(kept)),

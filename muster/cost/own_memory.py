@@ -6,7 +6,7 @@ Follows the runtime buffer by buffer; `muster memory-check` holds it against PyT
 
 from dataclasses import dataclass
 
-from muster.cost.activations import PassSizes, layer_bytes, mlp_bytes, pass_sizes, product_bytes
+from muster.cost.activations import PassSizes, layer_bytes, mlp_bytes, offloaded_bytes, pass_sizes, product_bytes
 from muster.cost.holdings import Held, StageHoldings, stage_holdings
 from muster.cost.memory import (
     MemoryTerms,
@@ -82,11 +82,12 @@ class _Own:
 
     def memory(self) -> StageMemory:
         whole, shards = self.held.all, self.parameters
-        neighbours = sum(self.sizes.hidden_bytes for end in self._ends() if not end)
+        neighbours = sum(not end for end in self._ends())
         resident = MemoryTerms(
             parameters=shards,
             optimizer=self.optimizer,
-            communication=neighbours,  # each receive is posted ahead of its use
+            # Each receive is posted ahead of its use, and one gradient is on its way to the stage before.
+            communication=(neighbours + (not self._ends()[0])) * self.sizes.hidden_bytes,
         )
         kept = self.kept()
         gathered = 0 if self.plain else (self.held.root if self.zero == "z3" else whole).whole * self.size
@@ -96,9 +97,9 @@ class _Own:
             self.zero != "z3",
             self.gradients,
             kept,
+            MemoryTerms(activations=offloaded_bytes(self.spec, self.plan, self.workload, self.stage)),
             self._deferred(kept),
             MemoryTerms(logits=self._word_bytes()),
-            self.sizes.hidden_bytes,
             {
                 "F": tuple(self._forward(kept)),
                 "B": tuple(self._backward(kept, weights=True)),
@@ -145,11 +146,7 @@ class _Own:
         return layer_bytes(self.sizes, layer, recompute, strategy.attention, self.seq_len)  # type: ignore[arg-type]
 
     def kept(self) -> MemoryTerms:
-        strategies = [self.plan.strategy(layer) for layer in self.layers]
-        total = sum(
-            0 if strategy.offload in ("activations", "all") else self._layer(layer)
-            for layer, strategy in zip(self.layers, strategies, strict=True)
-        )
+        total = sum(self._layer(layer) for layer in self.layers)
         sizes, logits = self.sizes, 0
         if self.reads:
             total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp which words are the rank's
@@ -161,7 +158,7 @@ class _Own:
             else:
                 total -= sizes.hidden_bytes
         elif not self._ends()[1]:
-            total += sizes.hidden_bytes  # the output, until its backward
+            total += sizes.hidden_bytes  # the output, until it is known to be gone: at the latest with its gradient
         return MemoryTerms(activations=total, logits=logits)
 
     def _deferred(self, kept: MemoryTerms) -> MemoryTerms:

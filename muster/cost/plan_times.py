@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from muster.cost.activations import offloaded_bytes
 from muster.cost.collectives import Group, all_reduce_s, message_s
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.measured import measured_times
@@ -10,7 +11,7 @@ from muster.cost.places import PlanSetting, known_of
 from muster.cost.stage_times import StageTimes, stage_times
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import LinkSpec
-from muster.spec.errors import InfeasibleError
+from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan
 from muster.spec.software import Software
@@ -45,6 +46,7 @@ def plan_times(
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
     for stage in _ends(setting):
         seconds.update({(kind, stage): time_s for kind, time_s in _between_stages(setting, stage, stages[stage])})
+    seconds.update(_copy_times(setting))
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
     seconds["NORM", -1], seconds["STEP", -1] = once_s(setting, stages)
@@ -98,6 +100,31 @@ def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterato
     if plan.replicas > 1 and stage < plan.depth:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
         yield "MERGE", all_reduce_s(pair, at.numel * gradient_bytes)
+
+
+HOST_EFFICIENCY = 0.8
+"""Share of its link's bandwidth that copies between pinned host memory and a device reach: 25 of 31.5 GB/s on PCIe 4
+(an assumption that is usual in bandwidth tests)."""
+
+
+def _copy_times(setting: PlanSetting) -> Iterator[tuple[tuple[str, int], float]]:
+    """A micro-batch's activations to the host's memory, or back; on a CPU through the memory that both lie in."""
+    for stage in range(setting.plan.num_stages):
+        moved = offloaded_bytes(setting.model, setting.plan, setting.workload, stage)
+        if not moved:
+            continue
+        device = setting.device(stage)
+        if device.kind == "cpu":
+            time_s = stream_s(device, 2 * moved)
+        elif device.host_bandwidth_bytes_per_s is None:
+            raise ConfigError(
+                f"how fast {device.name} reaches its host's memory is unknown, so offload has no time: give the device"
+                " host_bandwidth_bytes_per_s in a cluster file"
+            )
+        else:
+            time_s = moved / (HOST_EFFICIENCY * device.host_bandwidth_bytes_per_s)
+        yield ("OFFLOAD", stage), time_s
+        yield ("RELOAD", stage), time_s
 
 
 def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:

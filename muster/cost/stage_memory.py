@@ -31,11 +31,11 @@ class StageMemory:
     """From the first backward on."""
     kept: MemoryTerms
     """Of each micro-batch from F to B, or to I."""
+    offloaded: MemoryTerms
+    """Of `kept`, what the host's memory can hold meanwhile."""
     deferred: MemoryTerms
     """Of each micro-batch from I to W."""
     words: MemoryTerms
     """Of each micro-batch from S to T, where the vocabulary is spread."""
-    sent: int
-    """The output of a forward, or the gradient of its input, as it is given to a neighbour."""
     moments: Mapping[str, tuple[Moment, ...]]
     """By kind of instruction; `gather F` and `gather B` where a pass finds the stage's parameters not gathered."""

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 
+from muster.cost.activations import offloaded_bytes
 from muster.cost.memory import compute_bytes, wide_bytes
+from muster.schedule.build import program_of
 from muster.spec.boundary import Message, stage_messages, tied_messages
 from muster.spec.layout import (
     WORDS,
@@ -37,7 +39,8 @@ def step_bytes(
 ) -> dict[str, dict[str, int]]:
     """Bytes that world rank `rank` gives away in one step, by axis and kind; nothing that is 0.
 
-    The axes are those of the mesh, `world` for what all ranks add up, and `optimizer` for what its step sends. The
+    The axes are those of the mesh, `world` for what all ranks add up, `optimizer` for what its step sends, and `host`
+    for OFFLOAD and RELOAD, to the host's memory and back. The other
     kinds are collectives, and for `pp` the instructions that send: SF, SB, TIE and MERGE, and those that bring words
     together, EC, HC, SC and DC. The optimizer is AdamW unless
     `optim` says otherwise.
@@ -49,6 +52,8 @@ def step_bytes(
         sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at)
         sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at)
         sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at)
+    if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_of(plan, at.pp)):
+        sent["host"] = _host_bytes(spec, plan, workload, at)
     if plan.world_size > 1:
         sent["world"]["all_reduce"] = _REPORT_BYTES
     if optim is not None and optim.name == "muon":
@@ -184,6 +189,16 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
 
 def _numel_from(rank: int, messages: Iterable[Message]) -> int:
     return sum(message.box.numel for message in messages if message.source == rank)
+
+
+def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: Coordinates) -> Counter[str]:
+    """What goes to the host's memory and comes back, by kind: whole micro-batches, as the Program says."""
+    lane = program_of(plan, spec, workload).ranks[at.pp].get("copy", ())
+    moved = {stage: offloaded_bytes(spec, plan, workload, stage) for stage in stages_of(plan, at.pp)}
+    sent = Counter[str]()
+    for item in lane:
+        sent[item.action.kind] += moved[item.action.stage]
+    return sent
 
 
 # ----------------------------------------------------------------------------------------------------------------------

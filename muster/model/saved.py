@@ -1,9 +1,30 @@
-"""Counting what autograd keeps for the backward pass: the measured side of the activation memory."""
+"""Seeing what autograd keeps for the backward pass, and counting it: the measured side of the activation memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+_WATCHERS: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def watch_saved(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `see` with each tensor that autograd saves meanwhile. Of hooks that are nested, PyTorch calls the innermost
+    alone: here each one sees all."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        for one in _WATCHERS:
+            one(tensor)
+        return tensor
+
+    _WATCHERS.append(see)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        _WATCHERS.remove(see)
 
 
 def count_saved_bytes(fn: Callable[[], object], params: Iterable[Tensor]) -> int:
@@ -14,12 +35,11 @@ def count_saved_bytes(fn: Callable[[], object], params: Iterable[Tensor]) -> int
     """
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def see(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with watch_saved(see):
         result = fn()
     for param in params:
         saved.pop(param.untyped_storage()._cdata, None)

@@ -11,6 +11,7 @@ from muster.parallel.route import Arrival, Route
 from muster.parallel.stage import Stage
 from muster.parallel.words import Words
 from muster.schedule.action import KINDS, LANES, Action, Lane, other_end
+from muster.schedule.gone import gone_by
 from muster.schedule.program import Instruction, Program, Wait
 from muster.simulate.timeline import Event
 
@@ -42,6 +43,7 @@ class Executor:
         self.program, self._clock, self._spreads_words = program, clock, words is not None
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[pp_rank].get(lane, ()) for lane in LANES}
         self.pp_rank, self.world_rank, self.stages, self.routes = pp_rank, world_rank, stages, routes
+        self._gone = gone_by(program, pp_rank)
         self._do: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -53,6 +55,8 @@ class Executor:
             "SB": self._send,
             "RF": self._receive,
             "RB": self._receive,
+            "OFFLOAD": self._copy,
+            "RELOAD": self._copy,
             "UNSHARD": lambda instruction: self.stages[instruction.action.stage].unshard(),
             "SYNC": lambda instruction: self.stages[instruction.action.stage].synchronise(),
             "REDUCE": lambda instruction: self.stages[instruction.action.stage].reduce(),
@@ -70,7 +74,9 @@ class Executor:
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._arriving: dict[Wait, Arrival | Pending] = {}
         """What has begun and runs beside the compute."""
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._copying: dict[Wait, Callable[[], None]] = {}
+        self._sending: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        """By place in the p2p lane, what has been sent and isn't known to be gone."""
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
@@ -84,9 +90,9 @@ class Executor:
                 self._begin_next(lane)
         for wait in list(self._arriving):
             self._finish(wait)
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()  # gloo can't say which sends are over, so all of a round's are kept until here
+        assert not self._copying, "a copy that no pass waits for: the checker refuses it"
+        for place in list(self._sending):
+            self._let_go(place)
         return self._events
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -112,19 +118,25 @@ class Executor:
             self._events.append(Event(self.world_rank, lane, instruction.action, start_s, self._clock()))
 
     def _is_over(self, wait: Wait) -> bool:
-        return self._cursor[wait.lane] > wait.index and wait not in self._arriving
+        begun = self._cursor[wait.lane] > wait.index
+        return begun and wait not in self._arriving and wait not in self._copying
 
     def _make_over(self, wait: Wait) -> None:
         while self._cursor[wait.lane] <= wait.index:
             self._begin_next(wait.lane)
         if wait in self._arriving:
             self._finish(wait)
+        if wait in self._copying:
+            self._copying.pop(wait)()
 
     def _finish(self, wait: Wait) -> None:
         start_s = self._clock()
         arrived, action = self._arriving.pop(wait).wait(), self.lanes[wait.lane][wait.index].action
         if arrived is not None:
             self._take_from_words(action, arrived)
+        if wait.lane == "p2p":
+            for place in self._gone.get(wait.index, ()):
+                self._let_go(place)
         # What runs beside the compute costs nothing; what is recorded is how long the rank stood still for it.
         self._events.append(Event(self.world_rank, wait.lane, action, start_s, self._clock()))
 
@@ -157,6 +169,11 @@ class Executor:
         else:
             self._input_gradients[stage, micro_batch] = d
 
+    def _copy(self, instruction: Instruction) -> None:
+        kind, stage, micro_batch, *_ = instruction.action
+        copy = self.stages[stage].offload if kind == "OFFLOAD" else self.stages[stage].reload
+        self._copying[Wait("copy", self._cursor["copy"] - 1)] = copy(micro_batch)
+
     # ------------------------------------------------------------------------------------------------------------------
     # Transfers
 
@@ -166,7 +183,12 @@ class Executor:
         tensor = buffers.pop((stage, micro_batch))
         receiver = other_end(instruction.action).stage
         route = self.routes[stage, receiver]
-        self._sending += route.send(tensor, self._tag(kind[1], receiver, micro_batch))
+        self._sending[self._cursor["p2p"] - 1] = route.send(tensor, self._tag(kind[1], receiver, micro_batch))
+
+    def _let_go(self, place: int) -> None:
+        """Frees the memory of a send that is over, or of which the rank waits for the end."""
+        for work, _ in self._sending.pop(place):
+            work.wait()
 
     def _receive(self, instruction: Instruction) -> None:
         kind, stage, micro_batch, *_ = instruction.action

@@ -59,6 +59,7 @@ def profile_stages(
     actions = {instruction.action for instruction in program.ranks[world.at.pp].get("collective", ())}
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
     backwards = [kind for kind in ("I", "B") if kind in kinds]
+    copies = any(lanes.get("copy") for lanes in program.ranks)
     saved: dict[int, int] = {}
     word_bytes = 0
     for repeat in range(REPEATS):
@@ -69,7 +70,7 @@ def profile_stages(
                 saved[index] = _time_passes(stage, clock, backwards)
             else:
                 for kind in backwards:
-                    _pass_once(stage, clock, kind)
+                    _pass_once(stage, clock, kind, copies)
         for _, stage in sorted(stages.items()):
             if stage.words is not None:
                 word_bytes = _words_once(stage, stage.words, clock)
@@ -139,11 +140,15 @@ def _late_mean(values: list[float]) -> float:
     return mean(values[len(values) // 2 :])
 
 
-def _pass_once(stage: DecoderStage, clock: _Clock, backward: str) -> None:
-    """Forward and backward of one micro-batch of any data; the backward whole (B), or in two passes (I)."""
+def _pass_once(stage: DecoderStage, clock: _Clock, backward: str, copies: bool = False) -> None:
+    """Forward and backward of one micro-batch of any data; the backward whole (B), or in two passes (I). `copies`: what
+    the forward keeps goes to the host and back in between."""
     x = None if stage.reads_tokens else stage.receive_buffer().normal_()
     gradient = None if stage.makes_loss else stage.receive_buffer().normal_()
     clock.time(("F", stage.index), lambda: stage.forward(0, x))
+    if copies:
+        clock.time(("OFFLOAD", stage.index), lambda: stage.offload(0)())
+        clock.time(("RELOAD", stage.index), lambda: stage.reload(0)())
     if backward == "I":
         clock.time(("I", stage.index), lambda: stage.backward_input(0, gradient))
         clock.time(("W", stage.index), lambda: stage.backward_weight(0))

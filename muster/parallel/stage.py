@@ -1,10 +1,12 @@
 """A stage at run time: its module, and what its passes keep for later passes."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.model.decoder import Decoder
 from muster.model.init import initial_value
@@ -15,6 +17,7 @@ from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
 from muster.parallel.deferred import WeightWork
 from muster.parallel.feed import Feed
+from muster.parallel.offload import Offload
 from muster.parallel.shard import (
     DTYPES,
     finish_backward,
@@ -52,6 +55,14 @@ class Stage(Protocol):
     def backward_weight(self, micro_batch: int) -> None:
         """The rest of `backward_input`."""
 
+    def offload(self, micro_batch: int) -> Callable[[], None]:
+        """Begins to move what the micro-batch's forward keeps to the host; what is returned frees it here."""
+        ...
+
+    def reload(self, micro_batch: int) -> Callable[[], None]:
+        """Begins to bring it back; what is returned waits until it is there."""
+        ...
+
     def receive_buffer(self) -> Tensor:
         """Uninitialised memory for one micro-batch's activation or its gradient, as neighbours send them."""
         ...
@@ -72,6 +83,8 @@ class DecoderStage:
     Built on the meta device and filled with the values that (seed, name, global index) give, so that every plan
     starts from the same bits. `split_backward`: a backward may be in two passes, I and W.
     """
+
+    offload_type = Offload
 
     def __init__(
         self, spec: ModelSpec, world: World, index: int, seq_len: int, seed: int, split_backward: bool = False
@@ -99,8 +112,11 @@ class DecoderStage:
             apply_products(self.module, self.axis, self._work)
         if plan.compile:
             compile_blocks(self.module, world.device)
+        self._offload = self.offload_type(world.device)
         for layer, block in zip(self.layers, self.module.blocks(), strict=True):
             apply_recompute(block, plan.strategy(layer).recompute)
+            if plan.strategy(layer).offload in ("activations", "all"):
+                self._offload.watch(block)
         self.is_sharded = shard_stage(self.module, world, strategy.zero, plan)
         self._materialise()
         self.parameters: dict[str, Tensor] = local_parameters(self.module)
@@ -120,7 +136,8 @@ class DecoderStage:
             ends = plan.pp_rank(0), plan.pp_rank(plan.depth - 1)
             finish = partial(finish_backward, self.module)
             self.words = Words(self.module, world.pipe_axis(), ends, start, self.receive_buffer, finish)
-        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        """By micro-batch, the input and where a backward begins: an output's place in the graph, not its memory."""
 
     def _materialise(self) -> None:
         materialise(self.module, self.world.device)
@@ -153,7 +170,9 @@ class DecoderStage:
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.feed.loss_scale / self.feed.num_valid)
         if torch.is_grad_enabled():
-            self._saved[micro_batch] = (None if self.reads_tokens else x, y)
+            begin = y if self.makes_loss else get_gradient_edge(y)
+            self._saved[micro_batch] = (None if self.reads_tokens else x, begin)
+            self._offload.keep(micro_batch, y)
         return y
 
     def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float) -> LossSums:
@@ -163,8 +182,9 @@ class DecoderStage:
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Adds to the parameters' gradients; the gradient of the input (B, S, D), None on the first stage."""
-        x, y = self._saved.pop(micro_batch)
-        torch.autograd.backward(y, gradient)
+        x, begin = self._saved.pop(micro_batch)
+        self._offload.forget(micro_batch)
+        torch.autograd.backward(begin, gradient)
         return None if x is None else x.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
@@ -176,6 +196,17 @@ class DecoderStage:
         """Adds the gradients that `backward_input` left."""
         self._work.do(micro_batch)
         finish_backward(self.module)
+
+    def offload(self, micro_batch: int) -> Callable[[], None]:
+        return self._offload.send(micro_batch)
+
+    def reload(self, micro_batch: int) -> Callable[[], None]:
+        return self._offload.fetch(micro_batch)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Copied to and from the host's memory so far."""
+        return self._offload.moved_bytes
 
     def receive_buffer(self) -> Tensor:
         return torch.empty(self.activation_shape, dtype=self.activation_dtype, device=self.world.device)

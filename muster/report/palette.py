@@ -28,7 +28,7 @@ class Paint:
 PALE_TEXT = "#1d2126"
 
 
-_GATHERS = ("UNSHARD", "RESHARD", "REDUCE", "SYNC", "MERGE", "TIE")
+_GATHERS = ("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE")
 
 PAINTS = (
     Paint("forward", "forward", ("F", "E", "S"), "#3274b5", "#ffffff", "#6aa5dc"),
@@ -40,6 +40,7 @@ PAINTS = (
     Paint(
         "transfer", "send, receive", ("SF", "RF", "SB", "RB", "EC", "HC", "SC", "DC"), "#5fb3e4", "#1d2126", "#86c9f0"
     ),
+    Paint("copy", "copy to the host, back", ("OFFLOAD", "RELOAD"), "#7a6bb0", "#ffffff", "#a196d3"),
     Paint("other", "other", (), "#8d8a96", "#101214", "#a3a0ad"),
 )
 

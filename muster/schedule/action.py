@@ -14,9 +14,10 @@ class Kind:
 
     Buffers are named by a letter: `x` a stage's input, `a` what its forward keeps for its backward, `y` its output,
     `g` the gradient of its output, `d` the gradient of its input, `w` what a split backward keeps for `W`,
-    `p` the gathered parameters of a stage. Where the vocabulary is spread, each rank has of a micro-batch: `e` its
-    part of the word vectors, `h` the hidden state under the head, `s` what all need to know of its words, `l` the
-    exponentials of its logits, `z` the sums over all words, `q` the gradient of the word vectors.
+    `o` what its forward keeps while that is in the host's memory, `p` the gathered parameters of a stage. Where the
+    vocabulary is spread, each rank has of a micro-batch: `e` its part of the word vectors, `h` the hidden state under
+    the head, `s` what all need to know of its words, `l` the exponentials of its logits, `z` the sums over all words,
+    `q` the gradient of the word vectors.
     """
 
     name: str
@@ -56,8 +57,9 @@ for _kind in (
     Kind("T", "compute", "backward for the output words", reads="hlz", frees="hlz"),
     Kind("DC", "collective", "hand out the gradient of the word vectors", makes="q", beside=True),
     Kind("EW", "compute", "backward for the input words", reads="q", frees="q"),
+    Kind("OFFLOAD", "copy", "move what a forward keeps to the host's memory", reads="a", makes="o", frees="a"),
+    Kind("RELOAD", "copy", "bring back what a forward keeps", reads="o", makes="a", frees="o"),
     Kind("UNSHARD", "collective", "gather a stage's parameters", makes="p"),
-    Kind("RESHARD", "compute", "drop a stage's gathered parameters", frees="p"),
     Kind("REDUCE", "collective", "reduce a stage's gradients over the data-parallel ranks"),
     Kind("SYNC", "collective", "add up the gradients of weights that tensor-parallel ranks have copies of"),
     Kind("MERGE", "collective", "add up the gradients of the same layers in two replicas"),

@@ -23,6 +23,7 @@ _WORDS = {
     "l": ("the exponentials of its logits", "S"),
     "z": ("the sums over all words", "SC"),
     "q": ("the gradient of the word vectors", "DC"),
+    "o": ("what its forward keeps, in the host's memory,", "OFFLOAD"),
 }
 """What a buffer is, and the kind that makes it."""
 
@@ -74,12 +75,13 @@ class Books:
     def enter(self, action: Action, over: bool) -> None:
         """Books that `action` begins, or that it is known to be over."""
         rule, unit, alive = self.rules.get(action[:2]) or self._add_rule(*action[:2]), action[2:], self.alive
+        self._count_copy(action, over)
         if over:
             if rule.order >= 0:
                 self.open.pop(action, None)
             for letter, place in rule.makes:
                 alive[place, unit if letter != "p" else None] = True
-                if letter == "a":
+                if letter == "a" and action.kind != "RELOAD":
                     self._keep(action)
                 if letter == "l":
                     self.words += 1
@@ -98,9 +100,8 @@ class Books:
                 wrong = "twice" if buffer in alive else f"before {self._maker(letter, action)} has made it"
                 raise ProgramError(f"{action} on rank {self.rank} frees {_WORDS[letter][0]} {wrong}")
             alive[buffer] = False
-            if letter == "a":
-                self.activations -= 1
-                self.by_stage[action.stage] -= 1
+            if letter == "a" and action.kind != "OFFLOAD":
+                self._drop(action)
             if letter == "l":
                 self.words -= 1
 
@@ -133,6 +134,17 @@ class Books:
                     yield letter, ("x" if letter == "y" else "g", neighbour)
                     continue
             yield letter, (letter, stage)
+
+    def _count_copy(self, action: Action, over: bool) -> None:
+        """Memory is taken when activations begin to come back, and free when they are known to have left."""
+        if action.kind == "RELOAD" and not over:
+            self._keep(action)
+        if action.kind == "OFFLOAD" and over:
+            self._drop(action)
+
+    def _drop(self, action: Action) -> None:
+        self.activations -= 1
+        self.by_stage[action.stage] -= 1
 
     def _keep(self, action: Action) -> None:
         self.activations += 1

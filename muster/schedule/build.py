@@ -4,13 +4,14 @@ from math import prod
 
 from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import Lowering, lower
+from muster.schedule.offload import LEAST_GAP
 from muster.schedule.program import Program
 from muster.schedule.registry import make_schedule
 from muster.schedule.resolve import kept_schedule
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.schedule.spread_words import WordTimes
-from muster.spec.errors import MusterError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.layout import partial_copies
 from muster.spec.model import ModelSpec, layer_parameters, parameters
 from muster.spec.plan import Plan
@@ -61,6 +62,13 @@ def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = T
         tied=model.tied_embeddings and not plan.spread_vocab,
         words=_word_times(plan, model) if plan.spread_vocab else None,
         post_validation=plan.post_validation,
+        offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
         train=train,
     )
-    return lower(schedule, lowering)
+    program = lower(schedule, lowering)
+    if lowering.offload and not any(lanes.get("copy") for lanes in program.ranks):
+        raise InfeasibleError(
+            f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
+            f" {num_micro_batches} micro-batches no activations lie for {LEAST_GAP} passes"
+        )
+    return program

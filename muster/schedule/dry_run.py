@@ -9,7 +9,8 @@ The rules, which any executor may relax but none may tighten:
   sends keep nothing for later, and a rank's transfers run one after another.
 * A collective holds up the thread until all its ranks have begun it; one that runs beside the compute only where it
   is waited for. A rank's collectives end in the order in which they began.
-* What a receive or a collective brings may be used only after a wait for it.
+* A copy between the device's and the host's memory is over when its rank has waited for it.
+* What a receive, a collective or a copy brings may be used only after a wait for it.
 
 Nothing in these rules is a choice, so a run that ends once always ends.
 """
@@ -53,7 +54,7 @@ class _Rank:
         self.begun: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self.over: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self.awaited: set[Wait] = set()
-        """Transfers and collectives that the rank has waited for."""
+        """Transfers, collectives and copies that the rank has waited for."""
         self.beginning: list[Instruction] = []
         """What is about to begin and waits for its waits, outermost first."""
         self.target: Instruction | None = None
@@ -67,7 +68,7 @@ class _Rank:
             for lane in others:
                 items, begun = self.lanes[lane], self.begun
                 while begun[lane] < len(items) and self._can_begin(items[begun[lane]]):
-                    if lane == "p2p" or KINDS[items[begun[lane]].action.kind].beside:
+                    if lane in ("p2p", "copy") or KINDS[items[begun[lane]].action.kind].beside:
                         self._start(lane)
                     else:
                         yield from self._begin_next(lane)
@@ -86,7 +87,7 @@ class _Rank:
     def _can_begin(self, instruction: Instruction) -> bool:
         """Whether all that it waits for would be found over."""
         for wait in instruction.waits:
-            beside = wait[0] == "p2p" or KINDS[self.lanes[wait[0]][wait[1]].action.kind].beside
+            beside = wait[0] in ("p2p", "copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].beside
             if not (wait in self.awaited if beside else wait[1] < self.over[wait[0]]):
                 return False
         return True
@@ -107,13 +108,15 @@ class _Rank:
                 yield Wait(lane, index)
 
     def _start(self, lane: Lane) -> None:
-        """The next of a lane begins, all it waits for being over; passes and copies are over at once."""
+        """The next of a lane begins, all it waits for being over; passes are over at once."""
         instruction = self.lanes[lane][self.begun[lane]]
         self.begun[lane] += 1
         self.observe(self.rank, instruction, False)
-        if lane in ("compute", "copy"):
+        if lane == "compute":
             self.over[lane] += 1
             self.observe(self.rank, instruction, True)
+        elif lane == "copy":
+            self.over[lane] += 1
         else:
             self._advance(lane)
 
@@ -124,7 +127,7 @@ class _Rank:
             yield from self._begin_next(lane)
         while self.over[lane] <= index:
             yield wait
-        if lane in ("p2p", "collective") and wait not in self.awaited:
+        if lane != "compute" and wait not in self.awaited:
             self.awaited.add(wait)
             self.observe(self.rank, self.lanes[lane][index], True)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from muster.schedule.action import KINDS, LANES, Action, Lane
 from muster.schedule.collector import collector_paused
+from muster.schedule.offload import copies
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.spread_words import WordTimes, Woven, spread_words
@@ -27,6 +28,8 @@ class Lowering:
     """Where the vocabulary is spread over all pipeline ranks: what its passes take."""
     post_validation: bool = False
     """Whether a step is taken before the sum over all ranks is known."""
+    offload: frozenset[int] = frozenset()
+    """Stages whose activations wait for their backward in the host's memory, where that is long enough."""
     train: bool = True
     """False: no gradients are reduced and no optimizer steps."""
 
@@ -85,6 +88,8 @@ def lower(schedule: Schedule, lowering: Lowering) -> Program:
         if woven:
             add_words(draft, woven)
         if lowering.train:
+            for lanes in draft.ranks if lowering.offload else ():
+                lanes["compute"], lanes["copy"] = copies(lanes["compute"], lowering.offload)
             add_reductions(draft, lowering)
             if lowering.copies:
                 add_copies(draft)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from muster.schedule.action import KINDS, Action, other_end
+from muster.schedule.offload import PASSES_FOR_COPY
 from muster.simulate.spans import BUBBLE, HOP, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
@@ -21,7 +22,8 @@ class Breakdown:
 
     While a rank computes, that is what its time goes to. While it doesn't, the time goes to the collective that it
     takes part in (counted from when the last of its ranks has come), else to the transfer that its next pass waits for
-    (counted from when the sender has begun), else to the bubble: it waits for others to compute.
+    (counted from when the sender has begun), else to the copy to or from the host's memory that it waits for, else to
+    the bubble: it waits for others to compute.
     What runs beside the compute costs nothing.
     """
 
@@ -30,6 +32,7 @@ class Breakdown:
     forward_s: float
     backward_s: float
     send_s: float
+    """Also to the host's memory and back."""
     gather_s: float
     """Parameters gathered, gradients reduced and added up between stages."""
     optimizer_s: float
@@ -45,8 +48,8 @@ class Breakdown:
 _PARTS = {
     "forward": ("F", "E", "S"),
     "backward": ("B", "I", "W", "T", "EW"),
-    "send": (HOP, "EC", "HC", "SC", "DC"),
-    "gather": ("UNSHARD", "RESHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
+    "send": (HOP, "EC", "HC", "SC", "DC", "OFFLOAD", "RELOAD"),
+    "gather": ("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
     "optimizer": ("NORM", "VOTE", "STEP"),
     "bubble": (BUBBLE,),
 }
@@ -74,12 +77,13 @@ def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
     for events in compute:
         events.sort(key=lambda event: event.start_s)
     collectives, flights = _collective_spans(timeline.events), _flights(timeline.events, compute)
+    copies = _copy_spans(timeline, compute)
     for rank, events in enumerate(compute):
         compute_s: defaultdict[str, float] = defaultdict(float)
         for event in events:
             compute_s[event.action.kind] += event.duration_s
         begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
-        waits = [*collectives[rank].items(), (HOP, flights[rank])]
+        waits = [*collectives[rank].items(), (HOP, flights[rank]), *copies[rank].items()]
         columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
         yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 
@@ -103,6 +107,24 @@ def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, lis
         all_there_s = max(event.start_s for event in group)
         for event in group:
             spans[event.rank].setdefault(action.kind, []).append((all_there_s, event.end_s))
+    return spans
+
+
+def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[dict[str, list[Span]]]:
+    """By rank, kind → when a copy was under way while the rank stood still before the pass that waits for it; where the
+    rank itself copies, as it does on a CPU, a measured timeline shows it between its passes."""
+    spans: list[dict[str, list[Span]]] = [{} for _ in compute]
+    copying = [event for event in timeline.events if event.lane == "copy"]
+    place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
+    for event in copying:
+        since_s = event.start_s
+        if timeline.source == "predicted":
+            kinds, later = (("F",), PASSES_FOR_COPY) if event.action.kind == "OFFLOAD" else (("B", "I"), -1)
+            named = next(
+                n for kind in kinds if (n := place.get((event.rank, event.action._replace(kind=kind)))) is not None
+            )
+            since_s = max(since_s, compute[event.rank][named + later].end_s)
+        spans[event.rank].setdefault(event.action.kind, []).append((since_s, event.end_s))
     return spans
 
 

@@ -17,7 +17,7 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
 
     Whatever computes or moves memory wants one core for each process that takes part: passes, the step, and UNSHARD,
     REDUCE and TIE, which on a machine without network are copies and additions. All get the same share,
-    min(1, cores / processes). A hop and NORM are latency, and take no core.
+    min(1, cores / processes). A hop and NORM are latency, and take no core; so do copies where cores aren't shared.
     """
     machine = _Machine(program, times)
     machine.run()
@@ -128,7 +128,7 @@ class _Machine:
         if not places:
             return
         duration_s = max(self.times.of(self._action(one)) for one in places)
-        if lane == "copy" or instruction.action.kind == "NORM":
+        if (lane == "copy" and self.times.cores is None) or instruction.action.kind == "NORM":
             self._add_timer(duration_s, places)
         else:
             self._add_job(duration_s, places)

@@ -28,7 +28,7 @@ from muster.spec.software import Software
 from muster.spec.workload import Workload
 
 _AXES: dict[str, str] = dict.fromkeys((HOP, "TIE", "MERGE", "EC", "HC", "SC", "DC"), "pp")
-_AXES |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world"}
+_AXES |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world", "OFFLOAD": "host", "RELOAD": "host"}
 """What a rank waits for → the axis on which it travels."""
 
 
@@ -38,7 +38,8 @@ class StepParts:
 
     compute_s: float
     communication_s: Mapping[str, float]
-    """Axis (pp, dp, tp, cp, ep, world) → the seconds in which ranks stand still for what travels on it."""
+    """Axis (pp, dp, tp, cp, ep, world; host: the link to its memory) → the seconds in which ranks stand still for what
+    travels on it."""
     bubble_s: float
     optimizer_s: float
     data_s: float

@@ -48,6 +48,8 @@ class DeviceSpec(Frozen):
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
     memory_efficiency: PositiveFloat = 0.85
     """Share of the memory's bandwidth that a long streaming kernel reaches."""
+    host_bandwidth_bytes_per_s: PositiveFloat | None = None
+    """To the host's memory, one way; None where it is unknown, and of a CPU, whose ranks lie in that memory."""
     compute_units: PositiveInt = 1
     """Streaming multiprocessors, compute units or cores: tiles of a matrix product are dealt to them in waves."""
     matmul_efficiency: dict[Precision, PositiveFloat] = {}

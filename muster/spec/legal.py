@@ -18,8 +18,8 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("expert parallelism (ep > 1)", lambda plan: _any_mesh(plan, "ep")),
     ("tensor parallelism of experts (etp > 1)", lambda plan: _any_mesh(plan, "etp")),
     (
-        "offload (nothing is moved to the host's memory and back)",
-        lambda plan: any(s.offload != "none" for s in strategies_of(plan)),
+        "offload of the optimizer's state (it stays on the device, which makes the step)",
+        lambda plan: any(s.offload in ("optimizer", "all") for s in strategies_of(plan)),
     ),
     (
         "recompute of attention alone or of every second product (the runtime knows none, selective and full)",
@@ -258,6 +258,8 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
+    if plan.pp == 1 and any(s.offload in ("activations", "all") for s in strategies_of(plan)):
+        yield "offload of activations moves them while other stages' passes run, but pp is 1"
     if plan.post_validation and plan.pp == 1:
         yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
     if plan.spread_vocab and plan.pp == 1:

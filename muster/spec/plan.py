@@ -23,6 +23,9 @@ Recompute = Literal["none", "selective", "attention", "alternate", "full"]
 of the gated linear unit. attention: scores, their softmax and the weighted values (arXiv:2205.05198 §5). alternate:
 every second matrix product and all that is cheap (torchtitan's selective checkpointing by operation). full: the
 layer."""
+Offload = Literal["none", "optimizer", "activations", "all"]
+"""What lies in the host's memory. activations: what a layer keeps of a micro-batch, where enough other passes run
+between its forward and its backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -61,7 +64,7 @@ class Strategy(Frozen):
     recompute: Recompute = "none"
     attention: Literal["flash", "unfused"] = "flash"
     """flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory, and kept."""
-    offload: Literal["none", "optimizer", "activations", "all"] = "none"
+    offload: Offload = "none"
 
 
 class LayerRun(Frozen):
@@ -253,6 +256,10 @@ class Plan(Frozen):
             return _even_runs(num_layers, self.depth)[stage % self.depth]
         start = sum(s.layers for s in self.stages[: stage % self.depth])
         return range(start, start + self.stages[stage % self.depth].layers)
+
+    def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
+        """The layers of one stage whose activations may wait in the host's memory."""
+        return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
 
     def num_micro_batches(self, workload: Workload) -> int:
         """Micro-batches that each data-parallel rank runs in one step.

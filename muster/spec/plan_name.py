@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.plan import Plan, Precision, Recompute, StageSpec, Strategy
+from muster.spec.plan import Offload, Plan, Precision, Recompute, StageSpec, Strategy
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 
 _SCHEDULE_BY_WORD = {name.replace("-", ""): name for name in SCHEDULES}
 _RECOMPUTE: dict[str, Recompute] = {"sel": "selective", "attn": "attention", "alt": "alternate", "full": "full"}
+_OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _DEFAULTS = Plan()
 
 
@@ -57,6 +58,11 @@ _WORDS = (
         f"r({'|'.join(_RECOMPUTE)})",
         lambda word: {"recompute": _RECOMPUTE[word]},
     ),
+    _Word(
+        ", ".join("o" + word for word in _OFFLOAD),
+        f"o({'|'.join(_OFFLOAD)})",
+        lambda word: {"offload": _OFFLOAD[word]},
+    ),
     _Word(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
     _Word("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
 )
@@ -94,6 +100,7 @@ def _words(plan: Plan) -> list[str]:
         "pv": plan.post_validation,
         "vocab": plan.spread_vocab,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
+        **{"o" + word: strategy.offload == what for word, what in _OFFLOAD.items()},
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
@@ -111,7 +118,7 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
             f"plan name '{text}' ends in '+' and a hash because a name can't say all of that plan; give its plan.yaml"
         )
     fields = _said(text)
-    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute") if key in fields})
+    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute", "offload") if key in fields})
     stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
     kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
     return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
@@ -154,7 +161,16 @@ def _suggestion(token: str) -> str:
     if any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in _WORDS):
         return f"; did you mean '{token.lower()}'?"
     number = re.search(r"\d+", token)
-    fixed = ["sp", "vocab", "z1", "z2", "z3", *("r" + word for word in _RECOMPUTE), *get_args(Precision)]
+    fixed = [
+        "sp",
+        "vocab",
+        "z1",
+        "z2",
+        "z3",
+        *("r" + word for word in _RECOMPUTE),
+        *("o" + word for word in _OFFLOAD),
+        *get_args(Precision),
+    ]
     fixed += ["s" + word for word in _SCHEDULE_BY_WORD]
     numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
     return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

@@ -9,7 +9,7 @@ The losses' chunks are those of a GPU: a CPU's are so small that following them 
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,10 +27,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from muster.cost.own_memory import GPU_LOSS_NUMBERS, Kernels
 from muster.data.dataset import Batch, Samples
 from muster.model.loss import large_chunks
+from muster.parallel.offload import Away, HostMemory, Offload
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
-from muster.spec.errors import MusterError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -65,6 +67,11 @@ def account(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> Acco
 
 def account_really(model: ModelSpec, plan: Plan, workload: Workload) -> list[Accounting]:
     """The same of all ranks, with real tensors, as processes on this machine. Raises MusterError when one fails."""
+    if any(plan.offloaded_layers(stage, model.num_layers) for stage in range(plan.num_stages)):
+        raise InfeasibleError(
+            "processes of this machine keep what is offloaded in the same memory, where it would be counted:"
+            " leave out --real"
+        )
     config = _run_config(model, plan, workload)
     with TemporaryDirectory(prefix="memory-check-") as place:
         folder = Path(place)
@@ -125,8 +132,31 @@ def _fake_group(plan: Plan, rank: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+class _FakeHost(HostMemory):
+    """Memory that isn't counted with the device's."""
+
+    def take(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=_HOST)
+
+
+class _FakeOffload(Offload):
+    """Takes and frees memory, and copies nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.host = _FakeHost(pinned=False)
+
+    def _copy(self, away: Away, to_host: bool) -> Callable[[], None]:
+        return lambda: None
+
+
+_HOST = torch.device("meta")
+
+
 class _FakeStage(DecoderStage):
     """A stage whose memory is fake, and whose values therefore don't matter."""
+
+    offload_type = _FakeOffload
 
     def _materialise(self) -> None:
         with FAKE:
@@ -188,7 +218,8 @@ def _make_tracker() -> MemTracker:
 
 
 def _total(tracker: MemTracker, which: str) -> int:
-    return sum(by_kind.get("Total", 0) for by_kind in tracker.get_tracker_snapshot(which).values())
+    snapshot = tracker.get_tracker_snapshot(which)
+    return sum(by_kind.get("Total", 0) for device, by_kind in snapshot.items() if device != _HOST)
 
 
 if __name__ == "__main__":

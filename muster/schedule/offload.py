@@ -1,0 +1,49 @@
+"""Offload: activations that lie long between a forward and its backward wait in the host's memory (PipeOffload,
+arXiv:2503.01328).
+
+Copies stand in a lane of their own, one after another, and run beside the passes. The activations leave while the next
+pass runs, and come back while the pass before their backward does, so that a rank holds those of a few micro-batches
+whatever the schedule keeps. What lies shorter than that stays where it is.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from muster.schedule.action import Action
+from muster.schedule.program import Instruction, Wait
+
+PASSES_FOR_COPY = 1
+"""Passes that run while the activations of a micro-batch go to the host, and again while they come back."""
+
+LEAST_GAP = 2 * PASSES_FOR_COPY + 2
+"""From a forward to its backward, so that the activations are away for a pass at least."""
+
+
+def offloaded(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Of one rank's order of passes, the places of the forwards of `stages` whose activations can be away, each with
+    the place of the backward that reads them first."""
+    forwards: dict[tuple[int, int], int] = {}
+    for place, (kind, stage, micro_batch, *_) in enumerate(order):
+        if kind == "F" and stage in stages:
+            forwards[stage, micro_batch] = place
+        elif kind in ("B", "I"):
+            first = forwards.get((stage, micro_batch), place)
+            if place - first >= LEAST_GAP:
+                yield first, place
+
+
+def copies(compute: Sequence[Instruction], stages: Collection[int]) -> tuple[list[Instruction], list[Instruction]]:
+    """A rank's compute lane with waits for its copies, and its copy lane.
+
+    A copy waits for the pass after which it may begin, and the lane is in the order of those, so that no copy holds up
+    another. The memory of what goes to the host is free from the pass on that waits for it.
+    """
+    found = list(offloaded([item.action for item in compute], stages))
+    begun = [(forward, "OFFLOAD", forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]
+    begun += [(backward - PASSES_FOR_COPY - 1, "RELOAD", backward, backward) for _, backward in found]
+    lane, waiting = [], list(compute)
+    for place, (after, kind, reader, named_by) in enumerate(sorted(begun)):
+        action = compute[named_by].action
+        lane.append(Instruction(Action(kind, action.stage, action.micro_batch), None, (Wait("compute", after),)))
+        item = waiting[reader]
+        waiting[reader] = item._replace(waits=(*item.waits, Wait("copy", place)))
+    return waiting, lane
