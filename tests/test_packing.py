@@ -26,6 +26,7 @@ from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from tests.train_runs import AT_ONCE, Command, rows_of, sample_hash, train
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.end
@@ -240,19 +241,58 @@ def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
 # --- runs ---
 
 
-def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys):
+def run_file(folder: Path, stores: dict[str, TokenStore], **train: object) -> Path:
+    """A mixture of documents that changes its weights after 16 samples."""
     mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
-    data = {"mix": mix, "packing": "documents", "changes": [{"from_step": 1, "weights": {"pairs": 1}}], "held_out": 0.1}
-    config = {
-        "extends": "tiny",
-        "data": data,
-        "train": {"seq_len": 64, "global_batch_size": 8, "steps": 2},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    changes = [{"from_sample": 16, "weights": {"pairs": 1, "long": 1}}]
+    data = {"mix": mix, "packing": "documents", "changes": changes, "held_out": 0.2, "hash_samples": True}
+    train = {"seq_len": 64, "global_batch_size": 8, "steps": 3, "sample_tokens": 0, **train}
+    (folder / "run.yaml").write_text(json.dumps({"extends": "tiny", "data": data, "train": train}))
+    return folder / "run.yaml"
+
+
+def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys):
     plans = ["tp2-sp-pp2-rfull-mb2"]
-    code = main(["verify", str(tmp_path / "run.yaml"), "--against", *plans])
+    code = main(["verify", str(run_file(tmp_path, stores)), "--against", *plans])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
+
+
+def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsys):
+    file, run = run_file(tmp_path, stores, eval_every=2, eval_batches=1, global_batch_size=4), tmp_path / "run"
+    ended = train(file, "--run", run, "--parallel", "dp1-mb4")
+    assert ended.code == 0, ended.err
+    assert "waiting for data: " in ended.out
+    row = next(row for row in rows_of(run) if row["step"] == 2)
+    assert [key for key in row if key.endswith("loss") and "eval" in key] == [
+        "eval/loss", "eval/plain/loss", "eval/pairs/loss", "eval/long/loss"]  # fmt: skip
+    assert row["eval/perplexity"] == pytest.approx(np.exp(row["eval/loss"]))
+    assert "eval/loss" not in rows_of(run)[-1]
+    capsys.readouterr()
+    assert main(["eval", str(run), "--samples", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sources"]
+    last = ended.out[ended.out.rindex("validation loss") :]
+    assert f"validation loss {found['all']['loss']:.4f} (plain {found['plain']['loss']:.4f}, " in last
+    assert main(["eval", str(run), "--source", str(stores["long"].directory), "--samples", "3"]) == 0
+    assert capsys.readouterr().out.startswith("all          loss ")
+
+
+@pytest.mark.soak
+def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_with_other_batches(stores, tmp_path):
+    file = run_file(tmp_path, stores, steps=24, save_every=2, eval_batches=0)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(file, "--run", whole, *AT_ONCE).code == 0
+    for parallel, step in (("dp4-mb2", 5), ("dp2-mb4", 11)):
+        with Command(file, "--run", broken, "--parallel", parallel, *AT_ONCE) as command:
+            command.wait_for_step(step)
+            command.kill()
+    manifest = sorted((broken / "checkpoints").glob("step-*/manifest.json"))[-1]
+    done = json.loads(manifest.read_text())["counters"]["samples_consumed"]
+    steps = int(manifest.parent.name.removeprefix("step-"))
+    more = ("--train.global_batch_size", "16", "--train.steps", str(steps + (24 * 8 - done) // 16), "--allow-changes")
+    ended = train(file, "--run", broken, "--parallel", "dp8-mb2", *more, *AT_ONCE)
+    assert ended.code == 0, ended.err
+    assert sample_hash(broken) == sample_hash(whole)
 
 
 def test_packing_is_refused_with_compile(tmp_path, capsys):

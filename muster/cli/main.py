@@ -18,6 +18,7 @@ VERBS = {
     "program": "print the program of a plan: what each pipeline rank does, in which order",
     "schedule": "draw a pipeline schedule, or compare them all",
     "verify": "compare plans with training on one process, and name the first layer that differs",
+    "eval": "say what loss and perplexity a trained model has on held-out or other data",
     "generate": "let a trained model write",
     "predict": "say how long a step of a plan takes on a cluster, and what each rank holds",
     "memory-check": "hold the memory forecast of a plan against PyTorch's own accounting",

@@ -118,6 +118,10 @@ class TrainConfig(Frozen):
     """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
     eval_batches: NonNegativeInt = 8
     """Global batches of held-out windows that the validation loss is taken over; 0: none."""
+    eval_every: NonNegativeInt = 0
+    """Steps between validation losses; 0: only at the end."""
+    max_minutes: Positive | None = None
+    """After so long the run saves and stops, as if asked to; the same command goes on."""
     sample_tokens: NonNegativeInt = 200
     """Tokens of text that the trained model writes at the end; 0: none."""
     max_skipped: PositiveInt = 10

@@ -13,18 +13,15 @@ from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer, load_tokenizer
 from muster.report.stores import skipped_words
 from muster.spec.errors import ConfigError
+from muster.spec.model import ModelSpec
 from muster.spec.run import DataConfig, RunConfig
 
 
 def open_dataset(config: RunConfig, run_dir: Path) -> Samples:
     """The run's data; builds the token stores that nobody has built yet."""
     tokenizer = tokenizer_of(config.data)
-    if config.model.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of"
-            f" data.tokenizer {config.data.tokenizer}: expected {tokenizer.vocab_size} or more"
-        )
-    cache = Path(config.data.cache) if config.data.cache else run_dir.resolve().parent / ".data"
+    require_words(config.model, tokenizer, config.data)
+    cache = cache_of(config.data, run_dir)
 
     def open_one(source: str, seed: int) -> Dataset:
         store = open_store(config.data, source, tokenizer, cache)
@@ -34,6 +31,20 @@ def open_dataset(config: RunConfig, run_dir: Path) -> Samples:
         return open_one(config.data.source, config.seed)
     sources = {part.name: open_one(part.source, key_of(config.seed, "source", part.name)) for part in config.data.mix}
     return MixedDataset(sources, mix_stages(config), config.seed)
+
+
+def require_words(model: ModelSpec, tokenizer: Tokenizer, data: DataConfig) -> None:
+    """Raises ConfigError where the tokenizer gives ids that the model has no words for."""
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer"
+            f" {data.tokenizer}: expected {tokenizer.vocab_size} or more"
+        )
+
+
+def cache_of(data: DataConfig, run_dir: Path) -> Path:
+    """Where a run's token stores lie that nobody has named."""
+    return Path(data.cache) if data.cache else run_dir.resolve().parent / ".data"
 
 
 def mix_stages(config: RunConfig) -> list[MixStage]:

@@ -16,6 +16,8 @@ FREE_TO_CHANGE = (
     "train.ephemeral_every",
     "train.async_save",
     "train.eval_batches",
+    "train.eval_every",
+    "train.max_minutes",
     "train.sample_tokens",
     "train.max_skipped",
     "train.spike_sigmas",

@@ -27,6 +27,7 @@ from muster.spec.run import RunConfig
 from muster.train.metrics import read_metrics, write_text
 from muster.train.text import Request, find_source, make_texts
 from muster.train.trainer import Trainer
+from muster.train.validation import ALL, validate, validation_text
 
 MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
 SAMPLE_PROMPT = "def "
@@ -50,7 +51,7 @@ def finish(
     Only the steps from `first_step` on were made under this plan.
     """
     config, world = trainer.config, trainer.world
-    validation_loss = trainer.evaluate(config.train.eval_batches)
+    losses = validate(trainer, config.train.eval_batches)
     measured = _measured_timeline(trainer)
     memory = world.exchange(_memory(trainer, profile))
     if world.rank != 0:
@@ -60,6 +61,9 @@ def finish(
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
     write_text(run_dir / "timeline.json", json.dumps(timelines))
     sample = _sample(config, run_dir)
+    notes = [waiting_text(metrics)] if metrics else []
+    if ALL in losses:
+        notes.append(validation_text(losses))
     data = ReportData(
         title=run_dir.name,
         plan_name=format_plan_name(trainer.plan),
@@ -68,20 +72,26 @@ def finish(
         predicted=predicted,
         measured=measured,
         comparison=rows,
-        validation_loss=validation_loss,
+        validation_loss=losses.get(ALL),
         sample_prompt=SAMPLE_PROMPT,
         sample_text=sample,
-        notes=[MFU_NOTE],
+        notes=[MFU_NOTE, *notes],
     )
     write_report(run_dir / "report.html", data)
     console = Console(highlight=False)
     console.print(comparison_table(rows))
-    if validation_loss is not None:
-        console.print(f"validation loss {validation_loss:.4f}")
+    for note in notes:
+        console.print(note, soft_wrap=True)
     if sample:
         console.print("sample:", style="bold")
         console.print(SAMPLE_PROMPT + sample, markup=False)
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
+
+
+def waiting_text(metrics: Sequence[dict]) -> str:
+    """How much of the steps' time was waiting for data."""
+    part = sum(row["time/data"] for row in metrics) / sum(row["time/step"] for row in metrics)
+    return f"waiting for data: {part:.2%} of the steps"
 
 
 def _measured_timeline(trainer: Trainer) -> Timeline:

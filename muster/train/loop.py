@@ -32,6 +32,7 @@ from muster.train.order import measured_order
 from muster.train.saves import CHECKPOINTS, Saves
 from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
+from muster.train.validation import validate, validation_row, validation_text
 
 
 def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
@@ -60,7 +61,7 @@ class Run:
 
     def go(self) -> int:
         """Profiles, resumes, trains, reports."""
-        started_at = time()
+        started_at = self.started_at = time()
         profile = self.trainer.profile()
         if (order := measured_order(self.config, self.plan, self.world, profile)) is not None:
             self.trainer.take_order(order)
@@ -86,6 +87,8 @@ class Run:
         with TrainingDisplay(train.steps, trainer.step_count, visible=self.is_main) as display:
             while trainer.step_count < train.steps:
                 stopping = False
+                if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
+                    trainer.stop_requested = True
                 for result in self._steps():
                     self._write_down(result, display)
                     if result.skipped and result.skipped_in_row >= train.max_skipped:
@@ -112,6 +115,7 @@ class Run:
             yield self.trainer.step()
             return
         settle = self.config.data.hash_samples or step == self.config.train.steps or self.saves.expects(step)
+        settle = settle or self._validates(step)
         for result in ahead.advance(settle):
             yield result
             if result.stop_requested:
@@ -123,11 +127,20 @@ class Run:
         if self.is_main and result.skipped:
             display.say(f"step {result.step} was skipped: {result.skipped} ({self._samples(1)})")
         train = self.config.train
-        if self.is_main and (result.step % train.log_every == 0 or result.step == train.steps or result.skipped):
-            row = metrics_row(result, result.step * result.tokens, None)
+        losses = validate(self.trainer, train.eval_batches) if self._validates(result.step) else {}
+        if losses and self.is_main:
+            display.say(f"step {result.step}: {validation_text(losses)}")
+        logged = result.step % train.log_every == 0 or result.step == train.steps
+        if self.is_main and (logged or result.skipped or losses):
+            row = metrics_row(result, result.step * result.tokens, None) | validation_row(losses)
             if problem := self.metrics.append(row):
                 display.say(problem)
             display.step(row)
+
+    def _validates(self, step: int) -> bool:
+        """Whether a validation loss is due after this step; the last one is the ending's."""
+        train = self.config.train
+        return train.eval_every > 0 and step % train.eval_every == 0 and step < train.steps
 
     def _hash_samples(self) -> None:
         """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
