@@ -82,6 +82,21 @@ def test_scores_in_memory_cost_more_than_flash_attention():
     assert flash < fused < unfused
 
 
+def test_tokens_that_travel_beside_other_passes_or_once_for_each_node_wait_less():
+    spec = LLAMA.model_copy(
+        update={"moe": MoeSpec(num_experts=64, top_k=8, expert_size=1024, num_groups=8, top_groups=2)}
+    )
+    plan, cluster = Plan(dp_shard=64, ep=64), load_cluster("64xh100")
+
+    def waits(**software: bool) -> float:
+        times = plan_times(spec, plan, WORKLOAD, cluster, Software.model_validate(software))
+        return times.exposed_s["F", 0]["ep"]
+
+    assert waits(node_copies=True) < 0.5 * waits()  # to two nodes, not to eight experts
+    assert waits(overlap_experts=True) < waits()
+    assert waits(overlap_experts=True, node_copies=True) < 0.3 * waits()
+
+
 def test_a_plan_larger_than_the_cluster_is_refused():
     with pytest.raises(InfeasibleError, match="the plan needs 16 devices, but 8xh100 has 8"):
         plan_times(LLAMA, Plan(dp_shard=16), WORKLOAD, load_cluster("8xh100"))

@@ -8,7 +8,12 @@ from muster.cli.parser import Parser
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from muster.spec.plan import Plan
+    from muster.validate.recipes import Job
     from muster.validate.summary import Summary
+
+SEARCH_S = 12.0
+"""After so long the planner's search for a recipe stops with the best that it has."""
 
 
 def run(arguments: list[str]) -> int:
@@ -19,7 +24,12 @@ def run(arguments: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")
+    add("--recipes", action="store_true", help="judge published recipes of large runs, beside the planner's own plans")
     args = parser.parse(arguments)
+    if args.recipes:
+        if args.csv or args.html:
+            raise ConfigError("--recipes takes neither --csv nor --html: expected --json, --markdown FILE or nothing")
+        return _recipes(args.json, args.markdown)
     from muster.validate.summary import to_json, validate
 
     summary = validate(args.csv)
@@ -41,6 +51,40 @@ def run(arguments: list[str]) -> int:
 
     Console(soft_wrap=False, highlight=False).print(validation_text(summary))
     return 0
+
+
+def _recipes(as_json: bool, markdown: Path | None) -> int:
+    """Judges the published recipes. Returns the exit code."""
+    from muster.report.recipe_rows import recipe_notes, recipe_section, recipes_json
+    from muster.validate.recipes import judged
+
+    found = judged(_preferred)
+    if markdown is not None:
+        from muster.report.recipe_markdown import write_recipes
+
+        write_recipes(markdown, found)
+    if as_json:
+        print(json.dumps({"version": 1, "recipes": recipes_json(found)}, indent=1))
+        return 0
+    from rich.console import Console
+
+    from muster.report.validation import section_text
+
+    console = Console(soft_wrap=False, highlight=False)
+    console.print(section_text([recipe_section(found)]))
+    for name, words in recipe_notes(found):
+        console.print(f"{name}: {words}", markup=False)
+    return 0
+
+
+def _preferred(job: "Job") -> "Plan | None":
+    """The planner's first choice for a recipe's model, devices and batch."""
+    from muster.planner.request import Request
+    from muster.planner.unequal import arrange
+
+    request = Request(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.held)
+    best = arrange(request, 1, SEARCH_S).found.best
+    return best[0].plan if best else None
 
 
 def _refuse_nothing(summary: "Summary", path: Path | None) -> None:

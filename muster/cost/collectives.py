@@ -153,17 +153,19 @@ def all_reduce_s(group: Group, size: float) -> float:
     return min(times_s)
 
 
-def all_to_all_s(group: Group, size: float) -> float:
+def all_to_all_s(group: Group, size: float, crossing: float = 1.0) -> float:
     """Every rank gives `size` bytes away, an equal part to each: what stays in the fabric goes over it, the rest over
-    the rank's share of the network cards; both at once."""
+    the rank's share of the network cards; both at once. `crossing`: of the rest, what crosses the network; what is for
+    several ranks of a node crosses once, and goes on over the fabric there."""
     if group.size == 1 or size <= 0:
         return 0.0
     if (measured := _curve(group, "all_to_all", size)) is not None:
         return measured
     inside = size * (group.local - 1) / group.size
     outside = size * (group.size - group.local) / group.size
-    fabric_s = inside / (group.intra.bandwidth_bytes_per_s * group.intra.efficiency)
-    network_s = outside / group.network_bytes_per_s if outside and group.network_bytes_per_s else 0.0
+    handed_on = outside if crossing < 1 else 0.0
+    fabric_s = (inside + handed_on) / (group.intra.bandwidth_bytes_per_s * group.intra.efficiency)
+    network_s = crossing * outside / group.network_bytes_per_s if outside and group.network_bytes_per_s else 0.0
     start_s = START_S + SIMPLE_STEPS * (group.intra.latency_s + (group.network_latency_s if outside else 0.0))
     return start_s + max(fabric_s, network_s)
 

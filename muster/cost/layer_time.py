@@ -27,6 +27,8 @@ def layer_passes(at: LayerSetting, layer: int) -> LayerPasses:
         _mlp(at, mlp, model.intermediate_size)
     around(at, attention)
     around(at, mlp)
+    if model.has_experts(layer):
+        _exchange(at, attention, mlp)
     forward = attention.forward + mlp.forward
     return LayerPasses(
         forward, attention.inputs + mlp.inputs, attention.weights + mlp.weights, _again(at, attention, mlp)
@@ -61,8 +63,6 @@ def _experts(at: LayerSetting, part: Part) -> None:
     part.stream(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
     permuted = 4 * sent * hidden / PERMUTED
     part.stream(at, permuted, permuted, 4)
-    for spent in (part.forward, part.inputs):
-        spent.wait("ep", 2 * all_to_all_s(at.ep, sent * hidden))
     if at.etp > 1:
         for spent in (part.forward, part.inputs):
             gathered = sent * hidden * at.etp
@@ -70,6 +70,25 @@ def _experts(at: LayerSetting, part: Part) -> None:
     _mlp_products(at, part, sent * at.etp, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
     if moe.shared_size:
         _mlp(at, part, moe.shared_size)
+
+
+def _exchange(at: LayerSetting, attention: Part, mlp: Part) -> None:
+    """Tokens go to their experts' ranks and come back, and so do their gradients: after the products that make them,
+    or beside the passes of another micro-batch (arXiv:2412.19437 §3.2.1)."""
+    moe, software = at.model.moe, at.software
+    assert moe is not None
+    own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
+    # Experts of a group lie on one node; a token crosses the network once for each node (§3.2.2).
+    reached = min(moe.top_groups, at.ep.domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.domains)
+    crossing = min(1.0, reached / moe.top_k) if software.node_copies else 1.0
+    exchange_s = 2 * all_to_all_s(at.ep, own * moe.top_k * at.model.hidden_size * at.act, crossing)
+    backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.inputs, part.weights))
+    passes = ((mlp.forward, attention.forward.compute_s + mlp.forward.compute_s), (mlp.inputs, backward_s))
+    for spent, compute_s in passes:
+        if software.overlap_experts:
+            spent.beside("ep", exchange_s, compute_s)
+        else:
+            spent.wait("ep", exchange_s)
 
 
 def _again(at: LayerSetting, attention: Part, mlp: Part) -> Spent:

@@ -6,18 +6,23 @@ from rich.console import Group as Lines
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.validation_rows import Cells, sections
+from muster.report.validation_rows import Cells, Section, sections
 from muster.validate.summary import Summary
 
 
 def validation_text(summary: Summary) -> Lines:
     """All scores, the worst rows, and what couldn't be predicted."""
-    shown: list[Text | Table] = []
-    for title, rows, sentence in sections(summary):
-        shown += [Text(("\n" if shown else "") + title, "bold"), _table(rows)]
+    return section_text(sections(summary))
+
+
+def section_text(shown: Sequence[Section]) -> Lines:
+    """Tables with their titles and sentences."""
+    lines: list[Text | Table] = []
+    for title, rows, sentence in shown:
+        lines += [Text(("\n" if lines else "") + title, "bold"), _table(rows)]
         if sentence:
-            shown.append(Text(sentence, "dim"))
-    return Lines(*shown)
+            lines.append(Text(sentence, "dim"))
+    return Lines(*lines)
 
 
 def _table(rows: Sequence[Cells]) -> Table:

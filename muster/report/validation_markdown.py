@@ -53,12 +53,14 @@ def write_markdown(path: Path, summary: Summary) -> None:
 
 def validation_markdown(summary: Summary) -> str:
     """The page as text."""
-    parts = [_INTRODUCTION, *map(_section, sections(summary)), _reasons(summary)]
+    shown = [markdown_section(section, _WORDS.get(section.title, "")) for section in sections(summary)]
+    parts = [_INTRODUCTION, *shown, _reasons(summary)]
     return "\n".join(part for part in parts if part)
 
 
-def _section(section: Section) -> str:
-    parts = (f"## {section.title}\n", _WORDS.get(section.title, ""), _table(section.rows), section.sentence)
+def markdown_section(section: Section, words: str = "", level: int = 2) -> str:
+    """A title, words about what the table says, the table, and its sentence."""
+    parts = (f"{'#' * level} {section.title}\n", words, _table(section.rows), section.sentence)
     return "\n".join(part for part in parts if part).rstrip("\n") + "\n"
 
 

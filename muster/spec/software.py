@@ -52,6 +52,10 @@ class Software(Frozen):
     broadcast_updates: bool = False
     """Each rank hands its updated parameters to the others in a broadcast of its own, one after another, instead of one
     all-gather."""
+    overlap_experts: bool = False
+    """Tokens travel to and from experts beside the passes of another micro-batch (DualPipe)."""
+    node_copies: bool = False
+    """A token crosses the network once for each node that holds experts of it; else once for each expert."""
     overlap_p2p: bool = True
     """Sends between stages run beside the passes; else each is waited for."""
     split_p2p: bool = False

@@ -1,0 +1,82 @@
+"""Published recipes: legal, fitting, and as fast as their teams said."""
+
+import json
+
+import pytest
+
+from muster.report.recipe_markdown import recipes_markdown
+from muster.spec.plan_name import parse_plan_name
+from muster.validate.recipes import ENOUGH, MOST_CLAIMED, Judged, job_of, judge, judged, recipes
+
+BY_NAME = {recipe.name: recipe for recipe in recipes()}
+
+
+def test_every_recipe_is_legal_and_says_why_it_differs():
+    """Without the planner, which a soak test asks."""
+    assert len(BY_NAME) >= 8
+    small = [recipe for name, recipe in BY_NAME.items() if "530B" not in name and "1T" not in name]
+    for one in judged(chosen=small):
+        recipe = one.job.recipe
+        assert not one.illegal
+        assert recipe.source
+        assert one.job.plan.world_size == one.job.cluster.num_devices
+        assert (one.fits and abs(one.error or 0.0) <= ENOUGH) or recipe.gap, recipe.name
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("Llama 3 8B", 12.91),
+        ("DeepSeek-V3", 15360 * 4096 / (1543.2 * 2048)),
+        # 12·B·s·l·h²·((1 + g/a + s/h) + 3f/2h + V/2lh), FLOP/s by Megatron-LM's count
+        ("Llama 3.1 405B, 16,384 GPUs", 6.72),
+    ],
+)
+def test_published_speeds_become_step_times(name, seconds):
+    assert job_of(BY_NAME[name]).published_s == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_plan_of_the_planner_is_compared_in_the_recipe_s_software():
+    recipe = BY_NAME["Llama 3 8B"]
+    one = judge(recipe, lambda job: parse_plan_name("dp8-mb1-z1-rfull-bf16"))
+    assert one.claim is not None
+    assert one.claim == pytest.approx((one.step_time_s or 0) / (one.preferred_s or 1) - 1)
+    assert one.claim < -0.1  # full recompute is no gain
+    text = recipes_markdown([one])
+    assert "dp8-mb1-z1-rfull-bf16" in text
+    assert "Of 1 recipes 1 are legal and 1 are predicted to fit" in text
+
+
+def test_a_recipe_that_cannot_hold_says_why():
+    broken = BY_NAME["Llama 3 8B"].model_copy(update={"plan": "dp4-cp2-mb3-z1-bf16"})
+    one = judge(broken)
+    assert one.illegal
+    assert one.step_time_s is None
+    assert not one.fits
+    assert one.illegal in recipes_markdown([one])
+
+
+def test_the_command_refuses_a_table_of_measurements_beside_recipes(capsys):
+    from muster.cli.main import main
+
+    assert main(["validate", "--recipes", "--csv", "x.csv"]) == 2
+    assert "--recipes takes neither --csv nor --html" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_recipes_are_met_and_the_planner_claims_little_more(capsys):
+    from muster.cli.main import main
+
+    assert main(["validate", "--recipes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["recipes"]
+    assert len(found) == len(BY_NAME)
+    for one in found:
+        near = one["error"] is None or abs(one["error"]) <= 100 * ENOUGH
+        modest = one["claim"] is not None and one["claim"] <= 100 * MOST_CLAIMED
+        assert (one["legal"] and one["fits"] and near and modest) or one["gap"], one["name"]
+
+
+def test_what_is_unknown_is_shown_as_such():
+    one = Judged(job_of(BY_NAME["Mixtral 8x22B"]))
+    assert one.error is None
+    assert "N/A" in recipes_markdown([one]) or "n/a" in recipes_markdown([one])
