@@ -7,7 +7,7 @@ from muster.report.validation_rows import Cells, Section, percent, plan_words
 from muster.validate.recipes import ENOUGH, MOST_CLAIMED, Judged
 
 TITLE = "Published recipes"
-_HEAD = ("run", "devices", "plan", "legal", "memory", "published", "predicted", "error", "planner's plan", "claims")
+_HEAD = ("run", "devices", "legal", "memory", "published", "predicted", "error", "claims")
 
 
 def recipe_section(found: Sequence[Judged]) -> Section:
@@ -21,13 +21,10 @@ def _row(one: Judged) -> Cells:
     return (
         job.recipe.name,
         f"{job.cluster.num_devices:,} × {job.cluster.device.name}",
-        # A long list of layers says no more than that they are dealt unevenly.
-        plan_words(job.plan).partition("-l")[0],
         "no" if one.illegal else "yes",
         share,
         *(format_seconds(time_s) if time_s is not None else NOTHING for time_s in (job.published_s, one.step_time_s)),
         percent(None if one.error is None else 100 * one.error, sign=True),
-        NOTHING if one.preferred is None else plan_words(one.preferred).partition("-l")[0],
         percent(None if one.claim is None else 100 * one.claim, sign=True),
     )
 
@@ -46,11 +43,12 @@ def _sentence(found: Sequence[Judged]) -> str:
 
 
 def recipe_notes(found: Sequence[Judged]) -> list[tuple[str, str]]:
-    """(name, its source, what that leaves open, and why it and Muster differ) of each recipe."""
+    """(name, its plan and the planner's, its source, what that leaves open, why it and Muster differ) of each recipe."""
     notes = []
     for one in found:
         recipe = one.job.recipe
-        words = (recipe.source, one.illegal, recipe.note, recipe.gap)
+        plans = f"{recipe.plan}; the planner's: {plan_words(one.preferred)}" if one.preferred else recipe.plan
+        words = (plans, recipe.source, one.illegal, recipe.note, recipe.gap)
         notes.append((recipe.name, " ".join(f"{word.rstrip('.')}." for word in words if word)))
     return notes
 
