@@ -43,7 +43,7 @@ def _sentence(found: Sequence[Judged]) -> str:
 
 
 def recipe_notes(found: Sequence[Judged]) -> list[tuple[str, str]]:
-    """(name, its plan and the planner's, its source, what that leaves open, why it and Muster differ) of each recipe."""
+    """(name, its plan and the planner's, its source, what that leaves open, why they differ) of each recipe."""
     notes = []
     for one in found:
         recipe = one.job.recipe
