@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.folder import Keep
+from muster.checkpoint.mirror import Mirror, copy_beside
 from muster.checkpoint.piece import Piece
 from muster.checkpoint.save import parts_of, save_with, write_rank
 from muster.checkpoint.staging import Staging
-from muster.checkpoint.write import Part
+from muster.checkpoint.write import Part, file_name
 from muster.checkpoint.writer_process import job_of
 from muster.spec.errors import MusterError
 
@@ -40,6 +41,8 @@ class Target:
     step: int
     info: Mapping[str, Any]
     keep: Keep
+    mirror: str | None = None
+    """The URL below which a copy is to lie."""
 
 
 class Saver:
@@ -126,7 +129,7 @@ class Saver:
 
         self._meeting.begin()
         try:
-            save_with(
+            folder = save_with(
                 write,
                 target.root,
                 target.step,
@@ -136,6 +139,8 @@ class Saver:
                 exchange=self._meeting.exchange,
                 keep=target.keep,
             )
+            if target.mirror is not None:
+                self._copy(folder, target, target.mirror)
             self._problem = None
         except MusterError as error:
             self._problem = self._untold = str(error)
@@ -143,6 +148,23 @@ class Saver:
             self._problem = self._untold = (
                 f"the checkpoint of step {target.step} was not saved: {type(error).__name__}: {error}"
             )
+
+    def _copy(self, folder: Path, target: Target, url: str) -> None:
+        """Copies the checkpoint to the mirror: each rank its own file, and the manifest when all are there."""
+
+        def together(action: Callable[[], None]) -> None:
+            problem = None
+            try:
+                action()
+            except MusterError as error:
+                problem = str(error)
+            if problems := [text for text in self._meeting.exchange(problem) if text]:
+                raise MusterError(f"the checkpoint of step {target.step} was saved, but not copied: {problems[0]}")
+
+        own, first = folder / file_name(self._rank), self._rank == 0
+        together(lambda: Mirror(url).begin(target.step) if first else None)
+        together(lambda: copy_beside(own, target.step, url) if own.exists() else None)
+        together(lambda: Mirror(url).finish(folder, target.keep) if first else None)
 
     def _write_copy(self, beside: Path) -> None:
         assert self._staging is not None

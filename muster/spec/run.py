@@ -114,6 +114,9 @@ class TrainConfig(Frozen):
     """Checkpoints of steps that are multiples of it are kept for good, beside the last ones; 0: none is."""
     ephemeral_every: NonNegativeInt = 0
     """Steps between checkpoints that stay only until the next one of any kind is complete; 0: there are none."""
+    mirror: str | None = None
+    """URL below which copies of the checkpoints lie, of any kind that fsspec knows (`s3://bucket/run`): a run directory
+    that has none, or older ones, gets the newest from there."""
     async_save: bool = True
     """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
     eval_batches: NonNegativeInt = 8

@@ -14,6 +14,7 @@ FREE_TO_CHANGE = (
     "train.keep_last",
     "train.keep_every",
     "train.ephemeral_every",
+    "train.mirror",
     "train.async_save",
     "train.eval_batches",
     "train.eval_every",

@@ -17,13 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.checkpoint.folder import find_latest
+from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
+from muster.checkpoint.mirror import Mirror
 from muster.planner.auto import Chosen, choose_plan
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.load import Resolved, derived_lines, write_resolved
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
+from muster.spec.write import replace_text, yaml_text
 from muster.train.data import data_lines, open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
@@ -108,6 +110,9 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     plan = chosen.plan
     require_device(plan)
     run_dir, config = options.run_dir, resolved.config
+    mirror = None if config.train.mirror is None else Mirror(config.train.mirror)
+    if mirror is not None and not options.fresh:
+        _fetch_newer(mirror, run_dir)
     latest = None if options.fresh else _last_checkpoint(run_dir)
     manifest = read_manifest(latest) if latest is not None else None
     if manifest is not None:
@@ -127,6 +132,8 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         refuse_other_data(run_dir, dataset, manifest.counters, options.allow_changes)
         print(f"resuming {run_dir} after step {manifest.step}")
     plan = with_order(plan, config, run_dir if manifest is not None else None)
+    if mirror is not None and options.fresh:
+        mirror.clear()
     with _writing(run_dir):
         _forget(run_dir, all_of_it=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -141,6 +148,19 @@ def _check_weights(place: str, config: RunConfig) -> None:
     directory = check_initial(Path(place), config.model)
     step = "" if directory.step is None else f" of step {directory.step}"
     print(f"weights: from {directory.folder}{step}")
+
+
+def _fetch_newer(mirror: Mirror, run_dir: Path) -> None:
+    """Brings the mirror's last checkpoint into the run directory when that has none as new."""
+    own = find_latest(run_dir / "checkpoints")
+    steps = mirror.steps()
+    if not steps or (own is not None and step_of(own) >= steps[-1]):
+        return
+    with _writing(run_dir):
+        folder = mirror.fetch(steps[-1], run_dir / "checkpoints")
+        if not (run_dir / "config.yaml").exists():
+            replace_text(run_dir / "config.yaml", yaml_text(read_manifest(folder).run))
+    print(f"fetched the checkpoint of step {steps[-1]} from {mirror.url}")
 
 
 def _last_checkpoint(run_dir: Path) -> Path | None:

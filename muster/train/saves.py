@@ -100,7 +100,8 @@ class Saves:
         step, train = self._trainer.step_count, self._train
         regular = train.save_every if train.ephemeral_every else 0
         keep = Keep(train.keep_last, train.keep_every, regular)
-        self._saver.begin(Target(self._run_dir / folder, step, info, keep), self._trainer.pieces(), copy)
+        mirror = train.mirror if folder == CHECKPOINTS else None
+        self._saver.begin(Target(self._run_dir / folder, step, info, keep, mirror), self._trainer.pieces(), copy)
 
     def _lost(self) -> str:
         """What is lost when the run ends here."""

@@ -1,0 +1,146 @@
+"""Copies of a run's checkpoints below an fsspec URL, such as `s3://bucket/run`; free of torch.
+
+    python -m muster.checkpoint.mirror FILE STEP URL
+
+copies one file; a process of its own does so for each rank's, beside the training. A store of objects can't rename a
+folder, so there a checkpoint is whole when its manifest is there: that is written last and removed first.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from muster.checkpoint.folder import Keep, file_problem, folder_of, publish, step_of
+from muster.checkpoint.manifest import MANIFEST, read_manifest
+from muster.spec.errors import ConfigError, MusterError
+
+EXTRA = "pip install 'muster-llm[remote]'"
+
+
+class Mirror:
+    """The checkpoints below one URL. Raises ConfigError for a URL that can't be used, MusterError when the store fails,
+    with its own words."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol, mark, _ = self.url.partition("://")
+        if not mark:
+            raise ConfigError(f"train.mirror {url} is no URL: expected such as s3://bucket/run or file:///disk/run")
+        if protocol == "memory":
+            raise ConfigError(
+                f"train.mirror {url} would lie in the memory of one process: expected such as s3://bucket/run"
+            )
+        self._system = _system(protocol)
+
+    def steps(self) -> list[int]:
+        """The steps of whole checkpoints, rising."""
+        self._system.invalidate_cache()
+        found = self._try(lambda: self._system.glob(f"{self.url}/step-*/{MANIFEST}"))
+        return sorted(int(path.split("/")[-2].removeprefix("step-")) for path in found)
+
+    def begin(self, step: int) -> None:
+        """Makes way for the files of a checkpoint."""
+        if step in self.steps():
+            self._remove(step)
+        self._try(lambda: self._system.makedirs(self._place(step), exist_ok=True))
+
+    def finish(self, folder: Path, keep: Keep) -> None:
+        """Makes the checkpoint whole, of which all tensor files have been copied; removes what `keep` doesn't keep."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name != MANIFEST and path.suffix != ".safetensors":
+                self.copy(path, step_of(folder))
+        self.copy(folder / MANIFEST, step_of(folder))
+        counted = [step for step in self.steps() if not keep.is_permanent(step)]
+        for step in counted[: -keep.last] if keep.last else []:
+            self._remove(step)
+
+    def copy(self, path: Path, step: int) -> None:
+        """Copies one file of a checkpoint."""
+        self._try(lambda: self._system.put_file(str(path), f"{self._place(step)}/{path.name}"))
+
+    def fetch(self, step: int, root: Path) -> Path:
+        """Brings a checkpoint into the folder `root`, where it appears as a whole or not at all."""
+        folder = folder_of(root, step)
+        beside = folder.with_name(folder.name + ".tmp")
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        self._try(lambda: self._system.get_file(f"{self._place(step)}/{MANIFEST}", str(beside / MANIFEST)))
+        for name, nbytes in read_manifest(beside).files.items():
+            self._try(lambda name=name: self._system.get_file(f"{self._place(step)}/{name}", str(beside / name)))
+            if problem := file_problem(beside / name, nbytes):
+                raise MusterError(f"the copy of step {step} at {self.url} is damaged: {problem}")
+        publish(beside, folder)
+        return folder
+
+    def clear(self) -> None:
+        """Removes all checkpoints."""
+        for step in self.steps():
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        self._try(lambda: self._system.rm_file(f"{self._place(step)}/{MANIFEST}"))
+        self._try(lambda: self._system.rm(self._place(step), recursive=True))
+
+    def _place(self, step: int) -> str:
+        return f"{self.url}/step-{step:08}"
+
+    def _try(self, action: Any) -> Any:
+        try:
+            return action()
+        except Exception as error:  # each store has errors of its own kind
+            words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise MusterError(f"{self.url} doesn't answer as it should: {words}") from error
+
+
+def copy_beside(path: Path, step: int, url: str) -> None:
+    """Copies a file of a checkpoint by a process of its own, which ends with this one. Raises MusterError."""
+    command = [sys.executable, "-m", "muster.checkpoint.mirror", str(path), str(step), url]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stdin is not None
+    with process.stdin, process.stderr:
+        said = process.stderr.read().strip().splitlines()
+        if code := process.wait():
+            raise MusterError(said[-1] if said else f"the process that copies {path} ended with {code}")
+
+
+@cache
+def _system(protocol: str) -> Any:
+    """fsspec's file system for URLs that begin so; credentials are found in that store's own ways."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"{protocol}:// needs fsspec: {EXTRA}") from None
+    try:
+        return fsspec.filesystem(protocol)
+    except ValueError:
+        raise ConfigError(f"fsspec knows no {protocol}:// URLs: expected such as s3://, gs:// or file://") from None
+    except ImportError as error:
+        raise ConfigError(f"{protocol}:// needs another package: {error}") from None
+
+
+def main() -> None:
+    """Copies one file; ends when the rank does."""
+    path, step, url = sys.argv[1:]
+
+    def listen() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        Mirror(url).copy(Path(path), int(step))
+    except MusterError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Copies of checkpoints below a URL: whole ones only, brought back where a run directory has none."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muster.checkpoint.folder import Keep, folder_of, problem_of
+from muster.checkpoint.mirror import Mirror, copy_beside
+from muster.spec.errors import ConfigError, MusterError
+from tests.test_checkpoint import save_one
+from tests.test_train_faults import contents
+from tests.train_runs import AT_ONCE, train
+
+
+def mirrored(folder: Path, place: Path, step: int) -> Mirror:
+    """A checkpoint of `step` and its copy."""
+    mirror = Mirror(place.as_uri())
+    saved = save_one(folder, step)
+    mirror.begin(step)
+    copy_beside(saved / "rank-00000.safetensors", step, mirror.url)
+    mirror.finish(saved, Keep(last=2, permanent_every=10))
+    return mirror
+
+
+def test_whole_copies_are_found_kept_and_fetched(tmp_path: Path) -> None:
+    assert Mirror((tmp_path / "there").as_uri()).steps() == []
+    for step in (10, 11, 12, 13, 13):
+        mirror = mirrored(tmp_path / "here", tmp_path / "there", step)
+    assert mirror.steps() == [10, 12, 13], "as keep says"
+    fetched = mirror.fetch(13, tmp_path / "new")
+    assert problem_of(fetched) is None
+    assert contents(fetched) == contents(folder_of(tmp_path / "here", 13))
+    mirror.begin(14)
+    copy_beside(fetched / "rank-00000.safetensors", 14, mirror.url)
+    assert mirror.steps() == [10, 12, 13], "without its manifest a checkpoint is none"
+    mirror.begin(13)
+    assert mirror.steps() == [10, 12]
+    mirror.clear()
+    assert mirror.steps() == []
+
+
+def cut(place: Path) -> None:
+    (place / "step-00000003/rank-00000.safetensors").write_bytes(b"half")
+
+
+def forget(place: Path) -> None:
+    (place / "step-00000003/rank-00000.safetensors").unlink()
+
+
+@pytest.mark.parametrize(("harm", "words"), [(cut, "has 4 bytes instead of"), (forget, "doesn't answer as it should")])
+def test_a_damaged_copy_is_one_sentence_and_leaves_nothing(
+    harm: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    mirror = mirrored(tmp_path / "here", tmp_path / "there", 3)
+    harm(tmp_path / "there")
+    with pytest.raises(MusterError, match=words):
+        mirror.fetch(3, tmp_path / "new")
+    assert not folder_of(tmp_path / "new", 3).exists()
+
+
+def test_what_is_no_place_for_copies_is_refused(tmp_path: Path) -> None:
+    for url, words in (
+        ("bucket/run", "is no URL"),
+        ("memory://x", "would lie in the memory of one process"),
+        ("nowhere://x", "fsspec knows no nowhere:// URLs"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Mirror(url)
+    with pytest.raises(MusterError, match="doesn't answer as it should"):
+        copy_beside(tmp_path / "nothing", 1, (tmp_path / "there").as_uri())
+
+
+@pytest.mark.timeout(200)
+def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
+    place = (tmp_path / "there").as_uri()
+    command = ["--preset", "tiny", "--train.eval_batches", "0", "--train.sample_tokens", "0", "--parallel", "dp2-mb12"]
+    command += ["--train.mirror", place, "--data.cache", tmp_path / "data", *AT_ONCE]
+    first = train(*command, "--run", tmp_path / "one", "--train.steps", "2", "--train.save_every", "1")
+    assert first.code == 0, first.err
+    assert Mirror(place).steps() == [1, 2]
+    second = train(*command, "--run", tmp_path / "two", "--train.steps", "3", "--parallel", "dp1-mb24")
+    assert second.code == 0, second.err
+    assert f"fetched the checkpoint of step 2 from {place}" in second.out
+    assert f"resuming {tmp_path / 'two'} after step 2" in second.out
+    assert Mirror(place).steps() == [2, 3]
+    name = "step-00000002"
+    assert contents(tmp_path / "two/checkpoints" / name) == contents(tmp_path / "one/checkpoints" / name)
+    (tmp_path / "there").rename(tmp_path / "gone")
+    (tmp_path / "there").write_text("no folder")
+    third = train(*command, "--run", tmp_path / "one", "--train.steps", "3", "--parallel", "dp1-mb24")
+    assert (third.code, len(third.err.splitlines())) == (1, 1), third.err
+    assert "was saved, but not copied" in third.err
