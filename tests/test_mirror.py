@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from muster.checkpoint.folder import Keep, folder_of, problem_of
 from muster.checkpoint.mirror import Mirror, copy_beside
+from muster.checkpoint.saver import Saver, Target
 from muster.spec.errors import ConfigError, MusterError
-from tests.test_checkpoint import save_one
+from tests.test_checkpoint import INFO, one_piece, save_one
 from tests.test_train_faults import contents
 from tests.train_runs import AT_ONCE, train
 
@@ -71,6 +73,25 @@ def test_what_is_no_place_for_copies_is_refused(tmp_path: Path) -> None:
         copy_beside(tmp_path / "nothing", 1, (tmp_path / "there").as_uri())
 
 
+def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    saver = Saver(0, 1, store)
+    (tmp_path / "there").mkdir()
+    place = (tmp_path / "there").as_uri()
+    for step in (1, 2):
+        saver.begin(Target(tmp_path / "here", step, INFO, Keep(), place), [one_piece()])
+        saver.wait()
+        if step == 1:
+            assert saver.take_failure() is None
+            assert Mirror(place).steps() == [1]
+            (tmp_path / "there").rename(tmp_path / "gone")
+            (tmp_path / "there").write_text("no folder")
+    saver.close()
+    assert (saver.take_failure() or "").startswith("the checkpoint of step 2 was saved, but not copied: file:///")
+    assert problem_of(folder_of(tmp_path / "here", 2)) is None
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     place = (tmp_path / "there").as_uri()
