@@ -19,11 +19,12 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.compare import machine
+from muster.planner.auto import resolve_plan
 from muster.simulate.breakdown import Breakdown, breakdown
 from muster.simulate.predict import Prediction, predict
 from muster.simulate.timeline import timeline_from_json
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load import load_run, resolve_plan, write_resolved
+from muster.spec.load import load_run, write_resolved
 from muster.spec.load_cluster import load_cluster
 from muster.train.launch import launch
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from muster.parallel.executor import Executor
 from muster.parallel.world import open_world
+from muster.planner.auto import resolve_plan
 from muster.schedule.action import Action, Lane
 from muster.schedule.lower import Lowering, lower
 from muster.schedule.program import Wait
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
-from muster.spec.load import load_run, resolve_plan
+from muster.spec.load import load_run
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer

@@ -74,13 +74,18 @@ def plan_setting(
 
 
 def once_s(setting: PlanSetting, stages: Sequence[StageTimes]) -> tuple[float, float]:
-    """Seconds of NORM and STEP."""
+    """Seconds of NORM and STEP: of the rank that takes longest."""
     held = [0.0] * setting.plan.pp
     for rank, at in zip(setting.placement, stages, strict=True):
         held[rank] += at.owned_numel
-    most, device = max(held), setting.cluster.device
-    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32) + stream_s(device, NORM_BYTES * most)
-    return norm_s, STEP_HOST_S + stream_s(device, OPTIMIZER_BYTES * most)
+    if setting.cluster.is_uniform:
+        most = [(setting.cluster.device, max(held))]
+    else:
+        devices = {rank: at.device for rank, at in zip(setting.placement, stages, strict=True)}
+        most = [(device, held[rank]) for rank, device in devices.items()]
+    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32)
+    norm_s += max(stream_s(device, NORM_BYTES * count) for device, count in most)
+    return norm_s, STEP_HOST_S + max(stream_s(device, OPTIMIZER_BYTES * count) for device, count in most)
 
 
 def _ends(setting: PlanSetting) -> Iterable[int]:

@@ -6,6 +6,7 @@ from muster.planner.answer import Answer
 from muster.planner.explain import families, neighbours
 from muster.planner.search import Found
 from muster.planner.unequal import Arranged
+from muster.report.numbers import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
 from muster.spec.legal import counted
 
@@ -47,9 +48,19 @@ def _arrangement(arranged: Arranged) -> list[str]:
         return []
     lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.order))}"]
     if arranged.naive_step_s is not None:
-        gain = arranged.naive_step_s / arranged.found.best[0].prediction.step_time_s
-        lines.append(f"          {gain:.2f} times as fast as the best plan for nodes as listed and equal stages")
+        best = arranged.found.best[0].prediction
+        gain = arranged.naive_step_s / best.step_time_s
+        lines.append(f"          {gain:.2f} times as fast as the best plan for nodes as listed and equal stages,")
+        lines.append(f"          which takes {format_seconds(arranged.naive_step_s)} a step{_naive_cost(arranged)}")
     return lines
+
+
+def _naive_cost(arranged: Arranged) -> str:
+    """What that plan costs, where prices are known."""
+    price, tokens = arranged.request.cluster.usd_per_hour, arranged.request.workload.tokens_per_step
+    if price is None or arranged.naive_step_s is None:
+        return ""
+    return f", ${format_count(price * arranged.naive_step_s / 3600 / tokens * 1e9)} for 1B tokens"
 
 
 def _searched(found: Found) -> str:
