@@ -19,8 +19,8 @@ from muster.cost.plan_times import once_s, stage_hops
 from muster.cost.stage_times import stage_times
 from muster.planner.space import Order
 from muster.schedule.action import Action
-from muster.spec.plan import Plan
-from muster.spec.schedules import SCHEDULES
+from muster.spec.plan import Plan, split_evenly
+from muster.spec.schedules import SCHEDULES, place
 
 Column = NDArray[np.float64]
 
@@ -157,7 +157,7 @@ def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batche
     m·x_r, with ρ the part of x that stands before and after, h that of transfers. Whatever the layers of each rank, the
     largest of these is least where all are equal to one T: x_r = T·a_r − h·c_r with a_0 = 1/m, c_0 = 0, a_{r+1} =
     a_r·(1 − ρ/m), c_{r+1} = c_r·(1 − ρ/m) + 1/m, so that Σ x_r = X gives T. Some rank has at least the mean number of
-    layers, rounded up. With several stages on a rank, evenly filled, a stage's fewest layers bound what stands before.
+    layers, rounded up. Where they lie evenly, each rank has its layers to do after those before its first stage.
     """
     pp, m = order.shape.pp, micro_batches
     total_s = times.whole_forward_s + times.whole_backward_s
@@ -177,7 +177,17 @@ def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batche
             hops = (pp - each) / (1 - kept)
             least_s = (m * total_s + (1 if splits else 2) * hop_s * hops) / each
         return max(least_s, m * -(-num_layers // pp) * layer_s)
-    fewest = num_layers // (pp * order.vpp)
+    entry = SCHEDULES[order.schedule]
+    if entry.searched or entry.default_replicas > 1:
+        return m * total_s / pp
+    before, held = _even_layers(num_layers, place(entry, pp, order.vpp))
     before_s = times.layer_forward_s + (0.0 if splits else times.layer_backward_s)
-    last_s = fewest * ((pp - 1) * before_s + m * order.vpp * layer_s)
-    return max(m * total_s / pp, last_s)
+    return max(m * total_s / pp, float(np.max(before * before_s + m * layer_s * held)))
+
+
+@lru_cache(maxsize=4096)
+def _even_layers(num_layers: int, placement: tuple[int, ...]) -> tuple[Column, Column]:
+    """Layers that lie before each rank's first stage, and those that it holds, where stages have as many as can be."""
+    ranks, firsts = _ranks_of(placement)
+    counts = np.array(split_evenly(num_layers, len(placement)), float)
+    return (np.cumsum(counts) - counts)[firsts], np.bincount(ranks, counts).astype(float)

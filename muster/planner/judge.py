@@ -122,9 +122,16 @@ class Judge:
         if not self.request.cluster.is_uniform:
             return self._bound(share * self._least_s(order.shape))
         times = self._layer_times(order.shape)
-        passes_s = order_bound_s(times, order, self.request.model.num_layers, share)
         mean_s = share * (times.whole_forward_s + times.whole_backward_s) / order.shape.pp
+        if self._stages:
+            return self._bound(mean_s * max(1.0, self._crowd))
+        passes_s = order_bound_s(times, order, self.request.model.num_layers, share)
         return self._bound(max(passes_s, mean_s * self._crowd))
+
+    @property
+    def _stages(self) -> tuple[StageSpec, ...]:
+        """Those that every plan must have."""
+        return self.request.fixed.get("stages", self.request.base.stages)
 
     @cached_property
     def _crowd(self) -> float:
@@ -173,7 +180,7 @@ class Judge:
         """The least value of the plans of an order, from the times of their stages as they would be if nothing was
         gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
         request = self.request
-        if request.objective == "memory" or "stages" in request.fixed:
+        if request.objective == "memory" or self._stages:
             return 0.0
         split: Split = (1, order.shape.data, "z1")
         bare = self._laid(order, split)

@@ -93,6 +93,8 @@ class ClusterSpec(Frozen):
 
     def locate(self, rank: int) -> tuple[int, int]:
         """Index of a rank's group, and the node's number in the cluster."""
+        if len(self.groups) == 1:
+            return 0, rank % self.groups[0].num_devices // self.groups[0].devices_per_node
         rank, node = rank % self.num_devices, 0
         for index, group in enumerate(self.groups):
             if rank < group.num_devices:
