@@ -87,6 +87,9 @@ def _join_negative(arguments: list[str]) -> list[str]:
     return joined
 
 
+_MOST_DRAWN, _SLOW = 1_000_000, 200_000
+"""Ranks × micro-batches × chunks beyond which a schedule is refused (it would take minutes and many GiB), and beyond
+which the wait for it is announced."""
 _LONGEST_S = 1e100
 """Sums of times beyond it are no numbers any more."""
 
@@ -119,6 +122,14 @@ def _request(args: argparse.Namespace) -> "Request":
             raise ConfigError(
                 f"--{flag} is missing: how many {flag.replace('microbatches', 'micro-batches')} are there?"
             )
+    size = args.ranks * args.microbatches * (args.chunks or 1)
+    if size > _MOST_DRAWN:
+        raise ConfigError(
+            f"ranks × micro-batches × chunks are {size:,}, too many to draw: expected at most {_MOST_DRAWN:,}."
+            " Every micro-batch adds the same period, so fewer of them show the schedule"
+        )
+    if size > _SLOW:
+        print(f"making and timing the passes of {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return Request(
         args.ranks, args.microbatches, args.chunks, args.times, args.comm, args.memory_limit, args.replicas, args.fill
     )

@@ -1,13 +1,13 @@
 """The automatic schedule: the best of all registered ones and of an own search, for given times, delay and memory."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 from muster.schedule.bound import Gap, lower_bound_s
 from muster.schedule.pipe import Pipe, codes_of, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
-from muster.schedule.search import NUM_RULES, Search, explore, improve
+from muster.schedule.search import Search, explore, improve
 from muster.schedule.setting import Setting
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError
@@ -20,31 +20,39 @@ _LARGE = 60_000
 """Passes from which on registered schedules are made only if a shorter run of theirs promises to be the best."""
 
 Makers = Mapping[str, Callable[[Setting], Schedule]]
+Found = tuple[Timing, Schedule]
+Begun = tuple[Search, Setting, list[list[int]]]
+"""A search of a setting, and orders that it begins from."""
 
 
-def auto(setting: Setting, makers: Makers) -> Schedule:
-    """Never takes longer than any schedule of `makers` (name → function) that fits in the same memory limit.
+def auto_among(offers: Sequence[tuple[Setting, Makers]]) -> tuple[Schedule, Timing]:
+    """The best schedule over settings that differ in their chunks, each with the schedules that it is compared with.
 
-    Stages lie on the ranks in `waves` (with two chunks a V) or `looped`, or as the setting binds them. A schedule for
-    several replicas is the best of `makers` alone. Where makespans are equal the smaller peak of memory wins. Raises
-    InfeasibleError where nothing fits.
+    Never takes longer than any of them (`Makers`: name → function) that fits in the same memory limit. Stages lie on
+    the ranks in `waves` (with two chunks a V) or `looped`, or as the setting binds them. Where makespans are equal the
+    smaller peak of memory wins, then the earlier setting. Raises InfeasibleError where nothing fits.
     """
-    if setting.replicas > 1:
-        known = [found for maker in makers.values() if (found := _made(maker, setting))]
-        if not known:
-            raise InfeasibleError(f"no schedule with {setting.replicas} replicas fits chunks, micro-batches and memory")
-        return replace(min(known, key=_merit)[1], name="auto")
-    pipes = pipes_of(setting)
-    large = pipes[0].size > _LARGE
-    known = [] if large else [found for maker in makers.values() if (found := _made(maker, setting))]
-    found = [*known, *_searched(setting, pipes, known)]
-    if large:
-        best_s = min(timing.makespan_s for timing, _ in found)
-        for estimate_s, maker in _estimates(setting, makers):
-            if estimate_s < best_s and (made := _made(maker, setting)):
-                found.append(made)
-                best_s = min(best_s, made[0].makespan_s)
-    return replace(min(found, key=_merit)[1], name="auto")
+    found: list[Found] = []
+    searches: list[Begun] = []
+    for setting, makers in offers:
+        large = setting.replicas == 1 and 3 * setting.depth * setting.num_micro_batches > _LARGE
+        known = [] if large else [one for maker in makers.values() if (one := _made(maker, setting))]
+        found += known
+        if setting.replicas == 1:
+            searches += _searches(setting, known, large)
+    found += _searched(searches, min((timing.makespan_s for timing, _ in found), default=inf))
+    for setting, makers in offers:
+        if setting.replicas == 1 and 3 * setting.depth * setting.num_micro_batches > _LARGE:
+            for estimate_s, maker in _estimates(setting, makers):
+                best_s = min(timing.makespan_s for timing, _ in found)
+                if estimate_s < best_s and (made := _made(maker, setting)):
+                    found.append(made)
+    if not found:
+        raise InfeasibleError(
+            f"no schedule with {offers[0][0].replicas} replicas fits chunks, micro-batches and memory"
+        )
+    timing, schedule = min(found, key=_merit)
+    return replace(schedule, name="auto"), timing
 
 
 def pipes_of(setting: Setting) -> list[Pipe]:
@@ -66,12 +74,12 @@ def gap_of(setting: Setting, makespan_s: float) -> Gap:
     return Gap(makespan_s, bound_s(setting), stages)
 
 
-def _merit(found: tuple[Timing, Schedule]) -> tuple[float, float]:
+def _merit(found: Found) -> tuple[float, float]:
     timing, _ = found
     return round(timing.makespan_s, 9), max(timing.peak_activation)
 
 
-def _made(maker: Callable[[Setting], Schedule], setting: Setting) -> tuple[Timing, Schedule] | None:
+def _made(maker: Callable[[Setting], Schedule], setting: Setting) -> Found | None:
     """A registered schedule, unless it can't serve the setting or its memory."""
     try:
         schedule = maker(setting)
@@ -92,25 +100,31 @@ def _estimates(setting: Setting, makers: Makers) -> Iterator[tuple[float, Callab
         yield timing.makespan_s + rest * max(timing.work_s) / fewer.num_micro_batches, maker
 
 
-def _searched(
-    setting: Setting, pipes: list[Pipe], known: list[tuple[Timing, Schedule]]
-) -> Iterator[tuple[Timing, Schedule]]:
-    """The best that is found; the placements are explored one by one (of large settings the waves alone), and the best
-    of them is worked on."""
-    floor_s, searches = min(lower_bound_s(pipe) for pipe in pipes), []
-    if min((timing.makespan_s for timing, _ in known), default=inf) <= floor_s + _JUST:
+def _searches(setting: Setting, known: list[Found], large: bool) -> list[Begun]:
+    """A search for each placement (of large settings the first alone), with the orders that it begins from."""
+    pipes = pipes_of(setting)
+    floor_s, found = min(lower_bound_s(pipe) for pipe in pipes), []
+    for number, pipe in enumerate(pipes[: 1 if large else None]):
+        same = sorted((one for one in known if one[1].placement == pipe.placement), key=_merit)
+        bases = [codes_of(pipe, schedule) for _, schedule in same[: 2 - number]]
+        found.append((Search(pipe, floor_s), setting, bases))
+    return found
+
+
+def _searched(found: list[Begun], known_s: float) -> Iterator[Found]:
+    """What searches find that may do better than `known_s`: each explores, and the best of them goes on."""
+    live = [one for one in found if one[0].bound_s < known_s - _JUST]
+    if not live:
         return
     least, times, most = _BUDGET
-    budget = max(least, min(times * pipes[0].size, most))
-    num_rules = min(16, budget // (4 * pipes[0].size)) if pipes[0].size > 1000 else NUM_RULES
-    for number, pipe in enumerate(pipes[: 1 if pipes[0].size > _LARGE else None]):
-        same = sorted((one for one in known if one[1].placement == pipe.placement), key=_merit)
-        search = Search(pipe, floor_s)
-        explore(search, [codes_of(pipe, schedule) for _, schedule in same[: 2 - number]], max(4, num_rules))
-        searches.append(search)
-        num_rules //= 4
-    search = min(searches, key=lambda one: one.limit_s(0))
-    search.budget = search.spent + max(budget - sum(one.spent for one in searches), 2 * search.pipe.size)
+    budget = max(least, min(times * max(search.pipe.size for search, _, _ in live), most))
+    for search, _, bases in live:
+        search.known_s = known_s
+        explore(search, bases, budget // (2 * len(live)))
+        known_s = min(known_s, search.best_s)
+    search, setting, _ = min(live, key=lambda one: one[0].best_s)
+    spent = sum(one.spent for one, _, _ in live)
+    search.budget = search.spent + max(budget - spent, 2 * search.pipe.size)
     improve(search)
     if search.best is not None:
         schedule = schedule_of(search.pipe, search.best.passes, "auto")

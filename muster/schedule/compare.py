@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from muster.schedule.auto import bound_s
-from muster.schedule.registry import make_schedule
+from muster.schedule.registry import best_among, make_schedule
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.schedule.timing import Timing, time_schedule
@@ -67,13 +66,8 @@ def make_best(name: str, request: Request) -> tuple[Schedule, Timing]:
     if request.chunks is not None or not entry.tried_chunks or (request.replicas or 1) > 1:
         return make_timed(name, request.setting(entry))
     size, (fewest, *more) = request.num_ranks * request.num_micro_batches, entry.tried_chunks
-    made: dict[int, tuple[Schedule, Timing]] = {}
-    for chunks in [*(chunks for chunks in more if size * chunks <= _MOST_TRIED), fewest]:
-        setting = replace(request, chunks=chunks).setting(entry)
-        if made and bound_s(setting) > min(timing.makespan_s for _, timing in made.values()) * (1 + 1e-9):
-            continue  # none with so many stages per rank can be as short as what is found
-        made[chunks] = make_timed(name, setting)
-    return min((made[chunks] for chunks in sorted(made)), key=_merit)
+    tried = [fewest, *(chunks for chunks in more if size * chunks <= _MOST_TRIED)]
+    return best_among([replace(request, chunks=chunks).setting(entry) for chunks in tried])
 
 
 def _merit(made: tuple[Schedule, Timing]) -> tuple[float, float]:

@@ -43,7 +43,18 @@ def greedy(pipe: Pipe, rule: Rule, bound_s: float = inf) -> Run | None:
     done = done_f, done_i, done_w = [0] * num_stages, [0] * num_stages, [0] * num_stages
     kept, free_s, passes = [0] * pipe.num_ranks, [0.0] * pipe.num_ranks, []
     left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in pipe.stages]
-    state = (pipe, rule, *_wanted_s(pipe, rule), come_f, come_i, *done, kept)
+    state = (
+        pipe,
+        rule,
+        pipe.period_s,
+        rule.in_flight,
+        rule.backlog,
+        *_wanted_s(pipe, rule),
+        come_f,
+        come_i,
+        *done,
+        kept,
+    )
     events = [(0.0, rank) for rank in range(pipe.num_ranks)]
     while events:
         now_s, rank = heappop(events)
@@ -97,8 +108,8 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
 
     W fills: it goes ahead only where too many wait, or where what the rule prefers lacks the memory that W frees.
     """
-    pipe, rule, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = state
-    in_flight, period_s, soon_s, held = rule.in_flight, pipe.period_s, now_s + _JUST_S, pipe.stages[rank]
+    pipe, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = state
+    soon_s, held = now_s + _JUST_S, pipe.stages[rank]
     spare = pipe.capacity - kept[rank] - 1
     best = next_best = blocked = next_s = inf
     kind = stage = weight = -1
@@ -112,7 +123,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
             elif want < next_best:
                 next_best, next_s = want, come_s[index]
         if index > done_w[one]:
-            if index - done_w[one] > rule.backlog[one]:
+            if index - done_w[one] > backlog[one]:
                 weight, blocked = one, -inf
             elif weight < 0:
                 weight = one
@@ -140,9 +151,20 @@ def _safe(held: tuple[int, ...], done_f: list[int], done_w: list[int], index: in
 
     From the first of which no part is freed yet, each frees as much as it or any later one needs in all.
     """
-    for oldest in range(min(done_w[one] for one in held), max(done_w[one] for one in held) + 1):
-        needed = sum(done_f[one] <= oldest for one in held) - (index == oldest)
+    first, last = done_w[held[-1]], done_w[held[0]]
+    for one in held:  # plain loops: this is where most of a search's time goes
+        if done_w[one] < first:
+            first = done_w[one]
+        elif done_w[one] > last:
+            last = done_w[one]
+    for oldest in range(first, last + 1):
+        needed, freed = -(index == oldest), 0
+        for one in held:
+            if done_f[one] <= oldest:
+                needed += 1
+            if done_w[one] <= oldest:
+                freed += 1
         if needed > spare:
             return False
-        spare += sum(done_w[one] <= oldest for one in held) - needed
+        spare += freed - needed
     return True

@@ -102,6 +102,16 @@ def codes_of(pipe: Pipe, schedule: Schedule) -> list[int]:
     ]
 
 
+def orders_of(pipe: Pipe, passes: Iterable[int]) -> list[list[int]]:
+    """The F and I of each rank among `passes`, in their order."""
+    orders: list[list[int]] = [[] for _ in range(pipe.num_ranks)]
+    count, stages = pipe.num_micro_batches, pipe.num_stages
+    for code in passes:
+        if code < 2 * count * stages:
+            orders[pipe.placement[code // count % stages]].append(code)
+    return orders
+
+
 def turns(pipe: Pipe, stage: int, per_turn_s: float) -> int:
     """How many micro-batches begin on a stage, one each `per_turn_s`, before the first one's I can begin there."""
     return max(1, ceil(pipe.trip_s(stage) / per_turn_s - 1e-9)) if per_turn_s > 0 else pipe.num_micro_batches

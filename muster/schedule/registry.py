@@ -1,12 +1,13 @@
 """Schedules made by their names, which stand in `muster/spec/schedules.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from muster.schedule.auto import auto
+from muster.schedule.auto import Makers, auto_among
 from muster.schedule.exact import Proof, prove
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
+from muster.schedule.timing import Timing
 from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import SCHEDULES, Entry, entry_of
 
@@ -49,9 +50,17 @@ def proven(setting: Setting) -> Schedule:
 
 def best(setting: Setting) -> Schedule:
     """The schedule `auto`, which chooses from all that are not searched for."""
-    known = {
+    return best_among([setting])[0]
+
+
+def best_among(settings: Sequence[Setting]) -> tuple[Schedule, Timing]:
+    """The best `auto` over settings that differ in their chunks."""
+    return auto_among([(setting, _makers(setting)) for setting in settings])
+
+
+def _makers(setting: Setting) -> Makers:
+    return {
         name: maker_of(entry)
         for name, entry in SCHEDULES.items()
         if not entry.searched and entry.serves(setting.chunks) and entry.replicas == setting.replicas
     }
-    return auto(setting, known)

@@ -3,7 +3,7 @@
 All randomness comes from one seed and all limits are counts of passes, so that a setting has one result.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -12,13 +12,13 @@ from muster.schedule.critical import critical_pairs
 from muster.schedule.follow import follow
 from muster.schedule.greedy import Rule, greedy
 from muster.schedule.pattern import first_patterns, pattern_orders, varied
-from muster.schedule.pipe import Pipe, Run, turns
+from muster.schedule.pipe import Pipe, Run, orders_of, turns
 
 _ANY = 1 << 40
 """More than there ever are: no limit."""
 _JUST = 1e-9
-_LONG = 20_000
-"""Passes from which on rules are tried on a shorter run first."""
+_FEWEST = 4
+"""Rules that are tried in any case."""
 _FIRST = 1e9
 """`backward_first_s` that puts every I before every F."""
 
@@ -60,6 +60,8 @@ class Search:
     pipe: Pipe
     bound_s: float
     """No schedule is faster: the search ends there."""
+    known_s: float = inf
+    """What is already reached elsewhere."""
     best: Run | None = None
     budget: int = 1 << 60
     """Passes that may still be scheduled."""
@@ -69,33 +71,42 @@ class Search:
 
     @property
     def over(self) -> bool:
-        return self.spent >= self.budget or self.limit_s(0) <= self.bound_s + _JUST
+        return self.spent >= self.budget or self.best_s <= self.bound_s + _JUST
 
     def limit_s(self, slack: float) -> float:
-        return inf if self.best is None else self.best.makespan_s * (1 + slack)
+        """What a run must end by to be of use: the best so far, and `slack` as a share of it."""
+        return self.best_s * (1 + slack) if self.best_s < self.known_s else self.known_s * (1 + slack)
+
+    @property
+    def best_s(self) -> float:
+        return inf if self.best is None else self.best.makespan_s
 
     def note(self, run: Run | None) -> float:
         """Pays for a run and keeps it if it is the best; its makespan."""
-        self.spent += self.pipe.size
         if run is None:
+            self.spent += self.pipe.size // 2  # given up on the way
             return inf
-        if run.makespan_s < self.limit_s(0) - _JUST:
+        self.spent += self.pipe.size
+        if run.makespan_s < self.best_s - _JUST:
             self.best = run
         return run.makespan_s
 
 
-def explore(search: Search, bases: Sequence[list[int]], num_rules: int) -> None:
-    """Tries the portfolio's first rules, and known schedules (lists of passes) with their W placed anew.
+def explore(search: Search, bases: Sequence[list[int]], budget: int) -> None:
+    """Tries the portfolio's first rules, as many as `budget` passes allow, and known schedules (lists of passes) with
+    their W placed anew.
 
-    On long runs all rules are tried with fewer micro-batches, and only those that do best there on the whole.
+    Of long runs all rules are tried with fewer micro-batches, and only those that do best there on the whole.
     """
     pipe = search.pipe
-    if pipe.size > _LONG and pipe.num_micro_batches > 2 * pipe.num_ranks:
-        short = Search(replace(pipe, num_micro_batches=2 * pipe.num_ranks), 0.0)
+    fewer = 2 * pipe.num_ranks
+    short = Search(replace(pipe, num_micro_batches=min(fewer, pipe.num_micro_batches)), 0.0)
+    num_rules = max(_FEWEST, min(NUM_RULES, budget // short.pipe.size))
+    if pipe.num_micro_batches > fewer:
         _portfolio(short, num_rules)
         search.spent += short.spent
         for _, number, rule in sorted(short.rules)[:2]:
-            search.rules.append((search.note(greedy(pipe, rule, search.limit_s(0))), number, rule))
+            search.rules.append((search.note(greedy(pipe, rule, search.limit_s(0.1))), number, rule))
     else:
         _portfolio(search, num_rules)
     for passes in bases:
@@ -195,21 +206,11 @@ _REFITS = ((1, 0), (0, 0), (0.5, 3), (4, 0))
 
 def _refit(search: Search, passes: list[int]) -> None:
     """Places the W of a known schedule anew, for the times and the memory that there are."""
-    orders = _orders(search.pipe, passes)
+    orders = orders_of(search.pipe, passes)
     for patience, overtake in _REFITS:
         if search.over:
             return
         search.note(follow(search.pipe, orders, patience, overtake, search.limit_s(0)))
-
-
-def _orders(pipe: Pipe, passes: Iterable[int]) -> list[list[int]]:
-    """The F and I of each rank."""
-    orders: list[list[int]] = [[] for _ in range(pipe.num_ranks)]
-    count, stages = pipe.num_micro_batches, pipe.num_stages
-    for code in passes:
-        if code < 2 * count * stages:
-            orders[pipe.placement[code // count % stages]].append(code)
-    return orders
 
 
 def _swap(search: Search, current: Run, random: Random) -> None:
@@ -221,7 +222,7 @@ def _swap(search: Search, current: Run, random: Random) -> None:
         if attempt % 40 == 0 and search.best is not None:
             current, pairs = search.best, []
         if not pairs:
-            orders, pairs = _orders(pipe, current.passes), critical_pairs(pipe, current)
+            orders, pairs = orders_of(pipe, current.passes), critical_pairs(pipe, current)
             search.spent += pipe.size
             if not pairs:
                 return

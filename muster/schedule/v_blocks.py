@@ -1,12 +1,18 @@
 """V-Min, V-Half and V-ZB: one micro-batch's building block, repeated (Qi et al. 2024, arXiv:2405.15362)."""
 
+from dataclasses import replace
+
 from muster.schedule.action import Action
 from muster.schedule.blocks import PERIOD, Row, repeated
-from muster.schedule.keep_busy import fill, overtake
+from muster.schedule.follow import follow
+from muster.schedule.pipe import codes_of, orders_of, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.schedule.timing import time_schedule
 from muster.spec.placement import waves
+
+_WAYS = ((1, 0), (0, 0), (0.5, 3))
+"""(patience, overtake) of `follow` that are tried."""
 
 
 def v_min(setting: Setting) -> Schedule:
@@ -32,8 +38,8 @@ def v_zb(setting: Setting) -> Schedule:
 
 
 def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
-    """The block's order as it is, or with W or all passes moved to where ranks wait under the setting's times: what
-    ends first within the same memory."""
+    """The block's order as it is, or with W and a few I moved to where ranks wait under the setting's times: what ends
+    first within the same memory."""
     p, count = setting.num_ranks, setting.num_micro_batches
     orders = []
     for rank, kinds in enumerate(repeated(rows, count)):
@@ -42,6 +48,11 @@ def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
         stages = (rank, far, far, rank, far, rank)
         orders.append(tuple(Action("FFIIWW"[kind], stages[kind], next(numbers[kind])) for kind in kinds))
     plain = Schedule(name, waves(p, 2), count, tuple(orders))
-    limit = max(time_schedule(plain, setting).peak_activation) / setting.activation
-    moved = fill(overtake(plain, setting, limit), setting, limit)
-    return min(plain, fill(plain, setting, limit), moved, key=lambda one: time_schedule(one, setting).makespan_s)
+    timing = time_schedule(plain, setting)
+    if max(timing.peak_activation) > setting.memory_limit:
+        return plain
+    pipe = pipe_of(replace(setting, memory_limit=max(timing.peak_activation)), plain.placement)
+    lines = orders_of(pipe, codes_of(pipe, plain))
+    runs = [run for way in _WAYS if (run := follow(pipe, lines, *way, timing.makespan_s))]
+    best = min(runs, key=lambda run: run.makespan_s, default=None)
+    return plain if best is None else schedule_of(pipe, best.passes, name)
