@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from muster.schedule.bound import Gap, lower_bound_s
+from muster.schedule.collector import collector_paused
 from muster.schedule.pipe import Pipe, codes_of, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
 from muster.schedule.search import Search, explore, improve
@@ -25,6 +26,7 @@ Begun = tuple[Search, Setting, list[list[int]]]
 """A search of a setting, and orders that it begins from."""
 
 
+@collector_paused()
 def auto_among(offers: Sequence[tuple[Setting, Makers]]) -> tuple[Schedule, Timing]:
     """The best schedule over settings that differ in their chunks, each with the schedules that it is compared with.
 

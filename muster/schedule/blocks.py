@@ -91,6 +91,15 @@ def _peak(line: list[tuple[int, int]]) -> int:
     return peak
 
 
+def _sources(rank: int, last: int) -> list[tuple[int, int]]:
+    """By kind, the rank and kind that make what it takes in; kind −1: the data."""
+    near = (rank - 1, F_NEAR) if rank else (rank, -1)
+    turn = (rank, F_NEAR) if rank == last else (rank + 1, F_FAR)
+    far = (rank - 1, I_FAR) if rank else (rank, F_FAR)
+    back = (rank, I_FAR) if rank == last else (rank + 1, I_NEAR)
+    return [near, turn, far, back, (rank, I_FAR), (rank, I_NEAR)]
+
+
 class _Grid:
     """A run in which every pass takes one slot: a rank does the first pass of its line that can begin, if it may."""
 
@@ -103,6 +112,8 @@ class _Grid:
             for place, (_, kind) in enumerate(line):
                 places[kind].append(place)
             self.places.append(places)
+        self.count = len(self.places[0][F_NEAR])
+        self.sources = [_sources(rank, len(lines) - 1) for rank in range(len(lines))]
         self.done = [[0] * PERIOD for _ in lines]
         self.kept = [0] * len(lines)
         self.first = [0] * len(lines)
@@ -144,18 +155,11 @@ class _Grid:
 
     def ready(self, rank: int, kind: int, before: list[list[int]]) -> bool:
         """Whether what the kind's next pass takes in was made before this slot."""
-        next_one, last = self.done[rank][kind], len(self.lines) - 1
-        if next_one == len(self.places[rank][kind]):
+        next_one = self.done[rank][kind]
+        if next_one == self.count:
             return False
-        if kind == F_NEAR:
-            return rank == 0 or before[rank - 1][F_NEAR] > next_one
-        if kind == F_FAR:
-            return before[rank][F_NEAR] > next_one if rank == last else before[rank + 1][F_FAR] > next_one
-        if kind == I_FAR:
-            return before[rank][F_FAR] > next_one if rank == 0 else before[rank - 1][I_FAR] > next_one
-        if kind == I_NEAR:
-            return before[rank][I_FAR] > next_one if rank == last else before[rank + 1][I_NEAR] > next_one
-        return before[rank][kind - 2] > next_one
+        other, source = self.sources[rank][kind]
+        return source < 0 or before[other][source] > next_one
 
     def choose(self, rank: int, slot: int, before: list[list[int]]) -> int:
         """The kind that the rank does now; −1: none."""

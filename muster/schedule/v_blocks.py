@@ -5,14 +5,17 @@ from dataclasses import replace
 from muster.schedule.action import Action
 from muster.schedule.blocks import PERIOD, Row, repeated
 from muster.schedule.follow import follow
+from muster.schedule.keep_busy import overtake
 from muster.schedule.pipe import codes_of, orders_of, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.schedule.timing import time_schedule
 from muster.spec.placement import waves
 
-_WAYS = ((1, 0), (0, 0), (0.5, 3))
+_WAYS = ((1, 0), (0.5, 3))
 """(patience, overtake) of `follow` that are tried."""
+_LARGE = 1000
+"""Passes from which on F are not moved for the sake of delays: that takes longest."""
 
 
 def v_min(setting: Setting) -> Schedule:
@@ -52,7 +55,10 @@ def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
     if max(timing.peak_activation) > setting.memory_limit:
         return plain
     pipe = pipe_of(replace(setting, memory_limit=max(timing.peak_activation)), plain.placement)
-    lines = orders_of(pipe, codes_of(pipe, plain))
-    runs = [run for way in _WAYS if (run := follow(pipe, lines, *way, timing.makespan_s))]
+    bases = [plain]
+    if setting.hop_s and pipe.size < _LARGE:
+        bases.append(overtake(plain, setting, pipe.capacity))
+    lines = [orders_of(pipe, codes_of(pipe, base)) for base in bases]
+    runs = [run for line in lines for way in _WAYS if (run := follow(pipe, line, *way, timing.makespan_s))]
     best = min(runs, key=lambda run: run.makespan_s, default=None)
     return plain if best is None else schedule_of(pipe, best.passes, name)
