@@ -1,6 +1,7 @@
 """What each rank does in the tests of executed schedules: real processes and messages, passes that move a clock."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from muster.parallel.executor import Executor
 from muster.parallel.route import direct_routes
 from muster.schedule.action import Action
 from muster.schedule.check import check
+from muster.schedule.exact import prove
 from muster.schedule.lower import Lowering, lower
+from muster.schedule.plain import schedule_from_json, schedule_to_json
 from muster.schedule.program import Wait
 from muster.schedule.registry import make_schedule
+from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
+from muster.schedule.timing import time_schedule
 from muster.simulate.simulator import simulate
 from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import SCHEDULES
@@ -105,39 +110,43 @@ def seconds(kind: str, stage: int) -> float:
 
 
 def on_rank(rank: int, world_size: int, store: dist.Store, payload: list[Any]) -> list[dict[str, Any]]:
-    """For each (schedule, micro-batches, chunks, whether it offloads): the compute lane as executed and as simulated,
-    and the activations held at most, as counted and as predicted."""
+    """For each schedule, as JSON and whether to "offload": the compute lane as executed and as simulated, and the
+    activations held at most, as counted and as predicted."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    found = [run_case(rank, world_size, *case) for case in payload]
+    found = [run_case(rank, case) for case in payload]
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def settings_that_run(num_ranks: int, num_micro_batches: int) -> list[tuple[str, int, int]]:
-    """Every registered schedule that serves the numbers: (name, micro-batches, chunks)."""
-    cases = []
+def schedules_that_run(num_ranks: int, num_micro_batches: int) -> list[dict[str, Any]]:
+    """Every registered schedule that serves the numbers, as `muster schedule --json` has it; `exact` with what it
+    finds in a few seconds, where its solver is installed."""
+    found = []
     for name, entry in SCHEDULES.items():
-        if entry.slow:
-            continue
-        for chunks in [entry.chunks] if entry.chunks else [1, 2]:
+        for chunks in [entry.chunks] if entry.chunks else [1] if entry.slow else [1, 2]:
+            setting = setting_of(name, num_ranks, num_micro_batches, chunks)
             try:
-                make_schedule(name, setting_of(name, num_ranks, num_micro_batches, chunks))
-            except InfeasibleError:
+                schedule = _exact(setting) if name == "exact" else make_schedule(name, setting)
+            except (InfeasibleError, ModuleNotFoundError):
                 continue
-            cases.append((name, num_micro_batches, chunks))
-    return cases
+            found.append({**schedule_to_json(schedule, time_schedule(schedule, setting)), "offload": False})
+    return found
+
+
+def _exact(setting: Setting) -> Schedule:
+    import_module("ortools")
+    return prove(setting, make_schedule("auto", setting), limit_s=3).schedule
 
 
 def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -> Setting:
     return Setting(num_ranks, num_micro_batches, chunks, hop_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
 
 
-def run_case(
-    rank: int, num_ranks: int, name: str, num_micro_batches: int, chunks: int, offload: bool = False
-) -> dict[str, Any]:
-    schedule = make_schedule(name, setting_of(name, num_ranks, num_micro_batches, chunks))
-    program = lower(schedule, Lowering(offload=frozenset(range(schedule.num_stages) if offload else ())))
+def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
+    schedule = schedule_from_json(case)
+    offloaded = range(schedule.num_stages) if case["offload"] else ()
+    program = lower(schedule, Lowering(offload=frozenset(offloaded)))
     clock, live = Clock(), [0]
     stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
     handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}

@@ -15,8 +15,8 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.placement import looped, waves
 
 _JUST = 1e-9
-_BUDGET = (130_000, 50, 600_000)
-"""Passes that the search schedules: at least so many (0.15 s), else 50 times the setting's, at most so many."""
+_BUDGET = (160_000, 50, 600_000)
+"""Passes that the search schedules: at least so many (0.2 s), else 50 times the setting's, at most so many."""
 _LARGE = 60_000
 """Passes from which on registered schedules are made only if a shorter run of theirs promises to be the best."""
 
