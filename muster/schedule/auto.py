@@ -15,8 +15,10 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.placement import looped, waves
 
 _JUST = 1e-9
-_BUDGET = (160_000, 50, 600_000)
-"""Passes that the search schedules: at least so many (0.2 s), else 50 times the setting's, at most so many."""
+_BUDGET = (130_000, 42, 600_000)
+"""Passes that the search schedules: at least so many (0.15 s), else 42 times the setting's, at most so many."""
+_SMALL = (1000, 240_000)
+"""Settings of up to so many passes have time for so many."""
 _LARGE = 60_000
 """Passes from which on registered schedules are made only if a shorter run of theirs promises to be the best."""
 
@@ -119,10 +121,11 @@ def _searched(found: list[Begun], known_s: float) -> Iterator[Found]:
     if not live:
         return
     least, times, most = _BUDGET
-    budget = max(least, min(times * max(search.pipe.size for search, _, _ in live), most))
+    size = max(search.pipe.size for search, _, _ in live)
+    budget = _SMALL[1] if size <= _SMALL[0] else max(least, min(times * size, most))
     for search, _, bases in live:
         search.known_s = known_s
-        explore(search, bases, budget // (2 * len(live)))
+        explore(search, bases, budget // (3 * len(live)))
         known_s = min(known_s, search.best_s)
     search, setting, _ = min(live, key=lambda one: one[0].best_s)
     spent = sum(one.spent for one, _, _ in live)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 
+from muster.schedule.bound import lower_bound_s
 from muster.schedule.critical import critical_pairs
 from muster.schedule.follow import follow
 from muster.schedule.greedy import Rule, greedy
@@ -100,7 +101,8 @@ def explore(search: Search, bases: Sequence[list[int]], budget: int) -> None:
     """
     pipe = search.pipe
     fewer = 2 * pipe.num_ranks
-    short = Search(replace(pipe, num_micro_batches=min(fewer, pipe.num_micro_batches)), 0.0)
+    shorter = replace(pipe, num_micro_batches=min(fewer, pipe.num_micro_batches))
+    short = Search(shorter, lower_bound_s(shorter))
     num_rules = max(_FEWEST, min(NUM_RULES, budget // short.pipe.size))
     if pipe.num_micro_batches > fewer:
         _portfolio(short, num_rules)
