@@ -18,7 +18,7 @@ _JUST = 1e-9
 _BUDGET = (130_000, 42, 600_000)
 """Passes that the search schedules: at least so many (0.15 s), else 42 times the setting's, at most so many."""
 _SMALL = (1000, 240_000)
-"""Settings of up to so many passes have time for so many."""
+"""Several settings of up to so many passes each have time for so many."""
 _LARGE = 60_000
 """Passes from which on registered schedules are made only if a shorter run of theirs promises to be the best."""
 
@@ -122,7 +122,8 @@ def _searched(found: list[Begun], known_s: float) -> Iterator[Found]:
         return
     least, times, most = _BUDGET
     size = max(search.pipe.size for search, _, _ in live)
-    budget = _SMALL[1] if size <= _SMALL[0] else max(least, min(times * size, most))
+    several = len({setting.chunks for _, setting, _ in live}) > 1
+    budget = _SMALL[1] if several and size <= _SMALL[0] else max(least, min(times * size, most))
     for search, _, bases in live:
         search.known_s = known_s
         explore(search, bases, budget // (3 * len(live)))
