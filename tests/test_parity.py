@@ -149,6 +149,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
 COMPILED = [
     {"plan": plan, "changes": {"compile": True}} for plan in ("tp2-sp-rfull", "dp2-z1", "dp2-z3-rfull", "pp2", "tp2")
 ]
+COMPILED_FAMILIES = [
+    {"plan": plan, "family": family, "tied": tied, "changes": {"compile": True}}
+    for family, plan, tied in (("gpt2", "tp2-sp", True), ("qwen3", "dp2", False), ("gpt2", "pp2-sgpipe-oact", False))
+]
 SPREAD_OVER_8 = [
     {"plan": "pp8-vocab", "layers": 8, "tied": True},
     {"plan": "pp8-szbh1-vocab", "layers": 8, "z_loss": 0.1},
@@ -222,6 +226,7 @@ def test_more_compiled_blocks_equal_one_process(cache: Path) -> None:
     """With more layers than a function may be compiled anew: all must share one compilation."""
     check_parity(2, [case | {"precision": "fp64", "steps": 1, "layers": 12} for case in COMPILED], cache)
     check_parity(2, [case | {"precision": "fp32"} for case in COMPILED], cache)
+    check_parity(2, [case | {"precision": "fp64", "steps": 1} for case in COMPILED_FAMILIES], cache)
 
 
 @pytest.mark.soak
