@@ -404,3 +404,32 @@ def test_a_cluster_of_cpu_ranks_shares_its_cores():
     cluster = single_device(device, 4)
     assert cluster.device.peak_flops_per_s.get("fp32") is None
     assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster
+
+
+def test_tokens_stand_for_steps_and_the_later_layer_wins(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: tiny\ntrain: {tokens: 10000, global_batch_size: 8, seq_len: 64}")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\ntrain: {steps: 3}")
+    by_tokens, by_steps = (load_run(None, tmp_path / name, []) for name in ("a.yaml", "b.yaml"))
+    assert (by_tokens.config.train.steps, by_tokens.config.train.tokens) == (20, 10_000)
+    assert by_tokens.origins["train.steps"] == "train.tokens 10000 / (8 sequences of 64 tokens)"
+    assert (by_steps.config.train.steps, by_steps.config.train.tokens) == (3, None)
+    assert load_run(None, tmp_path / "b.yaml", [("train.tokens", "512")]).config.train.steps == 1
+    with pytest.raises(ConfigError, match="how many steps that is follows from train.global_batch_size"):
+        load_run(None, None, [("model", "tiny"), ("train.tokens", "512"), ("train.seq_len", "64")])
+
+
+def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "extends: tiny\ndata: {mix: [{name: a, source: x}, {name: b, source: y, weight: 2}]}"
+    )
+    data = load_run(None, tmp_path / "a.yaml", []).config.data
+    assert (data.source, [part.weight for part in data.mix]) == (None, [1, 2])
+    assert load_run(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.mix == ()
+    for text, sentence in {
+        "[{from_step: 2, weights: {c: 1}}]": "mix has no source 'c', expected one of a, b",
+        "[{from_step: 2, from_sample: 3, weights: {a: 1}}]": "either from_step or from_sample",
+        "[{from_step: 2, weights: {a: 0}}]": "all weights are 0",
+        "[{from_step: 2, weights: {a: 1}}, {from_sample: 3, weights: {b: 1}}]": "each begins after the one before",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            load_run(None, tmp_path / "a.yaml", [("data.changes", text)])

@@ -258,8 +258,10 @@ def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys
     assert code == 0, said.out + said.err
 
 
-def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsys):
+def test_a_run_stops_in_time_and_validates_each_source_and_eval_says_the_same(stores, tmp_path, capsys):
     file, run = run_file(tmp_path, stores, eval_every=2, eval_batches=1, global_batch_size=4), tmp_path / "run"
+    stopped = train(file, "--run", run, "--parallel", "dp1-mb4", "--train.max_minutes", "0.0001")
+    assert (stopped.code, [row["step"] for row in rows_of(run)]) == (75, [1]), stopped.err
     ended = train(file, "--run", run, "--parallel", "dp1-mb4")
     assert ended.code == 0, ended.err
     assert "waiting for data: " in ended.out

@@ -60,6 +60,7 @@ def load_run(preset: str | None, file: Path | None, overrides: list[tuple[str, s
         for layer in _chain(file_layer(file), [str(file.resolve())]):
             merged.add(layer)
     merged.add(Layer("command line", dict(overrides), Path()))
+    _put_steps(merged)
     for path, (value, origin) in step_law_values(merged.values).items():
         merged._put(path, value, origin)
     try:
@@ -121,8 +122,27 @@ def write_resolved(resolved: Resolved, plan: Plan, run_dir: Path) -> None:
 # Layers
 
 
-_INSTEAD = {"data.mix": ("data.source",), "data.source": ("data.mix", "data.changes")}
+_INSTEAD = {
+    "train.steps": ("train.tokens",),
+    "train.tokens": ("train.steps",),
+    "data.mix": ("data.source",),
+    "data.source": ("data.mix", "data.changes"),
+}
 """Keys that stand in the place of others from lower layers."""
+
+
+def _put_steps(merged: "_Merged") -> None:
+    """The steps that train.tokens stands for, where they are not given."""
+    tokens, batch, seq_len = (merged.values.get(f"train.{key}") for key in ("tokens", "global_batch_size", "seq_len"))
+    if tokens is None or "train.steps" in merged.values:
+        return
+    if not (isinstance(batch, int) and isinstance(seq_len, int) and isinstance(tokens, int) and batch * seq_len > 0):
+        raise ConfigError(
+            "train.tokens: how many steps that is follows from train.global_batch_size and train.seq_len; give both, or"
+            " train.steps"
+        )
+    merged.values["train.steps"] = -(-tokens // (batch * seq_len))
+    merged.origins["train.steps"] = f"train.tokens {tokens} / ({batch} sequences of {seq_len} tokens)"
 
 
 class _Merged:

@@ -98,6 +98,8 @@ class TrainConfig(Frozen):
     """How long, how much at once, and what is kept."""
 
     steps: PositiveInt
+    tokens: PositiveInt | None = None
+    """Instead of steps: as many as it takes to train on so many tokens."""
     seq_len: PositiveInt
     """Tokens per sequence."""
     global_batch_size: PositiveInt

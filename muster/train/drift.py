@@ -9,6 +9,7 @@ from muster.spec.run import RunConfig
 
 FREE_TO_CHANGE = (
     "train.steps",
+    "train.tokens",
     "train.log_every",
     "train.save_every",
     "train.keep_last",
