@@ -10,6 +10,7 @@ measured and predicted.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -190,7 +191,11 @@ def step_seconds(one: Contestant, names: Sequence[str], folder: Path, steps: int
         log = (folder / f"rank-{rank}.txt").open("w")
         inside = ["ip", "netns", "exec", names[machine], *words]
         ranks.append(subprocess.Popen(inside, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    codes = [rank.wait() for rank in ranks]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}:\n{(folder / 'rank-0.txt').read_text()[-2000:]}")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -205,6 +210,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--plans-only", action="store_true", help="print the plans and their predicted steps")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
     for case in CASES:
         if args.case not in (None, case.name):
             continue
