@@ -25,6 +25,7 @@ VERBS = {
     "checkpoint": "look at checkpoints, and convert them from and to other kinds",
     "validate": "predict published measurements, and say how far off the predictions are",
     "profile": "measure this machine, and write a cluster file for predict",
+    "doctor": "look at this machine before training, and say what to do where something is wrong",
     "report": "show the report of a run",
 }
 """Each verb's module in this package has its name (with _ for -), and a function `run(arguments) -> exit code`."""

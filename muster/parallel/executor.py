@@ -9,6 +9,7 @@ from torch import Tensor
 from muster.parallel.axis import Pending
 from muster.parallel.route import Arrival, Route
 from muster.parallel.stage import Stage
+from muster.parallel.whereabouts import PAGE, Whereabouts
 from muster.parallel.words import Words
 from muster.schedule.action import KINDS, LANES, Action, Lane, other_end
 from muster.schedule.gone import gone_by
@@ -26,7 +27,8 @@ class Executor:
     communicates but the instructions (and, within a pass, the stage itself).
 
     `handlers` do the kinds that are not a stage's own: NORM, STEP, TIE, MERGE. `routes` lead from a stage on
-    this pipeline rank to a neighbouring stage on another. `clock` gives the seconds of the events.
+    this pipeline rank to a neighbouring stage on another. `clock` gives the seconds of the events. `where` is told
+    what begins.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Executor:
         handlers: Mapping[str, Handler],
         clock: Callable[[], float] = perf_counter,
         words: Words | None = None,
+        where: Whereabouts | None = None,
     ) -> None:
+        self._begins = (where or Whereabouts(bytearray(PAGE))).begin
         self.program, self._clock, self._spreads_words = program, clock, words is not None
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[pp_rank].get(lane, ()) for lane in LANES}
         self.pp_rank, self.world_rank, self.stages, self.routes = pp_rank, world_rank, stages, routes
@@ -113,6 +117,7 @@ class Executor:
             self._make_over(wait)
         self._cursor[lane] = index + 1
         start_s = self._clock()
+        self._begins(instruction.action)
         self._do[instruction.action.kind](instruction)
         if instruction.action.kind not in ("RF", "RB") and not KINDS[instruction.action.kind].beside:
             self._events.append(Event(self.world_rank, lane, instruction.action, start_s, self._clock()))
@@ -131,7 +136,9 @@ class Executor:
 
     def _finish(self, wait: Wait) -> None:
         start_s = self._clock()
-        arrived, action = self._arriving.pop(wait).wait(), self.lanes[wait.lane][wait.index].action
+        action = self.lanes[wait.lane][wait.index].action
+        self._begins(action, True)
+        arrived = self._arriving.pop(wait).wait()
         if arrived is not None:
             self._take_from_words(action, arrived)
         if wait.lane == "p2p":

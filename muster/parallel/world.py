@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from muster.parallel.axis import PipeAxis, TensorAxis
+from muster.parallel.whereabouts import Whereabouts, own_whereabouts
 from muster.spec.mesh import STAGE_AXES, Coordinates, coordinates, members, rank_at
 from muster.spec.plan import Plan, Strategy
 
@@ -38,6 +39,8 @@ class World:
     """The ranks that hold the same stages as this one, by the axes within a stage."""
     pipe: PipeAxis | None = None
     """The ranks that share a spread vocabulary with this one."""
+    where: Whereabouts = field(default_factory=own_whereabouts)
+    """Says to the launcher what this rank begins."""
 
     def data_mesh(self) -> DeviceMesh | None:
         """The ranks that hold the same stage and different data, as fully_shard wants them; None for one alone."""
@@ -61,6 +64,7 @@ class World:
 
     def wait_for_main(self) -> None:
         """Lets rank 0 finish what it does alone, however long it takes; every rank calls it."""
+        self.where.say("finish")
         if self.rank == 0:
             self.store.set("main is done", "")
         else:
@@ -108,6 +112,8 @@ def open_world(
     doesn't, because the others may never come.
     """
     device = device or pick_device(rank, size)
+    where = own_whereabouts()
+    where.say("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=rank, world_size=size, timeout=WAIT_LIMIT
@@ -115,7 +121,7 @@ def open_world(
     at = coordinates(plan, rank)
     meshes = [_stage_mesh(plan, pp_rank, device) for pp_rank in range(plan.pp)]  # all ranks make all groups, in order
     pipe = _pipe_axis(plan, at) if plan.spread_vocab else None
-    world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe)
+    world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe, where)
     try:
         yield world
         world.barrier()

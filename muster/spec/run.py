@@ -137,6 +137,9 @@ class TrainConfig(Frozen):
     OLMo used 6."""
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Steps in that mean."""
+    hang_s: Positive = 180.0
+    """Seconds in which no rank begins anything; after that the run ends, and the rank that the others wait for is
+    named."""
     deterministic: bool = False
     z_loss: NonNegative = 0.0
     """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.

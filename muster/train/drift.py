@@ -24,6 +24,7 @@ FREE_TO_CHANGE = (
     "train.max_skipped",
     "train.spike_sigmas",
     "train.spike_window",
+    "train.hang_s",
     "data.cache",
 )
 """What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""

@@ -1,7 +1,7 @@
 """What a rank leaves behind when it fails, so that the launcher can name one cause; free of torch.
 
 In the run directory: `logs/rank-R.txt` (output and tracebacks), `logs/rank-R.error.json` (why rank R ended),
-`exit.json` (how the whole job ended).
+`logs/hang.txt` (what each rank did when nothing moved any more), `exit.json` (how the whole job ended).
 """
 
 import contextlib
@@ -92,6 +92,11 @@ def log_path(run_dir: Path, rank: int) -> Path:
 def error_path(run_dir: Path, rank: int) -> Path:
     """Where a failing rank says why."""
     return run_dir / "logs" / f"rank-{rank}.error.json"
+
+
+def hang_path(run_dir: Path) -> Path:
+    """Where the launcher writes what each rank did when nothing moved any more."""
+    return run_dir / "logs" / "hang.txt"
 
 
 def read_error(run_dir: Path, rank: int) -> RankError | None:

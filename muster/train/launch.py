@@ -13,8 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from muster.parallel.whereabouts import VARIABLE
 from muster.spec.errors import MusterError
-from muster.train.errors import STOPPED, RankError, error_path, log_path, read_error, write_exit
+from muster.train.diagnosis import Finding, diagnose, table
+from muster.train.errors import STOPPED, RankError, error_path, hang_path, log_path, read_error, write_exit
+from muster.train.watch import LOOK_S, Watched, hangs
 
 _POLL_S = 0.05
 _REAP_LIMIT_S = 10.0
@@ -27,11 +30,13 @@ def launch(
     run_dir: Path,
     grace_s: float = 5.0,
     port: int = 0,
+    hang_s: float | None = None,
 ) -> int:
     """Runs `command_for_rank(rank, "host:port of the store")` for every rank and returns the job's exit code.
 
     0: all ranks finished; 75: they stopped because they were asked to; otherwise the code of the rank that failed
     first, with one sentence on standard error. The other ranks then have `grace_s` seconds to end by themselves.
+    When for `hang_s` seconds no rank begins anything, the one that the others wait for is named, and all are killed.
     Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`; `run_dir/exit.json` keeps the
     outcome. SIGTERM and SIGINT are passed on once as SIGTERM; a SIGINT after that kills. No rank outlives this call.
     Must run in the main thread. Raises MusterError when the port is taken, the run directory can't be written or a
@@ -39,7 +44,7 @@ def launch(
     """
     _clear(run_dir)
     store = open_store(port)
-    job = _Job(run_dir, grace_s)
+    job = _Job(run_dir, grace_s, hang_s)
     with _passed_on(job):
         try:
             job.start(command_for_rank, num_ranks, f"{store.host}:{store.port}")
@@ -70,6 +75,7 @@ class _Rank:
     """One started process and, once it has ended, how."""
 
     process: subprocess.Popen[bytes]
+    watched: Watched
     seen_alive: float
     """When it was last known to run, in seconds since the epoch."""
     code: int | None = None
@@ -85,10 +91,12 @@ class _Rank:
 class _Job:
     """The processes of one attempt."""
 
-    def __init__(self, run_dir: Path, grace_s: float) -> None:
+    def __init__(self, run_dir: Path, grace_s: float, hang_s: float | None) -> None:
         self.ranks: list[_Rank] = []
         self.stop_requested = False
         self.kill_requested = False
+        self.hang: Finding | None = None
+        self._hang_s, self._next_look = hang_s, 0.0
         self._stop_sent = False
         self._run_dir = run_dir
         self._grace_s = grace_s
@@ -100,7 +108,7 @@ class _Job:
         """Starts every rank in a session, and so a process group, of its own."""
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         for rank in range(num_ranks):
-            command = command_for_rank(rank, address)
+            command, watched = command_for_rank(rank, address), Watched(rank)
             try:
                 with open(log_path(self._run_dir, rank) if rank else os.devnull, "ab") as log:
                     process = subprocess.Popen(
@@ -108,12 +116,14 @@ class _Job:
                         stdin=self._ranks_end,
                         stdout=log if rank else None,
                         stderr=log if rank else None,
-                        env=environment,
+                        env={**environment, VARIABLE: str(watched.page.fd)},
+                        pass_fds=(watched.page.fd,),
                         start_new_session=True,
                     )
             except OSError as error:
                 raise MusterError(f"could not start rank {rank} ({error.filename}: {error.strerror})") from error
-            self.ranks.append(_Rank(process, time.time()))
+            watched.process = process.pid
+            self.ranks.append(_Rank(process, watched, time.time()))
 
     def poll(self) -> bool:
         """Notices what happened and acts on it; False when no rank runs any more."""
@@ -123,11 +133,22 @@ class _Job:
             self._stop_sent = True
             for rank in self._running():
                 os.kill(rank.process.pid, signal.SIGTERM)
+        self._look_for_hang()
         if self._deadline is None and any(rank.failed for rank in self.ranks):
             self._deadline = time.monotonic() + self._grace_s
-        if self.kill_requested or (self._deadline is not None and time.monotonic() > self._deadline):
+        if self.kill_requested or self.hang or (self._deadline is not None and time.monotonic() > self._deadline):
             self._kill()
         return bool(self._running())
+
+    def _look_for_hang(self) -> None:
+        if self._hang_s is None or self.hang or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        sightings = [rank.watched.look(self._hang_s) for rank in self._running()]
+        if not any(rank.failed for rank in self.ranks) and hangs(sightings, self._hang_s):
+            self.hang = diagnose(sightings)
+            with contextlib.suppress(OSError):
+                hang_path(self._run_dir).write_text(table(sightings))
 
     def end(self) -> None:
         """Kills what still runs and waits until it is gone."""
@@ -137,6 +158,8 @@ class _Job:
             for rank in self._running():
                 _look(rank)
             time.sleep(_POLL_S / 10)
+        for rank in self.ranks:
+            rank.watched.page.close()
         os.close(self._ranks_end)
         os.close(self._our_end)
 
@@ -180,7 +203,11 @@ def _clear(run_dir: Path) -> None:
     """Removes what an earlier attempt said about its end."""
     try:
         log_path(run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
-        for path in [run_dir / "exit.json", *error_path(run_dir, 0).parent.glob("rank-*.error.json")]:
+        for path in [
+            run_dir / "exit.json",
+            hang_path(run_dir),
+            *error_path(run_dir, 0).parent.glob("rank-*.error.json"),
+        ]:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise MusterError(f"can't write the run directory {run_dir}: {error.strerror}") from error
@@ -210,6 +237,8 @@ _ENDED = "ended"
 
 def _cause(run_dir: Path, job: _Job) -> RankError | None:
     """What failed first, on any rank; what only followed from another rank's end counts when there is nothing else."""
+    if job.hang is not None:
+        return _seen_from_outside(job.hang.rank, job.hang.host, job.hang.sentence)
     found = [error for rank in range(len(job.ranks)) if (error := _error_of(run_dir, rank, job)) is not None]
     first = min(found, key=lambda error: (not error.primary, error.time), default=None)
     # A rank that was asked to stop before it could listen is gone, and the others may have felt it.
@@ -239,15 +268,10 @@ def _error_of(run_dir: Path, index: int, job: _Job) -> RankError | None:
     else:
         log = f"; {log_path(run_dir, index)} may say more" if index else ""
         sentence = f"ended with exit code {code} and no reason{log}"
-    return RankError(
-        rank=index,
-        host=socket.gethostname(),
-        kind=_ENDED,
-        sentence=sentence,
-        traceback="",
-        # It died after it was last seen alive and before any other rank could feel it.
-        time=rank.seen_alive,
-        # The C++ runtime aborts when a connection breaks at the wrong moment: seldom the first cause.
-        primary=code != -signal.SIGABRT,
-        exit_code=1,
-    )
+    # It died after it was last seen alive and before any other rank could feel it. The C++ runtime aborts when a
+    # connection breaks at the wrong moment: seldom the first cause.
+    return _seen_from_outside(index, socket.gethostname(), sentence, rank.seen_alive, code != -signal.SIGABRT)
+
+
+def _seen_from_outside(rank: int, host: str, sentence: str, at: float = 0.0, primary: bool = True) -> RankError:
+    return RankError(rank, host, _ENDED, sentence, "", at, primary, exit_code=1)

@@ -23,6 +23,7 @@ from muster.spec.mesh import data_index
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.spec.write import replace_text
+from muster.train.agreement import require_agreement
 from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
 from muster.train.ending import announce, finish
@@ -40,6 +41,7 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     dataset = open_dataset(config, run_dir)
+    require_agreement(config, plan, store, rank)
     with open_world(store, rank, world_size, plan) as world:
         return Run(config, plan, world, dataset, run_dir).go()
 
@@ -76,6 +78,7 @@ class Run:
             announce(self.trainer, predicted)
         code = self._train()
         self.metrics.flush()
+        self.world.where.say("finish")
         if code == 0:
             finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
             self.world.wait_for_main()
@@ -205,6 +208,7 @@ class Run:
 
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
         """The manifest of a checkpoint that was loaded, or why this rank could not load it."""
+        self.world.where.say("load")
         try:
             return load(folder, self.trainer.pieces()), None
         except ConfigError:

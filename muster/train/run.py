@@ -76,7 +76,7 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
         def command(rank: int, store: str) -> list[str]:
             return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
 
-        return launch(command, plan.world_size, options.run_dir)
+        return launch(command, plan.world_size, options.run_dir, hang_s=resolved.config.train.hang_s)
 
 
 def require_device(plan: Plan) -> None:

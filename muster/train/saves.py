@@ -97,6 +97,7 @@ class Saves:
         raise MusterError(f"{problem}; {self._lost()}")
 
     def _begin(self, folder: str, info: dict[str, Any], copy: bool) -> None:
+        self._world.where.say("save")
         step, train = self._trainer.step_count, self._train
         regular = train.save_every if train.ephemeral_every else 0
         keep = Keep(train.keep_last, train.keep_every, regular)

@@ -109,7 +109,9 @@ class Trainer:
     def _make_executor(self, program: Program, handlers: Mapping[str, Callable[[Action], None]]) -> Executor:
         world = self.world
         words = next((stage.words for stage in self.stages.values() if stage.words), None)
-        return Executor(program, world.at.pp, world.rank, self.stages, self._routes, handlers, words=words)
+        return Executor(
+            program, world.at.pp, world.rank, self.stages, self._routes, handlers, words=words, where=world.where
+        )
 
     def _make_optimizer(self) -> None:
         self.optimizer = make_optimizer(self.config.optim, self.parameters, self._layouts, self.world)
@@ -127,6 +129,8 @@ class Trainer:
 
     def feed_step(self) -> None:
         """Gives the stages the next global batch."""
+        self.world.where.step = self.step_count
+        self.world.where.say("data")
         share = self._reader.take(self.samples_consumed, self.config.train.global_batch_size)
         self.num_valid = share.num_valid
         self._feed(share.batch, self.num_valid)
@@ -181,11 +185,13 @@ class Trainer:
         for stage in self.stages.values():
             stage.reshard()
         total, count = self.world.add_up(sums).tolist()
+        self.world.where.say("finish")
         return total / count if count else None
 
     def profile(self) -> Profile:
         """Times every instruction and counts bytes; afterwards parameters and optimizer are as new."""
         self.learning_rate = 0.0
+        self.world.where.say("profile")
         found = profile_stages(self.program, self.stages, self.world, self.handlers, self._routes)
         for stage in self.stages.values():
             stage.drop_gradients()

@@ -1,0 +1,38 @@
+"""`muster doctor`: whether this machine can train."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from muster.cli.parser import Parser, whole_number
+
+_MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
+
+
+def run(arguments: list[str]) -> int:
+    """Examines. Returns 0 when all is well, 1 otherwise."""
+    parser = Parser(
+        "doctor",
+        "Look at this machine before training: versions, memory, disk, clocks, ports, ranks, bandwidth.",
+        epilog="Ends with 0 when all is well, with 1 otherwise; no check takes longer than --limit.",
+    )
+    parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to be written")
+    parser.add_argument("--ranks", type=whole_number, default=2, metavar="N", help="processes that meet (default: 2)")
+    parser.add_argument("--limit", type=whole_number, default=60, metavar="S", help="seconds for each check, 60")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse(arguments)
+    from muster.probe.doctor import Request, examine
+
+    found = []
+    for finding in examine(Request(args.run, args.ranks, args.limit)):
+        found.append(finding)
+        if not args.json:
+            print(f"{_MARKS[finding.level]}{finding.check:<10} {finding.sentence}", flush=True)
+    problems = sum(finding.level == "problem" for finding in found)
+    if args.json:
+        print(json.dumps({"version": 1, "ok": not problems, "findings": [asdict(finding) for finding in found]}))
+    elif problems:
+        print(f"{problems} {'problem' if problems == 1 else 'problems'}")
+    else:
+        print("all is well")
+    return 1 if problems else 0

@@ -1,0 +1,246 @@
+"""`muster doctor`: whether this machine can train, check by check, each within a time limit; free of torch.
+
+A check that needs PyTorch says that it is missing.
+"""
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+GIB, MIB = 1 << 30, 1 << 20
+LEAST_FREE = GIB
+"""Bytes of memory and of disk below which even a small model is in danger."""
+CLOCK_TOLERANCE_S = 2.0
+LEAST_FILES = 1024
+_DISK_BYTES = 32 * MIB
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, in one sentence, which of a problem says what to do."""
+
+    check: str
+    level: Level
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be looked at."""
+
+    run_dir: Path
+    """Where runs will be written; it need not be there yet."""
+    ranks: int = 2
+    limit_s: float = 60.0
+    """For each check."""
+
+
+Check = Callable[[Request], Iterator[Finding]]
+
+
+def examine(request: Request) -> Iterator[Finding]:
+    """Does all checks, one after the other. One that takes longer than the limit is a problem of its own."""
+    for name, check in CHECKS.items():
+        found: list[Finding] = []
+        worker = threading.Thread(target=_collect, args=(name, check, request, found), daemon=True)
+        worker.start()
+        worker.join(request.limit_s + (_RANKS_GRACE_S if name == "ranks" else 0))
+        if not worker.is_alive():
+            yield from found
+        else:
+            sentence = f"no answer within {request.limit_s:g} s: {_TOO_SLOW.get(name, 'try again on an idle machine')}"
+            yield Finding(name, "problem", sentence)
+
+
+def _collect(name: str, check: Check, request: Request, found: list[Finding]) -> None:
+    try:
+        found.extend(check(request))
+    except Exception as error:
+        found.append(Finding(name, "problem", f"the check failed ({type(error).__name__}: {error})"))
+
+
+_RANKS_GRACE_S = 5.0
+"""The check of ranks has its own clock, and says more when that runs out."""
+_TOO_SLOW = {
+    "disk": "the file system hangs; choose another with --run",
+    "ports": "the name service hangs; put this host's name into /etc/hosts",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _versions(request: Request) -> Iterator[Finding]:
+    python = platform.python_version()
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        yield Finding("versions", "note", f"Python {python}, {platform.system()} {platform.release()}")
+        yield Finding("versions", "problem", "PyTorch is not installed: pip install 'muster-llm[train]'")
+        return
+    yield Finding("versions", "ok", f"Python {python}, PyTorch {torch}, {platform.system()} {platform.release()}")
+
+
+def _memory(request: Request) -> Iterator[Finding]:
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = _limit_of_group()
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit)
+    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
+    if free < LEAST_FREE:
+        yield Finding("memory", "problem", f"{said}: end other programs, or use a machine with more")
+    else:
+        yield Finding("memory", "ok", said)
+
+
+def _limit_of_group() -> int | None:
+    """What the control group (a container's, say) allows in bytes; None without a limit."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _disk(request: Request) -> Iterator[Finding]:
+    folder = request.run_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE + _DISK_BYTES:
+        yield Finding(
+            "disk", "problem", f"{free / GIB:.1f} GiB are free in {folder}: make room, or choose another --run"
+        )
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".muster-doctor-") as file:
+            begin = time.perf_counter()
+            file.write(os.urandom(MIB) * (_DISK_BYTES // MIB))
+            file.flush()
+            os.fsync(file.fileno())
+            rate = _DISK_BYTES / (time.perf_counter() - begin)
+    except OSError as error:
+        yield Finding("disk", "problem", f"can't write in {folder} ({error.strerror}): choose another with --run")
+        return
+    yield Finding("disk", "ok", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
+
+
+def _clocks(request: Request) -> Iterator[Finding]:
+    folder = request.run_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".muster-doctor-") as file:
+            before = time.time()
+            os.utime(file.name)
+            off = os.stat(file.name).st_mtime - before
+    except OSError as error:
+        yield Finding("clocks", "note", f"can't compare this clock with that of {folder} ({error.strerror})")
+        return
+    if abs(off) > CLOCK_TOLERANCE_S:
+        yield Finding("clocks", "problem", f"the disk of {folder} is {off:+.1f} s off this clock: start NTP on both")
+    else:
+        yield Finding(
+            "clocks", "ok", f"this clock and that of the disk of {folder} agree within {CLOCK_TOLERANCE_S:g} s"
+        )
+
+
+def _ports(request: Request) -> Iterator[Finding]:
+    name = socket.gethostname()
+    interface, known = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    if interface and interface not in known:
+        there = ", ".join(known)
+        yield Finding(
+            "ports",
+            "problem",
+            f"GLOO_SOCKET_IFNAME is {interface}, but the interfaces here are {there}: choose one of them, or unset it",
+        )
+        return
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield Finding("ports", "problem", f"the name of this host, {name}, has no address: add it to /etc/hosts")
+        return
+    for host in dict.fromkeys(("127.0.0.1", address)):
+        try:
+            with socket.create_server((host, 0)) as server:
+                socket.create_connection(server.getsockname(), timeout=5).close()
+        except OSError as error:
+            yield Finding(
+                "ports",
+                "problem",
+                f"no connection to {host} from this machine itself ({error.strerror or error}): check its firewall,"
+                f" and what /etc/hosts says of {name}",
+            )
+            return
+    yield Finding("ports", "ok", f"connections to 127.0.0.1 and to {name} ({address}) open")
+
+
+def _files(request: Request) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < LEAST_FILES:
+        yield Finding("files", "problem", f"a process may open {soft} files: raise it by `ulimit -n {LEAST_FILES}`")
+    else:
+        yield Finding("files", "ok", f"a process may open {soft:,} files")
+
+
+def _ranks(request: Request) -> Iterator[Finding]:
+    try:
+        version("torch")
+    except PackageNotFoundError:
+        yield Finding("ranks", "note", "without PyTorch no ranks can be started")
+        return
+    n, cores = request.ranks, len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "muster.probe.greeting", str(n)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=request.limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks end with it
+        process.communicate()
+        sentence = f"{n} ranks didn't meet within {request.limit_s:g} s: try fewer with --ranks, or an idle machine"
+        yield Finding("ranks", "problem", sentence)
+        return
+    if process.returncode:
+        last = (err.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        yield Finding(
+            "ranks", "problem", f"{n} ranks could not meet ({last}): 'muster doctor --ranks 1' leaves them out"
+        )
+        return
+    found = json.loads(out.splitlines()[-1])
+    yield Finding("ranks", "ok", f"{n} ranks met and added up in {found['seconds']:.1f} s on {found['device']}")
+    if n > cores and found["device"] == "cpu":
+        yield Finding("ranks", "note", f"{n} ranks share {cores} cores here: the processes will wait for each other")
+    if n > 1:
+        rate = found["bytes_per_s"] / GIB
+        yield Finding("bandwidth", "ok", f"an all-reduce of 16 MiB over {n} ranks goes at {rate:.2f} GiB/s")
+
+
+CHECKS: dict[str, Check] = {
+    "versions": _versions,
+    "memory": _memory,
+    "disk": _disk,
+    "clocks": _clocks,
+    "ports": _ports,
+    "files": _files,
+    "ranks": _ranks,
+}

@@ -1,0 +1,63 @@
+"""Ranks that only meet: they show that processes can be started and reach each other, and how fast.
+
+`python -m muster.probe.greeting N` starts them and prints what they found, as one line of JSON.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from muster.parallel.world import open_world
+from muster.spec.plan import Plan
+from muster.train.launch import launch
+from muster.train.worker import leave, main
+
+NBYTES, ROUNDS = 1 << 24, 5
+_FOUND = "found.json"
+
+
+def greet(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Adds up with the others, a few times. Rank 0 leaves what it took."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
+        values = torch.ones(NBYTES // 4, device=world.device)
+        times = []
+        for _ in range(ROUNDS + 1):
+            world.barrier()
+            begin = time.perf_counter()
+            world.add_up(values)
+            values[:1].cpu()
+            times.append(time.perf_counter() - begin)
+        if values[0].item() != float(world_size) ** (ROUNDS + 1):
+            raise RuntimeError("the ranks' sum is wrong")
+        if rank == 0:
+            found = {"bytes_per_s": NBYTES / median(times[1:]), "device": world.device.type}
+            (folder / _FOUND).write_text(json.dumps(found))
+    return 0
+
+
+def start(num_ranks: int) -> int:
+    """Starts the ranks, prints what they found, returns how they ended."""
+    with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
+        folder, begin = Path(place), time.perf_counter()
+        python = [sys.executable, "-m", "muster.probe.greeting", str(folder)]
+
+        def command(rank: int, store: str) -> list[str]:
+            return [*python, "--rank", str(rank), "--world-size", str(num_ranks), "--store", store]
+
+        if code := launch(command, num_ranks, folder):
+            return code
+        found = json.loads((folder / _FOUND).read_text())
+        print(json.dumps({**found, "seconds": time.perf_counter() - begin}), flush=True)
+        return 0
+
+
+if __name__ == "__main__":
+    leave(start(int(sys.argv[1])) if len(sys.argv) == 2 else main(greet))

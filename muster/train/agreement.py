@@ -1,0 +1,52 @@
+"""Whether all ranks were told the same: with another plan or configuration a rank would wait for what never comes."""
+
+import json
+import socket
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch.distributed as dist
+
+from muster.spec.errors import MusterError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.run import RunConfig
+
+
+def require_agreement(config: RunConfig, plan: Plan, store: dist.Store, rank: int) -> None:
+    """Raises MusterError on a rank that has another plan, configuration or PyTorch than rank 0. All ranks call it."""
+    own = {
+        "host": socket.gethostname(),
+        "plan": plan.hash,
+        "name": format_plan_name(plan),
+        "config": config.model_dump(mode="json"),
+        "torch": version("torch"),
+    }
+    if rank == 0:
+        store.set("rank 0 runs", json.dumps(own))
+        return
+    first = json.loads(store.get("rank 0 runs"))
+    other = f"rank 0 on {first['host']}"
+    if first["plan"] != own["plan"]:
+        raise MusterError(
+            f"has the plan {own['name']} ({own['plan']}), but {other} has {first['name']} ({first['plan']}):"
+            " start all ranks with the same one"
+        )
+    if changed := list(_differences(first["config"], own["config"])):
+        raise MusterError(f"has another configuration than {other} ({'; '.join(changed)}): start all with the same one")
+    if first["torch"] != own["torch"]:
+        raise MusterError(f"has PyTorch {own['torch']}, but {other} has {first['torch']}: install the same one")
+
+
+def _differences(first: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    """What the sections of two configurations say differently, but for the plan, which has its own word."""
+    for section in first:
+        if section == "parallel" or first[section] == own[section]:
+            continue
+        if not isinstance(first[section], dict):
+            yield f"{section} {own[section]}, not {first[section]}"
+            continue
+        for key in first[section]:
+            if first[section][key] != own[section].get(key):
+                yield f"{section}.{key} {own[section].get(key)}, not {first[section][key]}"

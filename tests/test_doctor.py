@@ -1,0 +1,96 @@
+"""`muster doctor`: each check finds what is wrong and says what to do, within its limit."""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from muster.cli.main import main
+from muster.probe import doctor
+from muster.probe.doctor import CHECKS, Finding, Request, examine
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {name: CHECKS[name] for name in names})
+
+
+def findings(request: Request) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(request)}
+
+
+def test_a_sound_machine_has_no_problem_and_json_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "versions", "memory", "disk", "clocks", "ports", "files")
+    assert main(["doctor", "--run", str(tmp_path / "runs"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["version"], said["ok"]) == (1, True)
+    assert [finding["check"] for finding in said["findings"]] == list(doctor.CHECKS)
+    assert set(said["findings"][0]) == {"check", "level", "sentence"}
+    assert not list(tmp_path.iterdir()), "it leaves nothing"
+    assert main(["doctor", "--run", str(tmp_path / "runs")]) == 0
+    assert capsys.readouterr().out.endswith("all is well\n")
+
+
+def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "ranks")
+    found = findings(Request(tmp_path))
+    assert found["ranks"].sentence.startswith("2 ranks met and added up"), found
+    assert found["bandwidth"].level == "ok"
+
+
+def test_without_torch_the_other_checks_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    found = list(examine(Request(tmp_path)))
+    problems = [finding.sentence for finding in found if finding.level == "problem"]
+    assert problems == ["PyTorch is not installed: pip install 'muster-llm[train]'"]
+    assert {finding.check for finding in found} == set(CHECKS)
+
+
+def test_a_check_that_hangs_or_fails_is_a_problem_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(request: Request) -> Iterator[Finding]:
+        time.sleep(1000)
+        yield Finding("disk", "ok", "")
+
+    def fail(request: Request) -> Iterator[Finding]:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"disk": hang, "memory": fail})
+    assert main(["doctor", "--limit", "1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("PROBLEM disk       no answer within 1 s: the file system hangs; choose another with --run")
+    assert lines[1] == "PROBLEM memory     the check failed (OSError: no such thing)"
+    assert lines[2] == "2 problems"
+
+
+def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "disk")
+    (tmp_path / "file").write_text("")
+    assert "can't write in " in findings(Request(tmp_path / "file" / "runs"))["disk"].sentence
+    only(monkeypatch, "memory", "disk", "clocks", "ports", "files")
+    monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 60)
+    stat = os.stat
+
+    class Off:
+        st_mtime = time.time() - 100
+
+    monkeypatch.setattr(doctor.os, "stat", lambda path, **more: Off if "doctor" in str(path) else stat(path, **more))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    found = findings(Request(tmp_path))
+    assert {finding.level for finding in found.values()} == {"problem"}
+    assert "end other programs" in found["memory"].sentence
+    assert "make room" in found["disk"].sentence
+    assert "start NTP" in found["clocks"].sentence
+    assert "GLOO_SOCKET_IFNAME is eth99, but the interfaces here are lo" in found["ports"].sentence
+    assert found["files"].sentence == "a process may open 256 files: raise it by `ulimit -n 1024`"

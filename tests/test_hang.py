@@ -1,0 +1,185 @@
+"""A job that hangs: the rank that the others wait for is named with its cause, and nothing is left running."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muster.parallel.whereabouts import Page, Place, Whereabouts
+from muster.schedule.action import Action
+from muster.train.diagnosis import Sighting, diagnose, main_stack, waits
+from muster.train.launch import launch
+from muster.train.watch import hangs
+from tests.train_runs import AT_ONCE, ROOT
+
+HOST = socket.gethostname()
+
+STACKS = """Thread 0x00007f01 (most recent call first):
+  File "/lib/threading.py", line 982 in run
+
+Current thread 0x00007f02 (most recent call first):
+  File "{}", line 12 in {}
+  File "/muster/train/trainer.py", line 120 in step
+  File "<frozen runpy>", line 88 in <module>
+"""
+IN_GATHER = STACKS.format("/site-packages/torch/distributed/fsdp/_collectives.py", "foreach_all_gather")
+IN_READ = STACKS.format("/muster/data/store.py", "read")
+
+
+NOTHING = Action("")
+
+
+def seen(rank: int, phase: str, action: Action = NOTHING, state: str = "S", **more: object) -> Sighting:
+    values = {"still_s": 5.0, "stacks": "", "waiting": False, "step": 6, "lost": "", **more}
+    place = Place(40, values["step"], phase, action, values["waiting"])  # type: ignore[arg-type]
+    return Sighting(rank, f"host-{rank}", 100 + rank, state, values["still_s"], place, values["stacks"])  # type: ignore[arg-type]
+
+
+def test_a_page_tells_what_its_rank_said_last() -> None:
+    page = Page()
+    try:
+        assert page.read() is None
+        os.pwrite(page.fd, b"\1" + b"\0" * 60, 0)
+        assert page.read() == Place(1, 0, "", Action("", 0, 0), False)
+    finally:
+        page.close()
+    memory = bytearray(64)
+    where = Whereabouts(memory)
+    where.step = 6
+    where.begin(Action("UNSHARD", 1), waiting=True)
+    page = Page()
+    os.pwrite(page.fd, memory, 0)
+    assert page.read() == Place(1, 6, "run", Action("UNSHARD", 1), True)
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("sightings", "rank", "words"),
+    [
+        (
+            [seen(0, "run", Action("UNSHARD", 1)), seen(1, "data"), seen(2, "run", Action("UNSHARD", 1))],
+            1,
+            "never entered the all-gather of the parameters of stage 1 of step 7, where ranks 0, 2 wait;"
+            " it is loading data for step 7, for 5 s",
+        ),
+        (
+            [seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER), seen(1, "data", stacks=IN_READ)],
+            1,
+            "never entered the all-gather in the forward of stage 0, micro-batch 0 of step 7, where rank 0 waits;"
+            " it is loading data for step 7 (in read, store.py:12), for 5 s",
+        ),
+        (
+            [seen(0, "run", Action("RB", 0, 1), waiting=True), seen(1, "run", Action("F", 1, 1))],
+            1,
+            "never sent its part of the receive of a gradient of stage 0, micro-batch 1 of step 7, where rank 0 waits;"
+            " it computes the forward of stage 1, micro-batch 1 of step 7, for 5 s",
+        ),
+        (
+            [seen(0, "run", Action("NORM")), seen(1, "run", Action("NORM"), state="T", still_s=4.0)],
+            1,
+            "never entered the sum over all ranks of step 7, where rank 0 waits; it is stopped (process 101, as by"
+            " SIGSTOP or a debugger) while it is in the sum over all ranks of step 7, for 4 s",
+        ),
+        (
+            [seen(0, "run", Action("NORM")), seen(1, "run", Action("RF", 1, 0), waiting=True, step=5)],
+            1,
+            "waits in the receive of an activation of stage 1, micro-batch 0 of step 6, and all others wait, too:"
+            " rank 0 waits in the sum over all ranks of step 7; what one of them sent has not arrived",
+        ),
+        (
+            [
+                seen(0, "run", Action("NORM"), lost="64 bytes that it sent to 10.0.0.2 have not been acknowledged"),
+                seen(1, "run", Action("NORM"), lost="there is no route to 10.0.0.1 any more"),
+            ],
+            1,
+            "waits in the sum over all ranks of step 7, and all others wait, too: rank 0 waits in the sum over all"
+            " ranks of step 7; its network connection is lost (there is no route to 10.0.0.1 any more)",
+        ),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(sightings: list[Sighting], rank: int, words: str) -> None:
+    finding = diagnose(sightings)
+    assert (finding.rank, finding.host, finding.sentence) == (rank, f"host-{rank}", words)
+
+
+def test_only_what_should_be_short_can_hang() -> None:
+    still, quick = seen(0, "run", Action("NORM")), seen(1, "data", still_s=1.0)
+    assert hangs([still, seen(1, "data")], 4)
+    assert not hangs([still, quick], 4)
+    assert not hangs([still, seen(1, "save")], 4)
+    assert hangs([still, seen(1, "save", state="T")], 4)
+    assert not hangs([], 4)
+
+
+def test_a_stack_tells_waiting_from_computing() -> None:
+    assert main_stack(IN_READ)[0] == ("/muster/data/store.py", 12, "read")
+    assert waits(seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER))
+    assert not waits(seen(0, "run", Action("NORM"), stacks=IN_READ))
+    assert main_stack("") == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training ranks
+
+
+def faulty_run(folder: Path, plan: str, fault: str, rank: int) -> tuple[int, dict, float]:
+    """Trains on two processes, of which one goes wrong after three steps: exit code, exit.json, seconds from the first
+    process to the end."""
+    run = folder / "run"
+    prepared = subprocess.run(
+        [sys.executable, "-c", PREPARE, run, plan], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    python = [sys.executable, "-m", "tests.hung_rank", fault, "3", str(rank), str(run)]
+    begin = time.monotonic()
+    code = launch(
+        lambda rank, store: [*python, "--rank", str(rank), "--world-size", "2", "--store", store], 2, run, hang_s=3
+    )
+    return code, json.loads((run / "exit.json").read_text()), time.monotonic() - begin
+
+
+PREPARE = f"""
+import sys
+from pathlib import Path
+from muster.spec.load import load_run
+from muster.train.run import TrainOptions, _prepare
+from muster.planner.auto import choose_plan
+changes = [("train.steps", "400"), ("parallel", sys.argv[2]), ("{AT_ONCE[0][2:]}", "{AT_ONCE[1]}")]
+resolved = load_run("tiny", None, changes)
+_prepare(resolved, choose_plan(resolved, 2), TrainOptions(Path(sys.argv[1])))
+"""
+
+FAULTS = {
+    "data": ("dp2-mb12", 1, r"never entered the all-gather in the forward .* rank 0 waits; it is loading data"),
+    "compute": ("pp2-mb12", 1, r"never sent .* receive of a gradient .* it computes the forward of stage 1"),
+    "stopped": ("pp2-mb12", 0, r"where rank 1 waits; it is stopped \(process \d+, as by SIGSTOP"),
+    "dead": ("dp2-mb12", 1, r"was killed by signal 9 \(SIGKILL\)"),
+    "plan": ("dp2-mb12", 1, r"has the plan dp2-mb6.*, but rank 0 on \S+ has dp2-mb12"),
+}
+
+
+def check(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    plan, rank, words = FAULTS[fault]
+    code, end, seconds = faulty_run(folder, plan, fault, rank)
+    assert (code, end["code"], end["rank"], end["host"]) == (1, 1, rank, HOST), end
+    assert re.search(rf"^rank {rank} on {HOST}:? {words}", end["reason"]), end["reason"]
+    hung = fault in ("data", "compute", "stopped")
+    assert (folder / "run/logs/hang.txt").exists() == hung
+    print(f"{fault}: named within {seconds:.1f} s of the start, of which the hang's limit was 3 s")
+
+
+def test_a_training_that_hangs_is_ended_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(tmp_path, "data", monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "data"])
+def test_every_fault_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(tmp_path, fault, monkeypatch)
