@@ -18,7 +18,8 @@ def main() -> int:
     """Trains, and after `STEP` steps does on one rank what `FAULT` says."""
     fault, step, faulty = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     del sys.argv[1:4]
-    if int(sys.argv[sys.argv.index("--rank") + 1]) == faulty:
+    rank = int(sys.argv[sys.argv.index("--rank") + 1])
+    if rank == faulty:
         seed_fault(fault, step)
     return worker.main()
 

@@ -38,7 +38,8 @@ NOTHING = Action("")
 def seen(rank: int, phase: str, action: Action = NOTHING, state: str = "S", **more: object) -> Sighting:
     values = {"still_s": 5.0, "stacks": "", "waiting": False, "step": 6, "lost": "", **more}
     place = Place(40, values["step"], phase, action, values["waiting"])  # type: ignore[arg-type]
-    return Sighting(rank, f"host-{rank}", 100 + rank, state, values["still_s"], place, values["stacks"])  # type: ignore[arg-type]
+    state_of = (rank, f"host-{rank}", 100 + rank, state)
+    return Sighting(*state_of, values["still_s"], place, values["stacks"], values["lost"])  # type: ignore[arg-type]
 
 
 def test_a_page_tells_what_its_rank_said_last() -> None:
@@ -158,7 +159,7 @@ _prepare(resolved, choose_plan(resolved, 2), TrainOptions(Path(sys.argv[1])))
 FAULTS = {
     "data": ("dp2-mb12", 1, r"never entered the all-gather in the forward .* rank 0 waits; it is loading data"),
     "compute": ("pp2-mb12", 1, r"never sent .* receive of a gradient .* it computes the forward of stage 1"),
-    "stopped": ("pp2-mb12", 0, r"where rank 1 waits; it is stopped \(process \d+, as by SIGSTOP"),
+    "stopped": ("pp2-mb12", 0, r".* where rank 1 waits; it is stopped \(process \d+, as by SIGSTOP"),
     "dead": ("dp2-mb12", 1, r"was killed by signal 9 \(SIGKILL\)"),
     "plan": ("dp2-mb12", 1, r"has the plan dp2-mb6.*, but rank 0 on \S+ has dp2-mb12"),
 }
