@@ -1,12 +1,19 @@
 """A training rank that goes wrong as asked: `python -m tests.hung_rank FAULT STEP RANK` and a worker's arguments."""
 
+import ctypes
 import os
+import queue
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from muster.data.dataset import Dataset
 from muster.parallel.stage import DecoderStage
@@ -21,7 +28,35 @@ def main() -> int:
     rank = int(sys.argv[sys.argv.index("--rank") + 1])
     if rank == faulty:
         seed_fault(fault, step)
-    return worker.main()
+    return worker.main(far_away if fault == "network" else worker.run_rank)
+
+
+def far_away(run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Trains in a network namespace of its own, from which only the launcher's store can still be reached."""
+    port = int(sys.argv[sys.argv.index("--store") + 1].rpartition(":")[2])
+    listeners: queue.Queue[socket.socket] = queue.Queue()
+    threading.Thread(target=pass_on, args=(listeners, port), daemon=True).start()  # and stays outside
+    with open(f"/run/netns/{os.environ['TEST_NAMESPACES']}-{rank}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    listeners.put(socket.create_server(("127.0.0.1", port)))
+    os.environ["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
+    return worker.run_rank(run_dir, store, rank, world_size)
+
+
+def pass_on(listeners: "queue.Queue[socket.socket]", port: int) -> None:
+    """Connects what comes to a listener with the store outside."""
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+
+    listener = listeners.get()
+    while True:
+        inside, _ = listener.accept()
+        outside = socket.create_connection(("127.0.0.1", port))
+        for ends in ((inside, outside), (outside, inside)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
 
 
 def seed_fault(fault: str, step: int) -> None:
@@ -33,6 +68,8 @@ def seed_fault(fault: str, step: int) -> None:
         made[0] = self.step_count
         if made[0] == step and fault in ("stopped", "dead"):
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+        if made[0] == step and fault == "network":
+            subprocess.run(["ip", "link", "set", f"veth{self.world.rank}", "down"], check=True)
         feed_step(self)
 
     def read_forever(self: Dataset, *args: Any) -> Any:

@@ -37,6 +37,7 @@ def test_a_sound_machine_has_no_problem_and_json_says_the_same(
     assert capsys.readouterr().out.endswith("all is well\n")
 
 
+@pytest.mark.soak  # the page docs/doctor.md starts some in the fast tests
 def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "ranks")
     found = findings(Request(tmp_path))

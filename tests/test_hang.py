@@ -162,6 +162,7 @@ FAULTS = {
     "stopped": ("pp2-mb12", 0, r".* where rank 1 waits; it is stopped \(process \d+, as by SIGSTOP"),
     "dead": ("dp2-mb12", 1, r"was killed by signal 9 \(SIGKILL\)"),
     "plan": ("dp2-mb12", 1, r"has the plan dp2-mb6.*, but rank 0 on \S+ has dp2-mb12"),
+    "network": ("pp2-mb12", 1, r"waits in .* its network connection is lost \(there is no route to 10\.77\.0\.1"),
 }
 
 
@@ -171,7 +172,7 @@ def check(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, end, seconds = faulty_run(folder, plan, fault, rank)
     assert (code, end["code"], end["rank"], end["host"]) == (1, 1, rank, HOST), end
     assert re.search(rf"^rank {rank} on {HOST}:? {words}", end["reason"]), end["reason"]
-    hung = fault in ("data", "compute", "stopped")
+    hung = fault in ("data", "compute", "stopped", "network")
     assert (folder / "run/logs/hang.txt").exists() == hung
     print(f"{fault}: named within {seconds:.1f} s of the start, of which the hang's limit was 3 s")
 
@@ -181,6 +182,32 @@ def test_a_training_that_hangs_is_ended_with_its_cause(tmp_path: Path, monkeypat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "data"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("data", "network")])
 def test_every_fault_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(tmp_path, fault, monkeypatch)
+
+
+@pytest.mark.soak
+def test_a_lost_network_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a network namespace of its own, and the link of one goes down: no packet says so to the other."""
+    name = f"muster-{os.getpid()}"
+    spaces = [f"{name}-{rank}" for rank in range(2)]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], check=False, capture_output=True).returncode == 0
+
+    if not ip("netns", "add", spaces[0]):
+        pytest.skip("network namespaces need root")
+    try:
+        made = ip("netns", "add", spaces[1])
+        made &= ip("link", "add", "veth0", "netns", spaces[0], "type", "veth", "peer", "veth1", "netns", spaces[1])
+        for rank, space in enumerate(spaces):
+            made &= ip("-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
+            made &= ip("-n", space, "link", "set", f"veth{rank}", "up")
+            made &= ip("-n", space, "link", "set", "lo", "up")
+        assert made
+        monkeypatch.setenv("TEST_NAMESPACES", name)
+        check(tmp_path, "network", monkeypatch)
+    finally:
+        for space in spaces:
+            ip("netns", "del", space)

@@ -208,6 +208,9 @@ def _ranks(request: Request) -> Iterator[Finding]:
         yield Finding("ranks", "note", "without PyTorch no ranks can be started")
         return
     n, cores = request.ranks, len(os.sched_getaffinity(0))
+    if n == 1:
+        yield Finding("ranks", "note", "one rank meets nobody, so none was started")
+        return
     command = [sys.executable, "-m", "muster.probe.greeting", str(n)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -230,9 +233,8 @@ def _ranks(request: Request) -> Iterator[Finding]:
     yield Finding("ranks", "ok", f"{n} ranks met and added up in {found['seconds']:.1f} s on {found['device']}")
     if n > cores and found["device"] == "cpu":
         yield Finding("ranks", "note", f"{n} ranks share {cores} cores here: the processes will wait for each other")
-    if n > 1:
-        rate = found["bytes_per_s"] / GIB
-        yield Finding("bandwidth", "ok", f"an all-reduce of 16 MiB over {n} ranks goes at {rate:.2f} GiB/s")
+    rate = found["bytes_per_s"] / GIB
+    yield Finding("bandwidth", "ok", f"an all-reduce of 16 MiB over {n} ranks goes at {rate:.2f} GiB/s")
 
 
 CHECKS: dict[str, Check] = {
