@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from muster.checkpoint.folder import checkpoints, find_latest, problem_of
 from muster.checkpoint.manifest import read_manifest
+from muster.cli.main import main
 from muster.spec.errors import MusterError
 from muster.train.metrics import MetricsLog, read_metrics
 from muster.train.shared_disk import require_shared
@@ -318,6 +319,20 @@ def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:
     log.append({"step": 3})
     assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.mark.parametrize(("variable", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("WORLD_SIZE", "a launcher")])
+def test_copies_that_know_nothing_of_each_other_are_refused(
+    variable: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv(variable, "2")
+    assert main(["train", "--preset", "tiny", "--run", str(tmp_path / "run")]) == 2
+    words = (
+        f"muster: {launcher} started 2 copies of this command ({variable}), and each would train a world of its own:"
+    )
+    assert capsys.readouterr().err.startswith(words)
+    assert not (tmp_path / "run").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _join_torchrun(resolved, options)
+    _refuse_worlds_of_one()
     chosen = choose_plan(resolved, options.nproc)
     plan = chosen.plan
     # Until there are ranks, nothing has to be saved before stopping.
@@ -77,6 +78,26 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
             return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
 
         return launch(command, plan.world_size, options.run_dir, hang_s=resolved.config.train.hang_s)
+
+
+def _refuse_worlds_of_one() -> None:
+    """Raises ConfigError where a launcher has started several copies of this command: each would train alone."""
+    for variable, launcher in _COPIES.items():
+        count = os.environ.get(variable, "1")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{launcher} started {count} copies of this command ({variable}), and each would train a world of its"
+                " own: start torchrun once on each node, which makes them ranks of one, or a single copy"
+            )
+
+
+_COPIES = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "the process manager",
+    "WORLD_SIZE": "a launcher",
+}
+"""What launchers that aren't torchrun say of the number of processes that they started."""
 
 
 def require_device(plan: Plan) -> None:
