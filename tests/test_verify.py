@@ -207,7 +207,7 @@ def test_a_plan_whose_ranks_fail_is_a_row_of_its_own(
     monkeypatch.setenv("PYTHONPATH", f"{temporary.parent}{os.pathsep}{ROOT}")
     assert main(["verify", "--preset", "tiny", "--steps", "1"]) == 1
     out, _ = capfd.readouterr()
-    assert "dp1-mb24-fp32 could not be run: rank 0 on" in out
+    assert "-fp32 could not be run: rank 0 on" in out
     assert "ended with exit code 9" in out
     assert list(temporary.glob("muster-*")) == []
 
