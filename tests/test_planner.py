@@ -17,7 +17,7 @@ from muster.planner.judge import Judge
 from muster.planner.launch import LAUNCHERS, Job, launch_files
 from muster.planner.layers import Option, cheapest
 from muster.planner.placement import annealed, block_orders, reordered
-from muster.planner.request import Request
+from muster.planner.request import HEAD_ROOM, Request
 from muster.planner.search import everything, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
@@ -64,6 +64,20 @@ def assert_search_finds_the_best(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_search_finds_what_simulating_everything_finds(seed: int) -> None:
     assert_search_finds_the_best(seed)
+
+
+def test_plans_leave_a_tenth_of_the_memory_free_where_any_does() -> None:
+    request = replace(instance(3), cluster=load_cluster("2xh100"), objective="memory", memory_limit_bytes=None)
+    least = search(request, 1).best[0].peak_bytes
+    for part, room in ((0.8, HEAD_ROOM), (0.95, 0.0)):
+        device = request.cluster.device.model_copy(update={"memory_bytes": int(least / part)})
+        groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
+        own = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}), objective="time")
+        judge = Judge(own)
+        found = search(own, 5, judge=judge)
+        assert judge.head_room == room
+        assert found.best
+        assert all(one.peak_bytes <= (1 - room) * least / part for one in found.best)
 
 
 @pytest.mark.soak

@@ -23,7 +23,7 @@ from muster.planner.bound import (
     step_bound_s,
 )
 from muster.planner.fit import fitted
-from muster.planner.request import Request
+from muster.planner.request import HEAD_ROOM, Request
 from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
@@ -78,6 +78,8 @@ class Judge:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.head_room = HEAD_ROOM if request.memory_limit_bytes is None else 0.0
+        """The part of a device's memory that plans must leave free; a search gives it up where none does."""
         self._times: dict[Plan, OpTimes] = {}
         self._programs: dict[tuple, Program] = {}
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
@@ -249,7 +251,8 @@ class Judge:
     def limit_bytes(self, rank: int) -> int | None:
         """What a rank may hold; None where that is unknown."""
         own, wanted = self.request.cluster.group_of(rank).device.memory_bytes, self.request.memory_limit_bytes
-        return min(own, wanted) if own and wanted else own or wanted
+        limit = min(own, wanted) if own and wanted else own or wanted
+        return None if limit is None else int(limit * (1 - self.head_room))
 
     def moved(self, plan: Plan) -> Plan | None:
         """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""

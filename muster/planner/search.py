@@ -72,10 +72,19 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
 
     A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
     answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
-    missed.
+    missed. Where no plan leaves the judge's head-room, that is given up, and the search begins again.
     """
+    judge = judge or Judge(request)
+    found = _search(request, judge, top, limit_s)
+    if not found.best and judge.head_room:
+        judge.head_room = 0.0
+        found = _search(request, judge, top, limit_s)
+    return found
+
+
+def _search(request: Request, judge: Judge, top: int, limit_s: float) -> Found:
     begin_s = perf_counter()
-    run = _Run(request, judge or Judge(request), top)
+    run = _Run(request, judge, top)
     run.dive()
     while run.heap and not run.is_settled() and perf_counter() - begin_s < limit_s:
         run.step()
@@ -84,7 +93,8 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
 
 
 def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
-    """Every plan of the space that fits, simulated, without any bound: what `search` must agree with."""
+    """Every plan of the space that fits in what the judge allows, simulated, without any bound: what `search` must
+    agree with."""
     for shape in shapes(request):
         for order in orders(request, shape):
             for draft in plans(request, order):

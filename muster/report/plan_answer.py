@@ -4,6 +4,7 @@ from typing import Any
 
 from muster.planner.answer import Answer
 from muster.planner.explain import families, neighbours
+from muster.planner.request import HEAD_ROOM
 from muster.planner.search import Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds
@@ -25,6 +26,8 @@ def show_answer(answer: Answer, explain: bool) -> None:
     print(f"searched  {_searched(found)}")
     for line in _arrangement(answer.arranged):
         print(line)
+    if not answer.arranged.judge.head_room and request.memory_limit_bytes is None:
+        print(f"memory    no plan leaves {HEAD_ROOM:.0%} of each device's memory free: these nearly fill it")
     print()
     print("\n".join(plan_names(found.best)) + "\n")
     console.print(plan_table(found.best))

@@ -5,14 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from muster.planner.request import HEAD_ROOM
 from muster.validate.predicted import Result
 
 LEAST_LAYOUTS = 6
-
-HEAD_ROOM = 0.1
-"""Of the capacity: layouts that are predicted to leave less come after those that leave more. The peaks that other
-programs report are off by so much from their forecasts on average (`memory` of `muster validate --json`), and what
-nearly fills a device is slower, since its allocator gives memory back and asks for it again."""
 
 _SAME = (
     *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
@@ -68,7 +64,7 @@ def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Swee
 
 
 def _rank(result: Result) -> tuple[bool, bool, float]:
-    """Layouts that fit come first, and of those the ones with head-room; then by their predicted time."""
+    """Layouts that fit come first, and of those the ones with the planner's head-room; then by their predicted time."""
     answer = result.answer
     assert answer is not None
     full = answer.capacity_bytes is not None and answer.peak_bytes > (1 - HEAD_ROOM) * answer.capacity_bytes
