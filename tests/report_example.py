@@ -1,13 +1,18 @@
 """Runs that never were: data for reports of every size, with the shapes that real training has."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from muster.report.data import ComparisonRow, ReportData, RunFacts
 from muster.schedule.action import Action
 from muster.simulate.timeline import Event, Timeline
+from muster.spec.load import load_run, write_resolved
+from muster.spec.plan_name import parse_plan_name
 
+MIB = 2**20
 _FORWARD_S, _BACKWARD_S, _HOP_S = 0.012, 0.024, 0.001
 
 
@@ -72,3 +77,16 @@ def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 
         notes=("MFU: N/A, because the peak of this CPU is not in the catalogue.",),
     )
     return replace(data, **changes)
+
+
+def write_run(
+    folder: Path, rows: list[dict[str, Any]], plan: str = "dp2-fp32", lr: str = "3e-3", ended: bool = True
+) -> Path:
+    """A run directory with what a training of these rows leaves."""
+    write_resolved(load_run("tiny", None, [("optim.lr", lr)]), parse_plan_name(plan), folder)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if ended:
+        memory = {f"memory: {part}": {"measured": 3 * MIB} for part in ("parameters", "activations")}
+        result = {"version": 1, "metrics": {"eval/loss": 1.7}, "comparison": {"step": {"measured": 0.2}, **memory}}
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.cli.main import main
 from muster.report.page import render_report, write_report
 from muster.report.prediction import prediction_page
 from muster.simulate.predict import predict
@@ -19,7 +20,7 @@ from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from tests.chromium import Browser, find_chromium
 from tests.page_audit import audit, blank_pictures
-from tests.report_example import metrics, report
+from tests.report_example import metrics, report, write_run
 
 PHONE, DESKTOP = 390, 1280
 
@@ -70,6 +71,24 @@ def test_nothing_to_complain_about_in_a_prediction(browser: Browser, tmp_path: P
     for width, scheme in WINDOWS:
         page = browser.open(tmp_path / "prediction.html", width, dark=scheme == "dark")
         assert audit(page, pictures=1) == []
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_nothing_to_complain_about_in_a_comparison(browser: Browser, tmp_path: Path, count: int) -> None:
+    """At phone and desktop width, in light and dark; twelve runs have long names, too."""
+    names = [f"run-{i}" if count < 12 else f"a-run-with-a-long-name-{i}" for i in range(count)]
+    runs = [write_run(tmp_path / name, metrics(30 + 20 * i), lr=f"{1 + i}e-4") for i, name in enumerate(names)]
+    page_file = tmp_path / "comparison.html"
+    assert main(["report", *map(str, runs), "--html", str(page_file)]) == 0
+    for width, scheme in WINDOWS:
+        page = browser.open(page_file, width, dark=scheme == "dark")
+        assert audit(page, pictures=1) == []
+    assert blank_pictures(page) == []
+    looks = page.evaluate(
+        "[...document.querySelectorAll('#loss .mark:not(.dots)')]"
+        ".map(m => getComputedStyle(m).stroke + getComputedStyle(m).strokeDasharray)"
+    )
+    assert len(set(looks)) == len(looks) == count
 
 
 @pytest.mark.parametrize(("width", "scheme"), WINDOWS)

@@ -77,6 +77,9 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
     timelines = json.loads((whole / "timeline.json").read_text())
     assert timelines["predicted"]["events"]
     assert timelines["measured"]["events"]
+    result = json.loads((whole / "result.json").read_text())
+    assert f"validation loss {result['metrics']['eval/loss']:.4f}" in whole_ended.out
+    assert result["comparison"]["memory: parameters"]["measured"] > 0
     assert (whole / "report.html").read_text().startswith("<!doctype html>")
     assert exit_of(whole)["code"] == 0
     assert [path.name for path in checkpoints(whole / "checkpoints")] == ["step-00000015", "step-00000020"]

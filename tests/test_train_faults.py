@@ -15,8 +15,9 @@ import torch.distributed as dist
 from muster.checkpoint.folder import checkpoints, find_latest, problem_of
 from muster.checkpoint.manifest import read_manifest
 from muster.cli.main import main
+from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
-from muster.train.metrics import MetricsLog, read_metrics
+from muster.train.metrics import MetricsLog
 from muster.train.shared_disk import require_shared
 from tests.train_runs import (
     AT_ONCE,

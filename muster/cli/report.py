@@ -1,17 +1,58 @@
-"""`muster report`: where the report of a run lies."""
+"""`muster report`: where the report of a run lies, and several runs compared in one page."""
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser
-from muster.cli.runtime import runtime
+from muster.report.run_files import find_report, read_runs
 from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.report.compare import Comparison
+
+MOST_RUNS = 12
+"""Colours times kinds of line that a picture tells apart."""
 
 
 def run(arguments: list[str]) -> int:
     """Shows the report. Returns the exit code."""
-    parser = Parser("report", "Show the report of a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo")
-    run_dir = parser.parse(arguments).run
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run directory {run_dir}")
-    return runtime().show_report(run_dir)
+    parser = Parser("report", "Show the report of a run, or compare several runs in one page.")
+    add = parser.add_argument
+    add("runs", type=Path, metavar="RUN", nargs="+", help="a run directory, such as runs/demo; several are compared")
+    add("--html", type=Path, metavar="FILE", help="where the page of several runs is written (comparison.html)")
+    add("--json", action="store_true", help="print one JSON object: figures and differences")
+    args = parser.parse(arguments)
+    if len(args.runs) == 1 and not args.json and args.html is None:
+        print(f"report: {find_report(args.runs[0])}")
+        return 0
+    if len(args.runs) > MOST_RUNS:
+        raise ConfigError(f"{len(args.runs)} runs are given, expected at most {MOST_RUNS}, which a picture tells apart")
+    _compare(args.runs, args.html or (None if args.json else Path("comparison.html")), args.json)
+    return 0
+
+
+def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
+    from muster.report.compare import compare
+    from muster.report.compare_page import comparison_page
+    from muster.report.page import write_page
+
+    found = compare(read_runs(directories))
+    if html is not None:
+        write_page(html, comparison_page(found))
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2, allow_nan=False))
+    else:
+        _show(found)
+        print(f"report: {html}")
+
+
+def _show(found: "Comparison") -> None:
+    from muster.report.compare_page import difference_rows, figure_rows
+    from muster.report.prediction import aligned
+    from muster.spec.plan_name import format_plan_name
+
+    plans = [(run.name, format_plan_name(run.plan)) for run in found.runs]
+    print("\n".join([*(f"{name}: {plan}" for name, plan in plans), "", *aligned(figure_rows(found))]))
+    rows = difference_rows(found)
+    print("\n".join(["", "what differs:", *aligned(rows[1:])] if found.differences else ["", "nothing differs"]))

@@ -16,6 +16,8 @@ from muster.report.scales import Scale, fit_scale
 
 _SPAN = 10_000
 """Width and height of the inner SVG's own units."""
+LINES = ("", " dashed", " dotted")
+"""Kinds of line, in the words of the style sheet."""
 _DOTS_UP_TO = 40
 """Curves with so few points show each of them."""
 
@@ -40,6 +42,8 @@ class Chart:
     unit: str = ""
     from_zero: bool = False
     may_be_log: bool = False
+    across: str = "step"
+    """What a point's `step` counts here."""
 
 
 def draw_chart(chart: Chart) -> Html:
@@ -62,13 +66,13 @@ def draw_chart(chart: Chart) -> Html:
         "svg",
         element("title", chart.title, id=f"{chart.key}-title"),
         element("desc", describe(chart), id=f"{chart.key}-desc"),
-        _grid(x, y),
+        _grid(x, y, chart.across),
         inner,
         _broken(chart.series, x),
         role="img",
         aria_labelledby=f"{chart.key}-title {chart.key}-desc",
     )
-    data = element("script", _read_out(drawn, x), type="application/json")
+    data = element("script", _read_out(drawn, x, chart.across), type="application/json")
     return element("figure", caption, element("div", svg, data, class_="plot"), class_="chart", id=chart.key)
 
 
@@ -76,7 +80,7 @@ def draw_key(all_series: Sequence[Series]) -> Html:
     """The names of curves with a piece of each, for charts that show the same runs."""
     entries = []
     for series in all_series:
-        style = f"swatch line run-{series.colour % len(SERIES)}" + (" faint" if series.faint else "")
+        style = f"swatch line {_style(series)}"
         entries.append(element("span", element("i", class_=style), series.label))
     return element("p", *entries, class_="key")
 
@@ -90,8 +94,8 @@ def describe(chart: Chart) -> str:
             continue
         values = finite_values(known)
         sentences.append(
-            f"{series.label}: {format_number(known[0].value)} at step {known[0].step:.0f},"
-            f" {format_number(known[-1].value)} at step {known[-1].step:.0f};"
+            f"{series.label}: {format_number(known[0].value)} at {chart.across} {known[0].step:.0f},"
+            f" {format_number(known[-1].value)} at {chart.across} {known[-1].step:.0f};"
             f" lowest {format_number(min(values))}, highest {format_number(max(values))}."
         )
     return " ".join(sentences)
@@ -106,7 +110,7 @@ def _step_scale(first: float, last: float) -> Scale:
     return Scale(first, last, ticks or (first, last))
 
 
-def _grid(x: Scale, y: Scale) -> Html:
+def _grid(x: Scale, y: Scale, across: str) -> Html:
     parts = [element("rect", width="100%", height="100%", class_="frame")]
     for tick, label in zip(y.ticks, y.labels, strict=True):
         at = f"{100 * (1 - y.fraction(tick)):.2f}%"
@@ -117,7 +121,7 @@ def _grid(x: Scale, y: Scale) -> Html:
         side = "start" if at < 0.03 else "end" if at > 0.97 else "middle"
         parts.append(element("text", label, x=f"{100 * at:.2f}%", y="100%", dy="18", class_=f"tick {side}"))
     parts.append(element("line", x1="0", x2="100%", y1="100%", y2="100%", class_="axis"))
-    parts.append(element("text", "step", x="100%", y="100%", dy="34", class_="tick end"))
+    parts.append(element("text", across, x="100%", y="100%", dy="34", class_="tick end"))
     return join(*parts)
 
 
@@ -129,7 +133,7 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
         return f"{_SPAN * x.fraction(point.step):.0f} {_SPAN * (1 - y.fraction(point.value)):.0f}"
 
     runs = runs_of(points)
-    style = f"mark run-{series.colour % len(SERIES)}" + (" faint" if series.faint else "")
+    style = f"mark {_style(series)}"
     path = "".join("M" + "L".join(map(place, run)) for run in runs)
     lines = element("path", d=path, class_=style, vector_effect="non-scaling-stroke")
     alone = [run[0] for run in runs if len(run) == 1]
@@ -139,6 +143,12 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
         return lines
     path = "".join(f"M{place(point)}h0" for point in dots)
     return join(lines, element("path", d=path, class_=f"{style} dots", vector_effect="non-scaling-stroke"))
+
+
+def _style(series: Series) -> str:
+    """A colour, and with more curves than colours another kind of line."""
+    turn, colour = divmod(series.colour, len(SERIES))
+    return f"run-{colour}" + LINES[turn % len(LINES)] + (" faint" if series.faint else "")
 
 
 def _broken(all_series: Sequence[Series], x: Scale) -> Html:
@@ -163,12 +173,13 @@ def _unit(unit: str) -> Html:
     return element("span", unit, class_="unit") if unit else Html("")
 
 
-def _read_out(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale) -> Html:
+def _read_out(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale, across: str) -> Html:
     """What the pointer reads: the ends of the axis and, per curve, its name, steps and values in words."""
     curves = []
     for series, points in drawn:
         known = [point for point in points if point.value is not None]
         steps = [int(p.step) if p.step == int(p.step) else p.step for p in known]
         curves.append([series.label, steps, [format_number(p.value) for p in known]])
-    text = json.dumps({"low": x.low, "high": x.high, "curves": curves}, separators=(",", ":"), ensure_ascii=False)
+    data = {"across": across, "low": x.low, "high": x.high, "curves": curves}
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     return Html(text.replace("<", "\\u003c"))

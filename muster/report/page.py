@@ -22,7 +22,7 @@ from muster.report.numbers import (
 from muster.report.style import SCRIPT, style_sheet
 from muster.spec.errors import MusterError
 
-_SMOOTH_FROM = 40
+SMOOTH_FROM = 40
 """Curves with fewer points are shown as they are."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -127,7 +127,7 @@ def _charts(data: ReportData) -> Html:
 
 
 def _raw_and_smooth(points: list[Point]) -> list[Series]:
-    if len(points) < _SMOOTH_FROM:
+    if len(points) < SMOOTH_FROM:
         return [Series("each step", points)]
     return [Series("each step", points, faint=True), Series("smoothed", smooth(points))]
 

@@ -21,8 +21,8 @@ def prediction_lines(prediction: Prediction) -> list[str]:
     figures = [f"{name:9} {text}" for name, text in figures_of(prediction)]
     rows = [("", "time", "of the step"), *parts_of(prediction)]
     shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
-    parts = [f"{line}  {bar}".rstrip() for line, bar in zip(_aligned(rows), shares, strict=True)]
-    memory = _aligned(memory_rows(prediction)) if prediction.memory else []
+    parts = [f"{line}  {bar}".rstrip() for line, bar in zip(aligned(rows), shares, strict=True)]
+    memory = aligned(memory_rows(prediction)) if prediction.memory else []
     return [*figures, "", *parts, "", *memory]
 
 
@@ -109,7 +109,7 @@ def _bar(share: float) -> str:
     return "▇" * round(share * _BAR)
 
 
-def _aligned(rows: Sequence[Row]) -> list[str]:
+def aligned(rows: Sequence[Row]) -> list[str]:
     """The first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

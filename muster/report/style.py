@@ -39,6 +39,8 @@ figcaption{display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 12px;margin-
 .chart .mark{stroke-width:2;stroke-linecap:round}
 .chart .faint{stroke-width:1;opacity:.42}
 .chart .dots{stroke-width:5.5}
+.chart .dashed:not(.dots){stroke-dasharray:8 5}
+.chart .dotted:not(.dots){stroke-dasharray:.1 5}
 .broken{fill:var(--alarm);color:var(--alarm);font-size:14px;font-weight:700}
 .cursor{position:absolute;width:1px;background:var(--axis);pointer-events:none;display:none}
 .key{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--quiet)}
@@ -46,6 +48,8 @@ figcaption{display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 12px;margin-
 .swatch{display:inline-block;width:14px;height:12px;border-radius:2px}
 .swatch.line{height:3px;border-radius:2px;background:currentColor}
 .swatch.faint{opacity:.42}
+.swatch.dashed{background:linear-gradient(90deg,currentColor 40%,transparent 40% 60%,currentColor 60%)}
+.swatch.dotted{background:radial-gradient(circle,currentColor 1.5px,transparent 1.6px) 0 0/5px 3px}
 .legend{max-width:none;margin-bottom:6px}
 .key:not(.legend){margin-bottom:24px}
 .timelines{overflow-x:auto;margin:22px 0 0;padding-bottom:6px}
@@ -162,7 +166,7 @@ for (const plot of document.querySelectorAll('.chart .plot')) {
     for (const [label, steps, words] of data.curves) {
       if (!steps.length) continue;
       const i = nearest(steps, step);
-      if (!lines.length) { step = steps[i]; lines.push('step ' + step); }
+      if (!lines.length) { step = steps[i]; lines.push(data.across + ' ' + step); }
       lines.push(label + '  ' + words[i]);
     }
     const at = (step - data.low) / (data.high - data.low);

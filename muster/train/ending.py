@@ -2,11 +2,12 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from time import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,6 +18,7 @@ from muster.parallel.op_profile import Profile
 from muster.report.data import ComparisonRow, ReportData, RunFacts
 from muster.report.numbers import format_seconds
 from muster.report.page import write_report
+from muster.report.run_files import read_metrics
 from muster.report.terminal import comparison_table, plan_lines
 from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline, timeline_to_json
@@ -24,10 +26,10 @@ from muster.spec.generation import Sampling
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
-from muster.train.metrics import read_metrics, write_text
+from muster.train.metrics import finite, write_text
 from muster.train.text import Request, find_source, make_texts
 from muster.train.trainer import Trainer
-from muster.train.validation import ALL, validate, validation_text
+from muster.train.validation import ALL, validate, validation_row, validation_text
 
 MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
 SAMPLE_PROMPT = "def "
@@ -60,6 +62,7 @@ def finish(
     rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
     write_text(run_dir / "timeline.json", json.dumps(timelines))
+    write_text(run_dir / "result.json", json.dumps(_result(losses, rows)))
     sample = _sample(config, run_dir)
     notes = [waiting_text(metrics)] if metrics else []
     if ALL in losses:
@@ -86,6 +89,12 @@ def finish(
         console.print("sample:", style="bold")
         console.print(SAMPLE_PROMPT + sample, markup=False)
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
+
+
+def _result(losses: Mapping[str, float], rows: Sequence[ComparisonRow]) -> dict[str, Any]:
+    """What result.json says: validation losses, and predicted and measured seconds and bytes; null where unknown."""
+    table = {row.label: {"unit": row.unit, "predicted": row.predicted, "measured": row.measured} for row in rows}
+    return {"version": 1, "metrics": finite(validation_row(losses)), "comparison": table}
 
 
 def waiting_text(metrics: Sequence[dict]) -> str:

@@ -3,9 +3,11 @@
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
 from muster.train.step_result import StepResult
 
@@ -28,6 +30,11 @@ def metrics_row(result: StepResult, tokens_seen: int, mfu: float | None) -> dict
         row["train/z_loss"] = result.z_loss
     if result.skipped:
         row["skipped"] = result.skipped
+    return finite(row)
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with null for each number that is not finite, as JSON has no other word for it."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
@@ -91,15 +98,3 @@ def _cannot_write(path: Path, error: OSError) -> MusterError:
         f"can't write {path} ({error.strerror}); when that is put right, the same command goes on from the last"
         " checkpoint"
     )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a line that a kill cut short is passed over."""
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows

@@ -21,6 +21,7 @@ from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.mirror import Mirror
 from muster.planner.auto import Chosen, choose_plan
+from muster.report.run_files import find_report
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.load import Resolved, derived_lines, write_resolved
 from muster.spec.plan import Plan
@@ -110,15 +111,6 @@ def require_device(plan: Plan) -> None:
         raise InfeasibleError("fp16 needs a GPU, and there is none here: bf16 is as fast, and has the range of fp32")
 
 
-def show_report(run_dir: Path) -> int:
-    """Says where the report of a run lies."""
-    path = run_dir / "report.html"
-    if not path.exists():
-        raise ConfigError(f"{run_dir} has no report yet: expected a run directory whose training has ended")
-    print(f"report: {path}")
-    return 0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Preparing
 
@@ -140,7 +132,7 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         refuse_drift(run_dir, config, manifest.step, options.allow_changes)
         if manifest.step == config.train.steps and (run_dir / "report.html").exists():
             print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
-            show_report(run_dir)
+            print(f"report: {find_report(run_dir)}")
             return False
     if manifest is None and config.train.init_from is not None:
         _check_weights(config.train.init_from, config)
@@ -197,7 +189,7 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
 
 def _forget(run_dir: Path, all_of_it: bool) -> None:
     """Removes what a former attempt said about its end, or all that a former run left; nothing else that lies there."""
-    doomed = [run_dir / name for name in ("exit.json", "report.html", "timeline.json")]
+    doomed = [run_dir / name for name in ("exit.json", "report.html", "result.json", "timeline.json")]
     doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
     if all_of_it:
         doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256")]

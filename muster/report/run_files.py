@@ -1,0 +1,112 @@
+"""What a run directory says of its run, read without PyTorch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from muster.spec.errors import ConfigError
+from muster.spec.layers import flatten
+from muster.spec.load import load_plan
+from muster.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as its directory tells it."""
+
+    name: str
+    """The shortest end of its path that no other run of the comparison has."""
+    directory: Path
+    plan: Plan
+    """What the last attempt ran."""
+    config: Mapping[str, Any]
+    """config.yaml by dotted key, without its plan."""
+    metrics: Sequence[Mapping[str, Any]]
+    """The rows of metrics.jsonl, at least one."""
+    result: Mapping[str, Any]
+    """result.json; empty where the training has not ended."""
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """The runs, each under a name of its own. Raises ConfigError for what is no run, has no steps or is given twice."""
+    names = _names([path.resolve() for path in directories])
+    return [_read(path, name) for path, name in zip(directories, names, strict=True)]
+
+
+def find_report(run_dir: Path) -> Path:
+    """The page of a run. Raises ConfigError where it has none."""
+    _require_folder(run_dir)
+    path = run_dir / "report.html"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} has no report yet: expected a run directory whose training has ended")
+    return path
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a line that a kill cut short is passed over."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+def _read(directory: Path, name: str) -> RunRecord:
+    _require_folder(directory)
+    for file in ("config.yaml", "plan.yaml"):
+        if not (directory / file).exists():
+            raise ConfigError(f"{directory} is no run directory: it has no {file}, which 'muster train' writes")
+    metrics = read_metrics(directory / "metrics.jsonl")
+    if not metrics:
+        raise ConfigError(
+            f"{directory} has no steps: its metrics.jsonl is empty or missing, so nothing can be compared"
+        )
+    tree = _yaml(directory / "config.yaml")
+    config = {key: value for key, value in flatten(tree) if not key.startswith("parallel.")}
+    return RunRecord(name, directory, load_plan(directory / "plan.yaml"), config, metrics, _result(directory))
+
+
+def _require_folder(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}")
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        tree = None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path} can't be read: expected the configuration that 'muster train' wrote")
+    return tree
+
+
+def _result(directory: Path) -> Mapping[str, Any]:
+    """Only a run that has ended has one, and only since Muster writes it."""
+    try:
+        found = json.loads((directory / "result.json").read_text())
+    except FileNotFoundError:
+        return {}
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{directory / 'result.json'} can't be read: expected the JSON that 'muster train' wrote")
+    return found
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """For each path its last parts, as many as tell it from the others."""
+    if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
+        raise ConfigError(f"{twice[0]} is given twice; expected different runs")
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names

@@ -1,0 +1,88 @@
+"""`muster report` of several runs: figures and differences side by side, in one page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.cli.main import main
+from tests.report_example import MIB, metrics, write_run
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["report", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    short = metrics(50)
+    short[9]["eval/loss"], short[49]["train/loss"] = 2.5, None
+    return [
+        write_run(tmp_path / "x" / "run", metrics(200)),
+        write_run(tmp_path / "y" / "run", short, "pp2-mb2-fp32", "1e-3", ended=False),
+    ]
+
+
+def test_figures_and_differences(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *two)
+    whole, short = found["runs"]
+    assert [whole["name"], short["name"]] == ["x/run", "y/run"]
+    assert [whole["plan"], short["plan"]] == ["dp2-mb1-fp32", "pp2-mb2-fp32"]
+    assert whole["loss"] == metrics(200)[-1]["train/loss"]
+    assert (whole["validation_loss"], whole["memory_bytes"]) == (1.7, 6 * MIB)
+    assert (short["loss"], short["validation_loss"], short["memory_bytes"]) == (None, 2.5, None)
+    assert (whole["tokens"], short["tokens"], found["common_tokens"]) == (8192 * 200, 8192 * 50, 8192 * 50)
+    assert (whole["steps"], whole["step_s"], whole["ranks"]) == (200, 0.2, 2)
+    assert 40_000 < whole["tokens_per_s"] < 42_000
+    # exp falls with the part of its own steps that a run has made: the short one is further.
+    assert whole["loss_at_common_tokens"] > short["loss_at_common_tokens"] + 0.1
+    differ = {one["key"]: one["values"] for one in found["differences"]}
+    assert differ == {
+        "optim.lr": [0.003, 0.001],
+        "parallel.dp_shard": [2, 1],
+        "parallel.pp": [1, 2],
+        "parallel.micro_batch_size": [1, 2],
+    }
+
+
+def test_the_terminal_shows_both_and_the_page_is_written(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, two)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.startswith("optim.lr")] == [["optim.lr", "0.003", "0.001"]]
+    assert lines[-1] == "report: comparison.html"
+    assert "y/run" in (tmp_path / "comparison.html").read_text()
+
+
+def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, metrics(3)) for name in "ab"]
+    assert answer(capsys, *runs)["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("nothing there", "there is no run directory"),
+        ("empty", "is no run directory: it has no config.yaml"),
+        ("no steps", "has no steps"),
+        ("twice", "is given twice"),
+        ("bad result", "result.json can't be read"),
+        ("many", "expected at most 12"),
+    ],
+)
+def test_what_can_not_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: str, words: str) -> None:
+    good, other = write_run(tmp_path / "good", metrics(3)), tmp_path / "other"
+    if spoil == "empty":
+        other.mkdir()
+    if spoil == "no steps":
+        write_run(other, [])
+    if spoil == "bad result":
+        (write_run(other, metrics(3)) / "result.json").write_text("{")
+    runs = [good, good if spoil == "twice" else other, *([other] * 11 if spoil == "many" else [])]
+    assert main(["report", *map(str, runs)]) == 2
+    assert words in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
