@@ -73,7 +73,7 @@ def test_program_without_torch_parses_back_and_passes_the_check(tmp_path):
     )
 
 
-@pytest.mark.parametrize("arguments", [["train", "--preset", "tiny"], ["verify", "--preset", "tiny"], ["report", "."]])
+@pytest.mark.parametrize("arguments", [["train", "--preset", "tiny"], ["verify", "--preset", "tiny"]])
 def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, arguments):
     code, _, errors = without_torch(tmp_path, *arguments)
     assert code == 1

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser
-from muster.report.run_files import find_report, read_runs
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ def run(arguments: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object: figures and differences")
     args = parser.parse(arguments)
     if len(args.runs) == 1 and not args.json and args.html is None:
+        from muster.report.run_files import find_report
+
         print(f"report: {find_report(args.runs[0])}")
         return 0
     if len(args.runs) > MOST_RUNS:
@@ -36,6 +37,7 @@ def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
     from muster.report.compare import compare
     from muster.report.compare_page import comparison_page
     from muster.report.page import write_page
+    from muster.report.run_files import read_runs
 
     found = compare(read_runs(directories))
     if html is not None:
