@@ -1,5 +1,6 @@
 """Whole steps beside the sum of their parts: what ranks that train together take from each other."""
 
+from dataclasses import dataclass
 from statistics import median
 from typing import cast
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from muster.cost.measured import level_of, measured_times
-from muster.data.dataset import Batch, Dataset
+from muster.data.dataset import Batch, Samples
 from muster.parallel.world import open_world
 from muster.probe.bookkeeping import tiny_runs
 from muster.schedule.build import program_of
@@ -23,14 +24,20 @@ LAYERS_PER_STAGE, MICRO_BATCHES = 3, 4
 WARM_UP_STEPS, STEPS = 3, 7
 
 
-class _Noise:
+@dataclass(frozen=True)
+class Noise:
     """As much of a Dataset as a step reads: any tokens, all of which count."""
 
+    vocab_size: int
+    seq_len: int
+
     def num_valid(self, first: int, count: int) -> int:
-        return count * _TRAIN.seq_len
+        """All labels of `count` samples."""
+        return count * self.seq_len
 
     def train_batch(self, first: int, count: int) -> Batch:
-        drawn = np.random.default_rng(first).integers(_MODEL.vocab_size, size=(2, count, _TRAIN.seq_len))
+        """Samples `first` … of the stream."""
+        drawn = np.random.default_rng(first).integers(self.vocab_size, size=(2, count, self.seq_len))
         return Batch(drawn[0], drawn[1], drawn[0].size)
 
 
@@ -51,13 +58,15 @@ def _larger(config: RunConfig) -> RunConfig:
     )
 
 
-def time_steps(config: RunConfig, store: dist.Store, rank: int, generation: int) -> float:
-    """Seconds of a step, as this rank saw the median one. All ranks must call it."""
-    plan = config.parallel
+def time_steps(
+    config: RunConfig, store: dist.Store, rank: int, generation: int, warm_up: int = WARM_UP_STEPS, steps: int = STEPS
+) -> float:
+    """Seconds of a step on any tokens, as this rank saw the median one. All ranks must call it."""
+    plan, noise = config.parallel, Noise(config.model.vocab_size, config.train.seq_len)
     with open_world(store, rank, plan.world_size, plan, generation) as world:
-        trainer = Trainer(config, plan, world, cast(Dataset, _Noise()))
-        times_s = [trainer.step().time_s for _ in range(WARM_UP_STEPS + STEPS)]
-    return median(times_s[WARM_UP_STEPS:])
+        trainer = Trainer(config, plan, world, cast(Samples, noise))
+        times_s = [trainer.step().time_s for _ in range(warm_up + steps)]
+    return median(times_s[warm_up:])
 
 
 def company_of(runs: list[tuple[RunConfig, float]], machine: MachineRates) -> dict[str, float]:
