@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
+from muster.cost.forecast import HEAD_ROOM
 from muster.planner.balance import Load, balanced, least_busy_s, loads
 from muster.planner.judge import Judge
 from muster.planner.launch import LAUNCHERS, Job, launch_files
 from muster.planner.layers import Option, cheapest
 from muster.planner.placement import annealed, block_orders, reordered
-from muster.planner.request import HEAD_ROOM, Request
+from muster.planner.request import Request
 from muster.planner.search import everything, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange

@@ -20,6 +20,11 @@ from muster.spec.plan import Plan
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
+HEAD_ROOM = 0.1
+"""Of a device's memory, what chosen plans leave free where any plan does and nobody says `--memory`: the peaks that
+programs report are off by so much from their forecasts on average (`memory` of `muster validate --json`), and what
+nearly fills a device is slower, since its allocator gives memory back and asks for it again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:

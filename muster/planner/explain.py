@@ -206,7 +206,8 @@ def _why_fixed_is_illegal(request: Request) -> str:
     reasons += not_yet(plan) if request.runnable else []
     if reasons:
         return f"with {request.asked}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
-    return f"{request.asked} is not among the plans that are searched ('muster predict' takes any plan)"
+    asked = request.asked or "what is asked for"
+    return f"{asked} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
 def no_plan(request: Request, found: Found, judge: Judge) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muster.cost.forecast import forecast
+from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.cost.op_times import OpTimes
 from muster.cost.own_memory import least_resident_bytes
 from muster.cost.places import PlanSetting
@@ -23,7 +23,7 @@ from muster.planner.bound import (
     step_bound_s,
 )
 from muster.planner.fit import fitted
-from muster.planner.request import HEAD_ROOM, Request
+from muster.planner.request import Request
 from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.schedule.build import program_of
 from muster.schedule.program import Program

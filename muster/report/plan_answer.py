@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from muster.cost.forecast import HEAD_ROOM
 from muster.planner.answer import Answer
 from muster.planner.explain import families, neighbours
-from muster.planner.request import HEAD_ROOM
 from muster.planner.search import Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds

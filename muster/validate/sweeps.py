@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from muster.planner.request import HEAD_ROOM
+from muster.cost.forecast import HEAD_ROOM
 from muster.validate.predicted import Result
 
 LEAST_LAYOUTS = 6
