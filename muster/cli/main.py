@@ -26,6 +26,7 @@ VERBS = {
     "validate": "predict published measurements, and say how far off the predictions are",
     "profile": "measure this machine, and write a cluster file for predict",
     "doctor": "look at this machine before training, and say what to do where something is wrong",
+    "import-config": "turn a configuration of Megatron-LM, torchtitan or nanotron into a run file",
     "report": "show the report of a run, or compare several",
 }
 """Each verb's module in this package has its name (with _ for -), and a function `run(arguments) -> exit code`."""

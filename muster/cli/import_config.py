@@ -1,0 +1,61 @@
+"""`muster import-config`: another trainer's configuration as a run file."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, whole_number
+
+if TYPE_CHECKING:
+    from muster.spec.foreign.read import Imported
+
+
+def run(arguments: list[str]) -> int:
+    """Reads the file and writes or prints the run file. Returns the exit code."""
+    parser = Parser(
+        "import-config",
+        "Turn a configuration of Megatron-LM (a script or a file of arguments), torchtitan (.toml) or nanotron (.yaml)"
+        " into a run file, and list what was not carried over.",
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE")
+    add("-o", "--output", type=Path, metavar="RUN.yaml", help="where the run file is written (it is printed)")
+    add(
+        "--nproc",
+        type=whole_number,
+        metavar="N",
+        help="processes of the run, where the file leaves them to the launcher",
+    )
+    add("--model", metavar="M", help="torchtitan: Muster's name, or the file, of a model that it knows by no such name")
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse(arguments)
+    from muster.spec.errors import MusterError
+    from muster.spec.foreign.read import import_config
+
+    found = import_config(args.file, args.nproc, args.model)
+    if args.output is not None:
+        try:
+            args.output.write_text(found.yaml(), encoding="utf-8")
+        except OSError as error:
+            raise MusterError(f"the run file can't be written to {args.output}: {error.strerror}") from None
+    if args.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _show(found, args.output)
+    return 0
+
+
+def _show(found: "Imported", output: Path | None) -> None:
+    if output is None:
+        print(found.yaml())
+    carried = found.carried
+    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.left)} options not")
+    for one in carried.left:
+        value = "" if one.value is True or one.value is None else f" {one.value}"
+        print(f"not carried over: {one.option}{value}: {one.reason}")
+    for key in found.missing:
+        print(f"still to be said: {key}")
+    for reason in found.refused:
+        print(f"can't be run as it is: {reason}")
+    if output is not None:
+        print(f"run file: {output}")

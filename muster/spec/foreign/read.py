@@ -1,0 +1,109 @@
+"""A file of another trainer as a run file: which trainer's it is, what follows from it, what is missing."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from muster.spec.errors import ConfigError
+from muster.spec.explain import Shape, config_error
+from muster.spec.foreign.carried import Carried
+from muster.spec.foreign.megatron import read_megatron
+from muster.spec.foreign.nanotron import read_nanotron
+from muster.spec.foreign.torchtitan import read_torchtitan
+from muster.spec.layers import unflatten
+from muster.spec.legal import not_yet, problems
+from muster.spec.run import RunConfig
+from muster.spec.write import yaml_text
+
+_STAND_INS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}
+_STAND_INS |= {"train.seq_len": 1, "data.tokenizer": "bytes"}
+"""What must be said before a run can start, with what the rest is checked against where it isn't."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A run file made of another trainer's, and what is to be known of it."""
+
+    carried: Carried
+    tree: Mapping[str, Any]
+    """The run file."""
+    missing: tuple[str, ...]
+    """Keys that the other file doesn't say and a run needs."""
+    refused: tuple[str, ...]
+    """Why Muster can't run the plan as it is."""
+
+    def yaml(self) -> str:
+        """The run file as text, each value with the option that it comes from."""
+        origins = self.carried.origins
+        return yaml_text(self.tree, lambda key: origins.get(key, "a run file's version"))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `muster import-config --json` prints."""
+        left = [{"option": one.option, "value": one.value, "reason": one.reason} for one in self.carried.left]
+        return {
+            "version": 1,
+            "program": self.carried.program,
+            "run": self.tree,
+            "origins": self.carried.origins,
+            "not_carried": left,
+            "missing": list(self.missing),
+            "refused": list(self.refused),
+        }
+
+
+def import_config(path: Path, nproc: int | None = None, model: str | None = None) -> Imported:
+    """Reads a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`) or nanotron (`.yaml`).
+
+    Raises ConfigError where it can't be read, or says something that a run file can't.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: expected a text file ({error})") from None
+    try:
+        carried = _carried(path, text, nproc, model)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    missing = tuple(key for key in _STAND_INS if key not in carried.values)
+    if "data.mix" in carried.values:
+        missing = tuple(key for key in missing if key != "data.source")
+    tree = {"version": 1, **unflatten(_in_order(carried.values))}
+    return Imported(carried, tree, missing, _refused(path, carried, missing))
+
+
+def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> Carried:
+    if path.suffix == ".toml":
+        try:
+            return read_torchtitan(tomllib.loads(text), nproc, model)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"no TOML: {error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            tree = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"no YAML: {' '.join(str(error).split())}") from None
+        return read_nanotron(tree if isinstance(tree, Mapping) else {})
+    return read_megatron(text, nproc)
+
+
+def _in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As run files are written: the seed, then section by section."""
+    sections = ("seed", "model", "parallel", "data", "train", "optim")
+    return dict(sorted(values.items(), key=lambda pair: sections.index(pair[0].partition(".")[0])))
+
+
+def _refused(path: Path, carried: Carried, missing: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks all that a run file would be checked for. Raises ConfigError for what it can't say."""
+    values = {**carried.values, **{key: _STAND_INS[key] for key in missing}}
+    origins = {key: f"{path}: {origin}" for key, origin in carried.origins.items()}
+    try:
+        config = RunConfig.model_validate(unflatten(values))
+    except ValidationError as error:
+        raise config_error(error, Shape(RunConfig), origins) from None
+    plan = config.parallel
+    return tuple(dict.fromkeys([*problems(plan, config.model, config.workload, plan.world_size), *not_yet(plan)]))

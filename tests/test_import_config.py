@@ -1,0 +1,187 @@
+"""`muster import-config`: files of other trainers become run files that load, and nothing is lost without a word."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.cli.main import main
+from muster.spec.foreign.shell import options_of
+from muster.spec.load import load_run
+from muster.spec.plan_name import format_plan_name
+
+MEGATRON = """\
+#!/bin/bash
+GPUS=8
+NODES=${NODES:-2}
+WORLD=$(( $GPUS * $NODES ))  # isn't used
+TP=4; SEQ=4096
+LAUNCH="--nproc_per_node $GPUS --nnodes $NODES --master_port 6000"
+MODEL=(
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --seq-length $SEQ --max-position-embeddings ${SEQ} --position-embedding-type rope --rotary-base 500000
+    --normalization RMSNorm --swiglu --ffn-hidden-size 14336 --disable-bias-linear --attention-dropout 0
+    --untie-embeddings-and-output-weights --vocab-size 128256 --tokenizer-type HuggingFaceTokenizer)
+torchrun $LAUNCH pretrain_gpt.py ${MODEL[@]} \\
+    --micro-batch-size 1 --global-batch-size 256 --train-samples 256000 \\
+    --lr 3.0e-4 --min-lr=3.0e-5 --lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-wsd-decay-style minus_sqrt \\
+    --lr-warmup-samples 25600 --bf16 --use-distributed-optimizer --sequence-parallel \\
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2 \\
+    --num-layers-per-virtual-pipeline-stage 4 --recompute-granularity full --recompute-method block \\
+    --recompute-num-layers 1 --data-path 0.3 a_document 0.7 b_document --some-new-thing 7 2>&1 | tee log.txt
+"""
+
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 20
+decay_ratio = 0.8
+decay_type = "cosine"
+min_lr_factor = 0.1
+[training]
+local_batch_size = 4
+seq_len = 8192
+steps = 1000
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 2
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "4"
+"""
+
+NANOTRON = """\
+general: {seed: 7, project: debug}
+model:
+  dtype: bfloat16
+  init_method: {std: 0.025}
+  model_config: {hidden_size: 512, intermediate_size: 1536, num_attention_heads: 8, num_hidden_layers: 8,
+    num_key_value_heads: 2, vocab_size: 1024, hidden_act: silu, tie_word_embeddings: true, max_position_embeddings: 256,
+    initializer_range: 0.5, is_llama_config: true}
+optimizer:
+  clip_grad: 1.0
+  weight_decay: 0.01
+  zero_stage: 1
+  learning_rate_scheduler: {learning_rate: 0.001, lr_warmup_steps: 10, lr_warmup_style: linear,
+    lr_decay_style: 1-sqrt, lr_decay_starting_step: 80, lr_decay_steps: 20, min_decay_lr: 0.0001}
+  optimizer_factory: {name: adamW, adam_beta1: 0.9, adam_beta2: 0.98, adam_eps: 1.0e-8, torch_adam_is_fused: true}
+parallelism: {dp: 4, pp: 2, tp: 2, pp_engine: afab, tp_mode: REDUCE_SCATTER, recompute_layer: true}
+tokens: {batch_accumulation_per_replica: 3, micro_batch_size: 2, sequence_length: 128, train_steps: 100}
+"""
+
+
+def imported(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, *flags: str
+) -> tuple[Any, dict[str, Any]]:
+    """The configuration that the written run file loads as, and what --json said."""
+    (folder / name).write_text(text)
+    run_file = folder / "run.yaml"
+    assert main(["import-config", str(folder / name), "-o", str(run_file), "--json", *flags]) == 0
+    said = json.loads(capsys.readouterr().out)
+    extra = [] if "data.mix" in said["origins"] else [("data.source", "python-stdlib")]
+    return load_run(None, run_file, extra).config, said
+
+
+def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = imported(tmp_path, capsys, "gpt.sh", MEGATRON)
+    assert config.model.num_parameters == 8_030_261_248
+    assert (config.model.num_kv_heads, config.model.norm, config.model.activation) == (8, "rms", "silu")
+    assert format_plan_name(config.parallel).startswith("dp2-tp4-sp-pp2v4-mb1-z1-sinterleaved-bf16")
+    again = [layer for layer in range(32) if config.parallel.strategy(layer).recompute == "full"]
+    assert again == list(range(0, 32, 4))
+    assert (config.train.steps, config.train.global_batch_size, config.train.seq_len) == (1000, 256, 4096)
+    optim = config.optim
+    assert (optim.schedule, optim.decay_shape, optim.decay_fraction, optim.warmup_steps) == ("wsd", "sqrt", 0.1, 100)
+    assert (optim.lr, optim.beta2, optim.weight_decay) == (3e-4, 0.999, 0.01)
+    assert optim.min_lr_ratio == pytest.approx(0.1)
+    assert [(part.source, part.weight) for part in config.data.mix] == [("a_document", 0.3), ("b_document", 0.7)]
+    left = {one["option"]: one["reason"] for one in said["not_carried"]}
+    assert left.keys() == {"master_port", "hidden-dropout", "tokenizer-type", "some-new-thing"}
+    assert left["hidden-dropout"] == "Muster has no dropout"
+    assert (said["program"], said["missing"]) == ("Megatron-LM", ["data.tokenizer"])
+    assert said["origins"]["parallel.vpp"] == "num-layers-per-virtual-pipeline-stage"
+    assert said["origins"]["optim.beta2"] == "default of Megatron-LM"
+
+
+def test_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = imported(tmp_path, capsys, "job.toml", TITAN, "--nproc", "64")
+    assert config.model.num_layers == 32
+    # 64 processes over 2 replicas, tp 2 and pp 4 leave 4 shards; a pipeline gathers parameters once.
+    assert format_plan_name(config.parallel).startswith("dp2x4-tp2-sp-pp4v2-mb1-z2-sinterleaved-bf16")
+    again = [layer for layer in range(32) if config.parallel.strategy(layer).recompute == "full"]
+    assert again == list(range(3, 32, 4))
+    assert (config.train.global_batch_size, config.train.seq_len) == (4 * 8, 8192)
+    optim = config.optim
+    assert (optim.schedule, optim.decay_shape, optim.decay_fraction) == ("wsd", "cosine", 0.8)
+    assert (optim.lr, optim.weight_decay, optim.warmup_steps, optim.min_lr_ratio) == (3e-4, 0.1, 20, 0.1)
+    assert [one["option"] for one in said["not_carried"]] == ["training.dataset"]
+
+
+def test_nanotron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = imported(tmp_path, capsys, "config.yaml", NANOTRON)
+    model = config.model
+    assert (model.hidden_size, model.num_layers, model.num_kv_heads, model.tied_embeddings) == (512, 8, 2, True)
+    assert (model.init_std, model.norm_eps, config.seed) == (0.025, 1e-6, 7)
+    assert format_plan_name(config.parallel) == "dp4-tp2-sp-pp2-mb2-z1-sgpipe-rfull-bf16"
+    assert (config.train.global_batch_size, config.train.seq_len, config.train.steps) == (24, 128, 100)
+    optim = config.optim
+    assert (optim.schedule, optim.decay_shape, optim.decay_fraction, optim.beta2) == ("wsd", "sqrt", 0.2, 0.98)
+    assert optim.min_lr_ratio == pytest.approx(0.1)
+    options = {one["option"] for one in said["not_carried"]}
+    assert options == {
+        "general.project",
+        "model.model_config.initializer_range",
+        "optimizer.optimizer_factory.torch_adam_is_fused",
+    }
+    assert said["refused"] == []
+
+
+def test_what_can_not_be_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "context_parallel_size: 2, dp: 4"))
+    assert any("context parallelism" in reason for reason in said["refused"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.sh", "echo hello", "--num-layers is missing"),
+        ("a.sh", "X='", "expected balanced quotes"),
+        ("a.sh", MEGATRON.replace("TP=4;", ""), "its variable is never set"),
+        ("a.sh", MEGATRON.replace("nodes 2", "").replace("GPUS=8", "GPUS=3"), "6 processes are not a multiple of"),
+        ("a.toml", "x", "no TOML"),
+        ("a.toml", "[job]", "[model] is missing"),
+        ("a.toml", TITAN.replace("8B", "9B"), "give --model M"),
+        ("a.yaml", "{", "no YAML"),
+        ("a.yaml", "a: 1", "expected the YAML of a nanotron training"),
+        ("a.yaml", NANOTRON.replace("num_attention_heads: 8", "num_attention_heads: 3"), "num_heads 3"),
+        (".", "", "can't read"),
+    ],
+)
+def test_bad_files_get_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, sentence: str
+) -> None:
+    if name != ".":
+        (tmp_path / name).write_text(text)
+    assert main(["import-config", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_shell_words() -> None:
+    assert options_of("A=2; B=3\nrun --x $(( A * B )) --y=$B --z ${C:-5} --on --many 1 2 | tee f") == {
+        "x": "6",
+        "y": "3",
+        "z": "5",
+        "on": True,
+        "many": ["1", "2"],
+    }
+    assert options_of("--a 1 # --b 2\n--a 3") == {"a": "3"}
