@@ -64,7 +64,7 @@ model:
   dtype: bfloat16
   init_method: {std: 0.025}
   model_config: {hidden_size: 512, intermediate_size: 1536, num_attention_heads: 8, num_hidden_layers: 8,
-    num_key_value_heads: 2, vocab_size: 1024, hidden_act: silu, tie_word_embeddings: true, max_position_embeddings: 256,
+    num_key_value_heads: 2, vocab_size: 256, hidden_act: silu, tie_word_embeddings: true, max_position_embeddings: 256,
     initializer_range: 0.5, is_llama_config: true}
 optimizer:
   clip_grad: 1.0
@@ -86,7 +86,8 @@ def imported(
     run_file = folder / "run.yaml"
     assert main(["import-config", str(folder / name), "-o", str(run_file), "--json", *flags]) == 0
     said = json.loads(capsys.readouterr().out)
-    extra = [] if "data.mix" in said["origins"] else [("data.source", "python-stdlib")]
+    extra = [("data.tokenizer", "words.json")]
+    extra += [] if "data.mix" in said["origins"] else [("data.source", "python-stdlib")]
     return load_run(None, run_file, extra).config, said
 
 
@@ -185,3 +186,4 @@ def test_shell_words() -> None:
         "many": ["1", "2"],
     }
     assert options_of("--a 1 # --b 2\n--a 3") == {"a": "3"}
+    assert options_of('L+=("--a 1" "--b")\nrun --c') == {"a": "1", "b": True, "c": True}

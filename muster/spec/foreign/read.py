@@ -21,7 +21,7 @@ from muster.spec.run import RunConfig
 from muster.spec.write import yaml_text
 
 _STAND_INS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}
-_STAND_INS |= {"train.seq_len": 1, "data.tokenizer": "bytes"}
+_STAND_INS |= {"train.seq_len": 1, "data.tokenizer": "tokenizer.json"}
 """What must be said before a run can start, with what the rest is checked against where it isn't."""
 
 

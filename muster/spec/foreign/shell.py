@@ -31,7 +31,10 @@ def options_of(text: str) -> dict[str, str | list[str] | bool]:
                 variables[assigned[1]] = value.lstrip("(").strip()
             continue
         word = _expanded(word, variables)
-        if word.startswith("--") and len(word) > 2:
+        if word.startswith("--") and " " in word.partition("=")[0]:
+            found |= options_of(word)
+            flag = None
+        elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found[name] = value if equals else True
             flag = None if equals else name

@@ -15,7 +15,7 @@ PROGRAM = "torchtitan"
 _TRAIN, _PARALLEL, _RATE, _AC = "training.", "parallelism.", "lr_scheduler.", "activation_checkpoint."
 _SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved", "loopedbfs": "breadth-first"}
 _SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
-_MODELS = {"llama3-405b": "llama3.1-405b"}
+_MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
 """Muster's names where they are not name-flavor."""
 _REASONS = {
     "job.": "a run has the name of its directory, --run",
@@ -63,7 +63,7 @@ def read_torchtitan(tree: Mapping[str, Any], nproc: int | None, model: str | Non
 def _model(found: Carried, model: str | None) -> int:
     """Returns the number of layers."""
     name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
-    known = f"{name}-{flavor}".lower()
+    known = f"{name}-{flavor}".lower().replace("_", "-")
     try:
         spec = load_model(model or _MODELS.get(known, known))
     except ConfigError:
