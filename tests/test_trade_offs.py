@@ -106,6 +106,12 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
     assert other.why_not
 
 
+def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
+    ask = ["plan", "--model", "llama3-70b", "--cluster", "64xh100", "--limit", "0.01", "--what-if", "nodes=x2"]
+    assert main(ask) == 0
+    assert "less: --limit gives the search longer)" in capsys.readouterr().out
+
+
 def test_the_table_of_what_if(capsys) -> None:
     ask = [*TINY[:4], "16xa100", *TINY[5:], "--fix", "cp1", "--what-if", "nodes=x2", "--what-if", "network=/2"]
     assert main(ask) == 0
@@ -115,5 +121,6 @@ def test_the_table_of_what_if(capsys) -> None:
     cases = json.loads(capsys.readouterr().out)["cases"]
     assert [case["change"] for case in cases] == ["", "nodes=x2", "network=/2"]
     assert cases[1]["devices"] == 32
+    assert [case["gap"] for case in cases] == [0, 0, 0]
     assert main([*TINY, "--pareto", "--what-if", "nodes=x2"]) == 2
     assert main([*TINY, "--html", "x.html"]) == 2

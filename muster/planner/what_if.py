@@ -30,6 +30,8 @@ class Case:
     """The step of the plan that is best without the change; None where it can't be, or where nothing is changed."""
     why_not: str = ""
     """Where there is no plan."""
+    gap: float = 0.0
+    """The part by which another plan may be better that there was no time to look at."""
 
 
 def what_if(request: Request, changes: Sequence[str], limit_s: float) -> list[Case]:
@@ -48,8 +50,10 @@ def what_if(request: Request, changes: Sequence[str], limit_s: float) -> list[Ca
 
 def _case(request: Request, change: str, base: Verdict | None, limit_s: float, spare: bool) -> Case:
     """`spare`: where no plan fills all nodes that are left, the largest number of them that one does."""
+    gap = 0.0
     try:
         arranged = arrange(request, 1, limit_s)
+        gap = arranged.found.gap
         why_not = "" if arranged.found.best else no_plan(arranged.request, arranged.found, arranged.judge)
         best, cluster = next(iter(arranged.found.best), None), arranged.request.cluster
     except InfeasibleError as error:
@@ -60,7 +64,7 @@ def _case(request: Request, change: str, base: Verdict | None, limit_s: float, s
     same_s = None
     if base is not None and not problems(base.plan, request.model, request.workload, cluster.num_devices):
         same_s = Judge(replace(request, cluster=cluster)).verdict(base.plan).prediction.step_time_s
-    return Case(change, cluster, best, same_s, why_not)
+    return Case(change, cluster, best, same_s, why_not, gap)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -188,9 +188,14 @@ def what_if_table(cases: Sequence[Case]) -> Table:
 
 def what_if_lines(cases: Sequence[Case]) -> list[str]:
     """The plan of each case, or why there is none."""
-    return [
-        f"{case.change or 'as it is'}: " + (case.best.name if case.best is not None else case.why_not) for case in cases
-    ]
+    return [f"{case.change or 'as it is'}: {_plan_or_why_not(case)}" for case in cases]
+
+
+def _plan_or_why_not(case: Case) -> str:
+    if case.best is None:
+        return case.why_not
+    unproven = f" (another may take {case.gap:.1%} less: --limit gives the search longer)" if case.gap else ""
+    return case.best.name + unproven
 
 
 def what_if_json(cases: Sequence[Case]) -> dict[str, Any]:
@@ -213,4 +218,5 @@ def _case_json(case: Case) -> dict[str, Any]:
         "same_plan_step_time_s": case.same_plan_s,
         "not_yet": None if best is None else best.not_yet,
         "why_not": case.why_not or None,
+        "gap": case.gap,
     }
