@@ -42,7 +42,7 @@ class PassSeconds:
     """UNSHARD of the first stage of each replica, and REDUCE, where the step waits for them."""
     end: Sequence[float]
     once: float
-    """NORM and STEP."""
+    """STEP, and NORM where the step waits for it."""
     crowd: Column
     """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
     every rank has a device of its own."""
@@ -74,7 +74,7 @@ def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
         back,
         [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
         [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
-        sum(once_s(setting, stages)),
+        once_s(setting, stages)[1] + (0.0 if plan.post_validation else once_s(setting, stages)[0]),
         _crowd([setting.mesh(stage).ranks for stage in range(len(stages))], setting.cluster.device.shared_cores),
     )
 
@@ -104,7 +104,7 @@ def seconds_of_times(plan: Plan, times: OpTimes) -> PassSeconds:
         np.array([pair[1] for pair in hops]),
         [times.of(Action("UNSHARD", first)) if own and zero != "z3" else 0.0 for first, own in ends],
         [times.of(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
-        times.of(Action("NORM", -1)) + times.of(Action("STEP", -1)),
+        (0.0 if plan.post_validation else times.of(Action("NORM", -1))) + times.of(Action("STEP", -1)),
         _crowd([times.processes[rank] if times.processes else 1 for rank in placement], times.cores),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 
+from muster.cost.forecast import HEAD_ROOM
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
 from muster.planner.judge import Judge, Verdict
 from muster.planner.request import Request
@@ -150,23 +151,25 @@ def _family(request: Request, axes: tuple[str, ...], winner: Verdict | None, lim
     if found.best:
         best = found.best[0]
         if winner is None or best.value <= winner.value:
-            return Family(name, best, f"{best.name} is the best of all")
+            fuller = not judge.head_room and request.memory_limit_bytes is None
+            room = f", but leaves less than {HEAD_ROOM:.0%} of the memory free" if fuller else ""
+            return Family(name, best, f"{best.name} is the best of all{room}")
         slower = best.value / winner.value - 1
         part, _ = _largest_difference(winner.prediction, best.prediction, True)
         return Family(name, best, f"{best.name}, {slower:.1%} behind: more {part}")
     if not found.proven:
         return Family(name, None, f"not settled within {limit_s:g} s")
     if found.closest is not None:
-        return Family(name, None, doesnt_fit(judge.verdict(found.closest)))
+        return Family(name, None, doesnt_fit(judge, judge.verdict(found.closest)))
     return Family(name, None, f"no legal plan: {why_illegal(request, axes)}")
 
 
-def doesnt_fit(verdict: Verdict) -> str:
+def doesnt_fit(judge: Judge, verdict: Verdict) -> str:
     """Why a plan doesn't fit, with its largest terms."""
     fullest = max(verdict.prediction.memory, key=lambda rank: rank.total)
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
     shown = " and ".join(f"{_gib(size)} of {name.replace('_', ' ')}" for size, name in terms)
-    limit = verdict.prediction.cluster.group_of(fullest.rank).device.memory_bytes
+    limit = judge.limit_bytes(fullest.rank)
     of = f" of {_gib(limit)}" if limit else ""
     return f"doesn't fit: the smallest, {verdict.name}, takes {_gib(fullest.total)}{of} ({shown})"
 
@@ -214,7 +217,7 @@ def no_plan(request: Request, found: Found, judge: Judge) -> str:
     """Why a search found nothing: which limit binds, and what would relax it."""
     world, cluster = request.cluster.num_devices, request.cluster
     if found.closest is not None:
-        return f"no plan fits: {doesnt_fit(judge.verdict(found.closest))}; {relief(request)}"
+        return f"no plan fits: {doesnt_fit(judge, judge.verdict(found.closest))}; {relief(request)}"
     if found.seen["too_large"]:
         state = state_bytes(request)
         memory = sum((group.device.memory_bytes or 0) * group.num_devices for group in cluster.groups)

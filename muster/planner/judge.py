@@ -121,14 +121,28 @@ class Judge:
     def order_bound(self, order: Order) -> float:
         """The least value of any plan of an order, from the times of a layer."""
         share = self.request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
-        if not self.request.cluster.is_uniform:
+        if self.request.cluster.device.rates is not None:
+            return 0.0  # what passes take there depends on how the stages of the very plan are held
+        if not self._ranks_alike:
             return self._bound(share * self._least_s(order.shape))
         times = self._layer_times(order.shape)
         mean_s = share * (times.whole_forward_s + times.whole_backward_s) / order.shape.pp
-        if self._stages:
+        if self._stages or not self._layers_alike:
             return self._bound(mean_s * max(1.0, self._crowd))
         passes_s = order_bound_s(times, order, self.request.model.num_layers, share)
         return self._bound(max(passes_s, mean_s * self._crowd))
+
+    @property
+    def _ranks_alike(self) -> bool:
+        """Whether it makes no difference to passes on which nodes a stage lies."""
+        cluster = self.request.cluster
+        return cluster.is_uniform and cluster.node_bandwidth_bytes_per_s is None
+
+    @cached_property
+    def _layers_alike(self) -> bool:
+        """Whether every layer takes what the last one takes."""
+        plan = make_plan(self.request, Shape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
+        return self._setting(plan).known.layers_alike and not self.request.base.overrides
 
     @property
     def _stages(self) -> tuple[StageSpec, ...]:
@@ -182,13 +196,13 @@ class Judge:
         """The least value of the plans of an order, from the times of their stages as they would be if nothing was
         gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
         request = self.request
-        if request.objective == "memory" or self._stages:
+        if request.objective == "memory" or self._stages or request.cluster.device.rates is not None:
             return 0.0
         split: Split = (1, order.shape.data, "z1")
         bare = self._laid(order, split)
         if not order.balanced:
             return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in bare)
-        if not request.cluster.is_uniform:
+        if not self._ranks_alike or not self._layers_alike:
             return 0.0
         hop_s = min(float(np.min(self.seconds(plan).come[1:])) for plan in bare)
         share = request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
@@ -206,6 +220,8 @@ class Judge:
         for each layer and micro-batch: whether it is hidden or not, no pass is shorter."""
         request, shape = self.request, order.shape
         if split[2] == "z1" or shape.data == 1 or request.base.overrides or request.cluster.device.rates is not None:
+            return 0.0
+        if self._stages:  # which may not be as many as the order has
             return 0.0
         key = shape.tp, shape.pp, shape.cp, shape.ep, *split
         if key not in self._travel:
@@ -233,7 +249,8 @@ class Judge:
         if key not in self._resident:
             alone = make_plan(self.request, replace(shape, micro_batch_size=1), split)
             first, last = self._resident_bytes(alone, 0), self._resident_bytes(alone, alone.pp - 1)
-            inner = self._resident_bytes(alone, alone.pp // 2) if alone.pp > 2 else 0
+            # Of the inner stages, the last has the fewest layers.
+            inner = self._resident_bytes(alone, alone.pp - 2) if alone.pp > 2 else 0
             total = first + last + (alone.pp - 2) * inner if alone.pp > 1 else first
             self._resident[key] = total / alone.pp
         limits = [self.limit_bytes(rank) for rank in self._group_ranks]

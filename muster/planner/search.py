@@ -72,13 +72,13 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
 
     A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
     answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
-    missed. Where no plan leaves the judge's head-room, that is given up, and the search begins again.
+    missed. Where no plan is found that leaves the judge's head-room, that is given up, and the search begins again.
     """
     judge = judge or Judge(request)
     found = _search(request, judge, top, limit_s)
     if not found.best and judge.head_room:
         judge.head_room = 0.0
-        found = _search(request, judge, top, limit_s)
+        found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2))
     return found
 
 

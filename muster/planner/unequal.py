@@ -35,10 +35,11 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
         return Arranged(request, judge, search(request, top, limit_s, judge))
     begin_s = perf_counter()
     equal = replace(request, fixed={**request.fixed, "stages": ()})
-    naive = search(equal, top, limit_s / 4)
+    judge = Judge(equal)
+    naive = search(equal, top, limit_s / 4, judge)
     best: Arranged | None = None
     if naive.best:
-        best = Arranged(equal, Judge(equal), naive, tuple(range(request.cluster.num_nodes)))
+        best = Arranged(equal, judge, naive, tuple(range(request.cluster.num_nodes)))
     for order in block_orders(request.cluster):
         left_s = limit_s - (perf_counter() - begin_s)
         if best is not None and left_s <= 0:
@@ -68,9 +69,11 @@ def _annealed(request: Request, best: Arranged, top: int, limit_s: float) -> Arr
 
 
 def _better(one: Arranged | None, other: Arranged) -> Arranged:
-    """The one with the better first plan; the earlier of equals."""
+    """The one with the better first plan; the earlier of equals; one that leaves head-room before one that doesn't."""
     if one is None or not one.found.best:
         return other
     if not other.found.best:
         return one
+    if one.judge.head_room != other.judge.head_room:
+        return max(one, other, key=lambda arranged: arranged.judge.head_room)
     return other if other.found.best[0].value < one.found.best[0].value else one

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from muster.planner.explain import no_plan
 from muster.planner.judge import Judge, Verdict
 from muster.planner.placement import nodes_of, reordered
-from muster.planner.request import Request
+from muster.planner.request import MOST_DEVICES, Request
 from muster.planner.unequal import arrange
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legal import problems
 from muster.spec.machine import cluster_here
+from muster.spec.plan import Plan
 from muster.spec.suggest import did_you_mean
 
 EXAMPLES = "nodes=x2, nodes=/2, nodes=12, network=/2, failed=1, cluster=64xa100"
@@ -61,10 +62,20 @@ def _case(request: Request, change: str, base: Verdict | None, limit_s: float, s
     if best is None and spare and request.cluster.num_nodes > 1:
         fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
         return _case(fewer, change, base, limit_s, spare)
-    same_s = None
-    if base is not None and not problems(base.plan, request.model, request.workload, cluster.num_devices):
-        same_s = Judge(replace(request, cluster=cluster)).verdict(base.plan).prediction.step_time_s
+    same_s = None if base is None else _step_of(base.plan, replace(request, cluster=cluster))
     return Case(change, cluster, best, same_s, why_not, gap)
+
+
+def _step_of(plan: Plan, request: Request) -> float | None:
+    """Seconds of a step of that very plan; None where it is illegal, doesn't fit or can't be timed."""
+    if problems(plan, request.model, request.workload, request.cluster.num_devices):
+        return None
+    try:
+        judge = Judge(request)
+        judge.head_room = 0.0
+        return None if max(judge.over_bytes(plan)) > 0 else judge.verdict(plan).prediction.step_time_s
+    except InfeasibleError:
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -78,6 +89,8 @@ def changed(cluster: ClusterSpec, text: str) -> ClusterSpec:
         if not equals or what not in _CHANGES:
             raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{did_you_mean(what, _CHANGES)}")
         cluster = _CHANGES[what](cluster, how, part.strip())
+        if cluster.num_devices > MOST_DEVICES:
+            raise ConfigError(f"--what-if {text}: expected at most {MOST_DEVICES:,} devices")
     return cluster
 
 
@@ -166,6 +179,8 @@ def _factor(how: str, text: str) -> float:
 def _amount(now: int, how: str, text: str) -> int:
     """A number, or a factor of what is now."""
     count = float(how) if how.isdecimal() else now * _factor(how, text)
-    if count < 1 or count != int(count):
-        raise ConfigError(f"--what-if {text}: expected a whole number of nodes, got {count:g} of {now}")
+    if not 1 <= count <= MOST_DEVICES or count != int(count):
+        raise ConfigError(
+            f"--what-if {text}: expected a whole number of nodes from 1 to {MOST_DEVICES:,}, got {count:g} of {now}"
+        )
     return int(count)

@@ -18,10 +18,10 @@ from muster.spec.rates import MachineRates
 from muster.spec.run import RunConfig, TrainConfig
 from muster.train.trainer import Trainer
 
-_MODEL = ModelSpec(vocab_size=2048, hidden_size=224, num_layers=1, num_heads=7, num_kv_heads=7, intermediate_size=640)
-_TRAIN = TrainConfig(steps=1, seq_len=192, global_batch_size=1)
-LAYERS_PER_STAGE, MICRO_BATCHES = 3, 4
-WARM_UP_STEPS, STEPS = 3, 7
+_MODEL = ModelSpec(vocab_size=1024, hidden_size=256, num_layers=1, num_heads=8, num_kv_heads=8, intermediate_size=704)
+_TRAIN = TrainConfig(steps=1, seq_len=256, global_batch_size=1)
+LAYERS_PER_STAGE, MICRO_BATCHES, MICRO_BATCH_SIZE = 2, 4, 2
+WARM_UP_STEPS, STEPS = 2, 5
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ def _larger(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "model": _MODEL.model_copy(update={"num_layers": layers}),
-            "parallel": plan.model_copy(update={"stages": ()}),
-            "train": _TRAIN.model_copy(update={"global_batch_size": MICRO_BATCHES * plan.mesh(0).data_ranks}),
+            "parallel": plan.model_copy(update={"stages": (), "micro_batch_size": MICRO_BATCH_SIZE}),
+            "train": _TRAIN.model_copy(
+                update={"global_batch_size": MICRO_BATCHES * MICRO_BATCH_SIZE * plan.mesh(0).data_ranks}
+            ),
         }
     )
 

@@ -27,7 +27,7 @@ def show_answer(answer: Answer, explain: bool) -> None:
     for line in _arrangement(answer.arranged):
         print(line)
     if not answer.arranged.judge.head_room and request.memory_limit_bytes is None:
-        print(f"memory    no plan leaves {HEAD_ROOM:.0%} of each device's memory free: these nearly fill it")
+        print(f"memory    no plan was found that leaves {HEAD_ROOM:.0%} of each device's memory free")
     print()
     print("\n".join(plan_names(found.best)) + "\n")
     console.print(plan_table(found.best))
