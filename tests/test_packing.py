@@ -22,6 +22,7 @@ from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.recompute import apply_recompute
+from muster.parallel.offload import Offload
 from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -99,6 +100,7 @@ def test_whole_documents_are_cut_only_where_they_must(lengths, seq_len):
     windows = WholeDocuments(int(ends[-1]), seq_len, 0.0, ends - lengths) if ends[-1] > seq_len else None
     if windows is None:
         return
+    assert "_spans" in vars(windows), "they are laid out at once, since a first batch must not take long"
     all_windows = np.arange(windows.num_windows)
     starts, filled = windows.starts(all_windows), windows.num_valid(all_windows)
     assert np.all((filled > 0) & (filled <= seq_len))
@@ -170,6 +172,29 @@ def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(sto
     # The bug that this would find: documents that see those before them.
     seen = token_losses(model, batch.tokens_BS, batch.labels_BS, None)
     assert (seen - packed).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_what_packed_documents_keep_goes_to_the_host_and_comes_back(stores, kind):
+    gradients = []
+    for offload in (None, Offload(torch.device("cpu"))):
+        model = make_model(kind)
+        for layer in model.blocks():
+            if offload is not None:
+                offload.watch(layer)
+        batch = Dataset(stores["plain"], 64, 5, packing="whole").train_batch(0, 4)
+        losses = token_losses(model, batch.tokens_BS, batch.labels_BS, batch.positions_BS)
+        if offload is not None:
+            offload.keep(0, losses)
+            offload.send(0)()
+            assert offload.moved_bytes > 0
+            documents = model.where.documents
+            assert documents is not None
+            assert documents.positions_BS.tolist() == batch.positions_BS.tolist()
+            offload.fetch(0)()
+        losses.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 # --- mixtures ---

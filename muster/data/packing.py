@@ -20,6 +20,10 @@ class WholeDocuments(Windows):
 
     document_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._spans
+
     @property
     def num_windows(self) -> int:
         return len(self._spans[0])

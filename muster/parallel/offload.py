@@ -60,7 +60,7 @@ class Offload:
         """What this layer's forwards keep can leave."""
         layer.forward = partial(self._forward, layer, layer.forward)  # type: ignore[method-assign]
 
-    def _forward(self, layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: Tensor | None) -> Tensor:
+    def _forward(self, layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: object) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(x, *shared)
         seen: Storages = {}
@@ -72,8 +72,8 @@ class Offload:
 
         with watch_saved(see):
             y = forward(x, *shared)
-        # Parameters are gathered still; constants belong to all micro-batches.
-        _leave_out(seen, (*layer.parameters(), *(tensor for tensor in shared if tensor is not None)))
+        # Parameters are gathered still; constants belong to all micro-batches. Documents hold whole numbers only.
+        _leave_out(seen, (*layer.parameters(), *(one for one in shared if isinstance(one, Tensor))))
         self._seen |= seen
         return y
 
