@@ -50,12 +50,14 @@ class Mirror:
         self._try(lambda: self._system.makedirs(self._place(step), exist_ok=True))
 
     def finish(self, folder: Path, keep: Keep) -> None:
-        """Makes the checkpoint whole, of which all tensor files have been copied; removes what `keep` doesn't keep."""
+        """Makes the checkpoint whole, of which all tensor files have been copied; removes those before it that `keep`
+        doesn't keep. Later ones, which a run that went back has left, are not counted."""
+        own = step_of(folder)
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.name != MANIFEST and path.suffix != ".safetensors":
-                self.copy(path, step_of(folder))
-        self.copy(folder / MANIFEST, step_of(folder))
-        counted = [step for step in self.steps() if not keep.is_permanent(step)]
+                self.copy(path, own)
+        self.copy(folder / MANIFEST, own)
+        counted = [step for step in self.steps() if step <= own and not keep.is_permanent(step)]
         for step in counted[: -keep.last] if keep.last else []:
             self._remove(step)
 

@@ -58,6 +58,8 @@ class Saver:
         self._problem: str | None = None
         """Why the last save failed; None while it is under way and when it succeeded."""
         self._untold: str | None = None
+        self.on_disk = False
+        """Whether the last save is complete on disk, whatever becomes of its copy at the mirror."""
 
     @property
     def busy(self) -> bool:
@@ -85,7 +87,7 @@ class Saver:
         Without `copy` they are written from where they lie, and must not change before `wait` has returned.
         """
         self.wait()
-        self._problem = None
+        self._problem, self.on_disk = None, False
         if copy:
             try:
                 parts = parts_of(pieces)
@@ -139,6 +141,7 @@ class Saver:
                 exchange=self._meeting.exchange,
                 keep=target.keep,
             )
+            self.on_disk = True
             if target.mirror is not None:
                 self._copy(folder, target, target.mirror)
             self._problem = None

@@ -22,6 +22,8 @@ PAUSE_S = 1.0
 """Between those."""
 HANG_LIMIT_S = 600.0
 """How long the end of a run waits for a disk that answers nothing."""
+MIRROR_LIMIT_S = 2400.0
+"""The same for a disk and a mirror: longer than the ranks' copies wait for one another."""
 
 
 class Saves:
@@ -75,25 +77,31 @@ class Saves:
         permanent = train.keep_every and step % train.keep_every == 0
         return bool(regular or permanent or (self._retry_at and step >= self._retry_at))
 
-    def now(self, info: dict[str, Any], folder: str = CHECKPOINTS) -> None:
-        """Saves the state as it is and waits until it is on disk; all ranks call it.
+    def now(self, info: dict[str, Any], folder: str = CHECKPOINTS) -> str | None:
+        """Saves the state as it is and waits until it is on disk; all ranks call it. Returns a sentence when it is
+        there, but not at the mirror.
 
         Raises MusterError when that can't be done, which says what is lost.
         """
-        if not all(self._world.exchange(self._saver.wait(HANG_LIMIT_S))):
-            raise MusterError(
-                f"a checkpoint is still being written after {HANG_LIMIT_S / 60:.0f} minutes; {self._lost()}"
-            )
-        problem = ""
+        self._world.where.say("save")
+        limit_s = MIRROR_LIMIT_S if self._train.mirror else HANG_LIMIT_S
+        if not all(self._world.exchange(self._saver.wait(limit_s))):
+            raise MusterError(f"a checkpoint is still being written after {limit_s / 60:.0f} minutes; {self._lost()}")
+        problem, on_disk = "", False
         for attempt in range(LAST_ATTEMPTS):
             if attempt:
                 sleep(PAUSE_S)
             self._begin(folder, info, copy=False)
-            done = self._saver.wait(HANG_LIMIT_S)
-            own = self._saver.problem if done else "the disk answers nothing"
-            problem = next((text for text in self._world.exchange(own) if text), "")
+            done = self._saver.wait(limit_s)
+            own = self._saver.problem if done else "the disk or the mirror answers nothing"
+            dones, on_disks, problems = zip(*self._world.exchange((done, self._saver.on_disk, own)), strict=True)
+            problem, on_disk = next((text for text in problems if text), ""), on_disk or all(on_disks)
             if not problem:
-                return
+                return None
+            if not all(dones):  # another attempt would wait for this one
+                break
+        if on_disk:
+            return f"{problem}; step {self._trainer.step_count} is complete in the run directory"
         raise MusterError(f"{problem}; {self._lost()}")
 
     def _begin(self, folder: str, info: dict[str, Any], copy: bool) -> None:
