@@ -305,6 +305,22 @@ def wait(done):
 prepare(Preparation(sys.argv[1], ByteTokenizer()), Path(sys.argv[2]), wait)
 """
 
+WORKER = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from muster.data.prepare import _alone_in_process
+work = "import time; print('at work', flush=True); time.sleep(5); print('outlived it', flush=True)"
+ProcessPoolExecutor(1, get_context("spawn"), _alone_in_process).submit(exec, work).result()
+"""
+
+
+def test_no_worker_outlives_a_killed_preparation():
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"at work\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.stdout.read() == b"", "it ends when its worker does"
+
 
 def test_a_killed_preparation_goes_on_with_what_is_finished(parts, tmp_path):
     whole = prepare(Preparation(str(parts), TOKENIZER), tmp_path / "whole")

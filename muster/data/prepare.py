@@ -9,13 +9,15 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 import numpy as np
@@ -200,7 +202,16 @@ def _counting(progress: Progress, done: int, most: int) -> Progress:
 
 
 def _alone_in_process() -> None:
+    """Begins a worker, which ends with the builder: the next one writes the same files."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    builder = parent_process()
+    assert builder is not None
+
+    def follow() -> None:
+        wait_for([builder.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _write_shard(
