@@ -15,7 +15,7 @@ from muster.parallel.whereabouts import Page, Place, Whereabouts
 from muster.schedule.action import Action
 from muster.train.diagnosis import Sighting, diagnose, main_stack, waits
 from muster.train.launch import launch
-from muster.train.watch import hangs
+from muster.train.watch import Watched, hangs
 from tests.train_runs import AT_ONCE, ROOT
 
 HOST = socket.gethostname()
@@ -115,7 +115,17 @@ def test_only_what_should_be_short_can_hang() -> None:
     assert not hangs([still, quick], 4)
     assert not hangs([still, seen(1, "save")], 4)
     assert hangs([still, seen(1, "save", state="T")], 4)
+    assert not hangs([still, seen(1, "validate")], 4)
     assert not hangs([], 4)
+
+
+def test_time_without_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 101.0, 103.0, 1103.0, 1104.0, 1109.0])
+    monkeypatch.setattr("muster.train.watch.time.monotonic", lambda: next(times))
+    watched = Watched(0)
+    found = [watched.look(None).still_s for _ in range(5)]
+    watched.page.close()
+    assert found == [1.0, 3.0, 8.0, 9.0, 14.0]
 
 
 def test_a_stack_tells_waiting_from_computing() -> None:

@@ -17,8 +17,11 @@ from muster.checkpoint.manifest import read_manifest
 from muster.cli.main import main
 from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
+from muster.spec.plan import Plan
+from muster.train.agreement import require_agreement
 from muster.train.metrics import MetricsLog
 from muster.train.shared_disk import require_shared
+from tests.parity import small_run
 from tests.train_runs import (
     AT_ONCE,
     QUICK,
@@ -190,6 +193,14 @@ def test_a_rank_that_sees_another_disk_says_so(tmp_path: Path) -> None:
         MusterError, match=r"rank 1 on .* doesn't see what rank 0 on .* writes in .*there: give a --run"
     ):
         require_shared(tmp_path / "there", 1, store, wait_s=0.2)
+
+
+def test_a_rank_that_reads_other_data_is_told() -> None:
+    store, config, plan = dist.HashStore(), small_run(), Plan()
+    require_agreement(config, plan, "bytes-10", store, 0)
+    require_agreement(config, plan, "bytes-10", store, 1)
+    with pytest.raises(MusterError, match="reads the data bytes-12, but rank 0 on .* reads bytes-10: give all ranks"):
+        require_agreement(config, plan, "bytes-12", store, 1)
 
 
 def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:

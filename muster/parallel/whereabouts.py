@@ -47,6 +47,7 @@ PHASES = {
     "data": "is loading data",
     "run": "is training",
     "save": "is saving a checkpoint",
+    "validate": "is in its first validation",
     "finish": "is finishing the run",
 }
 """What a rank may be about, in words."""

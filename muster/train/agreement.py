@@ -14,14 +14,16 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
 
 
-def require_agreement(config: RunConfig, plan: Plan, store: dist.Store, rank: int) -> None:
-    """Raises MusterError on a rank that has another plan, configuration or PyTorch than rank 0. All ranks call it."""
+def require_agreement(config: RunConfig, plan: Plan, data: str, store: dist.Store, rank: int) -> None:
+    """Raises MusterError on a rank that has another plan, configuration, PyTorch or data (by their fingerprint) than
+    rank 0. All ranks call it."""
     own = {
         "host": socket.gethostname(),
         "plan": plan.hash,
         "name": format_plan_name(plan),
         "config": config.model_dump(mode="json"),
         "torch": version("torch"),
+        "data": data,
     }
     if rank == 0:
         store.set("rank 0 runs", json.dumps(own))
@@ -37,6 +39,8 @@ def require_agreement(config: RunConfig, plan: Plan, store: dist.Store, rank: in
         raise MusterError(f"has another configuration than {other} ({'; '.join(changed)}): start all with the same one")
     if first["torch"] != own["torch"]:
         raise MusterError(f"has PyTorch {own['torch']}, but {other} has {first['torch']}: install the same one")
+    if first["data"] != data:
+        raise MusterError(f"reads the data {data}, but {other} reads {first['data']}: give all ranks the same files")
 
 
 def _differences(first: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:

@@ -41,7 +41,7 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     dataset = open_dataset(config, run_dir)
-    require_agreement(config, plan, store, rank)
+    require_agreement(config, plan, dataset.fingerprint, store, rank)
     with open_world(store, rank, world_size, plan) as world:
         return Run(config, plan, world, dataset, run_dir).go()
 
@@ -102,8 +102,8 @@ class Run:
                         if problem and self.is_main:
                             display.say(problem)
                 at_end = trainer.step_count == train.steps
-                if at_end or stopping:
-                    self.saves.now(self._info())
+                if (at_end or stopping) and (problem := self.saves.now(self._info())) and self.is_main:
+                    display.say(problem)
                 if stopping and not at_end:
                     if self.is_main:
                         print(f"stopped after step {trainer.step_count} as asked; the same command goes on from here")

@@ -68,7 +68,8 @@ class Trainer:
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._make_executors()
         evaluation = program_of(plan, config.model, workload, train=False)
-        self._evaluator = self._make_executor(evaluation, self.handlers)
+        self._evaluator = self._make_executor(evaluation, self.handlers, tells=False)
+        self._has_evaluated = False
         self._make_optimizer()
         self.skips = Skips(config.train)
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
@@ -106,12 +107,12 @@ class Trainer:
         if self.plan.post_validation:
             self.ahead = PostValidation(self, lambda own: self._make_executor(self.program, self.handlers | own))
 
-    def _make_executor(self, program: Program, handlers: Mapping[str, Callable[[Action], None]]) -> Executor:
-        world = self.world
+    def _make_executor(
+        self, program: Program, handlers: Mapping[str, Callable[[Action], None]], tells: bool = True
+    ) -> Executor:
+        world, where = self.world, self.world.where if tells else None
         words = next((stage.words for stage in self.stages.values() if stage.words), None)
-        return Executor(
-            program, world.at.pp, world.rank, self.stages, self._routes, handlers, words=words, where=world.where
-        )
+        return Executor(program, world.at.pp, world.rank, self.stages, self._routes, handlers, words=words, where=where)
 
     def _make_optimizer(self) -> None:
         self.optimizer = make_optimizer(self.config.optim, self.parameters, self._layouts, self.world)
@@ -172,6 +173,8 @@ class Trainer:
         batch_size = self.config.train.global_batch_size
         num_batches = min(num_batches, dataset.num_held_out_samples // batch_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        if not self._has_evaluated:
+            self.world.where.say("validate")
         with torch.no_grad():
             for index in range(num_batches):
                 batch = self._read_share(dataset.held_out_batch, index * batch_size, batch_size)
@@ -186,6 +189,9 @@ class Trainer:
             stage.reshard()
         total, count = self.world.add_up(sums).tolist()
         self.world.where.say("finish")
+        if num_batches and not self._has_evaluated:  # the first may compile for minutes
+            self._has_evaluated = True
+            self._evaluator = self._make_executor(self._evaluator.program, self.handlers)
         return total / count if count else None
 
     def profile(self) -> Profile:

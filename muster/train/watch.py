@@ -13,6 +13,8 @@ from muster.train.diagnosis import Sighting
 
 LOOK_S = 0.25
 """Between looks."""
+PAUSE_S = 5.0
+"""Between looks when it is longer, the launcher itself was kept from running, and so may its ranks have been."""
 
 
 class Watched:
@@ -21,11 +23,14 @@ class Watched:
     def __init__(self, rank: int) -> None:
         self.rank, self.page, self.process = rank, Page(), 0
         self._place: Place | None = None
-        self._since, self._asked = time.monotonic(), False
+        self._since = self._looked = time.monotonic()
+        self._asked = False
 
     def look(self, hang_s: float | None) -> Sighting:
         """Where it is now. One that stands still for half of `hang_s` is asked for its stacks, once."""
         place, now = self.page.read(), time.monotonic()
+        self._since += max(0.0, now - self._looked - PAUSE_S)
+        self._looked = now
         if place != self._place:
             self._place, self._since, self._asked = place, now, False
         still_s, state = now - self._since, state_of(self.process)
