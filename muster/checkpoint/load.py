@@ -3,7 +3,6 @@
 import difflib
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -16,6 +15,7 @@ from muster.checkpoint.folder import file_problem
 from muster.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from muster.checkpoint.piece import Piece, dtype_name
 from muster.checkpoint.reads import Read, plan_reads, runs
+from muster.spec.checksum import crc32
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.layout import Box, TensorLayout, overlap, within
 
@@ -146,7 +146,7 @@ def _read_run(files: _Files, run: Sequence[Read], goals: Sequence[_Goal]) -> Non
     files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], goals[first.wanted].name)
     for read, buffer, place in zip(run, buffers, places, strict=True):
         goal = goals[read.wanted]
-        if zlib.crc32(buffer.numpy().data) != read.crc32:
+        if crc32(buffer.numpy().data) != read.crc32:
             raise MusterError(f"{files.path(read.file)} is damaged: the checksum of {goal.name} is wrong")
         if place is None:
             goal.take(read, buffer, files.dtype(goal))

@@ -7,7 +7,6 @@ more than that part.
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
 from muster.checkpoint.manifest import RankList, StoredTensor, dump
+from muster.spec.checksum import crc32
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, TensorLayout, shard_rows
 
@@ -57,7 +57,7 @@ def share_of(layout: TensorLayout, box: Box, dtype: str) -> Box | None:
     if layout.writers == 1:
         return box
     if box.numel * item_bytes(dtype) < SHARED_BYTES or box.size[0] < layout.writers:
-        return box if zlib.crc32(layout.name.encode()) % layout.writers == layout.copy_index else None
+        return box if crc32(layout.name.encode()) % layout.writers == layout.copy_index else None
     first, rows = shard_rows(box.size[0], layout.writers, layout.copy_index)
     if not rows:
         return None
@@ -104,7 +104,7 @@ def write_file(folder: Path, rank: int, parts: Sequence[Part], data: Iterable[me
                 for piece in blocks(part):
                     block = numbers[: piece.numel * item_bytes(part.dtype)]
                     numbers = numbers[len(block) :]
-                    columns.add(offset, pool.submit(zlib.crc32, block), piece)
+                    columns.add(offset, pool.submit(crc32, block), piece)
                     _write(out.fileno(), block)
                     offset += len(block)
                     if offset - pushed >= PUSH_BYTES:

@@ -1,7 +1,6 @@
 """One shard of a token store while it is written: tokens, document starts, and which tokens count in the loss."""
 
 import os
-import zlib
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -9,6 +8,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 
 from muster.spec.base import Frozen
+from muster.spec.checksum import crc32
 
 
 class Shard(Frozen):
@@ -35,7 +35,7 @@ class Output:
         data = np.ascontiguousarray(numbers, self.dtype)
         self._file.write(data.data)
         self.length += len(data)
-        self.crc32 = zlib.crc32(data.data, self.crc32)
+        self.crc32 = crc32(data.data, self.crc32)
 
     def mark(self) -> tuple[int, int]:
         """Where the file stands, for `back_to`."""

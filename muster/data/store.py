@@ -6,7 +6,6 @@ tokens are not to be learnt, a byte for each token of the shard. `muster.data.pr
 """
 
 import json
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from muster.data.shard import Shard
 from muster.data.tokenizer import Tokenizer
 from muster.spec.base import Frozen
+from muster.spec.checksum import crc32
 from muster.spec.errors import ConfigError
 
 VERSION = 2
@@ -67,8 +67,8 @@ class TokenStore:
         """Differs between stores with different tokens."""
         header = self.header
         sums = [(shard.crc32, shard.counted_crc32) for shard in header.shards]
-        crc32 = sums[0][0] if len(sums) == 1 and self.counts_all else zlib.crc32(json.dumps(sums).encode())
-        return f"{header.tokenizer}-{header.num_tokens}-{crc32:08x}"
+        total = sums[0][0] if len(sums) == 1 and self.counts_all else crc32(json.dumps(sums).encode())
+        return f"{header.tokenizer}-{header.num_tokens}-{total:08x}"
 
     @property
     def tokens(self) -> np.ndarray:
@@ -136,8 +136,8 @@ class TokenStore:
             if counted is not None and shard.counted_file and shard.counted_crc32 is not None:
                 parts.append((shard.counted_file, counted, shard.counted_crc32))
         parts.append(("documents.bin", self.document_starts, self.header.documents_crc32))
-        for name, array, crc32 in parts:
-            if zlib.crc32(array.data) != crc32:
+        for name, array, written in parts:
+            if crc32(array.data) != written:
                 raise ConfigError(f"{self.directory / name} is damaged (its checksum is wrong); {_REBUILD}")
 
     def require_ids(self, num_ids: int) -> None:

@@ -1,6 +1,5 @@
 """The tensors of a Muster checkpoint, read and written box by box."""
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from muster.checkpoint.reads import Read, plan_reads
 from muster.checkpoint.save import write_manifest
 from muster.checkpoint.tensors import ByteFile, Kind, Tensors, bytes_of, chunks, empty
 from muster.checkpoint.write import BLOCK_BYTES, Part, write_file
+from muster.spec.checksum import crc32
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, overlap, within
 
@@ -54,7 +54,7 @@ class StoredTensors:
             if problem := file_problem(path, self.manifest.files[path.name]):
                 raise MusterError(problem)
             data = ByteFile(path).read_box(read.offset, kind := Kind(read.box.size, kind.dtype), kind.whole)
-            if zlib.crc32(bytes_of(data)) != read.crc32:
+            if crc32(bytes_of(data)) != read.crc32:
                 raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
             self._last[place] = data
         return self._last[place]
