@@ -279,7 +279,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
     [
         (["--fix", "tp3"], 3, "tp 3"),
         (["--fix", "pp64"], 3, "pp 64"),
-        (["--memory", "1M"], 3, "all memory together"),
+        (["--memory", "1M"], 3, "all of it that may be used is 0.0 GiB"),
         (["--cluster", "0xh100"], 2, "at least one device"),
         (["--model", "llama3-8c"], 2, "llama3-8b"),
         (["--tokens", "many"], 2, "expected a number"),

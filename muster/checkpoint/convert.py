@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from muster.checkpoint.directory import ABOUT, Directory, Format, open_directory, read_json, state_of, weights_of
-from muster.checkpoint.folder import sync_folder
 from muster.checkpoint.formats.huggingface import (
     CONFIG,
     SIDE_FILES,
@@ -30,6 +29,7 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.spec.hf_config import hf_config
 from muster.spec.load import load_run
 from muster.spec.model import ModelSpec
+from muster.spec.write import sync_folder
 
 SIDE_FOLDER = "huggingface"
 """In a Muster checkpoint that came from a Hugging Face directory: what lay there beside the weights."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.write import sync_folder
 
 LATEST = "latest"
 _NAME = re.compile(r"step-\d{8,}")
@@ -163,15 +164,6 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names within a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _pointer(root: Path) -> str | None:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muster.cli.parser import Parser, whole_number
+from muster.cli.parser import Parser, verb_of, whole_number
 from muster.cli.progress import ByteProgress
 from muster.cli.runtime import runtime
 from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
-from muster.spec.errors import ConfigError
-from muster.spec.suggest import did_you_mean
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _POWERS = ("", "K", "M", "G", "T")
@@ -27,10 +25,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
-    verb, *rest = arguments
-    if verb not in VERBS:
-        raise ConfigError(f"unknown verb 'checkpoint {verb}'{did_you_mean(verb, VERBS)} (there are {', '.join(VERBS)})")
-    _, parse, act = VERBS[verb]
+    (_, parse, act), rest = verb_of("checkpoint", VERBS, arguments)
     args = parse(rest)
     # A request to stop is an error like any other: what was written so far is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.cli.parser import Parser, whole_number
+from muster.cli.parser import Parser, verb_of, whole_number
 from muster.cli.progress import ByteProgress
 from muster.report.stores import checked_lines, store_lines
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from muster.data.prepare import Preparation
@@ -24,10 +23,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
-    verb, *rest = arguments
-    if verb not in VERBS:
-        raise ConfigError(f"unknown verb 'data {verb}'{did_you_mean(verb, VERBS)} (there are {', '.join(VERBS)})")
-    _, parse, act = VERBS[verb]
+    (_, parse, act), rest = verb_of("data", VERBS, arguments)
     args = parse(rest)
     facts, lines, code = act(args)
     print(json.dumps(facts) if args.json else "\n".join(lines))

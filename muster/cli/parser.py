@@ -2,11 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from muster.spec.errors import ConfigError
-from muster.spec.suggest import closest
+from muster.spec.suggest import closest, did_you_mean
 
 Override = tuple[str, str]
 """A dotted key and the text given for it."""
@@ -78,3 +78,14 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
     return int(text)
+
+
+Verb = TypeVar("Verb")
+
+
+def verb_of(group: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> tuple[Verb, list[str]]:
+    """What one of a verb's own verbs stands for, and the arguments after it. Raises ConfigError for another word."""
+    verb, *rest = arguments
+    if verb not in verbs:
+        raise ConfigError(f"unknown verb '{group} {verb}'{did_you_mean(verb, verbs)} (there are {', '.join(verbs)})")
+    return verbs[verb], rest

@@ -30,6 +30,7 @@ from muster.data.sources import identity, source_files
 from muster.data.store import HEADER, VERSION, Header, TokenStore, is_store
 from muster.data.tokenizer import Tokenizer
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.write import sync_folder
 
 LEAST_PART_BYTES = 16 << 20
 MOST_PARTS = 1024
@@ -155,10 +156,10 @@ def _prepare(planned: _Planned, key: str, folder: Path, directory: Path, progres
         raise
     for path in [job, *folder.glob("shard-*.json"), *folder.glob("starts-*.bin")]:
         path.unlink()
-    _sync_directory(folder)
+    sync_folder(folder)
     folder.rename(directory)
     (directory / "lock").unlink()
-    _sync_directory(directory.parent)
+    sync_folder(directory.parent)
 
 
 def _write_shards(planned: _Planned, folder: Path, progress: Progress) -> None:
@@ -310,12 +311,3 @@ def _alone(folder: Path, directory: Path) -> Iterator[bool]:
                 return
             if is_held:  # made anew just after its holder had published what was in it
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes the names in a directory outlive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -215,15 +215,15 @@ def _why_fixed_is_illegal(request: Request) -> str:
 
 def no_plan(request: Request, found: Found, judge: Judge) -> str:
     """Why a search found nothing: which limit binds, and what would relax it."""
-    world, cluster = request.cluster.num_devices, request.cluster
+    world = request.cluster.num_devices
     if found.closest is not None:
         return f"no plan fits: {doesnt_fit(judge, judge.verdict(found.closest))}; {relief(request)}"
     if found.seen["too_large"]:
         state = state_bytes(request)
-        memory = sum((group.device.memory_bytes or 0) * group.num_devices for group in cluster.groups)
+        together = "all of it that may be used" if request.memory_limit_bytes else "all memory together"
         return (
             f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_gib(state)},"
-            f" all memory together is {_gib(memory)}; {relief(request)}"
+            f" {together} is {_gib(judge.usable_bytes)}; {relief(request)}"
         )
     return f"no plan is legal for {world} devices: {why_illegal(request, ())}"
 

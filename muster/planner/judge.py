@@ -184,12 +184,14 @@ class Judge:
 
     def _least_s(self, shape: Shape) -> float:
         """What the busiest rank takes for a micro-batch at least, on devices that differ: layers go where they are
-        done first."""
+        done first. Known where layers are alike."""
+        if not self._layers_alike:
+            return 0.0
         key = shape.tp, shape.pp, shape.cp, shape.ep, shape.micro_batch_size, shape.data
         if key not in self._least:
-            plan = make_plan(self.request, shape, (1, shape.data, "z1"), recompute=recomputes(self.request)[0])
             depth = self.request.model.num_layers
-            self._least[key] = least_busy_s(loads(plan, depth, self.seconds), depth)
+            laid = self._laid(Order(shape, "1f1b", 1, False), (1, shape.data, "z1"))
+            self._least[key] = min(least_busy_s(loads(plan, depth, self.seconds), depth) for plan in laid)
         return self._least[key]
 
     def unsharded_bound(self, order: Order) -> float:
@@ -270,6 +272,12 @@ class Judge:
         own, wanted = self.request.cluster.group_of(rank).device.memory_bytes, self.request.memory_limit_bytes
         limit = min(own, wanted) if own and wanted else own or wanted
         return None if limit is None else int(limit * (1 - self.head_room))
+
+    @property
+    def usable_bytes(self) -> int:
+        """What all devices may hold together."""
+        groups = zip(self.request.cluster.groups, self._group_ranks, strict=True)
+        return sum((self.limit_bytes(rank) or 0) * group.num_devices for group, rank in groups)
 
     def moved(self, plan: Plan) -> Plan | None:
         """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""

@@ -85,6 +85,7 @@ def front(request: Request, limit_s: float) -> Front:
 def _around(fastest: Point, judge: Judge, end_s: float) -> list[Point]:
     """All that was looked at from the fastest plan on: each plan that nothing so far beats is changed in its turn."""
     seen: set[Plan] = set()
+    seen.add(fastest.verdict.plan)
     points, ahead = [fastest], [fastest]
     while ahead:
         point = ahead.pop(0)

@@ -49,3 +49,12 @@ def replace_text(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names within a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -63,8 +63,10 @@ def import_config(path: Path, nproc: int | None = None, model: str | None = None
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {path}: expected a text file ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"can't read {path}: expected a text file") from None
     try:
         carried = _carried(path, text, nproc, model)
     except ConfigError as error:
