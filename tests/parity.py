@@ -37,6 +37,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from muster.train.ending import _memory
+from muster.train.feeding import Feeder
 from muster.train.order import measured_order
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
@@ -234,7 +235,7 @@ def run_case(
         trainer.first_gradients = None
         results = [trainer.step() for _ in range(steps)]
         with patch.object(world.where, "say") as say:
-            own = [result.loss for result in results] + [trainer.evaluate(1) or 0.0]
+            own = [result.loss for result in results] + [trainer.held_out.loss(1) or 0.0]
         assert all(call.args[0] in ("validate", "finish") for call in say.mock_calls), "the first may compile"
         layouts = {name: layout for stage in trainer.stages.values() for name, layout in stage.layouts.items()}
         digest = hashlib.sha256()
@@ -283,13 +284,13 @@ def dropped_gradient() -> Iterator[None]:
 
 
 @contextmanager
-def _changed_feed(change: Callable[[Trainer, Batch | None, int], tuple[Batch | None, int]]) -> Iterator[None]:
-    feed = Trainer._feed
+def _changed_feed(change: Callable[[Feeder, Batch | None, int], tuple[Batch | None, int]]) -> Iterator[None]:
+    feed = Feeder.feed
 
-    def faulty(self: Trainer, batch: Batch | None, num_valid: int) -> None:
-        feed(self, *change(self, batch, num_valid))
+    def faulty(self: Feeder, batch: Batch | None, num_valid: int, loss_scale: float = 1.0) -> None:
+        feed(self, *change(self, batch, num_valid), loss_scale)
 
-    with patch.object(Trainer, "_feed", faulty):
+    with patch.object(Feeder, "feed", faulty):
         yield
 
 
@@ -297,8 +298,8 @@ def _changed_feed(change: Callable[[Trainer, Batch | None, int], tuple[Batch | N
 def swapped_micro_batches() -> Iterator[None]:
     """The last stage holds its labels against other micro-batches."""
 
-    def change(trainer: Trainer, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
-        if batch is not None and trainer.plan.num_stages - 1 in trainer.stages:
+    def change(feeder: Feeder, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
+        if batch is not None and feeder.plan.num_stages - 1 in feeder.stages:
             batch = Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid)
         return batch, num_valid
 

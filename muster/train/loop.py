@@ -147,7 +147,7 @@ class Run:
 
     def _hash_samples(self) -> None:
         """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
-        tokens, own = self.trainer.tokens_fed, None
+        tokens, own = self.trainer.feeder.tokens_fed, None
         if tokens is not None and self.world.at.tp == 0:  # its neighbours are fed the same
             rows = tokens.flatten(0, 1).cpu().numpy()
             own = (data_index(self.plan, self.world.at), [sample_digest(row) for row in rows])

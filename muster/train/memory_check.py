@@ -178,9 +178,9 @@ class _CountedTrainer(Trainer):
     def round(self) -> None:
         """One step."""
         workload, rows = self.config.workload, self.plan.rows(self.world.at.pp)
-        tokens = np.zeros((self._micro_batches * rows, workload.seq_len), np.int64)
+        tokens = np.zeros((self.feeder.micro_batches * rows, workload.seq_len), np.int64)
         self._num_valid = workload.tokens_per_step
-        self._feed(Batch(tokens, tokens, tokens.size) if self._reads else None, self._num_valid)
+        self.feeder.feed(Batch(tokens, tokens, tokens.size) if self.feeder.reads else None, self._num_valid)
         self.learning_rate = 0.0
         self._executor.run()
 

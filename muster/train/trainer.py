@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.piece import Piece
-from muster.data.dataset import Batch, Samples
-from muster.data.share import read_share
-from muster.model.documents import Documents
+from muster.data.dataset import Samples
 from muster.optim.lr import rate_of_step
 from muster.optim.make import make_optimizer
 from muster.parallel.executor import Executor
-from muster.parallel.feed import Feed
 from muster.parallel.op_profile import Profile, profile_stages
 from muster.parallel.route import stage_routes, tied_routes
 from muster.parallel.stage import DecoderStage
@@ -31,8 +28,9 @@ from muster.spec.layout import TensorLayout, stages_of
 from muster.spec.mesh import rank_at
 from muster.spec.plan import Order, Plan
 from muster.spec.run import RunConfig
-from muster.train.ahead import Ahead, Share
+from muster.train.feeding import Feeder
 from muster.train.gradients import add_other_replica, find_copies, sum_of_squares
+from muster.train.held_out import HeldOut
 from muster.train.loss_scale import LossScale
 from muster.train.post_validation import PostValidation
 from muster.train.skips import Skips
@@ -67,9 +65,9 @@ class Trainer:
         self._routes = stage_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._make_executors()
+        self.feeder = Feeder(config, plan, world, dataset, self.stages)
         evaluation = program_of(plan, config.model, workload, train=False)
-        self._evaluator = self._make_executor(evaluation, self.handlers, tells=False)
-        self._has_evaluated = False
+        self.held_out = HeldOut(self.feeder, lambda tells: self._make_executor(evaluation, self.handlers, tells))
         self._make_optimizer()
         self.skips = Skips(config.train)
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
@@ -81,11 +79,6 @@ class Trainer:
         self.save_votes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         """Asked in each step: whether this rank is saving, and whether a save has failed since."""
         self.rounds: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_ROUNDS)
-        self._micro_batches = plan.num_micro_batches(workload)
-        self._reads = config.data.packing != "concatenate" or plan.spread_vocab
-        self._reads |= any(stage.is_first or stage.is_last for stage in self.stages.values())
-        self._reader = Ahead(self._share)
-        self.tokens_fed: Tensor | None = None
 
     def _read_plan(self) -> None:
         self.program = program_of(self.plan, self.config.model, self.config.workload)
@@ -132,9 +125,9 @@ class Trainer:
         """Gives the stages the next global batch."""
         self.world.where.step = self.step_count
         self.world.where.say("data")
-        share = self._reader.take(self.samples_consumed, self.config.train.global_batch_size)
+        share = self.feeder.take(self.samples_consumed)
         self.num_valid = share.num_valid
-        self._feed(share.batch, self.num_valid)
+        self.feeder.feed(share.batch, self.num_valid, self.loss_scale.value if self.loss_scale else 1.0)
         self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.steps)
 
     def count_step(self, events: list[Event]) -> None:
@@ -166,34 +159,6 @@ class Trainer:
         """Whether the state is that after this step, for good."""
         return step == self.step_count and (self.ahead is None or self.ahead.is_settled)
 
-    def evaluate(self, num_batches: int, source: str | None = None) -> float | None:
-        """Mean loss over the first held-out batches, of one source or of all; None when there are too few held-out
-        samples for one."""
-        dataset = self.dataset if source is None else self.dataset.parts[source]
-        batch_size = self.config.train.global_batch_size
-        num_batches = min(num_batches, dataset.num_held_out_samples // batch_size)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        if not self._has_evaluated:
-            self.world.where.say("validate")
-        with torch.no_grad():
-            for index in range(num_batches):
-                batch = self._read_share(dataset.held_out_batch, index * batch_size, batch_size)
-                self._feed(batch, 1)
-                self._evaluator.run()
-                for stage in self.stages.values():
-                    sums[0] += stage.take_losses()[0]
-                    # Tensor-parallel neighbours have the same; a second replica is idle.
-                    if stage.index == self.plan.depth - 1 and batch is not None and self.world.at.tp == 0:
-                        sums[1] += batch.num_valid
-        for stage in self.stages.values():
-            stage.reshard()
-        total, count = self.world.add_up(sums).tolist()
-        self.world.where.say("finish")
-        if num_batches and not self._has_evaluated:  # the first may compile for minutes
-            self._has_evaluated = True
-            self._evaluator = self._make_executor(self._evaluator.program, self.handlers)
-        return total / count if count else None
-
     def profile(self) -> Profile:
         """Times every instruction and counts bytes; afterwards parameters and optimizer are as new."""
         self.learning_rate = 0.0
@@ -207,42 +172,6 @@ class Trainer:
         self.skips = Skips(self.config.train)
         self.loss_scale = LossScale() if self.loss_scale else None
         return found
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Data
-
-    def _share(self, first: int, count: int) -> Share:
-        """What this rank trains on of the global samples first … first + count, and how many labels count in all."""
-        batch = self._read_share(self.dataset.train_batch, first, count)
-        # A batch in which nothing is to be learnt has a loss of 0.
-        return Share(first, batch, max(1, self.dataset.num_valid(first, count)))
-
-    def _read_share(self, read: Callable[[int, int], Batch], first: int, count: int) -> Batch | None:
-        """This rank's part of the global samples first … first + count; None on ranks that need no data."""
-        if not self._reads:
-            return None
-        return read_share(read, self.plan, self.world.at, first, count)
-
-    def _feed(self, batch: Batch | None, num_valid: int) -> None:
-        z_coefficient, scale = self.config.train.z_loss, self.loss_scale.value if self.loss_scale else 1.0
-        if batch is None:
-            feed = Feed(torch.empty(0), torch.empty(0), num_valid, z_coefficient, scale)
-        else:
-            shape = (self._micro_batches, -1, self.config.train.seq_len)
-            tokens, labels = (
-                torch.from_numpy(array).to(self.world.device).view(shape)
-                for array in (batch.tokens_BS, batch.labels_BS)
-            )
-            documents = None
-            if batch.positions_BS is not None:
-                positions = torch.from_numpy(batch.positions_BS).view(shape)
-                documents = tuple(Documents.of(one, self.world.device) for one in positions)
-            feed = Feed(tokens, labels, num_valid, z_coefficient, scale, documents)
-        for stage in self.stages.values():
-            stage.feed = feed
-            if stage.words is not None:
-                stage.words.feed = feed
-        self.tokens_fed = feed.tokens_MBS if 0 in self.stages else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Instructions that are no stage's own

@@ -16,7 +16,7 @@ def validate(trainer: Trainer, num_batches: int) -> dict[str, float]:
     found = {}
     if num_batches:
         for name in (ALL, *trainer.dataset.parts):
-            if (loss := trainer.evaluate(num_batches, name or None)) is not None:
+            if (loss := trainer.held_out.loss(num_batches, name or None)) is not None:
                 found[name] = loss
     return found
 
