@@ -328,6 +328,17 @@ def wrong_divisor() -> Iterator[None]:
 
 
 @contextmanager
+def ranks_alike() -> Iterator[None]:
+    """Each data-parallel rank takes the mean of its own tokens, and all means count the same, however many tokens."""
+
+    def change(feeder: Feeder, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
+        return batch, num_valid if batch is None else batch.num_valid * feeder.plan.mesh(0).data_ranks
+
+    with _changed_feed(change):
+        yield
+
+
+@contextmanager
 def doubled_boundary() -> Iterator[None]:
     """The gradient that comes back over a boundary between stages is added twice."""
     backward = DecoderStage.backward
@@ -404,6 +415,7 @@ FAULTS = {
     "dropped gradient": dropped_gradient,
     "swapped micro-batches": swapped_micro_batches,
     "wrong divisor": wrong_divisor,
+    "ranks count alike": ranks_alike,
     "wrong recompute": wrong_recompute,
     "doubled boundary": doubled_boundary,
     "half a boundary": half_a_boundary,

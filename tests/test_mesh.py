@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.data.dataset import Batch
-from muster.data.share import read_share
+from muster.data.share import read_share, samples_of_rows
 from muster.spec.boundary import hidden_box, messages, stage_messages, tied_messages
 from muster.spec.layout import Box, rank_layouts
 from muster.spec.mesh import coordinates, data_index, members, rank_at
 from muster.spec.model import ModelSpec, parameters
 from muster.spec.plan import AXES, Mesh, Plan, StageSpec, Strategy
+from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=12)
 TIED = MODEL.model_copy(update={"tied_embeddings": True})
@@ -139,6 +140,29 @@ def test_those_who_want_the_same_are_served_in_turn():
 def read(first: int, count: int) -> Batch:
     tokens = np.arange(first, first + count)[:, None].repeat(2, axis=1)
     return Batch(tokens, np.where(tokens % 3, tokens, -100), -1)
+
+
+@settings(deadline=None)
+@given(equal_plans, st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_shares_cut_the_same_samples_in_the_same_order(plan: Plan, shares: list[int]):
+    """Each rank as many as its share says, one after the other: the step's samples stay the same."""
+    ranks = plan.mesh(0).data_ranks
+    shares = (shares * ranks)[:ranks]
+    plan = Plan.model_validate(plan.model_dump() | {"data_shares": shares})
+    workload = Workload(seq_len=2, global_batch_size=2 * plan.micro_batch_size * sum(shares))
+    count = workload.global_batch_size
+    found, counts = {}, {}
+    for _, at in members(plan, plan.pp - 1):
+        index = data_index(plan, at)
+        batch = read_share(read, plan, at, 5, count)
+        counts[index], found[index] = plan.num_micro_batches(workload, index), batch.tokens_BS[:, 0].tolist()
+        runs = [samples_of_rows(plan, at, number, count) for number in range(counts[index])]
+        samples = [sample + row for run in runs for rows, sample in run for row in range(rows.stop - rows.start)]
+        assert [5 + sample for sample in samples] == found[index]
+        assert len(found[index]) == counts[index] * plan.micro_batch_size
+    assert sum((found[index] for index in range(ranks)), []) == list(range(5, 5 + count))
+    assert all(counts[index] * sum(shares) == sum(counts.values()) * shares[index] for index in range(ranks))
+    assert plan.num_micro_batches(workload) == max(counts.values())
 
 
 @settings(deadline=None)

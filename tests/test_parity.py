@@ -64,6 +64,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-z2", "changes": {"bucket_layers": 9}},
         {"plan": "dp2", "changes": {"prefetch_buckets": 2}, "profile": True},
         {"plan": "dp2-z1", "profile": True},
+        {"plan": "dp2-z1-share3.1", "profile": True, "z_loss": 0.1},
         {"plan": "dp2-z2", "profile": True},
         {"plan": "dp2-z3", "profile": True},
         {"plan": "pp2", "profile": True},
@@ -101,6 +102,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-pp2-z3-sgpipe", "tied": True},
         {"plan": "dp2-pp2-z1-l3.1", "tied": True},
         {"plan": "dp2x2-z1"},
+        {"plan": "dp2x2-z1-share3.1", "tied": True},
+        {"plan": "dp2-pp2-z1-share5.3", "profile": True},
+        {"plan": "dp2-pp2v2-szbv-z1-share1.3-vocab", "tied": True},
         {"plan": "dp2-pp2", "changes": by_layer("full", "selective", "none", "full"), "profile": True},
         {"plan": "tp2-sp-pp2", "changes": by_layer("none", "full", "selective", "full", sp=True)},
         {"plan": "tp4"},
@@ -254,7 +258,7 @@ def test_twice_the_same_bits(cache: Path) -> None:
 @pytest.mark.timeout(300)
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
-    faults |= {"lost reload": "pp2-sgpipe-oact"}
+    faults |= {"lost reload": "pp2-sgpipe-oact", "ranks count alike": "dp2-z1-share3.1"}
     faults |= {"wrong recompute": "tp2-sp-rsel", "a rank's words unheard": "pp2-vocab"}
     cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
     cases += [

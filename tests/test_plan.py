@@ -34,6 +34,7 @@ sayable_plans = st.builds(
         recompute=st.sampled_from(["none", "selective", "attention", "alternate", "full"]),
     ),
     stages=st.lists(st.builds(StageSpec, layers=st.integers(0, 99)), max_size=5).map(tuple),
+    data_shares=st.lists(st.integers(1, 5), max_size=4).map(tuple),
 )
 
 
@@ -65,6 +66,9 @@ def test_different_plans_have_different_names(one, other):
         ("sgpipe-pp2", Plan(pp=2, schedule="gpipe")),
         ("tp4-sp", Plan(tp=4, default_strategy=Strategy(sp=True))),
         ("dp2-z1-rfull", Plan(dp_shard=2, default_strategy=Strategy(zero="z1", recompute="full"))),
+        ("dp4-z1-share3.1", Plan(dp_shard=4, data_shares=(3, 1), default_strategy=Strategy(zero="z1"))),
+        ("dp4-share6.6.2.2", Plan(dp_shard=4, data_shares=(3, 1))),
+        ("dp4-share7.7", Plan(dp_shard=4)),
         ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
         (
             "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z3-szbv-rsel-bf16",
@@ -92,6 +96,7 @@ def test_names_mean_what_they_say(name, plan):
     [
         "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z1-szbv-rsel-bf16-l3.5.4.4",
         "dp2-mb4-sgpipe-rfull-fp32",
+        "dp4-pp2-mb4-share2.1-z1-fp32",
         "tp1-sp-mb1-fp8",
         "dp1-mb2-z2-fp16",
         "pp1v2-mb1-sinterleaved-fp64",
@@ -121,6 +126,7 @@ def test_a_single_process_is_dp1():
         Plan(overrides=(LayerRun(start=0, count=2, strategy=Strategy(zero="z1")),)),
         Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2.0), StageSpec(layers=4))),
         Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
+        Plan(pp=2, dp_shard=2, data_shares=(1234567890, 1)),
     ],
 )
 def test_what_a_name_cannot_say_ends_in_the_hash(plan):
@@ -217,6 +223,10 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
         ("cp3", 3, "seq_len 64 is not a multiple of 6"),
         ("dp2-sp", 2, "sp cuts sequences over the tp ranks, but tp is 1"),
         ("dp2-ep2", 2, "the model has none"),
+        ("dp2-z1-share3.2", 2, "24 is not a multiple of 5 (parts of data_shares 5 × micro_batch_size 1)"),
+        ("dp4-z1-share3.2.1", 4, "data_shares has 3 numbers, which don't divide 4 data-parallel ranks"),
+        ("dp2-share3.1", 2, "data_shares need z1: z3 reduces in every backward"),
+        ("dp2-pp2-z1-share3.1-sauto", 4, "but schedule auto finds one"),
         ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; what runs vpp 2 is interleaved"),
         ("pp1v2-sinterleaved", 1, "with pp 1 there is nothing to overlap"),
     ],

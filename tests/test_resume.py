@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
 from tests.parity import open_data, small_run
 from tests.ranks import run_ranks
 from tests.resume import draw_plan
@@ -52,7 +53,11 @@ def check(chains: list[dict], found: list[list[dict]]) -> int:
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     draw = random.Random(5)
     chains = [chain(draw, "adamw", "fp64", 3, most=3), chain(draw, "muon", "fp32", 2, most=3)]
-    assert check(chains, run(tmp_path, chains, most=3)) == 5
+    config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64")
+    shares = ("dp2-z1-share3.1", "pp2", "dp2-z1-share1.3")
+    plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
+    chains.append({"config": config, "plans": plans, "fault": None})
+    assert check(chains, run(tmp_path, chains, most=3)) == 7
 
 
 def test_what_goes_wrong_when_going_on_is_noticed(tmp_path: Path) -> None:

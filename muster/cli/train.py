@@ -80,6 +80,8 @@ def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
         f"program  {program.schedule}, pipeline ranks: {program.num_ranks}, micro-batches: {program.num_micro_batches},"
         f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
     )
+    if plan.data_shares:
+        print("         as many micro-batches run on the data-parallel ranks with the largest data_shares")
     print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
     for line in chosen.lines:
         print(line)

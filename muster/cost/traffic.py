@@ -21,7 +21,7 @@ from muster.spec.layout import (
     stage_layouts,
     stages_of,
 )
-from muster.spec.mesh import Coordinates, coordinates, members, rank_at
+from muster.spec.mesh import Coordinates, coordinates, data_index, members, rank_at
 from muster.spec.model import ModelSpec
 from muster.spec.optim_state import is_muon_matrix
 from muster.spec.owners import OwnedMatrix, deal, sent_numel
@@ -79,7 +79,7 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
     sent, tp = Counter[str](), plan.mesh(stage).tp
     if tp == 1:
         return sent
-    count = plan.micro_batches_of(stage, workload)
+    count = plan.micro_batches_of(stage, workload, data_index(plan, at))
     positions = plan.rows(stage) * workload.seq_len
     hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
     layers = plan.layers(stage, spec.num_layers)
@@ -118,7 +118,7 @@ def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
     ranks = plan.mesh(stage).dp_shard
     if ranks == 1:
         return Counter()
-    passes = plan.micro_batches_of(stage, workload)
+    passes = plan.micro_batches_of(stage, workload, data_index(plan, at))
 
     def gathers(name: str) -> int:
         in_layer = name.startswith("layers.")
@@ -140,7 +140,7 @@ def replicate_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage:
 def _reduced_numel(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: Coordinates) -> int:
     if _zero(spec, plan, stage) == "z1":
         return _padded_numel(spec, plan, stage, at, lambda _: 1)
-    times = plan.micro_batches_of(stage, workload)
+    times = plan.micro_batches_of(stage, workload, data_index(plan, at))
     twice = plan.spread_vocab and spec.tied_embeddings  # after T, and after EW
     return _padded_numel(spec, plan, stage, at, lambda name: 2 * times if twice and name in WORDS else times)
 
@@ -167,7 +167,9 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
     """What one stage sends to neighbours on other ranks: hidden states forward, their gradients backward, and the
     gradient of a tied embedding; with two replicas also all gradients."""
     sent, rank = Counter[str](), rank_at(plan, at)
-    hidden = plan.micro_batches_of(stage, workload) * spec.hidden_size * compute_bytes(plan.precision)
+    hidden = (
+        plan.micro_batches_of(stage, workload, data_index(plan, at)) * spec.hidden_size * compute_bytes(plan.precision)
+    )
     for kind, other, is_end in (("SF", stage + 1, plan.is_last), ("SB", stage - 1, plan.is_first)):
         if not is_end(stage):
             positions = _numel_from(rank, stage_messages(spec, plan, workload.seq_len, stage, other))
@@ -175,7 +177,7 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
     if (other := plan.tied_stage(stage)) is not None and spec.tied_embeddings and not plan.spread_vocab:
         sent["TIE"] = _numel_from(rank, tied_messages(spec, plan, stage, other)) * wide_bytes(plan.precision)
     if has_words(plan, stage):
-        positions = plan.rows(stage) * workload.seq_len * plan.num_micro_batches(workload)
+        positions = plan.rows(stage) * workload.seq_len * plan.num_micro_batches(workload, data_index(plan, at))
         vectors = plan.rows(stage) * workload.seq_len * hidden
         sent["EC"] = vectors
         sent["SC"] = 2 * vectors + 3 * positions * wide_bytes(plan.precision)
@@ -193,7 +195,7 @@ def _numel_from(rank: int, messages: Iterable[Message]) -> int:
 
 def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: Coordinates) -> Counter[str]:
     """What goes to the host's memory and comes back, by kind: whole micro-batches, as the Program says."""
-    lane = program_of(plan, spec, workload).ranks[at.pp].get("copy", ())
+    lane = program_of(plan, spec, workload, data=data_index(plan, at)).ranks[at.pp].get("copy", ())
     moved = {stage: offloaded_bytes(spec, plan, workload, stage) for stage in stages_of(plan, at.pp)}
     sent = Counter[str]()
     for item in lane:

@@ -12,14 +12,16 @@ from muster.spec.plan import Plan
 def read_share(read: Callable[[int, int], Batch], plan: Plan, at: Coordinates, first: int, count: int) -> Batch:
     """What the rank at `at` computes of the `count` global samples from `first` on, one micro-batch after the other.
 
-    The data-parallel ranks of the first stage each take consecutive samples, and every stage works on the same
-    micro-batches. So ranks of a stage with fewer data-parallel ranks read the samples of several, those of one with
-    more a part of one's. `read` gives samples by their first number and their count.
+    The data-parallel ranks of the first stage each take consecutive samples (`Plan.samples_of`), and every stage works
+    on the same micro-batches. So ranks of a stage with fewer data-parallel ranks read the samples of several, those of
+    one with more a part of one's. `read` gives samples by their first number and their count.
     """
     size, rows = plan.micro_batch_size, plan.rows(at.pp)
-    share, start = count // plan.mesh(0).data_ranks, data_index(plan, at) * rows
+    start = data_index(plan, at) * rows
     begin, end = start // size, -(-(start + rows) // size)  # the ranks of the first stage that work on the same samples
-    batch = read(first + begin * share, (end - begin) * share)
+    samples = plan.samples_of(begin, count)
+    share = len(samples)  # of each of these, which are several only where all have as many
+    batch = read(first + samples.start, (end - begin) * share)
 
     def cut(array_BS: np.ndarray) -> np.ndarray:
         shape = (end - begin, share // size, size, array_BS.shape[1])
@@ -36,10 +38,10 @@ def samples_of_rows(plan: Plan, at: Coordinates, micro_batch: int, count: int) -
     """What `read_share` gives the rank at `at` for one micro-batch of a step of `count` samples, in runs of consecutive
     samples: (rows of the micro-batch, the step's sample in the first of them)."""
     size, rows = plan.micro_batch_size, plan.rows(at.pp)
-    share, start = count // plan.mesh(0).data_ranks, data_index(plan, at) * rows
+    start = data_index(plan, at) * rows
     row = 0
     while row < rows:
         rank, within = divmod(start + row, size)  # of the first stage, and in its rows
         end = min(row + size - within, rows)
-        yield slice(row, end), rank * share + micro_batch * size + within
+        yield slice(row, end), plan.samples_of(rank, count).start + micro_batch * size + within
         row = end

@@ -48,6 +48,7 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
         ("ranks", _degrees(plan)),
         *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model.num_layers))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
+        *([("shares", _shares(plan, n_micro_batches))] if plan.data_shares else []),
         ("storage", _storage(plan, model.num_layers)),
         (
             "step",
@@ -62,6 +63,13 @@ def _degrees(plan: Plan) -> str:
         return f"{plan.world_size}, unequal stages"
     degrees = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
+
+
+def _shares(plan: Plan, most: int) -> str:
+    """The micro-batches of all data-parallel ranks, in runs that have as many."""
+    ranks, part = plan.mesh(0).data_ranks, most // max(plan.data_shares)
+    width = ranks // len(plan.data_shares)
+    return f"micro-batches of {width} data-parallel ranks each: {', '.join(str(part * n) for n in plan.data_shares)}"
 
 
 def _stages(plan: Plan, num_layers: int) -> list[str]:

@@ -39,12 +39,17 @@ def schedule_of(plan: Plan, num_micro_batches: int) -> Schedule:
     return make_schedule(plan.schedule, Setting(plan.pp, num_micro_batches, plan.vpp, replicas=plan.replicas))
 
 
-def program_of(plan: Plan, model: ModelSpec, workload: Workload, train: bool = True) -> Program:
+def program_of(
+    plan: Plan, model: ModelSpec, workload: Workload, train: bool = True, data: int | None = None
+) -> Program:
     """The Program of one optimizer step; with `train` false, of the forwards alone over as many micro-batches.
+
+    Under unequal `data_shares` each data-parallel rank has a Program of its own length: `data` says which, None the
+    longest. All have the same collectives in the same order.
 
     Raises InfeasibleError when the batch or the schedule doesn't fit the plan, and as `schedule_of`.
     """
-    num_micro_batches = plan.num_micro_batches(workload)
+    num_micro_batches = plan.num_micro_batches(workload, data)
     schedule = schedule_of(plan, num_micro_batches)
     if not train:
         schedule = forward_only(schedule.placement[: schedule.depth], num_micro_batches)

@@ -76,6 +76,10 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
         lambda plan: plan.post_validation and plan.spread_vocab,
     ),
     (
+        "post_validation with data_shares (it has not been held to one process)",
+        lambda plan: plan.post_validation and bool(plan.data_shares),
+    ),
+    (
         "selective recompute with compile (the compiler chooses itself what is cheap to make again)",
         lambda plan: plan.compile and any(s.recompute == "selective" for s in strategies_of(plan)),
     ),
@@ -104,6 +108,7 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
         _chunks(plan),
         _order(plan, workload),
         _unequal(plan),
+        _shares(plan),
         _cuts(plan, model, workload),
     )
     return [problem for check in checks for problem in check]
@@ -234,6 +239,24 @@ def _unequal(plan: Plan) -> Iterator[str]:
                 f" micro-batch of {counted(sequences, 'sequence')} (data-parallel ranks of stage 0"
                 f" {plan.mesh(0).data_ranks} × micro_batch_size {plan.micro_batch_size})"
             )
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    """Data-parallel ranks that run unequal numbers of micro-batches."""
+    shares, ranks = plan.data_shares, plan.mesh(0).data_ranks
+    if not shares:
+        return
+    if ranks % len(shares):
+        yield f"data_shares has {len(shares)} numbers, which don't divide {counted(ranks, 'data-parallel rank')}"
+    if not plan.is_uniform:
+        yield "data_shares need all stages on equal meshes: each rank's micro-batches stay on its own pipeline"
+    if plan.default_strategy.zero != "z1":
+        yield (
+            f"data_shares need z1: {plan.default_strategy.zero} reduces in every backward, and ranks with other numbers"
+            " of backwards would not meet"
+        )
+    if plan.schedule_entry.searched:
+        yield f"data_shares want an order for each number of micro-batches, but schedule {plan.schedule} finds one"
 
 
 def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:

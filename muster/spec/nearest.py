@@ -130,7 +130,7 @@ def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
 def _with_degrees(plan: Plan, **degrees: int) -> Plan:
     """The plan with these degrees and 1 for all others, and no word about single stages."""
     ones = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp"), 1)
-    return plan.model_copy(update={**ones, **degrees, "stages": ()})
+    return plan.model_copy(update={**ones, **degrees, "stages": (), "data_shares": ()})
 
 
 def _distance(asked: Plan, candidate: Plan) -> float:

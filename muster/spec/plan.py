@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from math import gcd
 from typing import Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -122,6 +124,9 @@ class Plan(Frozen):
     many as there are pipeline ranks, which is what 1f1b keeps."""
     micro_batch_size: PositiveInt = 1
     """Sequences of a micro-batch on each data-parallel rank of the first stage; see `rows`."""
+    data_shares: tuple[PositiveInt, ...] = ()
+    """For data-parallel ranks on devices of unequal speed: how many micro-batches each runs in a step, in proportion.
+    Fewer numbers than ranks stand for as many neighbours each; empty: all ranks run as many."""
     default_strategy: Strategy = Strategy()
     overrides: tuple[LayerRun, ...] = ()
     stages: tuple[StageSpec, ...] = ()
@@ -155,6 +160,11 @@ class Plan(Frozen):
         if sorted(order) != sorted(AXES):
             raise ValueError(f"axis_order must name each of {', '.join(AXES)} once, got {', '.join(order)}")
         return order
+
+    @field_validator("data_shares")
+    @classmethod
+    def _check_data_shares(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
+        return shortest_shares(shares)
 
     @field_validator("schedule")
     @classmethod
@@ -261,29 +271,56 @@ class Plan(Frozen):
         """The layers of one stage whose activations may wait in the host's memory."""
         return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
 
-    def num_micro_batches(self, workload: Workload) -> int:
-        """Micro-batches that each data-parallel rank runs in one step.
+    def num_micro_batches(self, workload: Workload, data: int | None = None) -> int:
+        """Micro-batches that a data-parallel rank of the first stage runs in one step. Where `data_shares` are unequal,
+        `data` says which one (`spec.mesh.data_index`); None: the one that runs most.
 
         Raises InfeasibleError when the global batch can't be cut so.
         """
-        per_micro_batch = self.mesh(0).data_ranks * self.micro_batch_size
+        ranks, shares = self.mesh(0).data_ranks, self.data_shares or (1,)
+        parts = max(1, ranks // len(shares)) * sum(shares)
+        per_micro_batch = parts * self.micro_batch_size
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
         if rest or not count:
+            cut = f"parts of data_shares {parts}" if self.data_shares else f"data-parallel ranks {ranks}"
             raise InfeasibleError(
                 f"global_batch_size {workload.global_batch_size} is not a multiple of {per_micro_batch}"
-                f" (data-parallel ranks {self.mesh(0).data_ranks} × micro_batch_size {self.micro_batch_size})"
+                f" ({cut} × micro_batch_size {self.micro_batch_size})"
             )
-        return count
+        if not self.data_shares:
+            return count
+        return count * (max(shares) if data is None else shares[data * len(shares) // ranks])
 
-    def micro_batches_of(self, stage: int, workload: Workload) -> int:
-        """Micro-batches that run through one stage in one step: each replica has half of them, the first the larger."""
-        return split_evenly(self.num_micro_batches(workload), self.replicas)[stage // self.depth]
+    def samples_of(self, data: int, count: int) -> range:
+        """Which of a step's `count` samples a data-parallel rank of the first stage reads: consecutive ones, in the
+        order of the ranks, so that the step's samples are the same under any plan."""
+        shares = self.data_shares or (1,)
+        block = self.mesh(0).data_ranks // len(shares)
+        whole, within = divmod(data, block)
+        part = count // (block * sum(shares))
+        own = part * shares[min(whole, len(shares) - 1)]
+        start = part * block * sum(shares[:whole]) + within * own
+        return range(start, start + own)
+
+    def micro_batches_of(self, stage: int, workload: Workload, data: int | None = None) -> int:
+        """Micro-batches that run through one stage in one step: each replica has half of them, the first the larger.
+        `data` as in `num_micro_batches`."""
+        return split_evenly(self.num_micro_batches(workload, data), self.replicas)[stage // self.depth]
 
     @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that differ when any field does."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def shortest_shares(shares: Sequence[int]) -> tuple[int, ...]:
+    """The one way to write the shares of data-parallel ranks: smallest numbers, one for as many neighbours as can be;
+    nothing where all are equal."""
+    if len(set(shares)) < 2:
+        return ()
+    common, run = gcd(*shares), gcd(*(len(list(alike)) for _, alike in groupby(shares)))
+    return tuple(share // common for share in shares[::run])
 
 
 @lru_cache(maxsize=4096)

@@ -44,6 +44,11 @@ _WORDS = (
     _degree("ep", "ep"),
     _degree("etp", "etp"),
     _degree("micro_batch_size", "mb"),
+    _Word(
+        "shareA.B",
+        r"share(\d{1,9}(?:\.\d{1,9})*)",
+        lambda text: {"data_shares": tuple(map(int, text.split(".")))},
+    ),
     _Word("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
     _Word(
         ", ".join("s" + word for word in _SCHEDULE_BY_WORD),
@@ -94,6 +99,7 @@ def _words(plan: Plan) -> list[str]:
     }
     rest = {
         f"mb{plan.micro_batch_size}": True,
+        "share" + ".".join(map(str, plan.data_shares)): bool(plan.data_shares),
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
         f"keep{plan.activation_limit or 0:g}": plan.activation_limit is not None,
@@ -148,7 +154,7 @@ def _parse_word(token: str, text: str) -> dict[str, Any]:
     for word in _WORDS:
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             said = word.fields(*match.groups())
-            if 0 in said.values():
+            if 0 in said.values() or 0 in said.get("data_shares", ()):
                 raise ConfigError(f"plan name '{text}': '{token}' says 0, but degrees and sizes begin at 1")
             return said
     if re.search(r"\d{10}", token, re.ASCII):

@@ -11,6 +11,7 @@ from muster.model.documents import Documents
 from muster.parallel.feed import Feed
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
+from muster.spec.mesh import data_index
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.train.ahead import Ahead, Share
@@ -23,7 +24,7 @@ class Feeder:
         self, config: RunConfig, plan: Plan, world: World, dataset: Samples, stages: Mapping[int, DecoderStage]
     ) -> None:
         self.config, self.plan, self.world, self.dataset, self.stages = config, plan, world, dataset, stages
-        self.micro_batches = plan.num_micro_batches(config.workload)
+        self.micro_batches = plan.num_micro_batches(config.workload, data_index(plan, world.at))
         self.reads = config.data.packing != "concatenate" or plan.spread_vocab
         """Whether any stage of this rank needs data."""
         self.reads |= any(stage.is_first or stage.is_last for stage in stages.values())

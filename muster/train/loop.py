@@ -16,6 +16,7 @@ from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
 from muster.data.dataset import Samples, StreamHash, sample_digest
 from muster.parallel.world import World, open_world
+from muster.schedule.build import program_of
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.load import plan_text
@@ -70,7 +71,8 @@ class Run:
             self.plan = self.trainer.plan
             if self.is_main:
                 replace_text(self.run_dir / "plan.yaml", plan_text(self.plan))
-        predicted = simulate(self.trainer.program, profile.times)
+        # Of the ranks with most micro-batches, for which the others wait.
+        predicted = simulate(program_of(self.plan, self.config.model, self.config.workload), profile.times)
         self._resume()
         self.saves.prepare()
         first_step = self.trainer.step_count + 1

@@ -25,7 +25,7 @@ from muster.schedule.check import check
 from muster.schedule.program import Program, has_split_backward
 from muster.simulate.timeline import Event
 from muster.spec.layout import TensorLayout, stages_of
-from muster.spec.mesh import rank_at
+from muster.spec.mesh import data_index, rank_at
 from muster.spec.plan import Order, Plan
 from muster.spec.run import RunConfig
 from muster.train.feeding import Feeder
@@ -66,7 +66,7 @@ class Trainer:
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._make_executors()
         self.feeder = Feeder(config, plan, world, dataset, self.stages)
-        evaluation = program_of(plan, config.model, workload, train=False)
+        evaluation = program_of(plan, config.model, workload, train=False, data=data_index(plan, world.at))
         self.held_out = HeldOut(self.feeder, lambda tells: self._make_executor(evaluation, self.handlers, tells))
         self._make_optimizer()
         self.skips = Skips(config.train)
@@ -81,9 +81,14 @@ class Trainer:
         self.rounds: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_ROUNDS)
 
     def _read_plan(self) -> None:
-        self.program = program_of(self.plan, self.config.model, self.config.workload)
+        self.program = self._program_of(self.plan)
         report, at = check(self.program), self.world.at.pp
         self.peak_by_stage, self.peak_words = report.peak_by_stage[at], report.peak_words[at]
+
+    def _program_of(self, plan: Plan) -> Program:
+        """With as many micro-batches as this rank's share of the data has."""
+        data = data_index(plan, self.world.at)
+        return program_of(plan, self.config.model, self.config.workload, data=data)
 
     def take_order(self, order: Order) -> None:
         """Goes on in another order of the plan's schedule, which has the stages where they are."""
@@ -94,7 +99,7 @@ class Trainer:
     def _make_executors(self) -> None:
         """The one that waits for all ranks before a step, and what goes ahead of that where the plan says so."""
         waiting = self.plan.model_copy(update={"post_validation": False})
-        program = program_of(waiting, self.config.model, self.config.workload)
+        program = self._program_of(waiting)
         self._executor = self._make_executor(program, self.handlers)
         self.ahead: PostValidation | None = None
         if self.plan.post_validation:
