@@ -77,7 +77,7 @@ class Measured:
 def measure(case: Case, run_dir: Path, cache: Path) -> Measured:
     """Trains."""
     flags = [*_overrides(case), ("train.steps", str(case.steps)), ("train.sample_tokens", "0")]
-    flags += [("train.eval_batches", "0"), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
+    flags += [("eval.batches", "0"), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
     command = [sys.executable, "-m", "muster", "train", "--preset", "demo", "--run", str(run_dir)]
     command += [word for key, value in flags for word in (f"--{key}", value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -37,7 +37,7 @@ SETTINGS = [
     ("model.num_layers", "8"),
     ("train.seq_len", "32"),
     ("train.global_batch_size", "16"),
-    ("train.eval_batches", "0"),
+    ("eval.batches", "0"),
     ("train.sample_tokens", "0"),
     ("train.log_every", "1"),
 ]

@@ -17,7 +17,7 @@ from muster.spec.errors import MusterError
 from muster.spec.nearest import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import RunConfig
+from muster.spec.run import EvalConfig, RunConfig
 from muster.train.loop import Run
 from muster.train.post_validation import PostValidation
 from muster.train.trainer import Trainer
@@ -122,10 +122,11 @@ def _run(kind: type[Run], config: RunConfig, plan: Plan, world: Any, data: Any, 
 
 def _config(steps: int, tied: bool = False, layers: int = 4, optim: str = "adamw", **train: Any) -> RunConfig:
     config = small_run(tied, steps, layers, optim=optim)
-    quick = {"eval_batches": 0, "sample_tokens": 0, **train}
+    quick = {"sample_tokens": 0, **train}
     return config.model_copy(
         update={
             "train": config.train.model_copy(update=quick),
+            "eval": EvalConfig(batches=0),
             "optim": config.optim.model_copy(update={"clip_norm": 50.0}),
         }
     )

@@ -60,7 +60,7 @@ def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 
     data = ReportData(
         title="demo",
         plan_name="dp2-pp2-mb4-fp32",
-        facts=RunFacts(4_980_000, pp * copies, 8192 * steps, "CPU", 0, "2026-01-02 03:04 UTC", None, "0.1.0"),
+        facts=RunFacts(4_980_000, pp * copies, 8192 * steps, "CPU", 0, "2026-01-02 03:04 UTC", None, "0.1.0", 1.25),
         metrics=metrics(steps),
         predicted=Timeline("predicted", pp, pipeline(pp, micro_batches)),
         measured=Timeline("measured", pp * copies, pipeline(pp, micro_batches, copies, slower=1.1)),

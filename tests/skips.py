@@ -12,7 +12,7 @@ from muster.schedule.action import Action
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import RunConfig
+from muster.spec.run import EvalConfig, RunConfig
 from muster.train.loop import Run
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
@@ -85,9 +85,11 @@ def _stop(run: Run, step: int) -> None:
 
 def _config(train: dict[str, Any]) -> RunConfig:
     config = small_run(steps=12, layers=2)
-    quick = {"eval_batches": 0, "sample_tokens": 0, **train}
+    quick = {"sample_tokens": 0, **train}
     data = config.data.model_copy(update={"hash_samples": True})
-    return config.model_copy(update={"train": config.train.model_copy(update=quick), "data": data})
+    return config.model_copy(
+        update={"train": config.train.model_copy(update=quick), "eval": EvalConfig(batches=0), "data": data}
+    )
 
 
 def _data(config: RunConfig, folder: str) -> Dataset:

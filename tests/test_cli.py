@@ -104,7 +104,7 @@ def test_where_torch_is_needed_and_missing_the_sentence_says_so(tmp_path, argume
         ("train --preset tiny --nproc two", 2, "expected a whole number >= 1, got 'two'"),
         ("train --preset tiny --train.steps", 2, "--train.steps: a value is missing"),
         ("train --preset tiny --train.steps --fresh", 2, "--train.steps: a value is missing"),
-        ("train --preset tiny --train.steps=", 2, "train.steps: expected a whole number >= 1, got ''"),
+        ("train --preset tiny --train.steps=", 2, "train.steps: expected a whole number >= 1 or null, got ''"),
         ("train --preset tiny --train.stepz 5", 2, "train.stepz: unknown key; did you mean 'steps'?"),
         ("train --preset tiny --seed x", 2, "seed: expected a whole number >= 0, got 'x' (from command line)"),
         ("train --preset tiny --model llama", 2, "there is no model 'llama'"),

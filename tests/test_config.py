@@ -12,7 +12,7 @@ from muster.planner.auto import resolve_plan
 from muster.spec.cluster import ClusterSpec, single_device
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import config_text, load_plan, load_run, plan_text, write_resolved
+from muster.spec.load import config_text, load_plan, load_run, plan_text, with_steps, write_resolved
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerRun, Plan, StageSpec, Strategy
 from muster.spec.plan_name import format_plan_name
@@ -206,15 +206,15 @@ def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([("train.steps", "abc")], "train.steps: expected a whole number >= 1, got 'abc' (from command line)"),
-        ([("train.steps", "1.5")], "train.steps: expected a whole number >= 1, got 1.5 (from command line)"),
+        ([("train.steps", "abc")], "train.steps: expected a whole number >= 1 or null, got 'abc' (from command line)"),
+        ([("train.steps", "1.5")], "train.steps: expected a whole number >= 1 or null, got 1.5 (from command line)"),
         ([("train.save_every", "-1")], "train.save_every: expected a whole number >= 0, got -1 (from command line)"),
         ([("train.stepz", "1")], "train.stepz: unknown key; did you mean 'steps'? (from command line)"),
         ([("steps", "1")], "steps: unknown key; did you mean 'train.steps'? (from command line)"),
         ([("trian.steps", "1")], "trian: unknown key; did you mean 'train'? (from command line)"),
         (
             [("train.steps.more", "1")],
-            "train.steps: expected a whole number >= 1, got {'more': '1'} (from command line)",
+            "train.steps: expected a whole number >= 1 or null, got {'more': '1'} (from command line)",
         ),
         ([("optim.lr", "0")], "optim.lr: expected a number > 0, got 0.0 (from command line)"),
         ([("optim.lr", "nan")], "optim.lr: expected a number > 0, got nan (from command line)"),
@@ -225,7 +225,7 @@ def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
         ),
         ([("data.bad_rows", "skipp")], "data.bad_rows: expected one of stop, skip, got 'skipp'; did you mean 'skip'?"),
         ([("train.deterministic", "maybe")], "train.deterministic: expected true or false, got 'maybe'"),
-        ([("train", "5")], "train: expected a mapping with at least steps, seq_len, global_batch_size, got '5'"),
+        ([("train", "5")], "train: expected a mapping with at least seq_len, global_batch_size, got '5'"),
         ([("seed", "x")], "seed: expected a whole number >= 0, got 'x' (from command line)"),
         ([("version", "2")], "version: expected 1, got 2 (from command line)"),
         ([("model", "llama3-8")], "there is no model 'llama3-8'; did you mean 'llama3-8b'?"),
@@ -416,6 +416,50 @@ def test_tokens_stand_for_steps_and_the_later_layer_wins(tmp_path):
     assert load_run(None, tmp_path / "b.yaml", [("train.tokens", "512")]).config.train.steps == 1
     with pytest.raises(ConfigError, match="how many steps that is follows from train.global_batch_size"):
         load_run(None, None, [("model", "tiny"), ("train.tokens", "512"), ("train.seq_len", "64")])
+
+
+def test_epochs_stand_for_steps_when_the_data_are_there():
+    resolved = load_run("tiny", None, [("train.epochs", "1.5"), ("train.global_batch_size", "8")])
+    assert (resolved.config.train.steps, resolved.config.train.epochs) == (None, 1.5)
+    with pytest.raises(ValueError, match="when the data are there"):
+        _ = resolved.config.train.num_steps
+    known = with_steps(resolved, 100)
+    assert known.config.train.num_steps == 19  # 150 samples: the last step reaches into the next epoch
+    assert known.origins["train.steps"] == "train.epochs 1.5 of 100 samples, 8 in each step"
+    assert with_steps(load_run("tiny", None, [("train.epochs", "0.1"), ("train.global_batch_size", "7")]), 70).config
+    assert with_steps(known, 100).config == known.config
+    assert load_run("tiny", None, [("train.steps", "3")]).config.train.epochs is None
+    with pytest.raises(
+        ConfigError, match=r"train.steps 19 and train.epochs 1.5 \(15 steps\) are given, expected one of"
+    ):
+        with_steps(known, 80)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([("train.epochs", "0")], "train.epochs: expected a number > 0 or null, got 0.0 (from command line)"),
+        ([("train.epochs", "2"), ("train.tokens", "512")],
+         "train.tokens 512 and train.epochs 2.0 are given, expected one of them"),
+        ([("train.steps", "2"), ("train.tokens", "5120"), ("train.global_batch_size", "8")],
+         "train.steps 2 and train.tokens 5120 (10 steps) are given, expected one of them"),
+    ],
+)  # fmt: skip
+def test_a_run_has_one_length(overrides, sentence):
+    assert refusal(*overrides) == sentence
+
+
+def test_a_length_in_epochs_derives_nothing():
+    with pytest.raises(ConfigError, match=r"train\.epochs: train\.global_batch_size and optim\.lr can't be derived"):
+        load_run(None, None, [("model", "tiny"), ("train.epochs", "2"), ("train.seq_len", "64")])
+
+
+def test_keys_that_had_other_names_are_read_with_a_word(tmp_path, capsys):
+    file = write(tmp_path, "old.yaml", "extends: tiny\ntrain:\n  eval_every: 7\n  eval_batches: 3\n")
+    config = load_run(None, file, []).config
+    assert (config.eval.every, config.eval.batches) == (7, 3)
+    said = capsys.readouterr().err
+    assert f"train.eval_every (from {file}:3) is eval.every now: read as that" in said
 
 
 def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):

@@ -99,7 +99,7 @@ def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: P
 @pytest.mark.timeout(200)
 def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     place = (tmp_path / "there").as_uri()
-    command = ["--preset", "tiny", "--train.eval_batches", "0", "--train.sample_tokens", "0", "--parallel", "dp2-mb12"]
+    command = ["--preset", "tiny", "--eval.batches", "0", "--train.sample_tokens", "0", "--parallel", "dp2-mb12"]
     command += ["--train.mirror", place, "--data.cache", tmp_path / "data", *AT_ONCE]
     first = train(*command, "--run", tmp_path / "one", "--train.steps", "2", "--train.save_every", "1")
     assert first.code == 0, first.err

@@ -215,6 +215,7 @@ def test_each_source_is_gone_through_without_a_gap_over_all_stages(first, count,
     source, index = order.locate(0, first + count)
     for one in (0, 1):
         assert sorted(index[source == one].tolist()) == list(range(int((source == one).sum())))
+    assert order.taken(first + count).tolist() == np.bincount(source, minlength=2).tolist()
     again = order.locate(first, count)
     assert np.array_equal(again[0], source[first:])
     assert np.array_equal(again[1], index[first:])
@@ -266,14 +267,14 @@ def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
 # --- runs ---
 
 
-def run_file(folder: Path, stores: dict[str, TokenStore], **train: object) -> Path:
+def run_file(folder: Path, stores: dict[str, TokenStore], eval: dict | None = None, **train: object) -> Path:
     """A mixture of documents that changes its weights after 16 samples."""
     mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
     changes = [{"from_sample": 16, "weights": {"pairs": 1, "long": 1}}]
     data = {"mix": mix, "packing": "documents", "changes": changes, "held_out": 0.2, "hash_samples": True}
     train = {"seq_len": 64, "global_batch_size": 8, "steps": 3, "sample_tokens": 0, **train}
     (folder / "run.yaml").write_text(
-        json.dumps({"extends": "tiny", "model": {"num_layers": 2}, "data": data, "train": train})
+        json.dumps({"extends": "tiny", "model": {"num_layers": 2}, "data": data, "train": train, "eval": eval or {}})
     )
     return folder / "run.yaml"
 
@@ -286,7 +287,7 @@ def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys
 
 
 def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsys):
-    file, run = run_file(tmp_path, stores, eval_every=2, eval_batches=1, global_batch_size=4), tmp_path / "run"
+    file, run = run_file(tmp_path, stores, eval={"every": 2, "batches": 1}, global_batch_size=4), tmp_path / "run"
     ended = train(file, "--run", run, "--parallel", "dp1-mb4")
     assert ended.code == 0, ended.err
     assert "waiting for data: " in ended.out
@@ -306,7 +307,7 @@ def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsy
 
 @pytest.mark.soak
 def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_with_other_batches(stores, tmp_path):
-    file = run_file(tmp_path, stores, steps=24, save_every=2, eval_batches=0)
+    file = run_file(tmp_path, stores, steps=24, save_every=2, eval={"batches": 0})
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(file, "--run", whole, *AT_ONCE).code == 0
     stopped = train(file, "--run", broken, "--train.max_minutes", "0.0001", *AT_ONCE)

@@ -18,7 +18,7 @@ LIMIT_S = 180.0
 """How long a command may take at most, on a machine with much else to do."""
 AT_ONCE = ("--train.async_save", "false")
 """A step that is fast may find the last save under way, and then saves later: with this, each saves where it should."""
-QUICK = ("--train.eval_batches", "1", "--train.sample_tokens", "0")
+QUICK = ("--eval.batches", "1", "--train.sample_tokens", "0")
 
 
 @dataclass(frozen=True)

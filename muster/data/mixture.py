@@ -36,10 +36,7 @@ class MixtureOrder:
         """Samples of each source before each stage."""
         self._block = lru_cache(maxsize=8)(self._make_block)
         for stage, length in enumerate(np.diff(self._firsts).tolist()):
-            blocks, rest = divmod(length, BLOCK)
-            source = self._block(stage, blocks)[0][:rest]
-            taken = blocks * self._quotas[stage] + np.bincount(source, minlength=len(self._quotas[stage]))
-            self._before.append(self._before[-1] + taken)
+            self._before.append(self._before[-1] + self._of_stage(stage, length))
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Source and index within it of samples `first` … `first + count − 1`, int64 [count] each."""
@@ -55,6 +52,17 @@ class MixtureOrder:
             indices.append((self._before[stage] + block * self._quotas[stage])[source] + ordinal)
             first, count = first + end - begin, count - (end - begin)
         return np.concatenate(sources), np.concatenate(indices)
+
+    def taken(self, count: int) -> np.ndarray:
+        """How many of the first `count` samples come from each source."""
+        stage = int(np.searchsorted(self._firsts, count, side="right")) - 1
+        return self._before[stage] + self._of_stage(stage, count - int(self._firsts[stage]))
+
+    def _of_stage(self, stage: int, length: int) -> np.ndarray:
+        """The same of the first `length` samples of a stage."""
+        blocks, rest = divmod(length, BLOCK)
+        source = self._block(stage, blocks)[0][:rest]
+        return blocks * self._quotas[stage] + np.bincount(source, minlength=len(self._quotas[stage]))
 
     def _make_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample of a block, and how many of the block come from it before."""

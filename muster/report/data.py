@@ -32,6 +32,8 @@ class RunFacts:
     started: str | None = None
     finished: str | None = None
     muster_version: str | None = None
+    num_epochs: float | None = None
+    """How often the training samples were gone through."""
 
 
 @dataclass(frozen=True, slots=True)

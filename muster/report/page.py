@@ -162,6 +162,7 @@ def _facts(data: ReportData) -> Html:
             "parameters": None if facts.num_parameters is None else format_count(facts.num_parameters),
             "ranks": None if facts.num_ranks is None else str(facts.num_ranks),
             "tokens trained on": None if facts.num_tokens is None else format_count(facts.num_tokens),
+            "epochs": None if facts.num_epochs is None else f"{facts.num_epochs:.3g}",
             "device": facts.device,
             "seed": None if facts.seed is None else str(facts.seed),
             "started": facts.started,

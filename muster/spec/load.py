@@ -1,7 +1,8 @@
 """Loads a run's configuration from preset, files and command line, and writes what came of it."""
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from muster.catalog import names
 from muster.spec.errors import ConfigError
 from muster.spec.explain import Shape, config_error
 from muster.spec.layers import Layer, catalog_layer, file_layer, flatten, is_path, unflatten
+from muster.spec.length import steps_of_epochs, steps_said
 from muster.spec.named_model import model_layer
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
@@ -70,6 +72,15 @@ def load_run(preset: str | None, file: Path | None, overrides: list[tuple[str, s
     return Resolved(config, merged.origins, merged.auto)
 
 
+def with_steps(resolved: Resolved, num_samples: int) -> Resolved:
+    """The same with the steps that `train.epochs` stands for, of data with so many training samples."""
+    config, train = resolved.config, resolved.config.train
+    assert train.epochs is not None
+    steps, origin = steps_of_epochs(train.epochs, num_samples, train.global_batch_size, train.steps)
+    config = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    return replace(resolved, config=config, origins={**resolved.origins, "train.steps": origin})
+
+
 def derived_lines(resolved: Resolved) -> list[str]:
     """One line for people for each value that was left out and comes from the Step Law."""
     sections = resolved.config.model_dump()
@@ -123,26 +134,23 @@ def write_resolved(resolved: Resolved, plan: Plan, run_dir: Path) -> None:
 
 
 _INSTEAD = {
-    "train.steps": ("train.tokens",),
-    "train.tokens": ("train.steps",),
+    "train.steps": ("train.tokens", "train.epochs"),
+    "train.tokens": ("train.steps", "train.epochs"),
+    "train.epochs": ("train.steps", "train.tokens"),
     "data.mix": ("data.source",),
     "data.source": ("data.mix", "data.changes"),
 }
 """Keys that stand in the place of others from lower layers."""
 
 
+_RENAMED = {"train.eval_every": "eval.every", "train.eval_batches": "eval.batches"}
+"""Keys that had other names: a file that has them is read, with a word."""
+
+
 def _put_steps(merged: "_Merged") -> None:
     """The steps that train.tokens stands for, where they are not given."""
-    tokens, batch, seq_len = (merged.values.get(f"train.{key}") for key in ("tokens", "global_batch_size", "seq_len"))
-    if tokens is None or "train.steps" in merged.values:
-        return
-    if not (isinstance(batch, int) and isinstance(seq_len, int) and isinstance(tokens, int) and batch * seq_len > 0):
-        raise ConfigError(
-            "train.tokens: how many steps that is follows from train.global_batch_size and train.seq_len; give both, or"
-            " train.steps"
-        )
-    merged.values["train.steps"] = -(-tokens // (batch * seq_len))
-    merged.origins["train.steps"] = f"train.tokens {tokens} / ({batch} sequences of {seq_len} tokens)"
+    if (found := steps_said(merged.values)) is not None and "train.steps" not in merged.values:
+        merged.values["train.steps"], merged.origins["train.steps"] = found
 
 
 class _Merged:
@@ -154,7 +162,9 @@ class _Merged:
         self.auto = True
 
     def add(self, layer: Layer) -> None:
-        said = {path: value for path, value in layer.values.items() if path != "extends"}
+        said = {_RENAMED.get(path, path): value for path, value in layer.values.items() if path != "extends"}
+        for path in layer.values.keys() & _RENAMED.keys():
+            print(f"{path} (from {layer.origin(path)}) is {_RENAMED[path]} now: read as that", file=sys.stderr)
         for key in ("model", "model.preset"):
             if isinstance(name := said.get(key), str):
                 del said[key]

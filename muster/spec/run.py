@@ -97,9 +97,13 @@ class DataConfig(Frozen):
 class TrainConfig(Frozen):
     """How long, how much at once, and what is kept."""
 
-    steps: PositiveInt
+    steps: PositiveInt | None = None
+    """None: as many as `epochs` comes to, which is known when the data are there."""
     tokens: PositiveInt | None = None
     """Instead of steps: as many as it takes to train on so many tokens."""
+    epochs: Positive | None = None
+    """Instead of steps: as many as it takes to go through the training samples so often; 0.5 is half of them. An epoch
+    of a mixture is as many samples as all its sources have together."""
     seq_len: PositiveInt
     """Tokens per sequence."""
     global_batch_size: PositiveInt
@@ -121,10 +125,6 @@ class TrainConfig(Frozen):
     that has none, or older ones, gets the newest from there."""
     async_save: bool = True
     """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
-    eval_batches: NonNegativeInt = 8
-    """Global batches of held-out windows that the validation loss is taken over; 0: none."""
-    eval_every: NonNegativeInt = 0
-    """Steps between validation losses; 0: only at the end."""
     max_minutes: Positive | None = None
     """After so long the run saves and stops, as if asked to; the same command goes on."""
     sample_tokens: NonNegativeInt = 200
@@ -144,6 +144,28 @@ class TrainConfig(Frozen):
     z_loss: NonNegative = 0.0
     """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.
     PaLM used 1e-4."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps: missing, expected a whole number >= 1; or say how long with tokens or epochs")
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run. Raises ValueError where it isn't known yet how many `epochs` comes to."""
+        if self.steps is None:
+            raise ValueError("train.epochs is a number of steps only when the data are there")
+        return self.steps
+
+
+class EvalConfig(Frozen):
+    """Validation: the loss on held-out samples."""
+
+    every: NonNegativeInt = 0
+    """Steps between validation losses; 0: only at the end."""
+    batches: NonNegativeInt = 8
+    """Global batches of held-out samples that the loss is taken over; 0: none."""
 
 
 class OptimConfig(Frozen):
@@ -234,6 +256,7 @@ class RunConfig(Frozen):
     parallel: Plan = Plan()
     data: DataConfig
     train: TrainConfig
+    eval: EvalConfig = EvalConfig()
     optim: OptimConfig
 
     @model_validator(mode="after")

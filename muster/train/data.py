@@ -73,6 +73,17 @@ def data_lines(config: RunConfig, dataset: Samples) -> list[str]:
     return lines
 
 
+def epochs_line(config: RunConfig, dataset: Samples) -> str:
+    """What `train.epochs` comes to, for a mixture of each source, too."""
+    train, samples = config.train, dataset.num_train_samples
+    text = f"epochs: {train.epochs:g} of {samples:,} samples, in {train.num_steps:,} steps"
+    if isinstance(dataset, MixedDataset):
+        taken = dataset.order.taken(train.num_steps * train.global_batch_size).tolist()
+        own = zip(dataset.sources.items(), taken, strict=True)
+        text += "; " + ", ".join(f"{name} {count / one.num_train_samples:.3g} times" for (name, one), count in own)
+    return text
+
+
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a run, with the run's own chat template where it names one."""
     tokenizer = load_tokenizer(data.tokenizer, data.end_token)

@@ -10,6 +10,7 @@ from muster.spec.run import RunConfig
 FREE_TO_CHANGE = (
     "train.steps",
     "train.tokens",
+    "train.epochs",
     "train.log_every",
     "train.save_every",
     "train.keep_last",
@@ -17,8 +18,8 @@ FREE_TO_CHANGE = (
     "train.ephemeral_every",
     "train.mirror",
     "train.async_save",
-    "train.eval_batches",
-    "train.eval_every",
+    "eval.every",
+    "eval.batches",
     "train.max_minutes",
     "train.sample_tokens",
     "train.max_skipped",
@@ -44,16 +45,16 @@ def refuse_drift(run_dir: Path, config: RunConfig, done: int, allow: bool = Fals
         raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {WAYS_OUT}")
     for change in changed:
         print(f"allowed: {change}")
-    steps = config.train.steps
+    steps = config.train.num_steps
     if steps < done:
         raise ConfigError(
             f"{run_dir} has done {done} steps already: expected train.steps of {done} or more, got {steps}"
             " (another --run or --fresh starts anew)"
         )
-    if steps not in (done, before.train.steps):
+    if steps not in (done, before.train.num_steps):
         print(
-            f"train.steps was {before.train.steps}, now {steps}: from step {done + 1} on, the learning rate is that of"
-            f" {steps} steps, so the result is not that of {steps} steps from the start"
+            f"train.steps was {before.train.num_steps}, now {steps}: from step {done + 1} on, the learning rate is that"
+            f" of {steps} steps, so the result is not that of {steps} steps from the start"
         )
 
 

@@ -53,7 +53,7 @@ def finish(
     Only the steps from `first_step` on were made under this plan.
     """
     config, world = trainer.config, trainer.world
-    losses = validate(trainer, config.train.eval_batches)
+    losses = validate(trainer, config.eval.batches)
     measured = _measured_timeline(trainer)
     memory = world.exchange(_memory(trainer, profile))
     if world.rank != 0:
@@ -178,6 +178,7 @@ def _facts(trainer: Trainer, started_at: float) -> RunFacts:
     return RunFacts(
         num_parameters=config.model.num_parameters,
         num_ranks=trainer.world.size,
+        num_epochs=trainer.epochs_of(trainer.samples_consumed),
         num_tokens=trainer.step_count * config.workload.tokens_per_step,
         device=f"{trainer.world.device.type} ({platform.machine()})",
         seed=config.seed,

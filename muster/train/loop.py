@@ -89,8 +89,8 @@ class Run:
 
     def _train(self) -> int:
         trainer, train = self.trainer, self.config.train
-        with TrainingDisplay(train.steps, trainer.step_count, visible=self.is_main) as display:
-            while trainer.step_count < train.steps:
+        with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
+            while trainer.step_count < train.num_steps:
                 stopping = False
                 if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
                     trainer.stop_requested = True
@@ -99,11 +99,11 @@ class Run:
                     if result.skipped and result.skipped_in_row >= train.max_skipped:
                         self._give_up(result, result.skipped)
                     stopping = stopping or result.stop_requested
-                    if result.step < train.steps and not stopping:
+                    if result.step < train.num_steps and not stopping:
                         problem = self.saves.after_step(result, self._info)
                         if problem and self.is_main:
                             display.say(problem)
-                at_end = trainer.step_count == train.steps
+                at_end = trainer.step_count == train.num_steps
                 if (at_end or stopping) and (problem := self.saves.now(self._info())) and self.is_main:
                     display.say(problem)
                 if stopping and not at_end:
@@ -119,7 +119,7 @@ class Run:
         if ahead is None:
             yield self.trainer.step()
             return
-        settle = self.config.data.hash_samples or step == self.config.train.steps or self.saves.expects(step)
+        settle = self.config.data.hash_samples or step == self.config.train.num_steps or self.saves.expects(step)
         settle = settle or self._validates(step)
         for result in ahead.advance(settle):
             yield result
@@ -132,20 +132,26 @@ class Run:
         if self.is_main and result.skipped:
             display.say(f"step {result.step} was skipped: {result.skipped} ({self._samples(1)})")
         train = self.config.train
-        losses = validate(self.trainer, train.eval_batches) if self._validates(result.step) else {}
+        losses = validate(self.trainer, self.config.eval.batches) if self._validates(result.step) else {}
         if losses and self.is_main:
             display.say(f"step {result.step}: {validation_text(losses)}")
-        logged = result.step % train.log_every == 0 or result.step == train.steps
+        logged = result.step % train.log_every == 0 or result.step == train.num_steps
         if self.is_main and (logged or result.skipped or losses):
-            row = metrics_row(result, result.step * result.tokens, None) | validation_row(losses)
+            row = metrics_row(result, result.step * result.tokens, self._epoch(result.step), None)
+            row |= validation_row(losses)
             if problem := self.metrics.append(row):
                 display.say(problem)
             display.step(row)
 
+    def _epoch(self, step: int) -> float:
+        """How often the training samples have been gone through after this step."""
+        trainer, later = self.trainer, self.trainer.step_count - step
+        return trainer.epochs_of(trainer.samples_consumed - later * self.config.train.global_batch_size)
+
     def _validates(self, step: int) -> bool:
         """Whether a validation loss is due after this step; the last one is the ending's."""
-        train = self.config.train
-        return train.eval_every > 0 and step % train.eval_every == 0 and step < train.steps
+        every = self.config.eval.every
+        return every > 0 and step % every == 0 and step < self.config.train.num_steps
 
     def _hash_samples(self) -> None:
         """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""

@@ -12,7 +12,7 @@ from muster.spec.errors import MusterError
 from muster.train.step_result import StepResult
 
 
-def metrics_row(result: StepResult, tokens_seen: int, mfu: float | None) -> dict[str, Any]:
+def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float | None) -> dict[str, Any]:
     """One line of metrics.jsonl. Times are seconds; a number that is not finite becomes null."""
     row = {
         "step": result.step,
@@ -20,6 +20,7 @@ def metrics_row(result: StepResult, tokens_seen: int, mfu: float | None) -> dict
         "train/grad_norm": result.grad_norm,
         "train/lr": result.learning_rate,
         "train/tokens": tokens_seen,
+        "train/epoch": epoch,
         "train/skipped": result.skipped_so_far,
         "perf/tokens_per_s": result.tokens / result.time_s,
         "perf/mfu": mfu,

@@ -23,11 +23,11 @@ from muster.checkpoint.mirror import Mirror
 from muster.planner.auto import Chosen, choose_plan
 from muster.report.run_files import find_report
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-from muster.spec.load import Resolved, derived_lines, write_resolved
+from muster.spec.load import Resolved, derived_lines, with_steps, write_resolved
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.spec.write import replace_text, yaml_text
-from muster.train.data import data_lines, open_dataset
+from muster.train.data import data_lines, epochs_line, open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
 from muster.train.order import with_order
@@ -123,6 +123,9 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     plan = chosen.plan
     require_device(plan)
     run_dir, config = options.run_dir, resolved.config
+    if config.train.epochs is not None:
+        resolved = with_steps(resolved, open_dataset(config, run_dir).num_train_samples)
+        config = resolved.config
     mirror = None if config.train.mirror is None else Mirror(config.train.mirror)
     if mirror is not None and not options.fresh:
         _fetch_newer(mirror, run_dir)
@@ -130,7 +133,7 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     manifest = read_manifest(latest) if latest is not None else None
     if manifest is not None:
         refuse_drift(run_dir, config, manifest.step, options.allow_changes)
-        if manifest.step == config.train.steps and (run_dir / "report.html").exists():
+        if manifest.step == config.train.num_steps and (run_dir / "report.html").exists():
             print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
             print(f"report: {find_report(run_dir)}")
             return False
@@ -139,6 +142,8 @@ def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     dataset = open_dataset(config, run_dir)
     for line in data_lines(config, dataset):
         print(f"data: {line}")
+    if config.train.epochs is not None:
+        print(epochs_line(config, dataset))
     for line in (*derived_lines(resolved), *chosen.lines):
         print(line)
     if manifest is not None:

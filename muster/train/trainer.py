@@ -133,7 +133,7 @@ class Trainer:
         share = self.feeder.take(self.samples_consumed)
         self.num_valid = share.num_valid
         self.feeder.feed(share.batch, self.num_valid, self.loss_scale.value if self.loss_scale else 1.0)
-        self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.steps)
+        self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.num_steps)
 
     def count_step(self, events: list[Event]) -> None:
         """Goes on to the batch after the one that has been trained on."""
@@ -159,6 +159,10 @@ class Trainer:
             saving=self._saving,
             save_failed=self._save_failed,
         )
+
+    def epochs_of(self, samples: int) -> float:
+        """How often that is all training samples."""
+        return samples / self.dataset.num_train_samples
 
     def stands_after(self, step: int) -> bool:
         """Whether the state is that after this step, for good."""

@@ -222,8 +222,8 @@ def _train(found: Carried) -> None:
     found.carry("train.steps", "train-iters")
     found.carry("train.log_every", "log-interval", 100)
     found.carry("train.save_every", "save-interval")
-    found.carry("train.eval_every", "eval-interval", 1000)
-    found.carry("train.eval_batches", "eval-iters", 100)
+    found.carry("eval.every", "eval-interval", 1000)
+    found.carry("eval.batches", "eval-iters", 100)
     found.carry("seed", "seed", 1234)
 
 

@@ -95,7 +95,7 @@ def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> Car
 
 def _in_order(values: Mapping[str, Any]) -> dict[str, Any]:
     """As run files are written: the seed, then section by section."""
-    sections = ("seed", "model", "parallel", "data", "train", "optim")
+    sections = ("seed", "model", "parallel", "data", "train", "eval", "optim")
     return dict(sorted(values.items(), key=lambda pair: sections.index(pair[0].partition(".")[0])))
 
 

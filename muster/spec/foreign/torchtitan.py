@@ -34,7 +34,7 @@ _REASONS = {
     "float8.": "fp8 can't be run yet",
     "optimizer.implementation": "which kernels compute is not said in a run file",
     "compile.": "what is compiled is a layer: parallel.compile",
-    "validation.": "say train.eval_every and train.eval_batches",
+    "validation.": "say eval.every and eval.batches",
     "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
     "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
     "parallelism.module_fqns_per_model_part": "layers are split evenly; parallel.stages says otherwise",

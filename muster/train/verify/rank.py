@@ -39,7 +39,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
     with open_world(store, rank, world_size, plan) as world:
         trainer = WatchedTrainer(config, plan, world, dataset)
         losses, grad_norms, sketches = [], [], []
-        for _ in range(config.train.steps):
+        for _ in range(config.train.num_steps):
             trainer.sketches = Sketches(config.model, config.workload, world.device)
             result = trainer.step()
             losses.append(result.loss)

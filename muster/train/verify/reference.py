@@ -60,7 +60,7 @@ class Reference:
         watch(model, lambda part, output: self._see(part, output))
         optimizer = self._new_optimizer(model)
         losses, grad_norms, sketches = [], [], []
-        for step in range(config.train.steps):
+        for step in range(config.train.num_steps):
             step_sketches = Sketches(config.model, config.workload, self._device)
             losses.append(self._gradients_of(model, step, step_sketches))
             sketches.append(step_sketches.values.cpu())
@@ -108,5 +108,5 @@ class Reference:
         """Returns the norm of the gradients before they are cut."""
         optim = self.config.optim
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
-        optimizer.step(rate_of_step(optim, step, self.config.train.steps))
+        optimizer.step(rate_of_step(optim, step, self.config.train.num_steps))
         return float(norm)
