@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from muster.cli.main import main
 from muster.cost.device_memory import device_terms
-from muster.cost.forecast import forecast, walk
+from muster.cost.forecast import forecast
 from muster.cost.holdings import stage_holdings
 from muster.cost.megatron_memory import megatron_stage
 from muster.cost.memory import MemoryTerms
 from muster.cost.own_memory import own_stage
 from muster.cost.stage_memory import Moment, StageMemory
+from muster.cost.walk import orders_of, walk
 from muster.report.prediction import prediction_lines
 from muster.schedule.build import program_of
 from muster.schedule.check import check
@@ -76,7 +77,8 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
     one = MemoryTerms(activations=1)
     moments = {kind: (Moment("", MemoryTerms()),) for kind in ("F", "B", "I", "W")}
     stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, one, MemoryTerms(), moments)
-    peaks = [walk(program, rank, dict.fromkeys(stages_of(plan, rank), stage))[1].total for rank in range(4)]
+    stages = [dict.fromkeys(stages_of(plan, rank), stage) for rank in range(4)]
+    peaks = [walk(order, own)[1].total for order, own in zip(orders_of(program), stages, strict=True)]
     assert peaks == list(check(program).peak_activations)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
-from muster.cost.forecast import HEAD_ROOM
+from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.planner.balance import Load, balanced, least_busy_s, loads
 from muster.planner.judge import Judge
 from muster.planner.launch import LAUNCHERS, Job, launch_files
@@ -22,6 +22,7 @@ from muster.planner.request import Request
 from muster.planner.search import everything, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
+from muster.schedule.build import program_of
 from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
@@ -76,7 +77,7 @@ def test_plans_leave_a_tenth_of_the_memory_free_where_any_does() -> None:
         own = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}), objective="time")
         judge = Judge(own)
         found = search(own, 5, judge=judge)
-        assert judge.head_room == room
+        assert judge.room.head_room == room
         assert found.best
         assert all(one.peak_bytes <= (1 - room) * least / part for one in found.best)
 
@@ -119,6 +120,25 @@ def assert_bounds_hold(request: Request) -> None:
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
+
+
+def test_memory_is_weighed_without_a_program_as_with_it() -> None:
+    """And the least that plans may hold is no more than that."""
+    model = instance(3).model.model_copy(update={"num_layers": 8})
+    workload = Workload(seq_len=512, global_batch_size=16)
+    request = Request(model, load_cluster("8xh100"), workload, fixed={"cp": 1, "tp": 1})
+    room, schedules = Judge(request).room, set()
+    for shape in shapes(request):
+        for order in orders(request, shape):
+            for plan in plans(request, order):
+                found = forecast(model, plan, workload, request.cluster, program_of(plan, model, workload))
+                limits = [room.limit_bytes(rank.rank) or 0 for rank in found.ranks]
+                peaks = [rank.terms.total for rank in found.ranks]
+                assert room.over_bytes(plan) == [peak - limit for peak, limit in zip(peaks, limits, strict=True)], plan
+                split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
+                assert room.least_bytes(order, split) <= max(peaks), plan
+                schedules.add(plan.schedule)
+    assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
 
 
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ activations in flight between stages.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import add, attrgetter
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.layout import held_parts, shard_rows, stage_layouts, stages_of, tensor_slice
@@ -48,21 +49,22 @@ class MemoryTerms:
 
     @property
     def total(self) -> int:
-        return sum(self.by_name().values())
+        return sum(_ALL(self))
 
     def by_name(self) -> dict[str, int]:
         """Term → bytes, in the order above."""
         return {name: getattr(self, name) for name in TERMS}
 
     def __add__(self, other: "MemoryTerms") -> "MemoryTerms":
-        return MemoryTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+        return MemoryTerms(*map(add, _ALL(self), _ALL(other)))
 
     def times(self, count: int) -> "MemoryTerms":
         """As much, `count` times."""
-        return MemoryTerms(*(count * getattr(self, name) for name in TERMS))
+        return MemoryTerms(*(count * size for size in _ALL(self)))
 
 
 TERMS = tuple(field.name for field in fields(MemoryTerms))
+_ALL = attrgetter(*TERMS)
 
 
 def compute_bytes(precision: Precision) -> int:

@@ -54,10 +54,26 @@ def own_kept(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> Mem
     return _Own(spec, plan, workload, stage, OTHER_KERNELS, 2.0).kept()
 
 
-def least_resident_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
-    """Of `own_stage` the parameters, the optimizer's state and the gradients alone."""
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What a stage holds at some moment of every step, whatever the order of its passes. Bytes."""
+
+    state: int
+    """Parameters, the optimizer's state, gradients, and parameters as the passes use them where they stay; when a
+    second micro-batch goes backward."""
+    first_state: int
+    """The same when the only one does: gradients of embedding and head may come after the others were used."""
+    layer: int
+    """What its first layer keeps of a micro-batch beside these, when the micro-batch goes backward."""
+
+
+def least_held(spec: ModelSpec, plan: Plan, workload: Workload, stage: int = 0) -> Least:
+    """Of `own_stage`."""
     own = _Own(spec, plan, workload, stage, OTHER_KERNELS, 2.0)
-    return own.parameters + own.optimizer + own.gradients
+    gathered = 0 if own.plain or own.zero == "z3" else own.held.all.whole * own.size
+    state = own.parameters + own.optimizer + own.gradients + gathered
+    root = own.held.root.whole if own.zero == "z1" else own.held.root.shard
+    return Least(state, state - root * own.wide, own._layer(own.layers[0]) if own.layers else 0)
 
 
 class _Own:

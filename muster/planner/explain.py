@@ -92,7 +92,7 @@ def _compare(winner: Verdict, change: str, other: Verdict, judge: Judge) -> Neig
     over = [
         (rank.total - limit, rank.total, limit)
         for rank in other.prediction.memory
-        if (limit := judge.limit_bytes(rank.rank)) is not None
+        if (limit := judge.room.limit_bytes(rank.rank)) is not None
     ]
     if over and max(over)[0] > 0:
         _, total, limit = max(over)
@@ -151,7 +151,7 @@ def _family(request: Request, axes: tuple[str, ...], winner: Verdict | None, lim
     if found.best:
         best = found.best[0]
         if winner is None or best.value <= winner.value:
-            fuller = not judge.head_room and request.memory_limit_bytes is None
+            fuller = not judge.room.head_room and request.memory_limit_bytes is None
             room = f", but leaves less than {HEAD_ROOM:.0%} of the memory free" if fuller else ""
             return Family(name, best, f"{best.name} is the best of all{room}")
         slower = best.value / winner.value - 1
@@ -169,7 +169,7 @@ def doesnt_fit(judge: Judge, verdict: Verdict) -> str:
     fullest = max(verdict.prediction.memory, key=lambda rank: rank.total)
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
     shown = " and ".join(f"{_gib(size)} of {name.replace('_', ' ')}" for size, name in terms)
-    limit = judge.limit_bytes(fullest.rank)
+    limit = judge.room.limit_bytes(fullest.rank)
     of = f" of {_gib(limit)}" if limit else ""
     return f"doesn't fit: the smallest, {verdict.name}, takes {_gib(fullest.total)}{of} ({shown})"
 
@@ -223,7 +223,7 @@ def no_plan(request: Request, found: Found, judge: Judge) -> str:
         together = "all of it that may be used" if request.memory_limit_bytes else "all memory together"
         return (
             f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_gib(state)},"
-            f" {together} is {_gib(judge.usable_bytes)}; {relief(request)}"
+            f" {together} is {_gib(judge.room.usable_bytes)}; {relief(request)}"
         )
     return f"no plan is legal for {world} devices: {why_illegal(request, ())}"
 

@@ -1,13 +1,13 @@
 """Makes a plan fit: which layers of each pipeline rank compute their activations again."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 
 from muster.cost.forecast import kind_of_stage
 from muster.cost.own_memory import own_kept
+from muster.cost.walk import RankOrder
 from muster.planner.bound import PassSeconds
 from muster.planner.layers import Option, cheapest
-from muster.schedule.program import Program
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerRun, Plan, Recompute
 from muster.spec.workload import Workload
@@ -25,7 +25,7 @@ def fitted(
     plan: Plan,
     model: ModelSpec,
     workload: Workload,
-    program: Program,
+    orders: Sequence[RankOrder],
     seconds_of: Callable[[Plan], PassSeconds],
     over_bytes: list[float],
 ) -> Plan | None:
@@ -37,7 +37,7 @@ def fitted(
     layer = _layer_options(plan, model, workload, seconds_of)
     chosen: dict[int, str] = {}
     for rank in range(plan.pp):
-        live = _live_at_peak(program, rank)
+        live = orders[rank].live
         layers: list[int] = []
         options: list[list[Option]] = []
         for stage in (stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank):
@@ -86,18 +86,3 @@ def _layer_options(
         more_s = {mode: float(backward_s[mode][stage] - backward_s["none"][stage]) for mode in MODES}
         found.append([(mode, more_s[mode] / each, (own[mode] - own["full"]) / each) for mode in MODES])
     return found
-
-
-def _live_at_peak(program: Program, rank: int) -> dict[int, int]:
-    """Stage → micro-batches between their forward and their backward's end when a rank keeps most."""
-    live = {stage: 0 for stage, holder in enumerate(program.placement) if holder == rank}
-    total = most = 0
-    at_peak = dict(live)
-    for (kind, stage, *_), _, _ in program.ranks[rank].get("compute", ()):
-        if kind in ("F", "B", "W"):
-            change = 1 if kind == "F" else -1
-            live[stage] += change
-            total += change
-            if total > most:
-                most, at_peak = total, dict(live)
-    return at_peak

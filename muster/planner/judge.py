@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.cost.op_times import OpTimes
-from muster.cost.own_memory import least_resident_bytes
 from muster.cost.places import PlanSetting
 from muster.cost.plan_times import plan_setting, plan_times
 from muster.cost.stage_times import stage_times
@@ -22,8 +19,8 @@ from muster.planner.bound import (
     seconds_of_times,
     step_bound_s,
 )
-from muster.planner.fit import fitted
 from muster.planner.request import Request
+from muster.planner.room import Room
 from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
@@ -32,9 +29,6 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet
 from muster.spec.plan import Plan, StageSpec, split_evenly
 from muster.spec.plan_name import format_plan_name
-
-_TRIES = 3
-"""Recompute frees what it is said to free but for what other moments of a pass hold; then it must free that too."""
 
 
 class Standing(NamedTuple):
@@ -78,13 +72,11 @@ class Judge:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.head_room = HEAD_ROOM if request.memory_limit_bytes is None else 0.0
-        """The part of a device's memory that plans must leave free; a search gives it up where none does."""
+        self.room = Room(request, self.seconds, self._program)
         self._times: dict[Plan, OpTimes] = {}
         self._programs: dict[tuple, Program] = {}
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
         self._least: dict[tuple[int, ...], float] = {}
-        self._resident: dict[tuple, float] = {}
         self._travel: dict[tuple, float] = {}
         self._moved: dict[Plan, tuple[StageSpec, ...] | None] = {}
         self._value_of_second = self._objective_factor()
@@ -245,40 +237,6 @@ class Judge:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.
         return 0.0 if self.request.objective == "memory" else step_s * self._value_of_second
 
-    def may_fit(self, shape: Shape, split: Split) -> bool:
-        """Whether the mean of all pipeline ranks leaves room for activations, as it is wherever the layers lie."""
-        key = shape.tp, shape.pp, shape.cp, shape.ep, *split
-        if key not in self._resident:
-            alone = make_plan(self.request, replace(shape, micro_batch_size=1), split)
-            first, last = self._resident_bytes(alone, 0), self._resident_bytes(alone, alone.pp - 1)
-            # Of the inner stages, the last has the fewest layers.
-            inner = self._resident_bytes(alone, alone.pp - 2) if alone.pp > 2 else 0
-            total = first + last + (alone.pp - 2) * inner if alone.pp > 1 else first
-            self._resident[key] = total / alone.pp
-        limits = [self.limit_bytes(rank) for rank in self._group_ranks]
-        return None in limits or self._resident[key] <= max(limit for limit in limits if limit is not None)
-
-    def _resident_bytes(self, plan: Plan, stage: int) -> int:
-        return least_resident_bytes(self.request.model, plan, self.request.workload, stage)
-
-    @cached_property
-    def _group_ranks(self) -> list[int]:
-        """A rank of each group of nodes."""
-        sizes = [group.num_devices for group in self.request.cluster.groups]
-        return [sum(sizes[:index]) for index in range(len(sizes))]
-
-    def limit_bytes(self, rank: int) -> int | None:
-        """What a rank may hold; None where that is unknown."""
-        own, wanted = self.request.cluster.group_of(rank).device.memory_bytes, self.request.memory_limit_bytes
-        limit = min(own, wanted) if own and wanted else own or wanted
-        return None if limit is None else int(limit * (1 - self.head_room))
-
-    @property
-    def usable_bytes(self) -> int:
-        """What all devices may hold together."""
-        groups = zip(self.request.cluster.groups, self._group_ranks, strict=True)
-        return sum((self.limit_bytes(rank) or 0) * group.num_devices for group, rank in groups)
-
     def moved(self, plan: Plan) -> Plan | None:
         """The plan with its layers so that no rank has more to do than it must; None where they lie so already."""
         if plan.default_strategy.zero != "z1":
@@ -302,34 +260,8 @@ class Judge:
             value = prediction.step_time_s * self._value_of_second
         return Verdict(plan, prediction, value)
 
-    def over_bytes(self, plan: Plan) -> list[float]:
-        """What each pipeline rank holds beyond its limit at its peak; below 0 where there is room left."""
-        request = self.request
-        found = forecast(request.model, plan, request.workload, request.cluster, self._program(plan))
-        limits = [self.limit_bytes(rank.rank) for rank in found.ranks]
-        return [
-            -inf if limit is None else float(rank.terms.total - limit)
-            for rank, limit in zip(found.ranks, limits, strict=True)
-        ]
-
-    def fitting(self, plan: Plan, over_bytes: list[float]) -> Plan | None:
-        """A plan that doesn't fit, with the cheapest recompute by layer that makes it fit; None where none does."""
-        if self.request.fixed.get("recompute") is not None or plan.default_strategy.recompute != "none":
-            return None
-        request, margin = self.request, 0.0
-        for _ in range(_TRIES):
-            over = [over + margin for over in over_bytes]
-            changed = fitted(plan, request.model, request.workload, self._program(plan), self.seconds, over)
-            if changed is None or (request.runnable and not_yet(changed)):
-                return None
-            left = max(self.over_bytes(changed))
-            if left <= 0:
-                return changed
-            margin += left
-        return None
-
     def _program(self, plan: Plan) -> Program:
-        strategy = plan.default_strategy
+        strategy, layers = plan.default_strategy, self.request.model.num_layers
         key = (
             plan.schedule,
             plan.pp,
@@ -339,6 +271,7 @@ class Judge:
             plan.mesh(0).data_ranks > 1,
             plan.tp,
             strategy.sp,
+            tuple(bool(plan.offloaded_layers(stage, layers)) for stage in range(plan.num_stages)),
         )
         if key not in self._programs:
             self._programs[key] = program_of(plan, self.request.model, self.request.workload)

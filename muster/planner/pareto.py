@@ -108,7 +108,7 @@ def _judged(plan: Plan, judge: Judge) -> Verdict | None:
     if problems(plan, request.model, request.workload, request.cluster.num_devices) or not admitted(request, plan):
         return None
     try:
-        return judge.verdict(plan) if max(judge.over_bytes(plan)) <= 0 else None
+        return judge.verdict(plan) if max(judge.room.over_bytes(plan)) <= 0 else None
     except InfeasibleError:
         return None
 

@@ -76,8 +76,8 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
     """
     judge = judge or Judge(request)
     found = _search(request, judge, top, limit_s)
-    if not found.best and judge.head_room:
-        judge.head_room = 0.0
+    if not found.best and judge.room.head_room:
+        judge.room.head_room = 0.0
         found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2))
     return found
 
@@ -101,8 +101,8 @@ def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
                 plan = _placed(judge, draft, order)
                 if plan is None:
                     continue
-                over = judge.over_bytes(plan)
-                fitting = plan if max(over) <= 0 else judge.fitting(plan, over)
+                over = judge.room.over_bytes(plan)
+                fitting = plan if max(over) <= 0 else judge.room.fitting(plan, over)
                 if fitting is not None:
                     yield judge.verdict(fitting)
 
@@ -148,7 +148,7 @@ class _Run:
                 likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
         tried: list[list[tuple[float, int, Plan]]] = []
         for _, order in likely.values():
-            fit = plans(self.request, order, partial(self.judge.may_fit, order.shape))
+            fit = plans(self.request, order, partial(self.judge.room.may_fit, order))
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:DIVES]:
@@ -182,7 +182,7 @@ class _Run:
 
     def _is_wanted(self, order: Order, split: Split) -> bool:
         """Whether plans that share parameters and gradients so may fit, and be among the best."""
-        fits = self.judge.may_fit(order.shape, split)
+        fits = self.judge.room.may_fit(order, split)
         wanted = fits and not self._beaten(self.judge.travel_bound(order, split))
         self.seen["drafts"] += not wanted
         self.seen["too_large"] += not fits
@@ -202,10 +202,10 @@ class _Run:
 
     def _fitting(self, plan: Plan) -> Plan | None:
         """The plan itself where it fits, else with the cheapest recompute that makes it."""
-        over = self.judge.over_bytes(plan)
+        over = self.judge.room.over_bytes(plan)
         if max(over) <= 0:
             return plan
-        fitting = self.judge.fitting(plan, over)
+        fitting = self.judge.room.fitting(plan, over)
         if fitting is None and max(over) < self.closest[0]:
             self.closest = max(over), plan
         return fitting

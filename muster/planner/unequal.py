@@ -74,6 +74,6 @@ def _better(one: Arranged | None, other: Arranged) -> Arranged:
         return other
     if not other.found.best:
         return one
-    if one.judge.head_room != other.judge.head_room:
-        return max(one, other, key=lambda arranged: arranged.judge.head_room)
+    if one.judge.room.head_room != other.judge.room.head_room:
+        return max(one, other, key=lambda arranged: arranged.judge.room.head_room)
     return other if other.found.best[0].value < one.found.best[0].value else one

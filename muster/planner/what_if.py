@@ -72,8 +72,8 @@ def _step_of(plan: Plan, request: Request) -> float | None:
         return None
     try:
         judge = Judge(request)
-        judge.head_room = 0.0
-        return None if max(judge.over_bytes(plan)) > 0 else judge.verdict(plan).prediction.step_time_s
+        judge.room.head_room = 0.0
+        return None if max(judge.room.over_bytes(plan)) > 0 else judge.verdict(plan).prediction.step_time_s
     except InfeasibleError:
         return None
 

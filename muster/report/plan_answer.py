@@ -26,7 +26,7 @@ def show_answer(answer: Answer, explain: bool) -> None:
     print(f"searched  {_searched(found)}")
     for line in _arrangement(answer.arranged):
         print(line)
-    if not answer.arranged.judge.head_room and request.memory_limit_bytes is None:
+    if not answer.arranged.judge.room.head_room and request.memory_limit_bytes is None:
         print(f"memory    no plan was found that leaves {HEAD_ROOM:.0%} of each device's memory free")
     print()
     print("\n".join(plan_names(found.best)) + "\n")
