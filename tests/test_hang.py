@@ -159,11 +159,11 @@ PREPARE = f"""
 import sys
 from pathlib import Path
 from muster.spec.load import load_run
-from muster.train.run import TrainOptions, _prepare
+from muster.train.run import TrainOptions, prepare
 from muster.planner.auto import choose_plan
 changes = [("train.steps", "400"), ("parallel", sys.argv[2]), ("{AT_ONCE[0][2:]}", "{AT_ONCE[1]}")]
 resolved = load_run("tiny", None, changes)
-_prepare(resolved, choose_plan(resolved, 2), TrainOptions(Path(sys.argv[1])))
+prepare(resolved, choose_plan(resolved, 2), TrainOptions(Path(sys.argv[1])))
 """
 
 FAULTS = {

@@ -11,7 +11,7 @@ from muster.spec.load import load_run, write_resolved
 from muster.spec.run import OptimConfig
 from muster.spec.step_law import batch_tokens_for_steps, derived_line, non_embedding_parameters, step_law
 from muster.spec.step_law import step_law_values as derive
-from muster.train.run import TrainOptions, _prepare
+from muster.train.run import TrainOptions, prepare
 from tests.optim_ranks import SPEC
 
 # --- learning rates ---
@@ -160,7 +160,7 @@ def test_what_is_derived_is_told_before_training_and_where_it_does_not_fit(tmp_p
     (tmp_path / "text.md").write_text("What is read. " * 300)
     keys = {"model": "tiny", "data.source": str(tmp_path / "text.md"), "train.steps": "3", "train.seq_len": "64"}
     resolved = load_run(None, None, list(keys.items()))
-    _prepare(resolved, choose_plan(resolved, 1), TrainOptions(tmp_path / "run"))
+    prepare(resolved, choose_plan(resolved, 1), TrainOptions(tmp_path / "run"))
     told = capsys.readouterr().out
     assert "\ntrain.global_batch_size 1, derived (Step Law, arXiv:2503.04715: " in told
     assert f"\noptim.lr {resolved.config.optim.lr:g}, derived (Step Law, arXiv:2503.04715: for 394k param" in told

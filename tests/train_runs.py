@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -34,17 +35,25 @@ class Ended:
 class Command:
     """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun."""
 
-    def __init__(self, *arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str | Path,
+        torchrun: int = 0,
+        env: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+        cwd: Path | None = None,
+        verb: str = "train",
+    ) -> None:
         # Without `--`, torchrun would take --run for its own --run-path.
         elastic = ("-m", "torch.distributed.run", "--nproc-per-node", str(torchrun), "-m", "--")
-        python = [sys.executable, *(elastic if torchrun else ("-m",)), "muster", "train"]
+        python = [sys.executable, *(elastic if torchrun else ("-m",)), "muster", verb]
         run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else None
         self._run, self._old_rows = run, rows_of(run) if run else []
         self._started = time.monotonic()
         self.process = subprocess.Popen(
-            [*python, *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            [*before, *python, *map(str, arguments)],
+            cwd=cwd or ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -17,6 +17,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
         super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
+        self.other_names: dict[str, str] = {}
+        """Flags of other programs, and ours that do the same."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ('{self.prog} --help' explains)")
@@ -29,8 +31,8 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 self.error(f"unexpected argument '{flag}'")
             flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
-            flags |= {option: option for option in self._option_string_actions}
-            meant = closest(flag, flags)
+            flags |= {option: option for option in self._option_string_actions} | self.other_names
+            meant = closest(flag.replace("_", "-"), flags) or closest(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         return args
 

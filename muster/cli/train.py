@@ -4,26 +4,29 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.cli.nodes import add_nodes, nodes_of
 from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
 from muster.cli.runtime import runtime
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from muster.spec.load import Resolved
+    from muster.train.nodes.request import NodesRequest
 
 
 def run(arguments: list[str]) -> int:
     """Trains. Returns the exit code."""
     args, overrides = _parse(arguments)
+    nodes = nodes_of(args)
     from muster.spec.load import load_run
 
     resolved = load_run(args.preset, args.file, overrides)
     run_dir = args.run or Path("runs") / (args.file.stem if args.file else args.preset)
     if args.dry_run:
-        _show(resolved, args.nproc, run_dir)
+        _show(resolved, args.nproc, run_dir, nodes)
         return 0
     train = runtime()
-    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes))
+    return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes, nodes))
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
@@ -38,7 +41,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="the run directory (default: runs/ and the file's name)"
     )
-    parser.add_argument("--nproc", type=whole_number, metavar="N", help="local processes (default: as the plan wants)")
+    parser.add_argument(
+        "--nproc", type=whole_number, metavar="N", help="processes of a node (default: as the plan wants)"
+    )
+    add_nodes(parser)
     parser.add_argument("--parallel", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, its file, or auto")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
@@ -57,7 +63,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 
-def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
+def _show(resolved: "Resolved", nproc: int | None, run_dir: Path, nodes: "NodesRequest | None") -> None:
     from muster.planner.auto import choose_plan
     from muster.schedule.build import program_of
     from muster.schedule.check import check
@@ -65,7 +71,12 @@ def _show(resolved: "Resolved", nproc: int | None, run_dir: Path) -> None:
     from muster.spec.load import config_text
     from muster.spec.plan_name import format_plan_name
 
-    chosen = choose_plan(resolved, nproc)
+    if nodes is None:
+        chosen = choose_plan(resolved, nproc)
+    else:
+        from muster.train.nodes.agree import ranks_here
+
+        chosen = choose_plan(resolved, ranks_here(resolved, nproc, nodes.count) * nodes.count, nodes.count)
     plan = resolved_plan(chosen.plan, resolved.config.model, resolved.config.workload)
     program = program_of(plan, resolved.config.model, resolved.config.workload)
     peaks = ", ".join(map(str, check(program).peak_activations))

@@ -2,9 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 import torch.distributed as dist
 
@@ -12,6 +10,7 @@ from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
+from muster.train.nodes.agree import config_differences
 
 
 def require_agreement(config: RunConfig, plan: Plan, data: str, store: dist.Store, rank: int) -> None:
@@ -35,22 +34,9 @@ def require_agreement(config: RunConfig, plan: Plan, data: str, store: dist.Stor
             f"has the plan {own['name']} ({own['plan']}), but {other} has {first['name']} ({first['plan']}):"
             " start all ranks with the same one"
         )
-    if changed := list(_differences(first["config"], own["config"])):
+    if changed := list(config_differences(first["config"], own["config"])):
         raise MusterError(f"has another configuration than {other} ({'; '.join(changed)}): start all with the same one")
     if first["torch"] != own["torch"]:
         raise MusterError(f"has PyTorch {own['torch']}, but {other} has {first['torch']}: install the same one")
     if first["data"] != data:
         raise MusterError(f"reads the data {data}, but {other} reads {first['data']}: give all ranks the same files")
-
-
-def _differences(first: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
-    """What the sections of two configurations say differently, but for the plan, which has its own word."""
-    for section in first:
-        if section == "parallel" or first[section] == own[section]:
-            continue
-        if not isinstance(first[section], dict):
-            yield f"{section} {own[section]}, not {first[section]}"
-            continue
-        for key in first[section]:
-            if first[section][key] != own[section].get(key):
-                yield f"{section}.{key} {own[section].get(key)}, not {first[section][key]}"

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from muster.spec.write import replace_text, yaml_text
 from muster.train.data import data_lines, epochs_line, open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
+from muster.train.nodes.request import NodesRequest
 from muster.train.order import with_order
 from muster.train.shared_disk import require_shared
 
@@ -54,6 +55,8 @@ class TrainOptions:
     """Start anew, whatever the run directory holds."""
     allow_changes: bool = False
     """Go on with another configuration or other data than the run began with."""
+    nodes: NodesRequest | None = None
+    """This launcher's place among several; None: there is no other."""
 
 
 def train(resolved: Resolved, options: TrainOptions) -> int:
@@ -63,32 +66,45 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _join_torchrun(resolved, options)
-    _refuse_worlds_of_one()
+    refuse_worlds_of_one(options.nodes)
+    if options.nodes is not None:
+        from muster.train.nodes.run import train_on_nodes
+
+        return train_on_nodes(resolved, options, options.nodes)
     chosen = choose_plan(resolved, options.nproc)
     plan = chosen.plan
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     with claimed(options.run_dir):
-        if not _prepare(resolved, chosen, options):
+        if not prepare(resolved, chosen, options):
             return 0
         from muster.train.launch import launch
 
-        python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.worker", str(options.run_dir)]
-
-        def command(rank: int, store: str) -> list[str]:
-            return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
-
+        command = worker_command(options.run_dir, plan.world_size)
         return launch(command, plan.world_size, options.run_dir, hang_s=resolved.config.train.hang_s)
 
 
-def _refuse_worlds_of_one() -> None:
-    """Raises ConfigError where a launcher has started several copies of this command: each would train alone."""
+def worker_command(run_dir: Path, world_size: int) -> Callable[[int, str], list[str]]:
+    """The command of a rank, from its number and the store's place."""
+    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.worker", str(run_dir)]
+    return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
+
+
+def refuse_worlds_of_one(nodes: NodesRequest | None = None) -> None:
+    """Raises ConfigError where a launcher has started other copies of this command than --nodes says: each would train
+    a world of its own, or wait for ranks that are none."""
     for variable, launcher in _COPIES.items():
-        count = os.environ.get(variable, "1")
-        if count.isdecimal() and int(count) > 1:
+        text = os.environ.get(variable, "1")
+        count, expected = int(text) if text.isdecimal() else 1, nodes.count if nodes else 1
+        if count > 1 and nodes is None:
             raise ConfigError(
                 f"{launcher} started {count} copies of this command ({variable}), and each would train a world of its"
-                " own: start torchrun once on each node, which makes them ranks of one, or a single copy"
+                f" own: one copy on each node is made one job by --nodes {count} --node-rank R --rendezvous HOST"
+            )
+        if count not in (1, expected):
+            raise ConfigError(
+                f"{launcher} started {count} copies of this command ({variable}), but --nodes is {expected}: start one"
+                " on each node, whose launcher starts the node's ranks (srun --ntasks-per-node=1)"
             )
 
 
@@ -96,6 +112,7 @@ _COPIES = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "the process manager",
+    "SKYPILOT_NUM_NODES": "SkyPilot",
     "WORLD_SIZE": "a launcher",
 }
 """What launchers that aren't torchrun say of the number of processes that they started."""
@@ -115,7 +132,7 @@ def require_device(plan: Plan) -> None:
 # Preparing
 
 
-def _prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
+def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     """Builds the data and writes the run directory; False when there is nothing left to do.
 
     Changes nothing in the run directory before all that can be checked is.
@@ -239,6 +256,10 @@ def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
     from muster.train.worker import leave, run_rank
 
     run_dir, rank, world_size = options.run_dir, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if options.nodes is not None:
+        raise ConfigError(
+            "--nodes under torchrun, which starts the ranks of all nodes itself: leave out one of the two"
+        )
     if options.nproc not in (None, world_size):
         raise ConfigError(f"--nproc {options.nproc} under torchrun, which started {world_size} processes: leave it out")
     store = _torchrun_store(rank)
@@ -280,7 +301,7 @@ def _prepare_as_torchrun(resolved: Resolved, options: TrainOptions, world_size: 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = world_size // local if local and world_size % local == 0 else 1
     try:
-        return _prepare(resolved, choose_plan(resolved, world_size, nodes), options)
+        return prepare(resolved, choose_plan(resolved, world_size, nodes), options)
     except MusterError as error:
         write_exit(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
         raise

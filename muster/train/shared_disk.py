@@ -13,23 +13,34 @@ if TYPE_CHECKING:
 
 WAIT_S = 20.0
 """How long a network's file system may take to show a new file on all nodes."""
+_MARK = Path("logs/.shared")
 
 
 def require_shared(run_dir: Path, rank: int, store: "dist.Store", wait_s: float = WAIT_S) -> None:
     """Raises MusterError on a rank that doesn't see what rank 0 writes in the run directory. All ranks call it."""
-    mark = run_dir / "logs" / ".shared"
+    host = socket.gethostname()
     if rank == 0:
-        word = secrets.token_hex(8)
-        mark.write_text(word)
-        store.set("shared disk", f"{word} {socket.gethostname()}")
+        store.set("shared disk", f"{leave_mark(run_dir)} {host}")
         return
-    word, host = store.get("shared disk").decode().split(" ", 1)
+    word, first = store.get("shared disk").decode().split(" ", 1)
+    find_mark(run_dir, word, f"rank {rank} on {host}", f"rank 0 on {first}", wait_s)
+
+
+def leave_mark(run_dir: Path) -> str:
+    """Writes a new word in the run directory, and returns it."""
+    word = secrets.token_hex(8)
+    (run_dir / _MARK).write_text(word)
+    return word
+
+
+def find_mark(run_dir: Path, word: str, own: str, first: str, wait_s: float = WAIT_S) -> None:
+    """Raises MusterError where `own`, a rank or node, doesn't find the word that `first` has left."""
     limit = time.monotonic() + wait_s
-    while _read(mark) != word:
+    while _read(run_dir / _MARK) != word:
         if time.monotonic() > limit:
             raise MusterError(
-                f"rank {rank} on {socket.gethostname()} doesn't see what rank 0 on {host} writes in"
-                f" {run_dir.absolute()}: give a --run on a disk that all nodes share"
+                f"{own} doesn't see what {first} writes in {run_dir.absolute()}: give a --run on a disk that all nodes"
+                " share"
             )
         time.sleep(0.1)
 

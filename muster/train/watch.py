@@ -5,9 +5,12 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from muster.parallel.whereabouts import ASK, BRISK, PAGE, Page, Place
+from muster.schedule.action import Action
 from muster.train.connections import lost_connection
 from muster.train.diagnosis import Sighting
 
@@ -46,6 +49,17 @@ class Watched:
         os.lseek(self.page.fd, PAGE, os.SEEK_SET)  # the rank writes where this, which they share, stands
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process, ASK)
+
+
+def sighting_to_json(seen: Sighting) -> dict[str, Any]:
+    """Plain data; `sighting_of_json` reads it."""
+    return asdict(seen)
+
+
+def sighting_of_json(row: dict[str, Any]) -> Sighting:
+    """What another launcher saw of one of its ranks."""
+    place = row["place"] and Place(**{**row["place"], "action": Action(*row["place"]["action"])})
+    return Sighting(**{**row, "place": place})
 
 
 def state_of(process: int) -> str:

@@ -34,7 +34,7 @@ def main(body: Callable[[Path, dist.Store, int, int], int] = run_rank) -> int:
 
     def joined() -> int:
         host, _, port = args.store.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False)
+        store = dist.TCPStore(host.strip("[]"), int(port), is_master=False)
         return body(args.run_dir, store, args.rank, args.world_size)
 
     return guard(args.run_dir, args.rank, joined)

@@ -1,0 +1,176 @@
+"""The ranks' processes on this machine: started, watched, stopped, and in the end gone."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.parallel.whereabouts import VARIABLE
+from muster.spec.errors import MusterError
+from muster.train.diagnosis import Finding, Sighting, diagnose, table
+from muster.train.errors import STOPPED, hang_path, log_path
+from muster.train.outcome import Outcome, RankEnd, conclude, end_of
+from muster.train.watch import LOOK_S, Watched, hangs
+
+POLL_S = 0.05
+_REAP_LIMIT_S = 10.0
+"""How long a killed process may take to disappear; only one that hangs in the kernel needs more."""
+
+
+@dataclass
+class _Rank:
+    """One started process and, once it has ended, how."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    watched: Watched
+    seen_alive: float
+    """When it was last known to run, in seconds since the epoch."""
+    code: int | None = None
+    """Its exit code, or minus the signal that killed it."""
+    killed: bool = False
+    """By this launcher."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0, STOPPED)
+
+
+class Job:
+    """The processes of one attempt, as far as they run here."""
+
+    writes = True
+    """Whether this launcher writes exit.json."""
+
+    def __init__(self, run_dir: Path, grace_s: float, hang_s: float | None) -> None:
+        self.ranks: list[_Rank] = []
+        self.run_dir, self.hang_s = run_dir, hang_s
+        self.stop_requested = False
+        self.kill_requested = False
+        self.hang: Finding | None = None
+        self._next_look = 0.0
+        self._stop_sent = False
+        self._grace_s = grace_s
+        self._deadline: float | None = None
+        # Each rank's standard input: it never carries anything, but ends when this process does.
+        self._ranks_end, self._our_end = os.pipe()
+
+    def start(
+        self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts every rank in a session, and so a process group, of its own."""
+        common = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        for local, rank in enumerate(ranks):
+            command, watched = command_for_rank(rank), Watched(rank)
+            own = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks)), VARIABLE: str(watched.page.fd)}
+            try:
+                with open(log_path(self.run_dir, rank) if rank else os.devnull, "ab") as log:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=self._ranks_end,
+                        stdout=log if rank else None,
+                        stderr=log if rank else None,
+                        env={**common, **own},
+                        pass_fds=(watched.page.fd,),
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise MusterError(f"could not start rank {rank} ({error.filename}: {error.strerror})") from error
+            watched.process = process.pid
+            self.ranks.append(_Rank(rank, process, watched, time.time()))
+
+    def poll(self) -> bool:
+        """Notices what happened and acts on it; False when no rank runs any more."""
+        for rank in self.running():
+            _look(rank)
+        if self.stop_requested and not self._stop_sent:
+            self._stop_sent = True
+            for rank in self.running():
+                os.kill(rank.process.pid, signal.SIGTERM)
+        self._look_for_hang()
+        if self.failed:
+            self.be_brief()
+        if self.kill_requested or self.hang or (self._deadline is not None and time.monotonic() > self._deadline):
+            self.kill()
+        return bool(self.running())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank here has."""
+        return any(rank.failed for rank in self.ranks)
+
+    def be_brief(self) -> None:
+        """The ranks may go on for the time of grace, to end by themselves."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_s
+
+    def _look_for_hang(self) -> None:
+        if self.hang_s is None or self.hang or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        self.judge([rank.watched.look(self.hang_s) for rank in self.running()])
+
+    def judge(self, sightings: list[Sighting]) -> None:
+        """Finds out whether the job hangs, from where this machine's ranks are; those of one machine are all."""
+        self.judge_all(sightings)
+
+    def judge_all(self, sightings: list[Sighting]) -> None:
+        """The same, of all ranks."""
+        if self.hang_s is not None and not self.failed and hangs(sightings, self.hang_s):
+            self.hang = diagnose(sightings)
+            with contextlib.suppress(OSError):
+                hang_path(self.run_dir).write_text(table(sightings))
+
+    def end(self) -> None:
+        """Kills what still runs and waits until it is gone."""
+        self.kill()
+        limit = time.monotonic() + _REAP_LIMIT_S
+        while self.running() and time.monotonic() < limit:
+            for rank in self.running():
+                _look(rank)
+            time.sleep(POLL_S / 10)
+        for rank in self.ranks:
+            rank.watched.page.close()
+        os.close(self._ranks_end)
+        os.close(self._our_end)
+
+    def running(self) -> list[_Rank]:
+        """The ranks that have not ended."""
+        return [rank for rank in self.ranks if rank.code is None]
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        for rank in self.running():
+            rank.killed = True
+            os.killpg(rank.process.pid, signal.SIGKILL)
+
+    def ends(self) -> list[RankEnd]:
+        """How the ranks here ended."""
+        return [
+            end_of(self.run_dir, rank.rank, _code(rank), rank.killed, rank.seen_alive, self.stop_requested)
+            for rank in self.ranks
+        ]
+
+    def outcome(self) -> Outcome:
+        """How the job ended."""
+        return conclude(self.ends(), self.stop_requested, self.kill_requested, self.hang)
+
+
+def _look(rank: _Rank) -> None:
+    """Sees whether the process has ended; if so, kills what is left of its group and then lets its number go."""
+    pid, now = rank.process.pid, time.time()
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        rank.seen_alive = now
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    rank.code = rank.process.wait()
+
+
+def _code(rank: _Rank) -> int:
+    """One that hangs in the kernel has been killed all the same."""
+    return -signal.SIGKILL if rank.code is None else rank.code

@@ -1,0 +1,74 @@
+"""A connection between two launchers: JSON objects, one a line, each with a `kind`; free of torch."""
+
+import contextlib
+import json
+import queue
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+Message = dict[str, Any]
+LONGEST = 1 << 24
+"""Bytes of a line; what is longer comes from no launcher."""
+_SEND_LIMIT_S = 5
+
+
+class Line:
+    """One end. A thread reads, and puts (who, message) into an inbox; the kind `gone` says that the other end is."""
+
+    def __init__(self, connection: socket.socket, who: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
+        self.who, self.heard = who, time.monotonic()
+        """When the other end was last heard, on this machine's clock."""
+        self._connection, self._inbox, self._sending = connection, inbox, threading.Lock()
+        connection.settimeout(None)
+        limit = struct.pack("ll", _SEND_LIMIT_S, 0)  # a full buffer must not hold up the launcher
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def listen(self) -> None:
+        """Begins to read."""
+        threading.Thread(target=self._read, name=f"line-{self.who}", daemon=True).start()
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Sends a message; to one who is gone, nothing."""
+        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.sendall(data)
+
+    def close(self) -> None:
+        """Lets the other end see that this one is gone, after what was said."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)  # what comes is still read, or what was said could be lost
+        self._connection.close()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
+            while line := lines.readline(LONGEST):
+                message = json.loads(line)
+                self.heard = time.monotonic()
+                if message["kind"] == "clock":
+                    self.say("clock is", sent=message["sent"], time=time.time())
+                elif message["kind"] == "clock is":
+                    self._inbox.put((self.who, message | {"received": time.time()}))
+                elif message["kind"] != "beat":
+                    self._inbox.put((self.who, message))
+        self._inbox.put((self.who, {"kind": "gone"}))
+
+
+def read_line(connection: socket.socket, limit_s: float) -> Message | None:
+    """The first message on a connection that nothing else reads yet; None where none comes in time, or something that
+    is no message. Reads no further than its end."""
+    data, limit = b"", time.monotonic() + limit_s
+    with contextlib.suppress(OSError, ValueError):
+        while not data.endswith(b"\n") and len(data) < LONGEST:
+            connection.settimeout(max(0.01, limit - time.monotonic()))
+            peeked = connection.recv(1 << 16, socket.MSG_PEEK)
+            if not peeked:
+                return None
+            part = peeked[: peeked.index(b"\n") + 1] if b"\n" in peeked else peeked
+            data += connection.recv(len(part))
+        message = json.loads(data)
+        return message if isinstance(message, dict) and "kind" in message else None
+    return None

@@ -1,0 +1,65 @@
+"""Whether the nodes reach each other where their ranks will meet; free of torch.
+
+gloo and NCCL connect every rank to others at the address of an interface. Where that address can't be reached they
+wait for minutes and name nobody; this tells in seconds, between which two nodes. An address such as that of a container
+bridge exists on every machine, so who answers says which node it is.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Mapping
+
+from muster.train.nodes.network import family_of
+
+LIMIT_S = 8.0
+"""For each connection."""
+
+
+class Doorstep:
+    """Listens at a node's address and answers each connection with the node's number."""
+
+    def __init__(self, node: int, address: str) -> None:
+        self._node = node
+        self._listener = socket.socket(family_of(address))
+        self._listener.bind((address, 0))
+        self._listener.listen(1024)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._answer, name="doorstep", daemon=True).start()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(b"muster node %d\n" % self._node)
+
+    def close(self) -> None:
+        """Answers no more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def reach(others: Mapping[str, tuple[int, str, int]], own_address: str) -> dict[str, str]:
+    """Why each of `others` (name → node, address, port) can't be reached from `own_address`; those that can are left
+    out. All are tried at once."""
+    problems: dict[str, str] = {}
+
+    def one(name: str, node: int, address: str, port: int) -> None:
+        try:
+            with socket.create_connection((address, port), LIMIT_S, (own_address, 0)) as connection:
+                connection.settimeout(LIMIT_S)
+                answer = connection.makefile("rb").readline()
+        except OSError as error:
+            problems[name] = error.strerror or str(error)
+            return
+        if answer != b"muster node %d\n" % node:
+            problems[name] = "another machine or program answers there"
+
+    threads = [threading.Thread(target=one, args=(name, *row), daemon=True) for name, row in others.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+    return problems

@@ -1,0 +1,311 @@
+"""Several nodes: their launchers become one job, or each says in one sentence why not."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.cli.main import main
+from muster.spec.errors import ConfigError, MusterError
+from muster.train.nodes import team as teams
+from muster.train.nodes.agree import differences
+from muster.train.nodes.meet import meet
+from muster.train.nodes.network import interface_towards, interfaces, own_interface, resolve
+from muster.train.nodes.request import NodesRequest, data_interface, listening_address
+from muster.train.nodes.team import Member, Over, Team
+from tests.nodes import ADDRESSES, HOSTS, Network, network
+from tests.train_runs import AT_ONCE, QUICK, Ended, losses, train
+
+TINY = ("--preset", "tiny", *QUICK, *AT_ONCE)
+HOST = socket.gethostname()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the command line says
+
+FLAGS = {
+    "--nodes 2": "--nodes 2 without --node-rank: expected --nodes N --node-rank R --rendezvous HOST[:PORT]",
+    "--nodes 2 --node-rank 0": "--nodes 2 without --rendezvous: expected",
+    "--node-rank 1 --rendezvous a": "--node-rank without --nodes would train a world of one: expected",
+    "--nodes 2 --node-rank 2 --rendezvous a": "--node-rank 2 of 2 nodes: expected 0 to 1, another on each",
+    "--nodes 1 --node-rank 0 --rendezvous a": "--nodes 1 with --node-rank: expected",
+    "--nodes 2 --node-rank 0 --rendezvous a:b": "--rendezvous a:b: expected HOST or HOST:PORT, such as node-0:29400",
+    "--nodes 2 --node-rank 0 --rendezvous a:70000": "--rendezvous a:70000: expected HOST or HOST:PORT",
+    "--nodes 2 --node-rank -1 --rendezvous a": "expected a whole number from 0 on, got '-1'",
+    "--nnodes 2": "unknown flag '--nnodes'; did you mean '--nodes'?",
+    "--master-addr a": "unknown flag '--master-addr'; did you mean '--rendezvous'?",
+    "--master_port 1": "unknown flag '--master_port'; did you mean '--rendezvous'?",
+    "--rdzv-endpoint=a:1": "unknown flag '--rdzv-endpoint'; did you mean '--rendezvous'?",
+    "--nproc-per-node 2": "unknown flag '--nproc-per-node'; did you mean '--nproc'?",
+    "--node_rank 1": "unknown flag '--node_rank'; did you mean '--node-rank'?",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_that_make_no_job_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "tiny", *flags.split()]) == 2
+    assert FLAGS[flags] in capsys.readouterr().err
+
+
+def test_copies_that_are_not_one_for_each_node_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--nodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert main(["train", "--preset", "tiny", *place]) == 2
+    assert "srun started 8 copies of this command (SLURM_STEP_NUM_TASKS), but --nodes is 2" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Names and interfaces
+
+
+def test_this_machine_knows_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("lo", "127.0.0.1") in [(one.name, one.address) for one in interfaces()]
+    assert interface_towards("127.0.0.1").name == "lo"
+    assert own_interface("192.0.2.1") is None
+    assert resolve("localhost") == "127.0.0.1"
+    with pytest.raises(MusterError, match=r"the name no\.such\.invalid has no address here \(.*\): give the first"):
+        resolve("no.such.invalid")
+    with pytest.raises(MusterError, match=r"--rendezvous 192\.0\.2\.1 but this one's addresses are .*start node 0"):
+        listening_address(NodesRequest(2, 0, "192.0.2.1"))
+    monkeypatch.setattr("muster.train.nodes.request.resolve", lambda host: "127.0.1.1")
+    with pytest.raises(MusterError, match=r"--rendezvous box is 127\.0\.1\.1 here, which no other machine can reach"):
+        listening_address(NodesRequest(2, 0, "box"))
+    with pytest.raises(ConfigError, match=r"--interface eth9: there is no such interface .* only 127\.0\.0\.1 on lo"):
+        data_interface(NodesRequest(2, 0, "box", interface="eth9"), "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME eth8: there is no such interface"):
+        data_interface(NodesRequest(2, 0, "box"), "127.0.0.1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Meeting, with launchers that are threads
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def request(port: int, rank: int, count: int = 2, limit_s: float = 20, **more: Any) -> NodesRequest:
+    return NodesRequest(count, rank, "127.0.0.1", port, join_limit_s=limit_s, **more)
+
+
+def member(node: int, **facts: object) -> Member:
+    return Member(node, HOSTS[node], {"job": "train", "ranks": "1 rank", **facts}, ADDRESSES[node], "cable", 1)
+
+
+def test_what_differs_is_told_with_the_node() -> None:
+    a = {"muster": "1 (a)", "torch": "2.7", "python": "3.11", "plan": "dp2 (aa)"}
+    config = {"seed": 1, "train": {"steps": 4}, "parallel": {"pp": 2}}
+    first = member(0, **a, config=config)
+    assert list(differences(first, member(1, **a, config=config))) == []
+    changes = {
+        "muster": ("1 (b)", "node 1 on node-b runs Muster 1 (b), but node 0 on node-a runs Muster 1 (a): install the"),
+        "torch": ("2.6", "node 1 on node-b has PyTorch 2.6, but node 0 on node-a has PyTorch 2.7: install the same"),
+        "python": ("3.12", "node 1 on node-b runs Python 3.12, but node 0 on node-a runs Python 3.11"),
+        "plan": ("pp2 (bb)", "node 1 on node-b has the plan pp2 (bb), but node 0 on node-a has the plan dp2 (aa)"),
+        "ranks": ("4 ranks", "node 1 on node-b would start 4 ranks, but node 0 on node-a would start 1 rank: give all"),
+        "config": (
+            {**config, "train": {"steps": 5}},
+            "node 1 on node-b has another configuration than node 0 on node-a (train.steps 5, not 4): give all nodes",
+        ),
+    }
+    for key, (value, words) in changes.items():
+        (said,) = differences(first, member(1, **{**a, "config": config, key: value}))
+        assert said.startswith(words), said
+    assert [*differences(first, member(1, job="doctor"))] == [
+        "node 1 on node-b was started to doctor, node 0 on node-a to train: start the same on all nodes"
+    ]
+
+
+def together(*bodies: Any) -> list[Any]:
+    """What the bodies gave or raised, each in a thread of its own."""
+
+    def run(body: Any) -> Any:
+        try:
+            return body()
+        except (Exception, SystemExit) as error:
+            return error
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [future.result() for future in [pool.submit(run, body) for body in bodies]]
+
+
+def joined(wanted: NodesRequest, use: Any = lambda team: None, **facts: object) -> Any:
+    def body() -> Any:
+        with meet(wanted, dict(facts)) as team:
+            return use(team)
+
+    return body
+
+
+def test_two_launchers_meet_reach_each_other_and_compare_clocks(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def hub(team: Team) -> tuple:
+        team.measure_clocks()
+        problems = team.unreached()
+        team.tell("start", store="x")
+        return sorted(team.members), problems, abs(team.clock_off_s[1]) < 0.5
+
+    def other(team: Team) -> tuple:
+        problems = team.unreached()
+        return sorted(team.members), problems, team.expect("start", 10)[0]["store"]
+
+    def late() -> Any:
+        time.sleep(1.2)
+        return joined(request(port, 1), other, torch="2")()
+
+    assert together(joined(request(port, 0), hub), late) == [([0, 1], [], True), ([0, 1], [], "x")]
+    assert "waiting for 1 of 2 nodes: node 1\n" in capsys.readouterr().out
+
+
+def test_who_does_not_come_is_waited_for_a_while_only(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    alone, first = together(
+        joined(request(port + 1, 1, limit_s=1)),
+        joined(request(port, 0, count=3, limit_s=1)),
+    )
+    assert f"node 0 did not answer at 127.0.0.1:{port + 1} within 1 s (Connection refused): start it" in str(alone)
+    assert f"nodes 1, 2 did not come to 127.0.0.1:{port} within 1 s: start there the same" in str(first)
+    assert f"waiting for node 0 at 127.0.0.1:{port + 1} (Connection refused)\n" in capsys.readouterr().out
+
+
+def test_two_that_take_one_place_are_refused(port: int) -> None:
+    go, begun = threading.Event(), threading.Event()
+
+    def hub(team: Team) -> str:
+        begun.set()
+        go.wait(20)
+        return "ok"
+
+    def intruders() -> list[str]:
+        begun.wait(20)
+        wrong = [request(port, 1), request(port, 1, count=3), request(port, 0)]
+        found = [str(one) for body in wrong for one in together(joined(body))]
+        go.set()
+        return found
+
+    first, _, (twice, other_count, also_first) = together(
+        joined(request(port, 0), hub), joined(request(port, 1), lambda _: go.wait(20)), intruders
+    )
+    assert first == "ok"
+    assert (
+        twice
+        == f"--node-rank 1 is already that of the launcher on {HOST}: give each node a number of its own, from 0 to 1"
+    )
+    assert other_count == f"--nodes is 3 here, but 2 on node 0 on {HOST}: give all nodes the same"
+    assert (
+        f"could not listen on 127.0.0.1:{port} (Address already in use): another launcher may be node 0" in also_first
+    )
+
+
+def test_what_listens_there_must_be_a_launcher(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        (found, _) = together(joined(request(port, 1)), answer)
+    assert str(found) == (
+        f"what listens at 127.0.0.1:{port} is no launcher of Muster: give all nodes another --rendezvous"
+    )
+
+
+def test_strangers_at_the_door_disturb_nobody(port: int) -> None:
+    def stranger() -> None:
+        time.sleep(0.3)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        joined(request(port, 1))()
+
+    hub, _ = together(joined(request(port, 0), lambda team: sorted(team.members)), stranger)
+    assert hub == [0, 1]
+
+
+def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:
+    def fail(team: Team) -> None:
+        raise ConfigError("the run file is bad")
+
+    def wait(team: Team) -> None:
+        team.expect("start", 20)
+
+    hub, other = together(joined(request(port, 0), fail), joined(request(port, 1), wait))
+    assert isinstance(other, Over)
+    assert (str(hub), other.code, other.reason) == (
+        "the run file is bad",
+        2,
+        f"node 0 on {HOST}: the run file is bad",
+    )
+    hub, other = together(joined(request(port, 0), wait), joined(request(port, 1), fail))
+    assert isinstance(hub, ConfigError)
+    assert str(hub) == f"node 1 on {HOST}: the run file is bad"
+
+
+def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "LOST_S", 1.0)
+    monkeypatch.setattr(teams, "BEAT_S", 0.2)
+    over = threading.Event()
+
+    def mute(team: Team) -> None:
+        monkeypatch.setattr(team, "tell", lambda *_, **__: None)
+        over.wait(20)
+
+    def hub(team: Team) -> None:
+        try:
+            team.expect("ready", 20)
+        finally:
+            over.set()
+
+    found, _ = together(joined(request(port, 0), hub), joined(request(port, 1), mute))
+    assert str(found) == (
+        f"node 1 on {HOST} is gone: its launcher has said nothing for 1 s, so its machine or the network between is"
+        " down"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training, each node a network namespace with a host name and a working directory of its own
+
+
+@pytest.fixture
+def nodes() -> Iterator[Network]:
+    with network() as found:
+        yield found
+
+
+def folders(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / name for name in HOSTS]
+    for folder in made:
+        folder.mkdir(exist_ok=True)
+    return made
+
+
+def both(nodes: Network, tmp_path: Path, *words: str | Path, late_s: float = 0.0, **more: Any) -> list[Ended]:
+    """The same command on both nodes, from its start to its end."""
+    places = folders(tmp_path)
+    with nodes.launcher(0, *words, cwd=places[0], **more) as first:
+        time.sleep(late_s)
+        with nodes.launcher(1, *words, cwd=places[1], **more) as second:
+            return [first.wait(), second.wait()]
+
+
+def test_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) -> None:
+    words = (*TINY, "--parallel", "dp2-mb12", "--train.steps", "4", "--data.cache", tmp_path / "cache")
+    alone = train(*words, "--run", tmp_path / "alone")
+    assert alone.code == 0, alone.err
+    first, second = both(nodes, tmp_path, *words, "--run", tmp_path / "run", late_s=1.0)
+    assert (first.code, second.code, first.err, second.err) == (0, 0, "", ""), (first, second)
+    assert "waiting for 1 of 2 nodes: node 1\n" in first.out
+    assert "nodes: node 0 on node-a, node 1 on node-b; ranks meet through 10.77.1.1 on cable" in first.out
+    assert second.out.splitlines() == ["node 1 on node-b has joined node 0 on node-a, which shows how the job goes on"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "alone"), "bit for bit"
+    assert len(losses(tmp_path / "run")) == 4
