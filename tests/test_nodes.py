@@ -225,10 +225,13 @@ def test_strangers_at_the_door_disturb_nobody(port: int) -> None:
         time.sleep(0.3)
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        joined(request(port, 1))()
+        joined(request(port, 1), lambda team: team.expect("start", 10))()
 
-    hub, _ = together(joined(request(port, 0), lambda team: sorted(team.members)), stranger)
-    assert hub == [0, 1]
+    def hub(team: Team) -> list[int]:
+        team.tell("start")
+        return sorted(team.members)
+
+    assert together(joined(request(port, 0), hub), stranger)[0] == [0, 1]
 
 
 def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:

@@ -67,7 +67,8 @@ class NodeJob(Job):
                 self._lose(node, f"is gone with {self._team.members[node]}: {why_gone(message)}")
 
     def _lose(self, node: int, sentence: str) -> None:
-        self._team.lines.pop(node).close()
+        if line := self._team.lines.pop(node, None):
+            line.close()
         if node in self._ends or self._verdict is not None:
             return
         member = self._team.members[node]

@@ -93,19 +93,21 @@ class Team:
         Raises Over when node 0 says so, MusterError when one is gone, has failed or says nothing in time.
         """
         found: dict[int, Message] = {}
+        later: list[tuple[int, Message]] = []
         wanted, limit = set(self.lines if nodes is None else nodes), time.monotonic() + limit_s
         while wanted - set(found):
             if time.monotonic() > limit:
                 late = self.members[min(wanted - set(found))]
                 raise MusterError(f"{late} did not get ready within {limit_s:.0f} s")
-            later = []
             for node, message in self.receive(0.2):
                 if message["kind"] == kind:
                     found[node] = message
-                else:
+                elif wanted - set(found):
                     self._raise_if_over(node, message)
                     later.append((node, message))
-            self._early += later
+                else:  # what comes after the last that was waited for, even that its sender is gone
+                    later.append((node, message))
+        self._early += later
         return found
 
     def measure_clocks(self, limit_s: float = 10.0) -> None:
