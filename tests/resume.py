@@ -124,6 +124,8 @@ class Link:
     def go_on(self, world: World, plan: Plan) -> dict[str, Any] | None:
         """Loads what was saved, trains STEPS steps, saves, and trains STEPS more for the next to compare with."""
         trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache))
+        saver = Saver(world.rank, world.size, world.store)
+        trainer.before_change = saver.wait_copied
         result: dict[str, Any] = {}
         if self.step:
             folder = folder_of(self.root, self.step)
@@ -137,7 +139,6 @@ class Link:
         else:
             trainer.step()
         self.step = trainer.step_count
-        saver = Saver(world.rank, world.size, world.store)
         if world.rank == 0:
             self.root.mkdir(exist_ok=True, parents=True)
         info = {"plan": plan.model_dump(mode="json"), "model": {}, "counters": trainer.counters()}

@@ -54,6 +54,7 @@ class Rank:
         pieces = pieces_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
         self.saver.begin(Target(root or self.root, step, info, keep or Keep()), pieces)
+        self.saver.wait_copied()
         for piece in pieces:
             piece.tensor.fill_(-1)
         return pieces

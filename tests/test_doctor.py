@@ -26,7 +26,7 @@ def findings(request: Request) -> dict[str, Finding]:
 def test_a_sound_machine_has_no_problem_and_json_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only(monkeypatch, "versions", "memory", "disk", "clocks", "ports", "files")
+    only(monkeypatch, "versions", "memory", "disk", "copies", "clocks", "ports", "files")
     assert main(["doctor", "--run", str(tmp_path / "runs"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["version"], said["ok"]) == (1, True)

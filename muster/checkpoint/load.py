@@ -35,13 +35,15 @@ def load(folder: Path, wanted: Sequence[Piece], convert: bool = False) -> Manife
     return manifest
 
 
-def fill(folder: Path, manifest: Manifest, wanted: Sequence[Piece], convert: bool = False) -> None:
-    """As `load`, where the manifest has been read already."""
+def fill(
+    folder: Path, manifest: Manifest, wanted: Sequence[Piece], convert: bool = False, files: "Files | None" = None
+) -> None:
+    """As `load`, where the manifest has been read already, and the `files` may lie elsewhere."""
     for piece in wanted:
         _require_same(folder, manifest, piece, convert)
     goals = [_Goal(piece.name, box, tensor) for piece in wanted for box, tensor in piece.parts()]
     reads = plan_reads(manifest, [(goal.name, goal.box) for goal in goals])
-    files = _Files(folder, manifest)
+    files = files or Files(folder, manifest)
     with ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(lambda run: _read_run(files, run, goals), runs(reads)):
             pass
@@ -106,7 +108,7 @@ _ALIGN = 16
 """Bytes at whose multiples numbers of every type may begin."""
 
 
-class _Files:
+class Files:
     """The tensor files of a checkpoint. Each is opened for a run and closed again: there may be very many."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -137,7 +139,7 @@ class _Files:
             raise MusterError(f"could not read {name} from {path}: {error}") from error
 
 
-def _read_run(files: _Files, run: Sequence[Read], goals: Sequence[_Goal]) -> None:
+def _read_run(files: Files, run: Sequence[Read], goals: Sequence[_Goal]) -> None:
     """Reads pieces that lie side by side, with one call where the system allows it, and checks them."""
     places = [(goal := goals[read.wanted]).place(read, files.dtype(goal)) for read in run]
     spare = files.buffers.of([read.nbytes for read, place in zip(run, places, strict=True) if place is None])

@@ -131,20 +131,23 @@ def write_manifest(beside: Path, step: int, info: Mapping[str, Any], world_size:
     if missing := [path for path in paths if not path.exists()]:
         raise MusterError(f"there is no {missing[0]}: checkpoints need a folder that all ranks share")
     all_ranks = merge([RankList.model_validate_json(path.read_bytes()) for path in paths])
-    manifest = Manifest(
-        step=step,
-        muster=muster.__version__,
-        torch=torch.__version__,
-        plan=info["plan"],
-        model=info["model"],
-        run=info.get("run", {}),
-        counters=info["counters"],
-        files=all_ranks.files,
-        tensors=all_ranks.tensors,
-    )
+    manifest = Manifest(**about(step, info), files=all_ranks.files, tensors=all_ranks.tensors)
     write_durably(beside / MANIFEST, dump(manifest))
     for path in paths:
         path.unlink()
+
+
+def about(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says beside its files and tensors."""
+    return {
+        "step": step,
+        "muster": muster.__version__,
+        "torch": torch.__version__,
+        "plan": info["plan"],
+        "model": info["model"],
+        "run": info.get("run", {}),
+        "counters": info["counters"],
+    }
 
 
 def _sentence(error: Exception, beside: Path) -> str:

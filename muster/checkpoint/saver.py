@@ -1,8 +1,9 @@
-"""Saving beside the training: a step waits only until the tensors are copied to host memory.
+"""Saving beside the training: what changes the tensors waits until they are copied to host memory, and nothing else.
 
-The copy is written by a process of the rank's own, watched by a thread; the ranks agree through the launcher's store,
-so nothing here uses the communication of the training. A save that fails, or a writer that dies, is told to all ranks
-and leaves the training and the earlier checkpoints alone.
+They change only at the end of a step, so that the copy is made beside the next one's passes. It is written by a process
+of the rank's own, watched by a thread; the ranks agree through the launcher's store, so nothing here uses the
+communication of the training. A save that fails, or a writer that dies, is told to all ranks and leaves the training
+and the earlier checkpoints alone.
 """
 
 import contextlib
@@ -17,14 +18,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.folder import Keep
+from muster.checkpoint.memory.copies import Copies, send
+from muster.checkpoint.memory.wire import Address
 from muster.checkpoint.mirror import Mirror, copy_beside
 from muster.checkpoint.piece import Piece
-from muster.checkpoint.save import parts_of, save_with, write_rank
-from muster.checkpoint.staging import Staging
+from muster.checkpoint.save import about, parts_of, save_with, write_rank
+from muster.checkpoint.staging import Staging, mark_of
 from muster.checkpoint.write import Part, file_name
 from muster.checkpoint.writer_process import job_of
 from muster.spec.errors import MusterError
@@ -37,24 +41,29 @@ WAIT_LIMIT = timedelta(minutes=30)
 class Target:
     """What is to be saved beside the tensors."""
 
-    root: Path
+    root: Path | None
+    """The folder of the checkpoints; None: only copies in memory are wanted."""
     step: int
     info: Mapping[str, Any]
     keep: Keep
     mirror: str | None = None
     """The URL below which a copy is to lie."""
+    in_memory: bool = False
+    """Whether copies in memory are wanted."""
 
 
 class Saver:
     """One rank's part in saving. All ranks call `begin` for the same steps, and only when all of them are idle."""
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, store: dist.Store, copies: Copies | None = None) -> None:
+        self._rank, self._world_size, self._copies = rank, world_size, copies
         # A connection of its own: waiting on it holds up nobody.
         self._meeting = _Meeting(store.clone(), world_size)  # type: ignore[attr-defined]
         self._staging: Staging | None = None
         self._writer: _Writer | None = None
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._problem: str | None = None
         """Why the last save failed; None while it is under way and when it succeeded."""
         self._untold: str | None = None
@@ -82,21 +91,20 @@ class Saver:
             self._writer = _Writer(self._rank, self._staging_for(parts_of(pieces)).handle)
 
     def begin(self, target: Target, pieces: Sequence[Piece], copy: bool = True) -> None:
-        """Begins a save of `pieces`; returns when they are copied to host memory.
+        """Begins a save of `pieces`, which must not change before `wait_copied` has returned.
 
         Without `copy` they are written from where they lie, and must not change before `wait` has returned.
         """
         self.wait()
         self._problem, self.on_disk = None, False
-        if copy:
-            try:
-                parts = parts_of(pieces)
-                self._staging_for(parts).take(parts)
-            except OSError as error:  # the other ranks must hear of it, or they wait in vain
-                self._problem = f"no host memory for a copy of the tensors: {error.strerror}"
-        source = None if copy else pieces
-        self._thread = threading.Thread(target=self._run, args=(target, source), name="saver", daemon=True)
+        self._copied.clear()
+        ready = mark_of(piece.tensor for piece in pieces)
+        self._thread = threading.Thread(target=self._run, args=(target, pieces, copy, ready), name="saver", daemon=True)
         self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Waits until the tensors may change: not at all where no copy is being made."""
+        self._copied.wait()
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Waits until no save is under way; False when one still is after `limit_s` seconds."""
@@ -117,40 +125,65 @@ class Saver:
             self._staging = Staging(parts)
         return self._staging
 
-    def _run(self, target: Target, pieces: Sequence[Piece] | None) -> None:
-        """One save to its end, from `pieces` or, without them, from the copy."""
-        lacking = self._problem
+    def _run(self, target: Target, pieces: Sequence[Piece], copy: bool, ready: "torch.cuda.Event | None") -> None:
+        """One save to its end, from a copy of the pieces or from where they lie."""
+        lacking = self._take_copy(pieces, ready) if copy else None
+        self._copied.set()
 
-        def write(beside: Path) -> None:
+        def write(beside: Path, send_to: Address | None = None) -> None:
             if lacking is not None:
                 raise MusterError(lacking)
-            if pieces is not None:
-                write_rank(beside, self._rank, pieces)
-            else:
-                self._write_copy(beside)
+            if copy:
+                self._write_copy(beside, send_to)
+                return
+            write_rank(beside, self._rank, pieces)
+            if send_to is not None:
+                send(beside, self._rank, send_to)
 
-        self._meeting.begin()
+        problems = []
+        for save in (self._save_in_memory, self._save_on_disk):
+            self._meeting.begin()
+            try:
+                save(target, write)
+            except MusterError as error:
+                problems.append(str(error))
+            except Exception as error:  # the thread must end with a word, or the training would wait for it
+                problems.append(f"the checkpoint of step {target.step} was not saved: {type(error).__name__}: {error}")
+        self._problem = self._untold = "; ".join(problems) or None
+
+    def _take_copy(self, pieces: Sequence[Piece], ready: "torch.cuda.Event | None") -> str | None:
+        """Why no copy could be made; the other ranks must hear of it, or they wait in vain."""
         try:
-            folder = save_with(
-                write,
-                target.root,
-                target.step,
-                target.info,
-                rank=self._rank,
-                world_size=self._world_size,
-                exchange=self._meeting.exchange,
-                keep=target.keep,
-            )
-            self.on_disk = True
-            if target.mirror is not None:
-                self._copy(folder, target, target.mirror)
-            self._problem = None
-        except MusterError as error:
-            self._problem = self._untold = str(error)
-        except Exception as error:  # the thread must end with a word, or the training would wait for it
-            self._problem = self._untold = (
-                f"the checkpoint of step {target.step} was not saved: {type(error).__name__}: {error}"
-            )
+            parts = parts_of(pieces)
+            self._staging_for(parts).take(parts, ready)
+        except OSError as error:
+            return f"no host memory for a copy of the tensors: {error.strerror}"
+        except Exception as error:
+            return f"no copy of the tensors could be made: {type(error).__name__}: {error}"
+        return None
+
+    def _save_in_memory(self, target: Target, write: Callable[[Path, Address | None], None]) -> None:
+        if not target.in_memory or (copies := self._copies) is None:
+            return
+        head, size = about(target.step, target.info), self._world_size
+        copies.save(target.step, head, size, lambda beside: write(beside, copies.partner), self._meeting.exchange)
+
+    def _save_on_disk(self, target: Target, write: Callable[[Path], None]) -> None:
+        if target.root is None:
+            return
+        folder = save_with(
+            write,
+            target.root,
+            target.step,
+            target.info,
+            rank=self._rank,
+            world_size=self._world_size,
+            exchange=self._meeting.exchange,
+            keep=target.keep,
+        )
+        self.on_disk = True
+        if target.mirror is not None:
+            self._copy(folder, target, target.mirror)
 
     def _copy(self, folder: Path, target: Target, url: str) -> None:
         """Copies the checkpoint to the mirror: each rank its own file, and the manifest when all are there."""
@@ -169,11 +202,11 @@ class Saver:
         together(lambda: copy_beside(own, target.step, url) if own.exists() else None)
         together(lambda: Mirror(url).finish(folder, target.keep) if first else None)
 
-    def _write_copy(self, beside: Path) -> None:
+    def _write_copy(self, beside: Path, send_to: Address | None) -> None:
         assert self._staging is not None
         if self._writer is None or not self._writer.alive:
             self._writer = _Writer(self._rank, self._staging.handle)
-        self._writer.write(beside, self._staging)
+        self._writer.write(beside, self._staging, send_to)
 
 
 class _Writer:
@@ -192,11 +225,11 @@ class _Writer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def write(self, folder: Path, staging: Staging) -> None:
+    def write(self, folder: Path, staging: Staging, send_to: Address | None) -> None:
         """Returns when the file is on disk. Raises MusterError when it could not be written."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = job_of(folder, staging.handle, staging.nbytes, staging.parts)
+        job = job_of(folder, staging.handle, staging.nbytes, staging.parts, send_to)
         answer = ""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job) + "\n")

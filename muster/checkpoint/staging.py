@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -35,12 +35,30 @@ class Staging:
         """Whether the buffer was made for such parts."""
         return parts.keys() == self._places.keys()
 
-    def take(self, parts: Mapping[Part, Tensor]) -> None:
-        """Copies all parts; returns when the tensors may change again."""
-        for part, tensor in parts.items():
-            self._places[part].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in parts.values()):
-            torch.cuda.synchronize()
+    def take(self, parts: Mapping[Part, Tensor], ready: "torch.cuda.Event | None" = None) -> None:
+        """Copies all parts; returns when the tensors may change again. On a GPU the copies wait for `ready`, and for
+        nothing that was asked of it since."""
+        device = next((tensor.device for tensor in parts.values() if tensor.is_cuda), None)
+        if ready is None or device is None:
+            for part, tensor in parts.items():
+                self._places[part].copy_(tensor)
+            return
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            for part, tensor in parts.items():
+                self._places[part].copy_(tensor, non_blocking=True)
+        stream.synchronize()
+
+
+def mark_of(tensors: Iterable[Tensor]) -> "torch.cuda.Event | None":
+    """The moment at which all that has been asked of the tensors' GPU so far is done; None where they lie on none."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None
+    mark = torch.cuda.Event()
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
 def _memory_file() -> int:

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from muster.checkpoint.memory.copies import send
+from muster.checkpoint.memory.wire import Address
 from muster.checkpoint.write import Part, write_file
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box
@@ -31,12 +33,14 @@ class Job(NamedTuple):
     buffer_bytes: int
     parts: list[tuple[str, str, list[int], str, list[int], list[int]]]
     """Name, key, shape, dtype, start and size of each."""
+    send_to: tuple[str, int, str] | None = None
+    """The address of the node that gets a copy."""
 
 
-def job_of(folder: Path, handle: int, buffer_bytes: int, parts: list[Part]) -> Job:
-    """The job that writes `parts`."""
+def job_of(folder: Path, handle: int, buffer_bytes: int, parts: list[Part], send_to: Address | None = None) -> Job:
+    """The job that writes `parts`, and sends the file on."""
     rows = [(p.name, p.key, list(p.shape), p.dtype, list(p.box.start), list(p.box.size)) for p in parts]
-    return Job(str(folder), handle, buffer_bytes, rows)
+    return Job(str(folder), handle, buffer_bytes, rows, send_to)
 
 
 def do(job: Job, rank: int) -> str:
@@ -47,6 +51,8 @@ def do(job: Job, rank: int) -> str:
     ]
     try:
         write_file(Path(job.folder), rank, parts, _data(job, parts) if parts else [])
+        if job.send_to is not None:
+            send(Path(job.folder), rank, Address(*job.send_to))
     except OSError as error:
         return f"could not write {error.filename or job.folder}: {error.strerror or error}"
     except MusterError as error:

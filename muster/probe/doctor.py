@@ -20,12 +20,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from muster.checkpoint.memory.folder import leftovers
+
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_FREE = GIB
 """Bytes of memory and of disk below which even a small model is in danger."""
 CLOCK_TOLERANCE_S = 2.0
 LEAST_FILES = 1024
 _DISK_BYTES = 32 * MIB
+COPIES = Path("/dev/shm")
+"""Where runs put their copies, if they aren't told otherwise."""
 
 Level = Literal["ok", "note", "problem"]
 
@@ -142,6 +146,16 @@ def _disk(request: Request) -> Iterator[Finding]:
     yield Finding("disk", "ok", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
 
 
+def _copies(request: Request) -> Iterator[Finding]:
+    found = list(leftovers(COPIES))
+    for left in found:
+        size = f"{left.nbytes / GIB:.1f} GiB in {left.path} are copies of {left.run}"
+        fate = "nobody can go on from them: remove them" if left.stale else "it goes on from them by its own command"
+        yield Finding("copies", "note", f"{size}, which does not run, and {fate}")
+    if not found:
+        yield Finding("copies", "ok", f"no run that was killed has left copies in {COPIES}")
+
+
 def _clocks(request: Request) -> Iterator[Finding]:
     folder = request.run_dir.absolute()
     while not folder.exists():
@@ -241,6 +255,7 @@ CHECKS: dict[str, Check] = {
     "versions": _versions,
     "memory": _memory,
     "disk": _disk,
+    "copies": _copies,
     "clocks": _clocks,
     "ports": _ports,
     "files": _files,

@@ -123,6 +123,12 @@ class TrainConfig(Frozen):
     mirror: str | None = None
     """URL below which copies of the checkpoints lie, of any kind that fsspec knows (`s3://bucket/run`): a run directory
     that has none, or older ones, gets the newest from there."""
+    copies_every: NonNegativeInt = 0
+    """Steps between copies of the state in the memory of the nodes, each of which also keeps those of the one before: a
+    run that is started again goes on from them if they are newer than its checkpoints; 0: there are none."""
+    copies_dir: str = "/dev/shm"
+    """Where copies_every puts them: a folder in memory, or on a disk of the node's own; {rank} stands for a rank's
+    number."""
     async_save: bool = True
     """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
     max_minutes: Positive | None = None

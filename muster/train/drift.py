@@ -1,5 +1,7 @@
 """What may be another when a run goes on, and what is refused: shown as what was and what is now."""
 
+import json
+from hashlib import sha256
 from pathlib import Path
 
 from muster.data.dataset import Samples
@@ -17,6 +19,8 @@ FREE_TO_CHANGE = (
     "train.keep_every",
     "train.ephemeral_every",
     "train.mirror",
+    "train.copies_every",
+    "train.copies_dir",
     "train.async_save",
     "eval.every",
     "eval.batches",
@@ -76,6 +80,13 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in FREE_TO_CHANGE and not key.startswith("parallel")
     ]
+
+
+def settings_digest(config: RunConfig, dataset: Samples) -> str:
+    """The same for all configurations between which `differences` finds none, and the same data."""
+    flat = _flat(config.model_dump(mode="json"))
+    kept = {key: flat[key] for key in sorted(flat) if key not in FREE_TO_CHANGE and not key.startswith("parallel")}
+    return sha256(json.dumps([kept, dataset.fingerprint]).encode()).hexdigest()[:16]
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

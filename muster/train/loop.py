@@ -29,6 +29,7 @@ from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
 from muster.train.ending import announce, finish
 from muster.train.errors import STOPPED
+from muster.train.memory import open_copies, recall
 from muster.train.metrics import MetricsLog, metrics_row, write_text
 from muster.train.order import measured_order
 from muster.train.saves import CHECKPOINTS, Saves
@@ -56,7 +57,8 @@ class Run:
         self.trainer = Trainer(config, plan, world, dataset)
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
-        self.saves = Saves(config.train, self.trainer, world, run_dir)
+        self.copies = open_copies(config.train, world, run_dir, self.trainer.pieces())
+        self.saves = Saves(config.train, self.trainer, world, run_dir, self.copies)
         signal.signal(signal.SIGTERM, self._on_stop)
 
     def _on_stop(self, *_: object) -> None:
@@ -184,7 +186,7 @@ class Run:
 
     def _resume(self) -> None:
         """Goes on from the last checkpoint, if there is one."""
-        if (manifest := self._load_latest()) is not None:
+        if (manifest := self._recall() or self._load_latest()) is not None:
             self.trainer.go_to(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
         elif (place := self.config.train.init_from) is not None:
@@ -192,6 +194,13 @@ class Run:
             self.trainer.go_to(0, {"samples_consumed": 0})
         if self.is_main:
             self.metrics.forget_after(self.trainer.step_count)
+
+    def _recall(self) -> Manifest | None:
+        """Loads the copies in the nodes' memory, where they are the newest."""
+        if self.copies is None:
+            return None
+        pieces, most = self.trainer.pieces(), self.config.train.num_steps
+        return recall(self.world, self.copies, self.run_dir, pieces, most)
 
     def _load_latest(self) -> Manifest | None:
         """Loads the last checkpoint; one that turns out to be damaged is said, and the one before it is taken."""

@@ -1,9 +1,12 @@
 """Removing a run's older checkpoints by hand."""
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.folder import Keep, checkpoints, find_latest, prune, remove_stale, surplus
+from muster.checkpoint.folder import Keep, checkpoints, find_latest, prune, remove_stale, step_of, surplus
+from muster.checkpoint.memory.folder import leftovers, places
 from muster.spec.errors import ConfigError
 from muster.spec.load import load_run
 from muster.train.run import claimed
@@ -11,24 +14,33 @@ from muster.train.run import claimed
 
 def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:
     """Keeps the last good checkpoint, the newest others, `keep_last` in all, and steps that are multiples of
-    `keep_every` (None: as the run does); removes the rest, and what killed runs left half-written. Returns what was
-    done, as JSON.
+    `keep_every` (None: as the run does); removes the rest, what killed runs left half-written, and this machine's
+    copies in memory that aren't newer. Returns what was done, as JSON.
 
     Raises ConfigError where there is no checkpoint, MusterError while a job runs there.
     """
     root = run / "checkpoints"
     if (newest := find_latest(root)) is None:
         raise ConfigError(f"{run} has no good checkpoint: expected a run directory, such as runs/demo")
-    if keep_every is None:
-        keep_every = load_run(None, run / "config.yaml", []).config.train.keep_every
+    train = load_run(None, run / "config.yaml", []).config.train
+    keep_every = train.keep_every if keep_every is None else keep_every
     keep = Keep(last=keep_last, permanent_every=keep_every)
     with claimed(run):
         stale = sorted(root.glob("*.tmp"))
-        doomed = [*surplus(root, keep, newest), *stale]
+        old = [
+            left.path
+            for place in places(train.copies_dir)
+            for left in leftovers(place)
+            if left.run == run.absolute() and (left.stale or (left.step or 0) <= step_of(newest))
+        ]
+        doomed = [*surplus(root, keep, newest), *stale, *old]
         nbytes = sum(file.stat().st_size for path in doomed for file in [path, *path.rglob("*")] if file.is_file())
         if not dry_run:
             prune(root, keep, newest)
             remove_stale(root)
+            for path in old:
+                with suppress(OSError):
+                    shutil.rmtree(path)
         kept = [path for path in checkpoints(root) if path not in doomed]
     return {
         "version": 1,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
+from muster.checkpoint.memory.folder import IDENTITY
 from muster.checkpoint.mirror import Mirror
 from muster.planner.auto import Chosen, choose_plan
 from muster.report.run_files import find_report
@@ -32,6 +33,7 @@ from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
 from muster.train.nodes.request import NodesRequest
 from muster.train.order import with_order
+from muster.train.position import last_position, own_copies
 from muster.train.shared_disk import require_shared
 
 if TYPE_CHECKING:
@@ -146,15 +148,14 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     mirror = None if config.train.mirror is None else Mirror(config.train.mirror)
     if mirror is not None and not options.fresh:
         _fetch_newer(mirror, run_dir)
-    latest = None if options.fresh else _last_checkpoint(run_dir)
-    manifest = read_manifest(latest) if latest is not None else None
-    if manifest is not None:
-        refuse_drift(run_dir, config, manifest.step, options.allow_changes)
-        if manifest.step == config.train.num_steps and (run_dir / "report.html").exists():
-            print(f"{run_dir} is finished: all of its {manifest.step} steps are done (--fresh starts anew)")
+    position = None if options.fresh else last_position(run_dir, config.train)
+    if position is not None:
+        refuse_drift(run_dir, config, position.step, options.allow_changes)
+        if position.step == config.train.num_steps and (run_dir / "report.html").exists():
+            print(f"{run_dir} is finished: all of its {position.step} steps are done (--fresh starts anew)")
             print(f"report: {find_report(run_dir)}")
             return False
-    if manifest is None and config.train.init_from is not None:
+    if position is None and config.train.init_from is not None:
         _check_weights(config.train.init_from, config)
     dataset = open_dataset(config, run_dir)
     for line in data_lines(config, dataset):
@@ -163,16 +164,18 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         print(epochs_line(config, dataset))
     for line in (*derived_lines(resolved), *chosen.lines):
         print(line)
-    if manifest is not None:
-        refuse_other_data(run_dir, dataset, manifest.counters, options.allow_changes)
-        print(f"resuming {run_dir} after step {manifest.step}")
-    plan = with_order(plan, config, run_dir if manifest is not None else None)
+    if position is not None:
+        refuse_other_data(run_dir, dataset, position.counters, options.allow_changes)
+        if not config.train.copies_every:  # else the ranks say it, when they know what is in their memories
+            print(f"resuming {run_dir} after step {position.step}")
+    plan = with_order(plan, config, run_dir if position is not None else None)
     if mirror is not None and options.fresh:
         mirror.clear()
     with _writing(run_dir):
         _forget(run_dir, all_of_it=options.fresh)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_resolved(resolved, plan, run_dir)
+        own_copies(run_dir, config, dataset, goes_on=position is not None)
     return True
 
 
@@ -198,23 +201,12 @@ def _fetch_newer(mirror: Mirror, run_dir: Path) -> None:
     print(f"fetched the checkpoint of step {steps[-1]} from {mirror.url}")
 
 
-def _last_checkpoint(run_dir: Path) -> Path | None:
-    """The one to go on from; None where none was ever saved. Raises MusterError when all there are are damaged."""
-    problems: list[str] = []
-    latest = find_latest(run_dir / "checkpoints", problems.append)
-    if problems and latest is None:
-        raise MusterError(f"{run_dir} has no checkpoint to go on from ({'; '.join(problems)}): --fresh starts anew")
-    for problem in problems:
-        print(problem)
-    return latest
-
-
 def _forget(run_dir: Path, all_of_it: bool) -> None:
     """Removes what a former attempt said about its end, or all that a former run left; nothing else that lies there."""
     doomed = [run_dir / name for name in ("exit.json", "report.html", "result.json", "timeline.json")]
     doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
     if all_of_it:
-        doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256")]
+        doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256", IDENTITY)]
         for folder in ("checkpoints", "failed", "logs"):
             if (run_dir / folder).exists():
                 shutil.rmtree(run_dir / folder)

@@ -6,6 +6,7 @@ from time import sleep
 from typing import Any
 
 from muster.checkpoint.folder import Keep, find_latest, step_of
+from muster.checkpoint.memory.copies import Copies
 from muster.checkpoint.saver import Saver, Target
 from muster.parallel.world import World
 from muster.spec.errors import MusterError
@@ -29,13 +30,18 @@ MIRROR_LIMIT_S = 2400.0
 class Saves:
     """One rank's view of the checkpoints of its run."""
 
-    def __init__(self, train: TrainConfig, trainer: Trainer, world: World, run_dir: Path) -> None:
+    def __init__(
+        self, train: TrainConfig, trainer: Trainer, world: World, run_dir: Path, copies: Copies | None = None
+    ) -> None:
         self._train, self._trainer, self._world, self._run_dir = train, trainer, world, run_dir
-        self._saver = Saver(world.rank, world.size, world.store)
+        self._copies = copies
+        self._saver = Saver(world.rank, world.size, world.store, copies)
         self._told: str | None = None
-        self._under_way, self._due = False, False
+        self._under_way, self._due, self._copies_due = False, False, False
+        self._begun = (False, False)
+        """Whether the last save was one to disk, and whether to memory."""
         self._failures, self._retry_at = 0, 0
-        trainer.save_votes = self._votes
+        trainer.save_votes, trainer.before_change = self._votes, self._saver.wait_copied
 
     def _votes(self) -> tuple[bool, bool]:
         busy = self._saver.busy  # asked first: what has failed by then is told in the same step
@@ -45,7 +51,8 @@ class Saves:
     def prepare(self) -> None:
         """Makes the memory for copies before the first of them is wanted."""
         train = self._train
-        if train.async_save and (train.save_every or train.ephemeral_every or train.keep_every):
+        every = train.save_every or train.ephemeral_every or train.keep_every or train.copies_every
+        if train.async_save and every:
             self._saver.prepare(self._trainer.pieces())
 
     def after_step(self, result: StepResult, info: Callable[[], dict[str, Any]]) -> str | None:
@@ -60,22 +67,31 @@ class Saves:
             self._failures, self._retry_at = 0, 0
         self._under_way = self._under_way and result.saving
         self._due |= self._wants(result.step)
-        if self._due and not result.saving and self._trainer.stands_after(result.step):
-            self._begin(CHECKPOINTS, info(), copy=self._train.async_save)
+        self._copies_due |= self._wants_copies(result.step)
+        if (self._due or self._copies_due) and not result.saving and self._trainer.stands_after(result.step):
+            self._begun = self._due, self._copies_due
+            self._begin(CHECKPOINTS, info(), self._train.async_save, *self._begun)
             if not self._train.async_save:
                 self._saver.wait()
-            self._due, self._under_way, self._retry_at = False, True, 0
+            self._due, self._copies_due, self._under_way, self._retry_at = False, False, True, 0
         return said
 
     def expects(self, step: int) -> bool:
         """Whether a save may begin after a step to come."""
-        return self._due or self._wants(step)
+        return self._due or self._copies_due or self._wants(step) or self._wants_copies(step)
+
+    def _wants_copies(self, step: int) -> bool:
+        every = self._train.copies_every
+        return bool(every and step % every == 0) or (self._begun[1] and self._tries_again(step))
+
+    def _tries_again(self, step: int) -> bool:
+        return bool(self._retry_at and step >= self._retry_at)
 
     def _wants(self, step: int) -> bool:
         train = self._train
         regular = any(every and step % every == 0 for every in (train.save_every, train.ephemeral_every))
         permanent = train.keep_every and step % train.keep_every == 0
-        return bool(regular or permanent or (self._retry_at and step >= self._retry_at))
+        return bool(regular or permanent or (self._begun[0] and self._tries_again(step)))
 
     def now(self, info: dict[str, Any], folder: str = CHECKPOINTS) -> str | None:
         """Saves the state as it is and waits until it is on disk; all ranks call it. Returns a sentence when it is
@@ -104,13 +120,16 @@ class Saves:
             return f"{problem}; step {self._trainer.step_count} is complete in the run directory"
         raise MusterError(f"{problem}; {self._lost()}")
 
-    def _begin(self, folder: str, info: dict[str, Any], copy: bool) -> None:
+    def _begin(
+        self, folder: str, info: dict[str, Any], copy: bool, to_disk: bool = True, to_memory: bool = False
+    ) -> None:
         self._world.where.say("save")
         step, train = self._trainer.step_count, self._train
         regular = train.save_every if train.ephemeral_every else 0
         keep = Keep(train.keep_last, train.keep_every, regular)
         mirror = train.mirror if folder == CHECKPOINTS else None
-        self._saver.begin(Target(self._run_dir / folder, step, info, keep, mirror), self._trainer.pieces(), copy)
+        root = self._run_dir / folder if to_disk else None
+        self._saver.begin(Target(root, step, info, keep, mirror, to_memory), self._trainer.pieces(), copy)
 
     def _lost(self) -> str:
         """What is lost when the run ends here."""
@@ -120,5 +139,7 @@ class Saves:
         return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
 
     def close(self) -> None:
-        """Ends what the saver has started."""
+        """Ends what the saver has started, at the end of a run whose last step is on disk: no copies are left."""
         self._saver.close()
+        if self._copies is not None:
+            self._copies.close(clear=True)

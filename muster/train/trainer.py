@@ -78,6 +78,8 @@ class Trainer:
         self.stop_requested = False
         self.save_votes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         """Asked in each step: whether this rank is saving, and whether a save has failed since."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before parameters and the optimizer's state change."""
         self.rounds: deque[tuple[int, list[Event]]] = deque(maxlen=KEPT_ROUNDS)
 
     def _read_plan(self) -> None:
@@ -253,6 +255,7 @@ class Trainer:
 
     def take_step(self) -> None:
         """Changes the parameters by their gradients as they are."""
+        self.before_change()
         self.optimizer.step(self.learning_rate)
         self.update_copies()
 

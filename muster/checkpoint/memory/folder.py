@@ -1,0 +1,246 @@
+"""The folder of a run's copies in the memory of one node; free of torch.
+
+/dev/shm/muster-3f1c…/owner.json                             whose they are
+/dev/shm/muster-3f1c…/lock                                   held by the ranks while they run
+/dev/shm/muster-3f1c…/step-00000100/head.json                what a manifest says beside the tensors
+/dev/shm/muster-3f1c…/step-00000100/rank-00000.safetensors   of a rank of this node, or of the node before
+/dev/shm/muster-3f1c…/step-00000100/rank-00000.json          what lies in it
+/dev/shm/muster-3f1c…/step-00000120.tmp/                     being written, or left by a run that was killed
+"""
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import PositiveInt, ValidationError
+
+from muster.checkpoint.folder import checkpoints, file_problem, folder_of, remove
+from muster.checkpoint.manifest import RankList
+from muster.checkpoint.write import list_path
+from muster.spec.base import Frozen
+from muster.spec.checksum import crc32
+from muster.spec.write import replace_text
+
+HEAD, OWNER, LOCK = "head.json", "owner.json", "lock"
+IDENTITY = "copies.json"
+"""In the run directory: who may go on from copies."""
+
+
+class Head(Frozen):
+    """What all nodes say alike of the copies of one step."""
+
+    version: Literal[1] = 1
+    attempt: str
+    """Of the launch that made them: copies of several never mix."""
+    world_size: PositiveInt
+    """Ranks that wrote: the copies of all of them together are a checkpoint."""
+    about: dict[str, Any]
+    """A manifest without its files and tensors."""
+
+
+class Owner(Frozen):
+    """Whose a folder of copies is."""
+
+    version: Literal[1] = 1
+    run: str
+    """The run directory."""
+    id: str
+    mark: str
+    """Drawn when the folder was made: ranks that read the same one share a memory."""
+
+
+class Identity(Frozen):
+    """A run for the sake of its copies. One that begins anew, or with other settings or data, becomes another."""
+
+    version: Literal[1] = 1
+    id: str
+    settings: tuple[str, ...]
+    """Digests of all configurations, with their data, under which it has gone on."""
+
+
+def identify(run_dir: Path, settings: str, goes_on: bool) -> str:
+    """The run's id, for an attempt with these `settings`: a new one where the attempt begins anew.
+
+    `goes_on`: the attempt was found to go on with what is there, or allowed to.
+    """
+    known = read_identity(run_dir)
+    if known is not None and settings in known.settings:
+        return known.id
+    if known is None or not goes_on:
+        known = Identity(id=secrets.token_hex(8), settings=())
+    replace_text(run_dir / IDENTITY, Identity(id=known.id, settings=(*known.settings, settings)).model_dump_json())
+    return known.id
+
+
+def read_identity(run_dir: Path) -> Identity | None:
+    """What `identify` has written, if it has."""
+    return _read(Identity, run_dir / IDENTITY)
+
+
+class CopyFolder:
+    """One run's folder in one memory."""
+
+    def __init__(self, place: Path, run_dir: Path, run_id: str) -> None:
+        self._owner = Owner(run=str(run_dir.absolute()), id=run_id, mark=secrets.token_hex(8))
+        key = hashlib.sha256(f"{run_id} {self._owner.run}".encode()).hexdigest()[:12]
+        self.path = place / f"muster-{key}"
+
+    def open(self) -> str:
+        """Makes the folder where there is none, holds it for as long as this process lives, and returns its mark.
+
+        Raises OSError.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = (self.path / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        beside = self.path / f"owner-{self._owner.mark}"
+        beside.write_text(self._owner.model_dump_json())
+        with suppress(FileExistsError):  # another rank's is as good
+            os.link(beside, self.path / OWNER)
+        beside.unlink()
+        return Owner.model_validate_json((self.path / OWNER).read_bytes()).mark
+
+    def beside(self, step: int) -> Path:
+        """Where the copies of a step are written."""
+        return self.path / f"{folder_of(self.path, step).name}.tmp"
+
+    def begin(self, step: int, head: Head) -> None:
+        """Makes way for the copies of a step. One rank of a node calls this and what follows."""
+        for path in self.path.glob("*.tmp"):
+            shutil.rmtree(path)
+        self.beside(step).mkdir(parents=True)
+        (self.beside(step) / HEAD).write_text(head.model_dump_json())
+
+    def commit(self, step: int) -> None:
+        """Gives the copies of a step, all of which are there, their name."""
+        remove(folder_of(self.path, step))
+        os.rename(self.beside(step), folder_of(self.path, step))
+
+    def drop(self, step: int) -> None:
+        """Removes what there is of copies that will not be complete."""
+        shutil.rmtree(self.beside(step), ignore_errors=True)
+
+    def keep_only(self, step: int) -> None:
+        """Removes the copies of all other steps."""
+        for path in checkpoints(self.path):
+            if path != folder_of(self.path, step):
+                remove(path)
+
+    def heads(self) -> Iterator[tuple[Path, Head]]:
+        """The steps of which there are copies here, rising."""
+        return heads(self.path)
+
+    def release(self) -> None:
+        """Lets others see that nobody holds the folder."""
+        self._lock.close()
+
+    def clear(self) -> None:
+        """Removes it all."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def heads(folder: Path) -> Iterator[tuple[Path, Head]]:
+    """The steps of which a folder holds copies, rising."""
+    for path in checkpoints(folder):
+        if (head := _read(Head, path / HEAD)) is not None:
+            yield path, head
+
+
+def copied_ranks(folder: Path) -> list[int]:
+    """The ranks of whose part there is a copy among those of one step."""
+    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.json"))
+
+
+def is_whole(folder: Path, rank: int) -> bool:
+    """Whether all bytes of a rank's copy are there, and as they were written."""
+    listed = _read(RankList, list_path(folder, rank))
+    if listed is None or any(file_problem(folder / name, nbytes) for name, nbytes in listed.files.items()):
+        return False
+    pieces = [piece for name in listed.tensors for piece in listed.pieces(name)]
+    for name, nbytes in listed.files.items():
+        with open(folder / name, "rb") as file, mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) as memory:
+            view = memoryview(memory)
+            ok = all(crc32(view[p.offset : p.offset + p.nbytes]) == p.crc32 for p in pieces if p.file == name)
+            view.release()
+            if not ok:
+                return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What killed runs have left
+
+
+class Leftover(NamedTuple):
+    """Copies that no running job holds."""
+
+    path: Path
+    run: Path
+    nbytes: int
+    step: int | None
+    """The last of which something is there."""
+    stale: bool
+    """Nobody will go on from them: their run is gone, or has begun anew."""
+
+
+def places(pattern: str) -> list[Path]:
+    """The memories of this machine that `train.copies_dir` may mean."""
+    if "{rank}" not in pattern:
+        return [Path(pattern)]
+    head, _, tail = pattern.partition("{rank}")
+    base = Path(head if head.endswith("/") else os.path.dirname(head) or ".")
+    found = base.glob(f"{head.removeprefix(str(base)).lstrip('/')}*{tail}") if base.is_dir() else ()
+    return sorted(path for path in found if path.is_dir())
+
+
+def leftovers(place: Path) -> Iterator[Leftover]:
+    """The folders of copies in a memory that nobody holds."""
+    for path in sorted(place.glob("muster-*")):
+        if (owner := _read(Owner, path / OWNER)) is None or _is_held(path):
+            continue
+        run = Path(owner.run)
+        known = read_identity(run)
+        stale = known.id != owner.id if known is not None else run.parent.is_dir()
+        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        steps = [head.about["step"] for _, head in heads(path)]
+        yield Leftover(path, run, nbytes, max(steps, default=None), stale)
+
+
+def clear_stale(place: Path) -> list[Leftover]:
+    """Removes the leftovers that nobody will go on from, and returns them."""
+    removed = []
+    for left in leftovers(place):
+        if left.stale:
+            with suppress(OSError):
+                shutil.rmtree(left.path)
+                removed.append(left)
+    return removed
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with open(path / LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # held, or another user's
+        return True
+    return False
+
+
+T = TypeVar("T", bound=Frozen)
+
+
+def _read(kind: type[T], path: Path) -> T | None:
+    try:
+        return kind.model_validate(json.loads(path.read_bytes()))
+    except (OSError, ValueError, ValidationError):
+        return None

@@ -1,0 +1,163 @@
+"""Parts of files between nodes, over connections of their own; free of torch.
+
+A request is one line of JSON; the answer begins with a line that is `ok` or a sentence that says why not. Who doesn't
+know the launch's secret word gets nothing, and a file can only be one of a step's copies.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LIMIT_S = 120.0
+"""How long a connection may stand still."""
+_CHUNK_BYTES = 4 << 20
+_NAME = re.compile(r"step-\d{8,}(\.tmp)?/rank-\d{5,}\.(safetensors|json)")
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+    word: str
+    """What the server wants to hear."""
+
+
+class Server:
+    """Gives and takes files below one folder, in threads, until this process ends or `close`."""
+
+    def __init__(self, root: Path, host: str) -> None:
+        """Listens on any port of this host's address `host`. Raises OSError."""
+        self._root, self._word = root, secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address = Address(host, self._listener.getsockname()[1], self._word)
+        threading.Thread(target=self._accept, name="copies", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no further connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), name="copies", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the other side sees that the connection ends
+            connection.settimeout(LIMIT_S)
+            with connection.makefile("rb") as lines:
+                request = _object(lines.readline(4096))
+                if request.get("word") != self._word or not _NAME.fullmatch(str(request.get("name"))):
+                    return
+                try:
+                    answer = _DO[request["do"]](connection, lines, self._root / request["name"], request)
+                except (OSError, LookupError, TypeError, ValueError) as error:
+                    answer = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                if answer:
+                    connection.sendall(answer.encode() + b"\n")
+
+
+def _take(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
+    """Writes the bytes that follow."""
+    rest, buffer = int(request["nbytes"]), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "wb", buffering=0) as file:
+        if rest and hasattr(os, "posix_fallocate"):  # too little room is noticed at once
+            os.posix_fallocate(file.fileno(), 0, rest)
+        while rest:
+            if not (count := lines.readinto1(buffer[:rest])):
+                raise OSError(None, "the connection ended too early")
+            file.write(buffer[:count])
+            rest -= count
+    return "ok"
+
+
+def _give(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
+    """Sends a part of the file."""
+    offset, nbytes = int(request["offset"]), int(request["nbytes"])
+    with open(path, "rb") as file:
+        if offset + nbytes > os.fstat(file.fileno()).st_size:
+            return f"{path} ends too early"
+        connection.sendall(b"ok\n")
+        connection.sendfile(file, offset, nbytes)
+    return ""
+
+
+_DO = {"put": _take, "get": _give}
+
+
+def put(address: Address, name: str, path: Path) -> None:
+    """Sends a file, to lie as `name` below the server's folder. Raises OSError."""
+    with open(path, "rb") as file, _asked(address, "put", name, nbytes=os.fstat(file.fileno()).st_size) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has said why
+            connection.sendfile(file)
+        with connection.makefile("rb") as lines:
+            _require_ok(lines)
+
+
+def get(address: Address, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    """Fills buffers one after the other with the bytes from `offset` on of the server's file `name`. Raises OSError."""
+    nbytes = sum(len(buffer) for buffer in buffers)
+    with _asked(address, "get", name, offset=offset, nbytes=nbytes) as connection, connection.makefile("rb") as lines:
+        _require_ok(lines)
+        for buffer in buffers:
+            while buffer:
+                if not (count := lines.readinto1(buffer)):
+                    raise OSError(None, "the connection ended too early")
+                buffer = buffer[count:]
+
+
+def _asked(address: Address, do: str, name: str, **what: int) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), timeout=LIMIT_S)
+    connection.sendall(json.dumps({"word": address.word, "do": do, "name": name, **what}).encode() + b"\n")
+    return connection
+
+
+def _require_ok(lines: Any) -> None:
+    answer = lines.readline(4096).decode(errors="replace").strip()
+    if answer != "ok":
+        raise OSError(None, answer or "the connection ended too early")
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def own_host(towards: str) -> str:
+    """The address at which those who reach `towards`, the host of the launcher's store, find this machine.
+
+    Where GLOO_SOCKET_IFNAME says which network the training takes, that one's. Raises OSError.
+    """
+    if towards in ("localhost", "127.0.0.1", "::1"):
+        return "127.0.0.1"
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _address_of(interface.split(",")[0])
+    family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing, but chooses the way
+        host = probe.getsockname()[0]
+    # The host of the store may know its own name as an address that nobody else can reach.
+    return socket.gethostbyname(socket.gethostname()) if host.startswith("127.") else host
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface (SIOCGIFADDR, netdevice(7)). Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,209 @@
+"""What each of four ranks on three nodes does in the tests of copies in memory: a node is a folder of its own."""
+
+import os
+import pickle
+import shutil
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+import torch.distributed as dist
+
+from muster.checkpoint.folder import Keep
+from muster.checkpoint.memory import wire
+from muster.checkpoint.memory.copies import Copies
+from muster.checkpoint.memory.folder import CopyFolder, clear_stale, copied_ranks, identify
+from muster.checkpoint.memory.recall import Survey, survey
+from muster.checkpoint.piece import Piece
+from muster.checkpoint.saver import Saver, Target
+from muster.checkpoint.write import file_name
+from muster.spec.errors import InfeasibleError
+from muster.spec.layout import Box, TensorLayout
+from tests.saver_ranks import COLUMNS, ROWS, pieces_of
+
+NODE_OF = (0, 0, 1, 2)
+FAR = 10**9
+
+
+class Rank:
+    """One rank through several launches of the same run."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, root: Path) -> None:
+        self.rank, self.size, self.store, self.root = rank, size, store, root
+        self.place = root / f"node-{NODE_OF[rank]}"
+        self.run = root / "run"
+        self._meetings, self._launches = 0, 0
+        if rank == 0:
+            self.run.mkdir()
+            identify(self.run, "settings", goes_on=False)
+        self.id = self.gather(identify(self.run, "settings", goes_on=False) if rank == 0 else "")[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        self._meetings += 1
+        keys = [f"gather/{self._meetings}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], pickle.dumps(value))
+        self.store.wait(keys, timedelta(seconds=60))
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def launch(self, run_id: str | None = None) -> None:
+        """Begins again, as after all processes were killed."""
+        if self._launches:
+            self.saver.close()
+            self.copies.close(clear=False)
+        self._launches += 1
+        folder = CopyFolder(self.place, self.run, run_id or self.id)
+        self.copies = Copies(self.rank, folder, "127.0.0.1", f"launch {self._launches}", self.gather)
+        self.saver = Saver(self.rank, self.size, dist.PrefixStore(f"launch-{self._launches}", self.store), self.copies)
+
+    def save(self, step: int, beside: bool = False) -> str | None:
+        """Makes copies; with `beside` by the writer's process, and the tensors change as soon as they may."""
+        pieces = pieces_of(self.rank, self.size, step)
+        info = {"plan": {}, "model": {}, "counters": {"step": step}}
+        self.saver.begin(Target(None, step, info, Keep(), in_memory=True), pieces, copy=beside)
+        self.saver.wait_copied()
+        assert beside or self.saver.wait(60)
+        for piece in pieces:
+            piece.tensor.fill_(-1)
+        assert self.saver.wait(60)
+        self.gather(None)
+        return self.saver.problem
+
+    def find(self) -> tuple[Survey, str | int | None]:
+        """What there is after another launch, and the step that all numbers are of, which each rank reads."""
+        self.launch()
+        found = survey(self.copies, self.gather, FAR)
+        read = None
+        if found.newest is not None:
+            read = self.read(found)
+        self.gather(None)
+        return found, read
+
+    def read(self, found: Survey) -> str | int:
+        """Under another plan: every rank wants all of it."""
+        assert found.newest is not None
+        shapes = {"model/w": (ROWS, COLUMNS), "model/v": (100_000,)}
+        wanted = [
+            Piece(name, TensorLayout(name, shape, (Box((0,) * len(shape), shape),)), torch.zeros(shape))
+            for name, shape in shapes.items()
+        ]
+        found.newest.load(wanted)
+        values = {value for piece in wanted for value in piece.tensor.unique().tolist()}
+        assert found.newest.manifest.counters["step"] == found.newest.step
+        return int(values.pop()) if len(values) == 1 else f"mixed: {values}"
+
+    def lose(self, *nodes: int) -> None:
+        """The memory of these nodes is gone."""
+        if self.copies.is_keeper and NODE_OF[self.rank] in nodes:
+            self.copies.folder.clear()
+        self.gather(None)
+
+    def flip(self, node: int, rank: int) -> None:
+        """One byte of a rank's copy on a node."""
+        if self.copies.is_keeper and NODE_OF[self.rank] == node:
+            (step,) = self.place.glob("muster-*/step-????????")
+            data = bytearray((step / file_name(rank)).read_bytes())
+            data[-1] ^= 1
+            (step / file_name(rank)).write_bytes(data)
+        self.gather(None)
+
+
+def outcome(found: tuple[Survey, Any]) -> tuple[int | None, list, Any]:
+    survey, read = found
+    return survey.newest and survey.newest.step, [list(gap) for gap in survey.gaps], read
+
+
+def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, Any]:
+    """What is found of copies after one thing or another has happened to them."""
+    me, found = Rank(rank, size, store, Path(payload["root"])), {}
+    me.launch()
+    found["nothing"] = outcome(me.find())
+    found["saved"] = [me.save(1, beside=True), me.save(2, beside=True)]
+    (step,) = me.place.glob("muster-*/step-*")
+    found["kept"] = [step.name, copied_ranks(step)]
+    with patch.object(wire, "get", side_effect=wire.get) as get:
+        found["all killed"] = outcome(me.find())
+        found["asked others"] = get.call_count > 0
+    for node in range(3):
+        me.lose(node)
+        found[f"node {node} lost"] = outcome(me.find())
+        found[f"after node {node}"] = me.save(2)
+    me.flip(0, 0)
+    found["a byte"] = outcome(me.find())
+    me.flip(1, 0)
+    found["both bytes"] = outcome(me.find())
+    found["mended"] = me.save(3)
+    found["half"] = half_written(me)
+    found["killed"] = killed(me)
+    found["vanished"] = vanished(me)
+    found["after all"] = [me.save(9), outcome(me.find())]
+    me.lose(0, 1)
+    found["two nodes lost"] = outcome(me.find())
+    found["too little room"] = room(me)
+    found["another run"] = another_run(me)
+    me.copies.close(clear=True)
+    me.gather(None)
+    found["left"] = [path.name for path in me.place.iterdir()]
+    return found
+
+
+def half_written(me: Rank) -> list[Any]:
+    """The last node fails when it should give the copies their name; some others have done so, and nobody the rest."""
+    commit = MagicMock(side_effect=OSError(28, "No space left")) if me.rank == 3 else me.copies.folder.commit
+    with patch.object(me.copies.folder, "commit", commit):
+        problem = me.save(4)
+    me.lose(0)
+    first = outcome(me.find())  # of step 4 there is what node 1 has: the ranks 2, 0 and 1
+    me.lose(1)
+    return [problem, first, outcome(me.find())]
+
+
+def killed(me: Rank) -> list[Any]:
+    """A rank's writer is killed, which is noticed only when it doesn't answer."""
+    saved = me.save(5, beside=True)
+    writer = me.saver._writer
+    assert writer is not None
+    if me.rank == 2:
+        os.kill(writer._process.pid, signal.SIGKILL)
+    with patch.object(type(writer), "alive", True):
+        problem = me.save(6, beside=True)
+    return [saved, problem, outcome(me.find())]
+
+
+def vanished(me: Rank) -> list[Any]:
+    """The folder of the next node goes while copies are made."""
+    begin = me.copies.folder.begin
+
+    def and_lose(step: int, head: Any) -> None:
+        begin(step, head)
+        shutil.rmtree(me.copies.folder.beside(step))
+
+    with patch.object(me.copies.folder, "begin", and_lose if me.rank == 3 else begin):
+        problem = me.save(7)
+    return [problem, outcome(me.find())]
+
+
+def room(me: Rank) -> str:
+    try:
+        me.copies.require_room(10**15, me.gather)
+    except InfeasibleError as error:
+        return str(error)
+    return "there is room"
+
+
+def another_run(me: Rank) -> list[Any]:
+    """One that has begun anew in the same place finds nothing, and clears what is left once nobody holds it."""
+    old = me.copies.folder.path
+    if me.rank == 0:
+        identify(me.run, "other settings", goes_on=False)
+    me.gather(None)
+    held = [left.path.name for left in clear_stale(me.place)]
+    me.launch("another")
+    newest = survey(me.copies, me.gather, FAR).newest
+    if me.copies.is_keeper:
+        removed = [left.path for left in clear_stale(me.place)]
+        assert removed == [old], removed
+    me.gather(None)
+    return [held, newest, old.exists()]

@@ -1,0 +1,170 @@
+"""Copies in the memory of nodes: what was saved is found, whatever was lost, or it is said what is missing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from muster.checkpoint.folder import checkpoints, find_latest, step_of
+from muster.checkpoint.memory.folder import CopyFolder, Head, clear_stale, identify, leftovers, places
+from muster.checkpoint.memory.nodes import Nodes
+from muster.probe import doctor
+from muster.train.prune import prune_run
+from tests.ranks import run_ranks
+from tests.train_runs import AT_ONCE, QUICK, Command, assert_one_sentence, copy_of, losses, train, whole_run
+
+TINY = ("--preset", "tiny", *QUICK)
+
+NONE = [None, [], None]
+
+
+def whole(step: int) -> list:
+    """The copies of a step were found whole, and read."""
+    return [step, [], step]
+
+
+def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path) -> None:
+    ranks = run_ranks(4, "tests.memory_ranks:lives_on", {"root": str(tmp_path)})
+    kept = [rank.pop("kept") for rank in ranks]
+    assert kept == [["step-00000002", copied] for copied in ([0, 1, 3], [0, 1, 3], [0, 1, 2], [2, 3])]
+    assert all(rank == ranks[0] for rank in ranks), "all ranks find the same"
+    found = ranks[0]
+    assert found["nothing"] == NONE
+    assert found["saved"] == [None, None]
+    assert found["all killed"] == whole(2)
+    assert found["asked others"]
+    for node in range(3):
+        assert (found[f"node {node} lost"], found[f"after node {node}"]) == (whole(2), None)
+    assert found["a byte"] == whole(2)
+    assert found["both bytes"] == [None, [[2, [0]]], None]
+    assert found["mended"] is None
+    why = "the copies of step 4 in memory were not made: No space left (rank 3)"
+    assert found["half"] == [why, [3, [[4, [3]]], 3], [None, [[3, [0, 1]]], None]]
+    why = "the copies of step 6 in memory were not made: the process that writes it was killed by SIGKILL (rank 2)"
+    assert found["killed"] == [None, why, whole(5)]
+    why = "no copy of rank 2's part was made at 127.0.0.1: No such file or directory (rank 2)"
+    assert found["vanished"] == [f"the copies of step 7 in memory were not made: {why}", whole(5)]
+    assert found["after all"] == [None, whole(9)]
+    assert found["two nodes lost"] == [None, [[9, [0, 1]]], None]
+    assert found["too little room"].startswith("train.copies_every: the copies of ranks 0 and 1 on ")
+    assert found["another run"] == [[], None, False], "it finds nothing, and removes what is left of the one before"
+    assert found["left"] == []
+
+
+def test_who_keeps_whose_copy() -> None:
+    nodes = Nodes(["a", "b", "a", "c", "a"])
+    assert nodes.groups == [[0, 2, 4], [1], [3]]
+    assert [nodes.partner(rank) for rank in range(5)] == [1, 3, 1, 0, 1]
+    assert [nodes.received(rank) for rank in range(4)] == [[3], [0, 2, 4], [3], [1]]
+    assert Nodes(["a", "a"]).partner(0) is None, "a second copy in the same memory would be lost with it"
+
+
+def newest(pattern: str) -> int:
+    """The last step of which there are copies."""
+    folders = [folder for place in places(pattern) for folder in place.glob("muster-*")]
+    return max((step_of(step) for folder in folders for step in checkpoints(folder)), default=0)
+
+
+def kill_after(step: int, pattern: str, *command: str | Path) -> None:
+    """Kills a run as soon as there are copies of this step or a later one."""
+    with Command(*command) as job:
+        while newest(pattern) < step:
+            job.be_patient(f"no copies of step {step}")
+        job.kill()
+        job.process.wait()
+
+
+def spoil(run: Path) -> None:
+    """Whoever reads from a checkpoint on disk will notice."""
+    for path in (run / "checkpoints").glob("*/*.*"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def test_a_killed_run_goes_on_from_memory_and_leaves_nothing_there(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole, run, memory = whole_run(tmp_path_factory.getbasetemp())[0], tmp_path / "run", str(tmp_path / "memory")
+    command = [*TINY, "--run", run, "--data.cache", whole.with_name(".data"), "--train.save_every", "3", *AT_ONCE]
+    command += ["--train.copies_every", "2", "--train.copies_dir", memory]
+    kill_after(6, memory, *command)
+    spoil(run)
+    ended = train(*command)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"resuming {run} after step " in ended.out
+    assert " from copies in memory" in ended.out
+    assert "damaged" not in ended.out, "no checkpoint on disk was read"
+    assert losses(run) == losses(whole), "to the bit"
+    assert list(Path(memory).iterdir()) == []
+
+
+def test_what_a_killed_run_has_left_is_named_and_pruned(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, memory = copy_of(whole_run(tmp_path_factory.getbasetemp())[0], "left"), tmp_path / "memory"
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("copies_dir: /dev/shm", f"copies_dir: {memory}"))
+    monkeypatch.setattr(doctor, "COPIES", memory)
+    folder = CopyFolder(memory, run, identify(run, "settings", goes_on=False))
+
+    def leave(step: int) -> None:
+        folder.open()
+        folder.begin(step, Head(attempt="", world_size=1, about={"step": step}))
+        folder.commit(step)
+        assert list(leftovers(memory)) == [], "a run that holds them is at work"
+        folder.release()
+
+    def found() -> list[str]:
+        return [finding.sentence for finding in doctor.CHECKS["copies"](doctor.Request(run))]
+
+    assert found() == [f"no run that was killed has left copies in {memory}"]
+    leave(21)
+    assert prune_run(run, 2)["removed"] == []
+    assert found()[0].endswith(f"copies of {run}, which does not run, and it goes on from them by its own command")
+    leave(20)
+    folder.keep_only(20)
+    assert prune_run(run, 2)["removed"] == [str(folder.path)], "a checkpoint is as new"
+    leave(21)
+    identify(run, "other settings", goes_on=False)
+    assert found()[0].endswith("and nobody can go on from them: remove them")
+    assert [left.path for left in clear_stale(memory)] == [folder.path]
+
+
+@pytest.mark.soak
+def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
+    """Two ranks, each a node of its own. One node after the other loses its memory, then both lose a copy."""
+    memory, data = f"{tmp_path}/memory-{{rank}}", tmp_path / "data"
+    common = [*TINY, "--data.cache", data, "--parallel", "dp2-mb12", *AT_ONCE, "--train.save_every", "3"]
+    assert train(*common, "--run", tmp_path / "whole").code == 0
+    run = tmp_path / "run"
+    command = [*common, "--run", run, "--train.copies_every", "2", "--train.copies_dir", memory]
+    kill_after(6, memory, *command)
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"memory-{node}")
+        spoil(run)  # the checkpoints that it makes from here on are good again
+        kill_after(newest(memory) + 6, memory, *command)
+    latest = find_latest(run / "checkpoints")
+    assert latest is not None
+    shutil.rmtree(tmp_path / "memory-0")
+    for path in (tmp_path / "memory-1").glob("muster-*/step-*/rank-00000.json"):
+        path.unlink()
+    ended = train(*command)
+    assert (ended.code, ended.err) == (0, "")
+    assert "in memory those of rank 0 are lost: step" in ended.out
+    assert f"resuming {run} after step {step_of(latest)}\n" in ended.out
+    assert losses(run) == losses(tmp_path / "whole"), "to the bit"
+    assert [path for place in places(memory) for path in place.iterdir()] == []
+
+
+@pytest.mark.soak
+def test_copies_open_under_another_plan_and_want_room(tmp_path: Path) -> None:
+    memory, run = f"{tmp_path}/memory-{{rank}}", tmp_path / "run"
+    command = [*TINY, "--run", run, "--data.cache", tmp_path / "data", *AT_ONCE, "--train.copies_every", "2"]
+    kill_after(6, memory, *command, "--train.copies_dir", memory, "--parallel", "dp2-mb12")
+    full = tmp_path / "file"
+    full.write_text("")
+    ended = train(*command, "--train.copies_dir", full / "below", "--parallel", "dp2-mb12")
+    assert_one_sentence(ended, 1, f"no copies can be made in {full / 'below'}", "Not a directory", "train.copies_dir")
+    ended = train(*command, "--train.copies_dir", memory, "--parallel", "pp2-mb12")
+    assert (ended.code, ended.err) == (0, "")
+    assert " from copies in memory" in ended.out
+    assert [path for place in places(memory) for path in place.iterdir()] == []
