@@ -1,3 +1,46 @@
 """Muster: plan, predict and run the training of large language models on whatever machines one has."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muster.api.register import (
+        register_dataset,
+        register_loss,
+        register_model,
+        register_optimizer,
+        register_schedule,
+        register_step,
+    )
+    from muster.api.run import Run, load
+    from muster.api.verbs import plan, predict, train
+    from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "InfeasibleError",
+    "MusterError",
+    "Run",
+    "load",
+    "plan",
+    "predict",
+    "register_dataset",
+    "register_loss",
+    "register_model",
+    "register_optimizer",
+    "register_schedule",
+    "register_step",
+    "train",
+]
+
+_MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs", "train": "api.verbs"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for when it is: `import muster` alone costs nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module 'muster' has no attribute {name!r}")
+    usual = "api.register" if name.startswith("register_") else "spec.errors"
+    return getattr(import_module(f"muster.{_MODULES.get(name, usual)}"), name)

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import closest, did_you_mean
 
-Override = tuple[str, str]
-"""A dotted key and the text given for it."""
+Override = tuple[str, Any]
+"""A dotted key and the text, or the value, given for it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +19,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
         self.other_names: dict[str, str] = {}
         """Flags of other programs, and ours that do the same."""
+        self.add_argument(
+            "--plugins", action="append", default=[], metavar="FILE", help="a Python file that registers parts of one's own"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ('{self.prog} --help' explains)")
@@ -34,6 +37,10 @@ class Parser(argparse.ArgumentParser):
             flags |= {option: option for option in self._option_string_actions} | self.other_names
             meant = closest(flag.replace("_", "-"), flags) or closest(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
+        if args.plugins:
+            from muster.spec.plugins import import_plugins, plugin_of
+
+            import_plugins(map(plugin_of, args.plugins))
         return args
 
     def _joined(self, arguments: Iterable[str]) -> list[str]:

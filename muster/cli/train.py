@@ -59,7 +59,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     if args.file is None and args.preset is None:
         raise ConfigError("nothing to train: expected a run file or --preset NAME, such as --preset tiny")
     flags = [(key, getattr(args, key)) for key in ("parallel", "model", "seed")]
-    flags.append(("train.init_from", args.init_from))
+    flags += [("train.init_from", args.init_from), ("plugins", args.plugins or None)]
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 

@@ -55,7 +55,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     args = parser.parse(rest, run_file_keys)
     if args.file is None and args.preset is None:
         raise ConfigError("nothing to verify: expected a run file or --preset NAME, such as --preset tiny")
-    return args, ([("model", args.model)] if args.model is not None else []) + overrides
+    flags = [("plugins", args.plugins or None), ("model", args.model)]
+    return args, [(key, value) for key, value in flags if value is not None] + overrides
 
 
 def _tolerance(text: str) -> float:

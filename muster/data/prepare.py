@@ -128,6 +128,9 @@ def _first_bytes(spans: Iterator[Span], limit: int | None) -> Iterator[Span]:
         if left is None:
             yield span
             continue
+        if span.file.kind == "plugin":
+            yield replace(span, end=left)
+            return
         if span.file.kind not in ("text", "jsonl"):
             raise ConfigError(f"data.max_bytes is for text and JSON lines, but {span.file.path} is {span.file.kind}")
         if left <= 0:

@@ -11,6 +11,7 @@ import numpy as np
 
 from muster.data.bad_rows import BadRow, BadRows
 from muster.data.megatron import read_indexed
+from muster.data.own_rows import own_rows
 from muster.data.rows import RowReader, Segment
 from muster.data.shard import Writer
 from muster.data.sources import SourceFile, refuse
@@ -24,7 +25,8 @@ CHUNK_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Span:
     """A part of a file, from `begin` to before `end`: bytes of text and JSON lines, row groups of Parquet, record
-    batches of Arrow, documents of Megatron."""
+    batches of Arrow, documents of Megatron; of a plugin's data set the bytes of text that it gives, all where `end` is
+    0."""
 
     file: SourceFile
     begin: int
@@ -58,6 +60,8 @@ def spans_of(file: SourceFile, target_bytes: int) -> Iterator[Span]:
         yield from _even_spans(file, documents, target_bytes)
     elif file.kind == "parquet":
         yield from _even_spans(file, _parquet(file.path).num_row_groups, target_bytes)
+    elif file.kind == "plugin":
+        yield Span(file, 0, 0, file.size_bytes)
     else:
         yield Span(file, 0, file.size_bytes, file.size_bytes)
 
@@ -254,7 +258,11 @@ def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, bad: Bad
             bad.add(f"{path}: row {index}", bad_row)
 
 
-_ROWS = {"jsonl": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
+def _plugin_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+    return own_rows(span.file.name, span.file.path, reader, bad, span.end)
+
+
+_ROWS = {"jsonl": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows, "plugin": _plugin_rows}
 
 
 def _parquet(path: Path) -> Any:

@@ -1,5 +1,5 @@
 """Where data come from: the Python standard library, a file, a directory, a data set of Hugging Face, Megatron's pair
-of files."""
+of files, a plugin's function."""
 
 import hashlib
 import json
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from muster.spec.errors import ConfigError
+from muster.spec.parts import Part, find_part, part_names
+from muster.spec.suggest import did_you_mean
 
 PYTHON_STDLIB = "python-stdlib"
-Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
+Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron", "plugin"]
 TEXT_SUFFIXES: dict[str, Kind] = {".txt": "text", ".md": "text", ".py": "text"}
 ROW_SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -47,6 +49,8 @@ def source_files(source: str) -> list[SourceFile]:
     *.idx files, or if it has none of them its *.txt, *.md and *.py files. Of a directory that the library `datasets`
     has saved, those files count that it names, of several splits those of `train`.
     """
+    if (part := find_part("dataset", source)) is not None:
+        return [_registered(part)]
     if source == PYTHON_STDLIB:
         stdlib = _scan(Path(sysconfig.get_path("stdlib")), {".py": "text"}, is_checked=False)
         files = [file for file in stdlib if os.access(file.path, os.R_OK)]
@@ -58,7 +62,9 @@ def source_files(source: str) -> list[SourceFile]:
         files = [_source_file(index, path.parent, "megatron")]
     else:
         raise ConfigError(
-            f"data.source: there is no file or directory {source!r}; give a file, a directory, or {PYTHON_STDLIB}"
+            f"data.source: there is no file or directory {source!r}"
+            + (did_you_mean(source, known) if (known := part_names("dataset")) else "")
+            + f"; give a file, a directory, or {', '.join([PYTHON_STDLIB, *known])}"
         )
     if not files:
         raise ConfigError(f"data.source: {source} has no {', '.join('*' + s for s in SUFFIXES)} files")
@@ -70,9 +76,18 @@ def source_files(source: str) -> list[SourceFile]:
 
 def identity(source: str) -> str:
     """A hash that changes when the source does, from its place and its files' names, sizes and times of change."""
+    if (part := find_part("dataset", source)) is not None:
+        code = b"" if part.file is None else part.file.read_bytes()
+        return hashlib.sha256(source.encode() + b"\n" + code).hexdigest()
     lines = [f"{source} {platform.python_version()}" if source == PYTHON_STDLIB else str(Path(source).resolve())]
     lines += [f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}" for file in source_files(source)]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
+def _registered(part: Part) -> SourceFile:
+    if part.file is None:
+        raise ConfigError(f"data.source: data set {part.name} must be registered in a file, which plugins names")
+    return SourceFile(part.name, part.file, part.file.stat().st_size, part.file.stat().st_mtime_ns, "plugin")
 
 
 def refuse(error: OSError) -> None:

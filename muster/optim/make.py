@@ -8,6 +8,7 @@ from muster.optim.adamw import AdamW
 from muster.optim.base import Optimizer
 from muster.optim.lion import Lion
 from muster.optim.muon import Muon
+from muster.optim.own import TorchOptimizer
 from muster.optim.peers import Peers
 from muster.optim.sgd import SGD
 from muster.parallel.world import World
@@ -25,4 +26,4 @@ def make_optimizer(
     """
     if config.name == "muon":
         return Muon(config, params, layouts, Peers.sharing_with(world))
-    return {"adamw": AdamW, "sgd": SGD, "lion": Lion}[config.name](config, params)
+    return {"adamw": AdamW, "sgd": SGD, "lion": Lion}.get(config.name, TorchOptimizer)(config, params)

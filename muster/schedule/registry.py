@@ -34,6 +34,8 @@ def make_schedule(name: str, setting: Setting) -> Schedule:
 
 def maker_of(entry: Entry) -> Callable[[Setting], Schedule]:
     """The function that makes a schedule."""
+    if not isinstance(entry.function, str):
+        return entry.function
     file, function = entry.function.split(":")
     return getattr(import_module(f"muster.schedule.{file}"), function)
 

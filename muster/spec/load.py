@@ -1,7 +1,7 @@
 """Loads a run's configuration from preset, files and command line, and writes what came of it."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,9 @@ from muster.spec.explain import Shape, config_error
 from muster.spec.layers import Layer, catalog_layer, file_layer, flatten, is_path, unflatten
 from muster.spec.length import steps_of_epochs, steps_said
 from muster.spec.named_model import model_layer
+from muster.spec.parts import find_part
 from muster.spec.plan import Plan
+from muster.spec.plugins import Plugin, import_plugins, plugin_of
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.run import RunConfig
 from muster.spec.step_law import SOURCE, derived_line, step_law_values
@@ -47,21 +49,34 @@ class Resolved:
     """The degrees of `config.parallel` are still to be chosen, for the number of processes there will be."""
 
 
-def load_run(preset: str | None, file: Path | None, overrides: list[tuple[str, str]]) -> Resolved:
-    """The configuration that a preset, a run file over it, and pairs of dotted key and text over both give.
+def load_run(preset: str | None, file: Path | None, overrides: Sequence[tuple[str, Any]]) -> Resolved:
+    """The configuration that a preset, a run file over it, and pairs of dotted key and value over both give; a value
+    may be text.
 
     Raises ConfigError with one sentence for each thing that is wrong.
     """
-    merged = _Merged()
+    layers: list[Layer] = []
     if preset is not None:
-        for layer in _chain(catalog_layer("presets", preset), [f"preset {preset}"]):
-            merged.add(layer)
+        layers += _chain(catalog_layer("presets", preset), [f"preset {preset}"])
     if file is not None:
         if not file.exists() and str(file) in names("presets"):
             raise ConfigError(f"there is no file {file}; for the preset of that name write --preset {file}")
-        for layer in _chain(file_layer(file), [str(file.resolve())]):
-            merged.add(layer)
-    merged.add(Layer("command line", dict(overrides), Path()))
+        layers += _chain(file_layer(file), [str(file.resolve())])
+    return _resolve([*layers, Layer("command line", dict(overrides), Path())])
+
+
+def load_tree(tree: Mapping[str, Any], name: str) -> Resolved:
+    """The configuration in data of a run file's form; `name` is what people are told that it comes from.
+
+    Raises ConfigError as `load_run`.
+    """
+    return _resolve(_chain(Layer(name, dict(flatten(tree)), Path()), [name]))
+
+
+def _resolve(layers: Iterable[Layer]) -> Resolved:
+    merged = _Merged()
+    for layer in layers:
+        merged.add(layer)
     _put_steps(merged)
     for path, (value, origin) in step_law_values(merged.values).items():
         merged._put(path, value, origin)
@@ -69,7 +84,14 @@ def load_run(preset: str | None, file: Path | None, overrides: list[tuple[str, s
         config = RunConfig.model_validate(unflatten(merged.values))
     except ValidationError as error:
         raise config_error(error, _shape(), merged.origins) from None
-    return Resolved(config, merged.origins, merged.auto)
+    files = [part.file for kind, name in config.own_parts if (part := find_part(kind, name)) and part.file]
+    plugins = _once([*config.plugins, *map(plugin_of, map(str, files))])
+    return Resolved(config.model_copy(update={"plugins": plugins}), merged.origins, merged.auto)
+
+
+def _once(plugins: Iterable[Plugin]) -> tuple[Plugin, ...]:
+    """Each file once, with the hash that was said last."""
+    return tuple({plugin.file: plugin for plugin in plugins}.values())
 
 
 def with_steps(resolved: Resolved, num_samples: int) -> Resolved:
@@ -165,6 +187,8 @@ class _Merged:
         said = {_RENAMED.get(path, path): value for path, value in layer.values.items() if path != "extends"}
         for path in layer.values.keys() & _RENAMED.keys():
             print(f"{path} (from {layer.origin(path)}) is {_RENAMED[path]} now: read as that", file=sys.stderr)
+        if (named := said.pop("plugins", None)) is not None:  # first, as they may register what the layer names
+            self._add_plugins(named, layer)
         for key in ("model", "model.preset"):
             if isinstance(name := said.get(key), str):
                 del said[key]
@@ -188,11 +212,22 @@ class _Merged:
             self.auto = self.auto and not _is_degree(path)
             self._put(path, value, layer.origin(path))
 
+    def _add_plugins(self, named: object, layer: Layer) -> None:
+        try:
+            found = [plugin_of(one, layer.folder) for one in (named if isinstance(named, list | tuple) else [named])]
+            import_plugins(found)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (from {layer.origin('plugins')})") from None
+        plugins = [Plugin(**one) for one in self.values.get("plugins", [])]
+        self.values["plugins"] = [one.model_dump() for one in _once([*plugins, *found])]
+        self.origins["plugins"] = layer.origin("plugins")
+
     def _put(self, path: str, value: object, origin: str) -> None:
         for known in list(self.values):
             if known.startswith(path + ".") or path.startswith(known + "."):
                 del self.values[known], self.origins[known]
-        self.values[path] = _coerce(value, _shape().kinds(path))
+        is_option = path.startswith("optim.options.") and isinstance(value, str)
+        self.values[path] = yaml.safe_load(value) if is_option else _coerce(value, _shape().kinds(path))
         self.origins[path] = origin
 
     def _drop(self, section: str) -> None:

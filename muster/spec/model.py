@@ -19,6 +19,8 @@ class ModelSpec(Frozen):
     """
 
     name: str = "custom"
+    architecture: str | None = None
+    """A model that a plugin registers, whose layers these are; None: the decoder that the other fields describe."""
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     num_layers: PositiveInt

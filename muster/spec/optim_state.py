@@ -1,11 +1,31 @@
 """What an optimizer keeps for each parameter: the one truth for its state, checkpoints and memory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from muster.spec.layout import TensorLayout
-from muster.spec.run import OptimConfig
+from muster.spec.parts import part_of
+from muster.spec.run import OPTIMIZERS, OptimConfig
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, eq=False)
+class OwnOptimizer:
+    """An optimizer that a plugin registers."""
+
+    name: str
+    factory: Callable[..., Any]
+    """Makes a `torch.optim.Optimizer` of parameters, `lr` and `optim.options`."""
+    probe: Callable[["OwnOptimizer", Mapping[str, Any]], tuple[str, ...]]
+    known: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """What it keeps for each parameter. Raises ConfigError where it isn't one that ranks can share."""
+        if (key := repr(sorted(options.items()))) not in self.known:
+            self.known[key] = self.probe(self, options)
+        return self.known[key]
 
 
 def no_decay(name: str) -> bool:
@@ -30,7 +50,7 @@ def state_names(optim: OptimConfig, name: str, shape: tuple[int, ...]) -> tuple[
         return ("momentum",) if optim.momentum else ()
     if optim.name == "muon" and is_muon_matrix(name, shape):
         return ("momentum",)
-    return ADAMW_STATE
+    return ADAMW_STATE if optim.name in OPTIMIZERS else part_of("optimizer", optim.name).state_names(optim.options)
 
 
 def state_numel(optim: OptimConfig, layouts: Iterable[TensorLayout]) -> int:

@@ -10,7 +10,6 @@ from muster.spec.plan import Offload, Plan, Precision, Recompute, StageSpec, Str
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 
-_SCHEDULE_BY_WORD = {name.replace("-", ""): name for name in SCHEDULES}
 _RECOMPUTE: dict[str, Recompute] = {"sel": "selective", "attn": "attention", "alt": "alternate", "full": "full"}
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _DEFAULTS = Plan()
@@ -35,6 +34,12 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
     return {"dp_replicate": int(first), "dp_shard": int(second)}
 
 
+def _schedule_words() -> dict[str, str]:
+    """Schedules by what names have of them; plugins may add some."""
+    return {name.replace("-", ""): name for name in SCHEDULES}
+
+
+_SCHEDULE = _Word("sNAME", "s([a-z0-9_]+)", lambda word: {"schedule": _schedule_words()[word]})
 _WORDS = (
     _Word("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
     _degree("tp", "tp"),
@@ -50,11 +55,7 @@ _WORDS = (
         lambda text: {"data_shares": tuple(map(int, text.split(".")))},
     ),
     _Word("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
-    _Word(
-        ", ".join("s" + word for word in _SCHEDULE_BY_WORD),
-        f"s({'|'.join(_SCHEDULE_BY_WORD)})",
-        lambda word: {"schedule": _SCHEDULE_BY_WORD[word]},
-    ),
+    _SCHEDULE,
     _Word("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
     _Word("pv", "pv", lambda: {"post_validation": True}),
     _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
@@ -152,6 +153,8 @@ def _said(text: str) -> dict[str, Any]:
 
 def _parse_word(token: str, text: str) -> dict[str, Any]:
     for word in _WORDS:
+        if word is _SCHEDULE and token[1:] not in _schedule_words():
+            continue
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             said = word.fields(*match.groups())
             if 0 in said.values() or 0 in said.get("data_shares", ()):
@@ -159,12 +162,15 @@ def _parse_word(token: str, text: str) -> dict[str, Any]:
             return said
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
-    known = ", ".join(word.shown for word in _WORDS)
+    shown = {_SCHEDULE.shown: ", ".join("s" + word for word in _schedule_words())}
+    known = ", ".join(shown.get(word.shown, word.shown) for word in _WORDS)
     raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
 
 
 def _suggestion(token: str) -> str:
-    if any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in _WORDS):
+    others = (word for word in _WORDS if word is not _SCHEDULE)
+    is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_words()
+    if is_schedule or any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in others):
         return f"; did you mean '{token.lower()}'?"
     number = re.search(r"\d+", token)
     fixed = [
@@ -177,6 +183,6 @@ def _suggestion(token: str) -> str:
         *("o" + word for word in _OFFLOAD),
         *get_args(Precision),
     ]
-    fixed += ["s" + word for word in _SCHEDULE_BY_WORD]
+    fixed += ["s" + word for word in _schedule_words()]
     numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
     return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

@@ -2,11 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from muster.spec.base import Frozen
+from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
+from muster.spec.parts import Kind, part_names, part_of
 from muster.spec.plan import Plan
+from muster.spec.plugins import Plugin
 from muster.spec.workload import Workload
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -16,6 +19,15 @@ Portion = Annotated[float, Field(ge=0, le=1)]
 
 NUM_BYTE_IDS = 257
 """Ids of the tokenizer `bytes`: the 256 bytes and the end of a document."""
+
+
+def known_part(kind: Kind, name: str, own: tuple[str, ...] = ()) -> str:
+    """The name. Raises ValueError where no plugin registers a part of it."""
+    try:
+        part_of(kind, name, own)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return name
 
 
 class MixPart(Frozen):
@@ -43,7 +55,8 @@ class DataConfig(Frozen):
     """What is read: one source, or a mixture of several."""
 
     source: str | None = None
-    """`python-stdlib` (the standard library's own source files), a file, a directory, or a prepared token store."""
+    """`python-stdlib` (the standard library's own source files), a file, a directory, a prepared token store, or a
+    data set that a plugin registers."""
     mix: tuple[MixPart, ...] = ()
     """Several sources instead, each with a weight."""
     changes: tuple[MixChange, ...] = ()
@@ -92,6 +105,11 @@ class DataConfig(Frozen):
             if not any(change.weights.values()):
                 raise ValueError("changes: all weights are 0, expected one that is more")
         return self
+
+    @property
+    def sources(self) -> list[str]:
+        """All that is read."""
+        return [part.source for part in self.mix] if self.source is None else [self.source]
 
 
 class TrainConfig(Frozen):
@@ -150,6 +168,16 @@ class TrainConfig(Frozen):
     z_loss: NonNegative = 0.0
     """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.
     PaLM used 1e-4."""
+    loss: str | None = None
+    """A loss that a plugin registers; None: cross-entropy."""
+    step: str | None = None
+    """A training step that a plugin registers; None: clip the gradients and let the optimizer step."""
+
+    @field_validator("loss", "step")
+    @classmethod
+    def _check_parts(cls, name: str | None, info: ValidationInfo) -> str | None:
+        kind: Kind = "loss" if info.field_name == "loss" else "step"
+        return None if name is None else known_part(kind, name)
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
@@ -177,8 +205,11 @@ class EvalConfig(Frozen):
 class OptimConfig(Frozen):
     """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
 
-    name: Literal["adamw", "muon", "sgd", "lion"] = "adamw"
-    """muon is for the matrices of the layers; the embedding, the head and all vectors then get AdamW."""
+    name: str = "adamw"
+    """adamw, sgd, lion or muon, which is for the matrices of the layers (the embedding, the head and all vectors then
+    get AdamW); or one that a plugin registers."""
+    options: dict[str, bool | int | float | str] = {}
+    """A plugin's optimizer: its own arguments."""
     lr: Positive
     """The highest learning rate, reached after the warm-up."""
     beta1: Fraction = 0.9
@@ -212,6 +243,11 @@ class OptimConfig(Frozen):
     clip_norm: NonNegative = 1.0
     """The gradients' global norm is cut down to this; 0: never."""
 
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        return name if name in OPTIMIZERS else known_part("optimizer", name, OPTIMIZERS)
+
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, data: object) -> object:
@@ -221,6 +257,8 @@ class OptimConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> "OptimConfig":
+        if self.options and self.name in OPTIMIZERS:
+            raise ValueError(f"options are for an optimizer that a plugin registers, but {self.name} is chosen")
         for key, users in _USERS.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
             own = self.schedule if users == ("wsd",) else self.name
@@ -230,6 +268,8 @@ class OptimConfig(Frozen):
             raise ValueError("nesterov looks ahead along the momentum, which is 0; give a momentum or leave it out")
         return self
 
+
+OPTIMIZERS = ("adamw", "muon", "sgd", "lion")
 
 _OWN_DEFAULTS: dict[str, dict[str, float | bool]] = {
     "sgd": {"momentum": 0.9},
@@ -257,6 +297,8 @@ class RunConfig(Frozen):
     """Everything that decides what a run computes."""
 
     version: Literal[1] = 1
+    plugins: tuple[Plugin, ...] = ()
+    """Python files, or modules, that register parts of one's own; those of all layers together."""
     seed: NonNegativeInt = 0
     model: ModelSpec
     parallel: Plan = Plan()
@@ -272,10 +314,25 @@ class RunConfig(Frozen):
                 f"model.vocab_size {self.model.vocab_size} is smaller than"
                 f" the {NUM_BYTE_IDS} ids of data.tokenizer bytes"
             )
+        if self.model.architecture is not None:
+            known_part("model", self.model.architecture)
         firsts = self.change_samples
         if firsts != sorted(set(firsts)):
             raise ValueError(f"data.changes: each begins after the one before, but they begin at samples {firsts}")
         return self
+
+    @property
+    def own_parts(self) -> list[tuple[Kind, str]]:
+        """Kind and name of each part that a plugin must have registered."""
+        wanted: list[tuple[Kind, str | None]] = [
+            ("model", self.model.architecture),
+            ("optimizer", None if self.optim.name in OPTIMIZERS else self.optim.name),
+            ("loss", self.train.loss),
+            ("step", self.train.step),
+        ]
+        wanted += [("dataset", name) for name in self.data.sources if name in part_names("dataset")]
+        wanted += [("schedule", name) for name in part_names("schedule") if name == self.parallel.schedule]
+        return [(kind, name) for kind, name in wanted if name is not None]
 
     @property
     def change_samples(self) -> list[int]:

@@ -1,8 +1,10 @@
 """The pipeline schedules by name: what explains each, and what a plan must know of it. A new one is one file in
 `muster/schedule` and one line here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from muster.spec.errors import ConfigError
 from muster.spec.placement import both_ways, looped, waves
@@ -13,9 +15,9 @@ from muster.spec.suggest import did_you_mean
 class Entry:
     """A schedule: where the function that makes it is, what it is in one line, and where its stages lie."""
 
-    function: str
-    """`file:function` in `muster/schedule`: a function from a Setting to a Schedule. It is imported when it is used, so
-    that plans can be read without it."""
+    function: str | Callable[..., Any]
+    """A function from a Setting to a Schedule: of `muster/schedule` as `file:function`, which is imported when it is
+    used, so that plans can be read without it; a plugin's as it is."""
     explanation: str
     chunks: int | None = None
     """The stages of a rank, over all replicas, where their number is fixed; None: any."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from muster.data.dataset import Samples
 from muster.spec.errors import ConfigError
 from muster.spec.load import load_run
+from muster.spec.plugins import Plugin
 from muster.spec.run import RunConfig
 
 FREE_TO_CHANGE = (
@@ -74,8 +75,8 @@ def refuse_other_data(run_dir: Path, dataset: Samples, counters: dict, allow: bo
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was and what is now, for each key that isn't free to change. The plan always is."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
-    return [
+    old, new = (_flat(config.model_dump(mode="json", exclude={"plugins"})) for config in (before, after))
+    return _other_plugins(before, after) + [
         f"{key} was {old.get(key)}, now {new.get(key)}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key not in FREE_TO_CHANGE and not key.startswith("parallel")
@@ -85,8 +86,22 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 def settings_digest(config: RunConfig, dataset: Samples) -> str:
     """The same for all configurations between which `differences` finds none, and the same data."""
     flat = _flat(config.model_dump(mode="json"))
+    flat["plugins"] = sorted((Path(one.file).name, one.sha256) for one in config.plugins)
     kept = {key: flat[key] for key in sorted(flat) if key not in FREE_TO_CHANGE and not key.startswith("parallel")}
     return sha256(json.dumps([kept, dataset.fingerprint]).encode()).hexdigest()[:16]
+
+
+def _other_plugins(before: RunConfig, after: RunConfig) -> list[str]:
+    """A plugin is the same where its content is, wherever the file lies."""
+    old, new = ({Path(one.file).name: one for one in config.plugins} for config in (before, after))
+    changed = [name for name in old | new if getattr(old.get(name), "sha256", "") != getattr(new.get(name), "sha256", "")]
+    return [f"plugin {name} {_change(old.get(name), new.get(name))}" for name in changed]
+
+
+def _change(old: Plugin | None, new: Plugin | None) -> str:
+    if old is None or new is None:
+        return "was not there" if old is None else "is left out"
+    return f"has changed (sha256 was {old.sha256}…, now {new.sha256}…)"
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -1,0 +1,16 @@
+"""A pipeline schedule: 1F1B whose first rank starts one micro-batch less ahead, and so keeps less."""
+
+from collections.abc import Iterator
+
+import muster
+
+
+@muster.register_schedule("shallow-1f1b", explanation="1F1B with a warm-up one forward shorter")
+def shallow(rank: int, setting) -> Iterator[str]:
+    ahead = min(max(1, setting.num_ranks - rank - 1), setting.num_micro_batches)
+    for micro_batch in range(ahead):
+        yield f"{rank}F{micro_batch}"
+    for micro_batch in range(setting.num_micro_batches):
+        yield f"{rank}B{micro_batch}"
+        if ahead + micro_batch < setting.num_micro_batches:
+            yield f"{rank}F{ahead + micro_batch}"

@@ -1,0 +1,1 @@
+"""What `import muster` gives: runs and verbs as Python, and the registers of parts of one's own."""

@@ -1,0 +1,95 @@
+"""The registers: functions and classes from files outside the package, under names that run files and plans can say.
+
+A name is of small letters, digits and hyphens, and belongs to one file. Nothing here imports torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from muster.schedule.own import Order, own_maker
+from muster.spec.errors import ConfigError
+from muster.spec.optim_state import OwnOptimizer
+from muster.spec.parts import add_part, part_names
+from muster.spec.run import OPTIMIZERS
+from muster.spec.schedules import SCHEDULES, Entry
+
+T = TypeVar("T")
+
+
+def register_schedule(
+    name: str, *, chunks: int = 1, turns: bool = False, splits: bool = False, explanation: str = ""
+) -> Callable[[Order], Order]:
+    """Registers a pipeline schedule: `order(rank, setting)` gives the passes of one pipeline rank, as `2F0` or Actions.
+
+    `setting` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.setting`). Each rank has
+    `chunks` stages, which lie round and round over the ranks, or there and back where the schedule `turns`. A backward
+    is one pass, B, or where it `splits` two: I for the inputs and later W for the weights. In a plan's name it is
+    `sNAME` without hyphens. Raises ConfigError where the name is taken.
+    """
+
+    def register(order: Order) -> Order:
+        word = name.replace("-", "")
+        if same := [other for other in SCHEDULES if other != name and other.replace("-", "") == word]:
+            raise ConfigError(f"register_schedule: a plan's name says s{word} for {same[0]}; choose another name")
+        add_part("schedule", name, order, SCHEDULES.keys() - part_names("schedule"))
+        make = own_maker(name, order, lambda: SCHEDULES[name])
+        line = explanation or (order.__doc__ or "a plugin's").strip().split("\n")[0]
+        SCHEDULES[name] = Entry(make, line, chunks, turns=turns, splits=splits)
+        return order
+
+    return register
+
+
+def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> Any:
+    """Registers an optimizer: a subclass of `torch.optim.Optimizer`, or a function that makes one of (params, lr).
+
+    Keyword arguments come from `optim.options`; the learning rate from Muster's schedule, and weight decay, decoupled,
+    from `optim.weight_decay`. An update of a number may depend on that number's own history alone, since ranks hold
+    parts of matrices: another one is refused when the run is asked for. May be used as a decorator or called with the
+    class. Raises ConfigError where the name is taken.
+    """
+    if factory is None:
+        return lambda found: register_optimizer(name, found)
+    add_part("optimizer", name, OwnOptimizer(name, factory, _probe), OPTIMIZERS)
+    return factory
+
+
+def _probe(optimizer: OwnOptimizer, options: Mapping[str, Any]) -> tuple[str, ...]:
+    from muster.optim.own import probe
+
+    return probe(optimizer, options)
+
+
+def register_dataset(name: str) -> Callable[[T], T]:
+    """Registers a data set, for `data.source`: a function without arguments that gives documents, in the same order
+    each time: texts, or rows as JSON lines have them, with `text`, `prompt` and `completion`, or `messages`.
+
+    It is read once into a token store, and again when its file has changed. Raises ConfigError where the name is taken.
+    """
+    return _decorator("dataset", name)
+
+
+def register_loss(name: str) -> Callable[[T], T]:
+    """Registers a loss, for `train.loss`: `loss(logits_NV, labels_N)` gives the sum over the labels that count, those
+    that aren't −100, as a scalar that can be differentiated. Muster divides by their number in the global batch.
+
+    Raises ConfigError where the name is taken.
+    """
+    return _decorator("loss", name)
+
+
+def register_step(name: str) -> Callable[[T], T]:
+    """Registers a training step, for `train.step`: `step(now)` is called on every rank when the gradients of a global
+    batch are complete, in place of clipping them and letting the optimizer step (`muster.train.own_step.Now`).
+
+    Raises ConfigError where the name is taken.
+    """
+    return _decorator("step", name)
+
+
+def _decorator(kind: Any, name: str) -> Callable[[T], T]:
+    def register(what: T) -> T:
+        add_part(kind, name, what)
+        return what
+
+    return register

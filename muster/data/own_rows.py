@@ -1,0 +1,42 @@
+"""Rows of a data set that a plugin registers: what its function gives."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from muster.data.bad_rows import BadRow, BadRows
+from muster.data.rows import RowReader, Segment
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.parts import part_of
+from muster.spec.plugins import where_in
+
+
+def own_rows(
+    name: str, file: Path, reader: RowReader, bad: BadRows, limit_bytes: int = 0
+) -> Iterator[tuple[list[Segment], int]]:
+    """The pieces of each row of the registered data set `name`, whose code is in `file`, and how many bytes of text it
+    is, until the limit is reached; 0: there is none.
+
+    Raises ConfigError, with the line, where the function fails.
+    """
+    read = 0
+    for number, row in enumerate(_guarded(name, file, part_of("dataset", name)), 1):
+        try:
+            segments = reader.segments({reader.text_key or "text": row} if isinstance(row, str) else row)
+        except BadRow as problem:
+            bad.add(f"{name}: row {number}", problem)
+            continue
+        size_bytes = sum(len(text.encode()) for text, _ in segments)
+        yield segments, size_bytes
+        read += size_bytes
+        if limit_bytes and read >= limit_bytes:
+            return
+
+
+def _guarded(name: str, file: Path, make: Callable[[], Any]) -> Iterator[Any]:
+    try:
+        yield from make()
+    except (MusterError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"data set {name}: {where_in(file, error)}: {type(error).__name__}: {error}") from error

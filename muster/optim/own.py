@@ -1,0 +1,124 @@
+"""Optimizers that plugins register: `torch.optim.Optimizer`s over the local tensors of one rank."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.optim.base import Optimizer, has_decay
+from muster.spec.errors import ConfigError
+from muster.spec.optim_state import OwnOptimizer
+from muster.spec.parts import part_of
+from muster.spec.run import OptimConfig
+
+STEP = "step"
+"""The one number, beside tensors of a parameter's shape, that a state may hold: how many steps were made."""
+
+
+class TorchOptimizer(Optimizer):
+    """Lets a registered optimizer step, with a state that exists from the start: the one after a step of zero gradients
+    at a learning rate of zero. Weight decay is Muster's, decoupled (arXiv:1711.05101), so that all optimizers mean the
+    same by it."""
+
+    def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
+        super().__init__(params)
+        own: OwnOptimizer = part_of("optimizer", config.name)
+        self._names, self._weight_decay = own.state_names(config.options), config.weight_decay
+        self._torch = _make(own, config.options, self.params.values()) if self.params else None
+        for param in self.params.values():
+            param.grad = torch.zeros_like(param)
+        _step(self._torch, 0.0)
+        for param in self.params.values():
+            param.grad = None
+
+    def state(self) -> dict[str, tuple[str, Tensor]]:
+        if self._torch is None:
+            return {}
+        return {
+            f"{name}.{kind}": (name, self._torch.state[param][kind])
+            for name, param in self.params.items()
+            for kind in self._names
+        }
+
+    def _update(self, lr: float) -> None:
+        if self._torch is None:
+            return
+        decaying = [p for name, p in self.params.items() if p.grad is not None and has_decay(name, p)]
+        if decaying and self._weight_decay:
+            torch._foreach_mul_(decaying, 1 - lr * self._weight_decay)
+        for state in self._torch.state.values():
+            if isinstance(count := state.get(STEP), Tensor):
+                count.fill_(self.step_count)
+            elif count is not None:
+                state[STEP] = self.step_count
+        _step(self._torch, lr)
+
+
+def _make(own: OwnOptimizer, options: Mapping[str, Any], params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    try:
+        made = own.factory(list(params), lr=0.0, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.options: optimizer {own.name} can't be made with {dict(options)}: {error}") from None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer {own.name}: expected a torch.optim.Optimizer, got a {type(made).__name__}")
+    for group in made.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    return made
+
+
+def _step(optimizer: torch.optim.Optimizer | None, lr: float) -> None:
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether ranks may hold parts
+
+
+def probe(own: OwnOptimizer, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The state tensors that the optimizer keeps for each parameter, found by letting it step on a small matrix.
+
+    Raises ConfigError where a matrix that is cut doesn't change as the whole one does, where the state holds something
+    that is neither of the parameter's shape nor the count of steps, or where parameters move at a learning rate of 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    matrix, *gradients = (torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(4))
+    whole, state = _after(own, options, matrix, gradients)
+    for dim, words in ((0, "rows"), (1, "columns")):
+        parts = zip(matrix.chunk(2, dim), *(gradient.chunk(2, dim) for gradient in gradients), strict=True)
+        cut = torch.cat([_after(own, options, part, grads)[0] for part, *grads in parts], dim)
+        if not torch.allclose(cut, whole, rtol=1e-6, atol=1e-12):
+            raise ConfigError(
+                f"optimizer {own.name} changes a matrix that is cut by {words} in another way than the whole one, but"
+                " ranks hold parts of matrices: expected one whose update of a number depends on that number's own"
+                " gradients alone (Muster's muon is for whole matrices)"
+            )
+    still, _ = _after(own, options, matrix, [torch.zeros_like(matrix)], lr=0.0)
+    if not torch.equal(still, matrix):
+        raise ConfigError(f"optimizer {own.name} moves parameters at a learning rate of 0: it must not")
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == matrix.shape:
+            continue
+        if name != STEP or float(value) != len(gradients):
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ConfigError(
+                f"optimizer {own.name} keeps {name} {shape} for a parameter of shape {tuple(matrix.shape)}: expected"
+                f" tensors of the parameter's shape, which ranks can hold parts of, and the count of steps as '{STEP}'"
+            )
+    return tuple(name for name in state if name != STEP)
+
+
+def _after(
+    own: OwnOptimizer, options: Mapping[str, Any], matrix: Tensor, gradients: Iterable[Tensor], lr: float = 0.1
+) -> tuple[Tensor, dict[str, Any]]:
+    """A matrix after steps with these gradients, and the state."""
+    param = matrix.clone().requires_grad_()
+    optimizer = _make(own, options, [param])
+    for gradient in gradients:
+        param.grad = gradient.clone()
+        _step(optimizer, lr)
+    return param.detach(), dict(optimizer.state[param])

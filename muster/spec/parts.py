@@ -1,0 +1,82 @@
+"""Parts of people's own: registered by name from files outside the package (`muster.register_model` and the like)."""
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+Kind = Literal["model", "dataset", "optimizer", "schedule", "loss", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One registered part."""
+
+    kind: Kind
+    name: str
+    what: Any
+    """What was registered, with what was declared of it."""
+    file: Path | None
+    """Where it was registered; None in a notebook or at a prompt, whose code other processes can't read."""
+
+
+_PARTS: dict[tuple[Kind, str], Part] = {}
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def add_part(kind: Kind, name: str, what: Any, own: Iterable[str] = ()) -> None:
+    """Registers a part; `own` are Muster's names of that kind. A file that is read again registers anew.
+
+    Raises ConfigError where the name is none, or is taken.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
+        raise ConfigError(f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}")
+    part, before = Part(kind, name, what, _caller()), _PARTS.get((kind, name))
+    if name in own:
+        raise ConfigError(f"register_{kind}: Muster has a {kind} '{name}' itself; choose another name")
+    if before is not None and before.file != part.file:
+        raise ConfigError(
+            f"register_{kind}: {part.file or 'this session'} registers '{name}', which {before.file or 'this session'}"
+            " has registered; one of them needs another name"
+        )
+    _PARTS[kind, name] = part
+
+
+def part_names(kind: Kind) -> list[str]:
+    """The registered names of a kind."""
+    return [name for known, name in _PARTS if known == kind]
+
+
+def find_part(kind: Kind, name: str) -> Part | None:
+    """None where there is none of that name."""
+    return _PARTS.get((kind, name))
+
+
+def part_of(kind: Kind, name: str, own: Iterable[str] = ()) -> Any:
+    """What is registered under a name. Raises ConfigError, with the closest of all names and `own`, where nothing is."""
+    if (part := _PARTS.get((kind, name))) is not None:
+        return part.what
+    known = [*own, *part_names(kind)]
+    there = f"there are {', '.join(known)}" if known else f"none is registered: add the file that does so to plugins"
+    raise ConfigError(f"there is no {kind} '{name}'{did_you_mean(name, known)} ({there})")
+
+
+def has_registered(file: Path) -> bool:
+    """Whether a file has registered anything."""
+    return any(part.file == file for part in _PARTS.values())
+
+
+def _caller() -> Path | None:
+    """The file, outside the package, that registers a part."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if not path.resolve().is_relative_to(_PACKAGE):
+            return path.resolve() if path.is_file() else None
+        frame = frame.f_back
+    return None

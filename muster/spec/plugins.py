@@ -1,0 +1,126 @@
+"""Files with parts of people's own, which a run names: read by every process of the run, and known by their hash."""
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from muster.spec.base import Frozen
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.parts import has_registered
+
+
+class Plugin(Frozen):
+    """A file with registered parts."""
+
+    file: str
+    """The path of a Python file, or the name of a module that Python finds, such as `my_package.parts`."""
+    sha256: str
+    """Of the file as it was when the run was asked for."""
+
+
+def plugin_of(said: object, folder: Path = Path()) -> Plugin:
+    """What a run file says of one: a path relative to `folder` or a module's name, or both fields. Raises ConfigError
+    where there is no such file."""
+    if isinstance(said, Plugin):
+        return said
+    if isinstance(said, dict) and said.keys() == {"file", "sha256"}:
+        return Plugin(**said)
+    if not isinstance(said, str) or not said:
+        raise ConfigError(f"plugins: expected Python files or modules, such as my_parts.py, got {said!r}")
+    file = str((folder / Path(said).expanduser()).resolve()) if _is_file(said) else said
+    return Plugin(file=file, sha256=sha256_of(file))
+
+
+def sha256_of(file: str) -> str:
+    """Of a plugin as it is now. Raises ConfigError where there is none."""
+    path = _path_of(file)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"plugins: can't read {path}: {error.strerror}") from None
+
+
+def import_plugins(plugins: Iterable[Plugin]) -> None:
+    """Lets each register its parts, once. Raises ConfigError, with file and line, where one can't be imported."""
+    for plugin in plugins:
+        path = _path_of(plugin.file)
+        name = f"muster_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if not _is_file(plugin.file):
+            _guarded(path, lambda plugin=plugin: import_module(plugin.file))
+        elif _READ.get(name) != plugin.sha256 and not (name not in _READ and has_registered(path)):
+            _READ[name] = plugin.sha256
+            _guarded(path, lambda path=path, name=name: _execute(path, name))
+
+
+def require_unchanged(plugins: Iterable[Plugin]) -> None:
+    """Raises ConfigError where a file is not what it was when its hash was written down."""
+    for plugin in plugins:
+        if (now := sha256_of(plugin.file)) != plugin.sha256:
+            raise ConfigError(
+                f"plugins: {plugin.file} is not what this run was trained with (sha256 {plugin.sha256}…, now {now}…):"
+                " bring back the file as it was, or write the new hash into config.yaml"
+            )
+
+
+def is_being_read() -> bool:
+    """Whether this process is in the middle of reading a plugin."""
+    return bool(_READING)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+_READ: dict[str, str] = {}
+"""Module's name → the hash of what was read."""
+_READING: list[Path] = []
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".py") or "/" in text
+
+
+def _path_of(file: str) -> Path:
+    if _is_file(file):
+        if Path(file).is_file():
+            return Path(file)
+        raise ConfigError(f"plugins: there is no file {file}")
+    try:
+        found = find_spec(file)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise ConfigError(f"plugins: Python finds no module {file}; for a file write its path, such as {file}.py")
+    return Path(found.origin)
+
+
+def _execute(path: Path, name: str) -> None:
+    made = spec_from_file_location(name, path)
+    assert made is not None
+    assert made.loader is not None
+    module = module_from_spec(made)
+    sys.modules[name] = module  # dataclasses look for the module that they are in
+    made.loader.exec_module(module)
+
+
+def _guarded(path: Path, read: Any) -> None:
+    _READING.append(path)
+    try:
+        read()
+    except MusterError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"plugins: {where_in(path, error)}: {type(error).__name__}: {error}") from error
+    finally:
+        _READING.pop()
+
+
+def where_in(path: Path, error: BaseException) -> str:
+    """`FILE:LINE` of the last line of a file that led to an error; the file alone where none did."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{frames[-1].lineno}" if frames else str(path)
