@@ -7,11 +7,11 @@ import muster
 
 @muster.register_optimizer("sign-momentum")
 class SignMomentum(torch.optim.Optimizer):
-    def __init__(self, params, lr: float, momentum: float = 0.9) -> None:
+    def __init__(self, params: list[torch.Tensor], lr: float, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

@@ -7,14 +7,15 @@ if TYPE_CHECKING:
     from muster.api.register import (
         register_dataset,
         register_loss,
-        register_model,
         register_optimizer,
         register_schedule,
         register_step,
     )
     from muster.api.run import Run, load
-    from muster.api.verbs import plan, predict, train
+    from muster.api.verbs import plan, predict
+    from muster.schedule.setting import Setting
     from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+    from muster.train.own_step import Now
 
 __version__ = "0.1.0"
 
@@ -22,20 +23,21 @@ __all__ = [
     "ConfigError",
     "InfeasibleError",
     "MusterError",
+    "Now",
     "Run",
+    "Setting",
     "load",
     "plan",
     "predict",
     "register_dataset",
     "register_loss",
-    "register_model",
     "register_optimizer",
     "register_schedule",
     "register_step",
-    "train",
 ]
 
-_MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs", "train": "api.verbs"}
+_MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
+_MODULES |= {"Now": "train.own_step", "Setting": "schedule.setting"}
 
 
 def __getattr__(name: str) -> Any:

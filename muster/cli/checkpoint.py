@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from muster.api.runtime import runtime
 from muster.cli.parser import Parser, verb_of, whole_number
 from muster.cli.progress import ByteProgress
-from muster.cli.runtime import runtime
 from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

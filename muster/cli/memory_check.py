@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muster.api.runtime import runtime
 from muster.cli.parser import Parser, whole_number
-from muster.cli.runtime import runtime
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,7 +20,11 @@ class Parser(argparse.ArgumentParser):
         self.other_names: dict[str, str] = {}
         """Flags of other programs, and ours that do the same."""
         self.add_argument(
-            "--plugins", action="append", default=[], metavar="FILE", help="a Python file that registers parts of one's own"
+            "--plugins",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="a Python file that registers parts of one's own",
         )
 
     def error(self, message: str) -> NoReturn:

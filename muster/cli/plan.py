@@ -5,17 +5,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.api.usual import SEARCH_S
 from muster.cli.parser import Parser, whole_number
-from muster.cli.work import add_work, model_of, require, seq_len_of
+from muster.cli.work import add_work, require
 from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
     from muster.planner.answer import Answer
     from muster.planner.request import Asked
     from muster.spec.plan import Plan
-
-SEARCH_S = 8.0
-"""After so long the search stops with what it has, and says what may be missed."""
 
 
 def run(arguments: list[str]) -> int:
@@ -141,21 +139,18 @@ def _what_if(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> "Asked":
-    from muster.planner.request import ask
-    from muster.spec.machine import cluster_here
-    from muster.spec.sizes import read_bytes, read_count
+    from muster.api.verbs import asked_for
 
-    model = model_of(args.model)
-    return ask(
-        model,
-        cluster_here(args.cluster),
-        seq_len_of(args, model),
+    return asked_for(
+        args.model,
+        args.cluster,
+        args.seq_len,
         args.global_batch,
-        None if args.tokens is None else read_count(args.tokens, "--tokens"),
+        args.tokens,
         args.objective,
         args.precision,
         args.fix or "",
-        None if args.memory is None else read_bytes(args.memory, "--memory"),
+        args.memory,
         args.runnable,
     )
 

@@ -5,18 +5,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.api.usual import MICRO_BATCHES
 from muster.cli.parser import Parser
-from muster.cli.work import add_work, model_of, require, seq_len_of
+from muster.cli.work import add_work, require
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from muster.simulate.predict import Prediction
-    from muster.spec.model import ModelSpec
-    from muster.spec.plan import Plan
-    from muster.spec.workload import Workload
 
-MICRO_BATCHES = 8
-"""Of each pipeline rank, where no batch size is given."""
 PICTURE_EVENTS = 20_000
 """Of a larger program no picture is drawn: its passes are far narrower than a letter."""
 
@@ -58,28 +54,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _predict(args: argparse.Namespace) -> "Prediction":
-    from muster.simulate.predict import predict
-    from muster.spec.machine import cluster_here
+    from muster.api.verbs import predict
 
-    model, cluster, plan = model_of(args.model), cluster_here(args.cluster), _load_plan(args.plan)
-    return predict(model, plan, _workload(args, model, plan), cluster)
-
-
-def _load_plan(text: str) -> "Plan":
-    if "/" in text or text.endswith((".yaml", ".yml")):
-        from muster.spec.load import load_plan
-
-        return load_plan(Path(text))
-    from muster.spec.plan_name import parse_plan_name
-
-    return parse_plan_name(text)
-
-
-def _workload(args: argparse.Namespace, model: "ModelSpec", plan: "Plan") -> "Workload":
-    from muster.spec.workload import Workload
-
-    batch = args.global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
-    return Workload(seq_len=seq_len_of(args, model), global_batch_size=batch)
+    return predict(args.model, args.cluster, args.plan, seq_len=args.seq_len, global_batch=args.global_batch)
 
 
 def _write_trace(path: Path, prediction: "Prediction") -> None:

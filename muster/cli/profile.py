@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from muster.api.runtime import runtime
 from muster.cli.parser import Parser, whole_number
-from muster.cli.runtime import runtime
 
 
 def run(arguments: list[str]) -> int:

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.api.runtime import runtime
 from muster.cli.nodes import add_nodes, nodes_of
 from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
-from muster.cli.runtime import runtime
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:

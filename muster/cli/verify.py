@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.api.runtime import runtime
 from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
-from muster.cli.runtime import runtime
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -2,16 +2,10 @@
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from muster.api.usual import SEQ_LEN
 from muster.cli.parser import Parser, whole_number
 from muster.spec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from muster.spec.model import ModelSpec
-
-SEQ_LEN = 4096
 
 
 def add_work(parser: Parser, usual_batch: str) -> None:
@@ -41,15 +35,3 @@ def require(args: argparse.Namespace, examples: Mapping[str, str]) -> None:
     for flag, example in examples.items():
         if getattr(args, flag) is None:
             raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")
-
-
-def model_of(text: str) -> "ModelSpec":
-    """The model of a name, a file or a Hugging Face directory. Raises ConfigError."""
-    from muster.spec.named_model import HF_PREFIX, load_model
-
-    return load_model(HF_PREFIX + text if Path(text).is_dir() else text)
-
-
-def seq_len_of(args: argparse.Namespace, model: "ModelSpec") -> int:
-    """Tokens of a sequence, where nobody says otherwise."""
-    return args.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)

@@ -1,6 +1,6 @@
 """The training loss as a sum, so that any cut of the batch adds up to the same number."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from muster.cost.own_memory import CPU_LOSS_NUMBERS, GPU_LOSS_NUMBERS
 from muster.model.kernels import wide
+from muster.spec.errors import ConfigError
 
 IGNORED = -100
 """The label of a position that does not count."""
@@ -89,3 +90,16 @@ def loss_sums(logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float = 0.0)
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Minus the log-probability of each label, summed over the labels other than −100: a scalar in float32 at least."""
     return loss_sums(logits_BSV, labels_BS).total
+
+
+def own_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
+    """What a plugin's loss says of all logits at once; it is reported in the place of the cross-entropy.
+
+    Raises ConfigError where it isn't one number.
+    """
+    total = loss(logits_BSV.flatten(0, 1), labels_BS.flatten())
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ConfigError(f"train.loss: expected the sum over the labels that count, one number, got {shape}")
+    total = total.reshape(())
+    return LossSums(total, total.detach(), torch.zeros_like(total))

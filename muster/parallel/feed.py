@@ -1,5 +1,6 @@
 """What a step feeds to the stages of a rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,5 +20,7 @@ class Feed:
     """Of the z-loss; see `muster.model.loss`."""
     loss_scale: float = 1.0
     """What the loss, and so every gradient, is multiplied by."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """A plugin's, of logits (N, V) and labels (N): the sum over those that count; None: cross-entropy."""
     documents_M: tuple[Documents | None, ...] | None = None
     """Of each micro-batch; None: every sequence is one document."""

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.model.decoder import Decoder
 from muster.model.init import initial_value
-from muster.model.loss import LossSums, loss_sums
+from muster.model.loss import LossSums, loss_sums, own_loss_sums
 from muster.model.recompute import apply_recompute
 from muster.parallel import tensor
 from muster.parallel.axis import TensorAxis
@@ -165,7 +165,7 @@ class DecoderStage:
         self.module.where.documents = None if self.feed.documents_M is None else self.feed.documents_M[micro_batch]
         y = self.module(x)
         if self.makes_loss:
-            losses = self._losses_of(y, self.feed.labels_MBS[micro_batch], self.feed.z_coefficient)
+            losses = self._losses_of(y, self.feed.labels_MBS[micro_batch], self.feed)
             if self.world.at.tp == 0:  # the others have the same
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.feed.loss_scale / self.feed.num_valid)
@@ -175,10 +175,12 @@ class DecoderStage:
             self._offload.keep(micro_batch, y)
         return y
 
-    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float) -> LossSums:
+    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, feed: Feed) -> LossSums:
+        if feed.loss is not None and torch.is_grad_enabled():
+            return own_loss_sums(feed.loss, logits_BSV, labels_BS)
         if self.axis is None:
-            return loss_sums(logits_BSV, labels_BS, z_coefficient)
-        return tensor.loss_sums(self.axis, self._first_word, logits_BSV, labels_BS, z_coefficient)
+            return loss_sums(logits_BSV, labels_BS, feed.z_coefficient)
+        return tensor.loss_sums(self.axis, self._first_word, logits_BSV, labels_BS, feed.z_coefficient)
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Adds to the parameters' gradients; the gradient of the input (B, S, D), None on the first stage."""

@@ -16,6 +16,7 @@ from muster.spec.machine import PROFILE, found_machine, gpu_names, measured_mach
 from muster.spec.nearest import require_runnable
 from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import format_plan_name
+from muster.spec.run import RunConfig
 
 LIMIT_S = 30.0
 """At most, for models and numbers of processes far beyond one machine: what is small takes tenths of a second."""
@@ -66,11 +67,13 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
             " from batch to batch: leave compile out, or take data.packing concatenate"
         )
     if not resolved.auto:
+        _require_parts_run(config)
         require_runnable(
             config.parallel, config.model, config.workload, world_size or asked_world_size(config.parallel)
         )
         return Chosen(config.parallel)
     require_runnable_model(config.model)
+    _require_parts_run(config)
     best: tuple[Verdict, _Machine] | None = None
     refusal: InfeasibleError | None = None
     measured = _measured(config.parallel.precision) if nodes == 1 else None
@@ -92,6 +95,21 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
     return Chosen(_as_asked(verdict.plan, config.parallel), tuple(_lines(verdict, machine)))
 
 
+def _require_parts_run(config: RunConfig) -> None:
+    """Raises InfeasibleError where the plan doesn't go with a loss or a step that a plugin registers."""
+    plan, train = config.parallel, config.train
+    if train.loss is not None and (plan.spread_vocab or any(plan.mesh(rank).tp > 1 for rank in range(plan.pp))):
+        raise InfeasibleError(
+            f"train.loss {train.loss} reads the logits of all words, which tp and spread_vocab cut: take tp 1 and leave"
+            " spread_vocab out"
+        )
+    if train.training_step is not None and plan.post_validation:
+        raise InfeasibleError(
+            f"train.training_step {train.training_step} sees the gradient norm of all ranks, which post_validation"
+            " doesn't wait for: leave pv out"
+        )
+
+
 def request_of(resolved: Resolved, cluster: ClusterSpec) -> Request:
     """What is searched for where `auto` chooses: all that the configuration says of the plan stays."""
     config, plan = resolved.config, resolved.config.parallel
@@ -102,6 +120,8 @@ def request_of(resolved: Resolved, cluster: ClusterSpec) -> Request:
     }
     said = [name for name in Strategy.model_fields if f"parallel.default_strategy.{name}" in resolved.origins]
     fixed |= {name: getattr(plan.default_strategy, name) for name in said}
+    if config.train.loss is not None:
+        fixed["tp"] = 1  # its logits must be whole
     if plan.schedule_entry.searched:
         fixed["schedule"] = "1f1b"  # its order is found for the plan that is chosen
     if plan.overrides:  # which say all of a strategy

@@ -59,7 +59,11 @@ def _require_whole(schedule: Schedule, splits: bool) -> None:
         seen: set[Action] = set()
         for action in order:
             if action in seen or action not in wanted:
-                what = "twice" if action in seen else f"which is none of {', '.join(f'{s}{k}N' for s in stages for k in kinds)}"
+                what = (
+                    "twice"
+                    if action in seen
+                    else f"which is none of {', '.join(f'{s}{k}N' for s in stages for k in kinds)}"
+                )
                 raise InfeasibleError(f"schedule {schedule.name}: rank {rank} does {action} {what}")
             seen.add(action)
         if missing := sorted(map(str, wanted - seen)):

@@ -18,8 +18,8 @@ from muster.spec.length import steps_of_epochs, steps_said
 from muster.spec.named_model import model_layer
 from muster.spec.parts import find_part
 from muster.spec.plan import Plan
-from muster.spec.plugins import Plugin, import_plugins, plugin_of
 from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.plugins import Plugin, import_plugins, plugin_of
 from muster.spec.run import RunConfig
 from muster.spec.step_law import SOURCE, derived_line, step_law_values
 from muster.spec.write import replace_text, yaml_text
@@ -226,8 +226,9 @@ class _Merged:
         for known in list(self.values):
             if known.startswith(path + ".") or path.startswith(known + "."):
                 del self.values[known], self.origins[known]
-        is_option = path.startswith("optim.options.") and isinstance(value, str)
-        self.values[path] = yaml.safe_load(value) if is_option else _coerce(value, _shape().kinds(path))
+        if isinstance(value, str) and path.startswith("optim.options."):
+            value = yaml.safe_load(value)
+        self.values[path] = _coerce(value, _shape().kinds(path))
         self.origins[path] = origin
 
     def _drop(self, section: str) -> None:

@@ -58,11 +58,12 @@ def find_part(kind: Kind, name: str) -> Part | None:
 
 
 def part_of(kind: Kind, name: str, own: Iterable[str] = ()) -> Any:
-    """What is registered under a name. Raises ConfigError, with the closest of all names and `own`, where nothing is."""
+    """What is registered under a name. Raises ConfigError, with the closest of all names, where nothing is; `own` are
+    Muster's."""
     if (part := _PARTS.get((kind, name))) is not None:
         return part.what
     known = [*own, *part_names(kind)]
-    there = f"there are {', '.join(known)}" if known else f"none is registered: add the file that does so to plugins"
+    there = f"there are {', '.join(known)}" if known else "none is registered: add the file that does so to plugins"
     raise ConfigError(f"there is no {kind} '{name}'{did_you_mean(name, known)} ({there})")
 
 

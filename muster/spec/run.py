@@ -170,10 +170,10 @@ class TrainConfig(Frozen):
     PaLM used 1e-4."""
     loss: str | None = None
     """A loss that a plugin registers; None: cross-entropy."""
-    step: str | None = None
+    training_step: str | None = None
     """A training step that a plugin registers; None: clip the gradients and let the optimizer step."""
 
-    @field_validator("loss", "step")
+    @field_validator("loss", "training_step")
     @classmethod
     def _check_parts(cls, name: str | None, info: ValidationInfo) -> str | None:
         kind: Kind = "loss" if info.field_name == "loss" else "step"
@@ -183,6 +183,8 @@ class TrainConfig(Frozen):
     def _check(self) -> "TrainConfig":
         if self.steps is None and self.epochs is None:
             raise ValueError("steps: missing, expected a whole number >= 1; or say how long with tokens or epochs")
+        if self.loss is not None and self.z_loss:
+            raise ValueError(f"z_loss is added to cross-entropy, but loss is {self.loss}: leave z_loss out")
         return self
 
     @property
@@ -328,11 +330,15 @@ class RunConfig(Frozen):
             ("model", self.model.architecture),
             ("optimizer", None if self.optim.name in OPTIMIZERS else self.optim.name),
             ("loss", self.train.loss),
-            ("step", self.train.step),
+            ("step", self.train.training_step),
         ]
-        wanted += [("dataset", name) for name in self.data.sources if name in part_names("dataset")]
-        wanted += [("schedule", name) for name in part_names("schedule") if name == self.parallel.schedule]
-        return [(kind, name) for kind, name in wanted if name is not None]
+        found: list[tuple[Kind, str]] = [(kind, name) for kind, name in wanted if name is not None]
+        datasets, schedules = part_names("dataset"), part_names("schedule")
+        used: tuple[tuple[Kind, list[str]], ...] = (
+            ("dataset", [name for name in self.data.sources if name in datasets]),
+            ("schedule", [name for name in schedules if name == self.parallel.schedule]),
+        )
+        return found + [(kind, name) for kind, names in used for name in names]
 
     @property
     def change_samples(self) -> list[int]:

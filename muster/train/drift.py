@@ -94,7 +94,9 @@ def settings_digest(config: RunConfig, dataset: Samples) -> str:
 def _other_plugins(before: RunConfig, after: RunConfig) -> list[str]:
     """A plugin is the same where its content is, wherever the file lies."""
     old, new = ({Path(one.file).name: one for one in config.plugins} for config in (before, after))
-    changed = [name for name in old | new if getattr(old.get(name), "sha256", "") != getattr(new.get(name), "sha256", "")]
+    changed = [
+        name for name in old | new if getattr(old.get(name), "sha256", "") != getattr(new.get(name), "sha256", "")
+    ]
     return [f"plugin {name} {_change(old.get(name), new.get(name))}" for name in changed]
 
 

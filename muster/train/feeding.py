@@ -12,6 +12,7 @@ from muster.parallel.feed import Feed
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.spec.mesh import data_index
+from muster.spec.parts import part_of
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.train.ahead import Ahead, Share
@@ -50,9 +51,10 @@ class Feeder:
 
     def feed(self, batch: Batch | None, num_valid: int, loss_scale: float = 1.0) -> None:
         """Gives the stages a batch, of a step with so many counted labels."""
-        z_coefficient = self.config.train.z_loss
+        train = self.config.train
+        loss = None if train.loss is None else part_of("loss", train.loss)
         if batch is None:
-            feed = Feed(torch.empty(0), torch.empty(0), num_valid, z_coefficient, loss_scale)
+            feed = Feed(torch.empty(0), torch.empty(0), num_valid, train.z_loss, loss_scale, loss)
         else:
             shape = (self.micro_batches, -1, self.config.train.seq_len)
             tokens, labels = (
@@ -63,7 +65,7 @@ class Feeder:
             if batch.positions_BS is not None:
                 positions = torch.from_numpy(batch.positions_BS).view(shape)
                 documents = tuple(Documents.of(one, self.world.device) for one in positions)
-            feed = Feed(tokens, labels, num_valid, z_coefficient, loss_scale, documents)
+            feed = Feed(tokens, labels, num_valid, train.z_loss, loss_scale, loss, documents)
         for stage in self.stages.values():
             stage.feed = feed
             if stage.words is not None:

@@ -193,7 +193,7 @@ class _FakeTrainer(_CountedTrainer):
         for stage in self.stages.values():
             stage.take_gradients()
             stage.take_losses()
-        self._skipped, self._grad_norm = None, 2 * self.config.optim.clip_norm
+        self._skipped, self.grad_norm = None, 2 * self.config.optim.clip_norm
 
 
 class _NoModules:

@@ -162,7 +162,7 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         print(f"data: {line}")
     if config.train.epochs is not None:
         print(epochs_line(config, dataset))
-    for line in (*derived_lines(resolved), *chosen.lines):
+    for line in (*derived_lines(resolved), *chosen.lines, *_unpredicted(config)):
         print(line)
     if position is not None:
         refuse_other_data(run_dir, dataset, position.counters, options.allow_changes)
@@ -177,6 +177,15 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         write_resolved(resolved, plan, run_dir)
         own_copies(run_dir, config, dataset, goes_on=position is not None)
     return True
+
+
+def _unpredicted(config: RunConfig) -> Iterator[str]:
+    """What of plugins no prediction knows of."""
+    if config.train.loss is not None:
+        yield f"loss: {config.train.loss} of a plugin; what it keeps is not in the memory forecast"
+    if config.train.training_step is not None:
+        name = config.train.training_step
+        yield f"step: {name} of a plugin; what it does beside one round of passes is not predicted"
 
 
 def _check_weights(place: str, config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from muster.spec.generation import Sampling
 from muster.spec.load import load_run
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
+from muster.spec.plugins import require_unchanged
 from muster.spec.run import DataConfig
 from muster.train.data import tokenizer_of
 
@@ -68,6 +69,7 @@ def find_source(path: Path) -> Source:
     for problem in problems:
         print(f"muster: {problem}", file=sys.stderr)
     config, manifest = load_run(None, run_dir / "config.yaml", []).config, read_manifest(folder)
+    require_unchanged(config.plugins)
     return Source(
         checkpoint=folder.resolve(),
         step=manifest.step,

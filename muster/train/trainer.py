@@ -32,6 +32,7 @@ from muster.train.feeding import Feeder
 from muster.train.gradients import add_other_replica, find_copies, sum_of_squares
 from muster.train.held_out import HeldOut
 from muster.train.loss_scale import LossScale
+from muster.train.own_step import OwnStep
 from muster.train.post_validation import PostValidation
 from muster.train.skips import Skips
 from muster.train.step_result import StepResult
@@ -62,6 +63,7 @@ class Trainer:
                     self.parameters[name] = stage.parameters[name]
         self._copies = find_copies(self.stages.values(), self.parameters)
         self.handlers = {"NORM": self._norm, "STEP": self._apply, "TIE": self._tie, "MERGE": self._merge}
+        self._own_step = OwnStep(self, config.train.training_step) if config.train.training_step is not None else None
         self._routes = stage_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._make_executors()
@@ -102,7 +104,8 @@ class Trainer:
         """The one that waits for all ranks before a step, and what goes ahead of that where the plan says so."""
         waiting = self.plan.model_copy(update={"post_validation": False})
         program = self._program_of(waiting)
-        self._executor = self._make_executor(program, self.handlers)
+        own = {} if self._own_step is None else self._own_step.handlers
+        self._executor = self._make_executor(program, self.handlers | own)
         self.ahead: PostValidation | None = None
         if self.plan.post_validation:
             self.ahead = PostValidation(self, lambda own: self._make_executor(self.program, self.handlers | own))
@@ -125,7 +128,10 @@ class Trainer:
         start_s = perf_counter()
         self.feed_step()
         data_s = perf_counter() - start_s
-        self.count_step(self._executor.run())
+        events = self._executor.run()
+        if self._own_step is not None:
+            self._own_step.take(self._executor.run)
+        self.count_step(events)
         return self.result(self.step_count, self.learning_rate, perf_counter() - start_s, data_s)
 
     def feed_step(self) -> None:
@@ -147,9 +153,9 @@ class Trainer:
         """Of the step that was judged last."""
         return StepResult(
             step=step,
-            loss=self._loss,
+            loss=self.loss,
             z_loss=self._z_loss,
-            grad_norm=self._grad_norm,
+            grad_norm=self.grad_norm,
             learning_rate=learning_rate,
             tokens=self.config.workload.tokens_per_step,
             time_s=time_s,
@@ -205,7 +211,15 @@ class Trainer:
     def _norm(self, action: Action) -> None:
         """The global gradient norm, the step's loss, whether anyone wants to stop and how saving goes, in one sum over
         all ranks; from it whether the step is skipped."""
-        self.conclude(self.world.add_up(self.local_sums()), self.num_valid)
+        self.add_up_norm()
+
+    def add_up_norm(self, judges: bool = True) -> None:
+        """As `_norm`; for passes that are made again within a step, without another judgement of it."""
+        sums = self.world.add_up(self.local_sums())
+        if judges:
+            self.conclude(sums, self.num_valid)
+            return
+        self._read_sums(sums, self.num_valid)
 
     def local_sums(self) -> Tensor:
         """What this rank adds to that sum, of its complete gradients: float64 [6]."""
@@ -229,13 +243,24 @@ class Trainer:
 
     def conclude(self, sums: Tensor, num_valid: int) -> None:
         """Reads the sum of a step with so many counted tokens, and judges by it."""
-        squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
-        self._loss, self._z_loss = loss_sum / num_valid, z_loss_sum / num_valid
-        self._grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
-        self._any_stop_requested, self._saving, self._save_failed = stop > 0, saving > 0, save_failed > 0
-        self._skipped = self.skips.judge(self._loss, self._grad_norm)
+        self._any_stop_requested = self._saving = self._save_failed = False
+        self._read_sums(sums, num_valid)
+        self._skipped = self.skips.judge(self.loss, self.grad_norm)
         if self.loss_scale is not None:
-            self.loss_scale.update(overflowed=not math.isfinite(self._grad_norm))
+            self.loss_scale.update(overflowed=not math.isfinite(self.grad_norm))
+
+    def _read_sums(self, sums: Tensor, num_valid: int) -> None:
+        squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
+        self.loss, self._z_loss = loss_sum / num_valid, z_loss_sum / num_valid
+        self.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
+        self._any_stop_requested |= stop > 0
+        self._saving |= saving > 0
+        self._save_failed |= save_failed > 0
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step that was judged last is not to be taken."""
+        return self._skipped is not None
 
     @property
     def is_as_computed(self) -> bool:
@@ -243,15 +268,19 @@ class Trainer:
         return self._skipped is None and not self._clips()
 
     def _clips(self) -> bool:
-        return 0 < self.config.optim.clip_norm < self._grad_norm
+        return 0 < self.config.optim.clip_norm < self.grad_norm
 
     def _apply(self, action: Action) -> None:
         """Clips by the global norm and steps; gathered parameters are dropped, since they are old now."""
         if self._skipped is None:
-            if self._clips():
-                self._multiply_gradients(self.config.optim.clip_norm / (self._grad_norm + 1e-6))
+            self.clip()
             self.take_step()
         self.drop_gradients()
+
+    def clip(self) -> None:
+        """Cuts the gradients down to the global norm that they may have."""
+        if self._clips():
+            self._multiply_gradients(self.config.optim.clip_norm / (self.grad_norm + 1e-6))
 
     def take_step(self) -> None:
         """Changes the parameters by their gradients as they are."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from muster.spec.load import load_plan, load_run
+from muster.spec.plugins import require_unchanged
 from muster.train.errors import die_with_parent, guard
 from muster.train.loop import train_rank
 
@@ -19,6 +20,7 @@ def run_rank(run_dir: Path, store: dist.Store, rank: int, world_size: int) -> in
     """Trains as one rank of `world_size`; the configuration and the plan are those in the run directory."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = load_run(None, run_dir / "config.yaml", []).config
+    require_unchanged(config.plugins)
     return train_rank(config, load_plan(run_dir / "plan.yaml"), run_dir, store, rank, world_size)
 
 

@@ -24,6 +24,7 @@ from muster.parallel.shard import DTYPES, parameter_dtype
 from muster.parallel.world import pick_device
 from muster.spec.layout import Box, TensorLayout
 from muster.spec.model import parameters
+from muster.spec.parts import part_of
 from muster.spec.plan import Precision
 from muster.spec.run import RunConfig
 from muster.train.verify.sketch import Sketches, watch
@@ -98,7 +99,9 @@ class Reference:
             logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
             logits_NV = logits_BSV.flatten(0, 1).to(wide(logits_BSV.dtype))
             labels_N = labels_BS[first : first + size].flatten()
-            loss = F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
+            own = self.config.train.loss
+            of = part_of("loss", own) if own else partial(F.cross_entropy, ignore_index=NOT_COUNTED, reduction="sum")
+            loss = of(logits_NV, labels_N)
             z_loss = logits_NV[labels_N != NOT_COUNTED].logsumexp(1).square().sum()
             ((loss + self.config.train.z_loss * z_loss) / num_valid).backward()
             total += float(loss.detach())

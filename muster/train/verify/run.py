@@ -46,6 +46,10 @@ def verify(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("muster verify starts the processes of each plan itself: run it without torchrun")
+    if config.train.training_step is not None:
+        raise InfeasibleError(
+            f"muster verify can't compare train.training_step {config.train.training_step}, which its reference lacks"
+        )
     plans = [resolved(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()]
     for plan in plans:
         if plan.precision not in TOLERANCES:

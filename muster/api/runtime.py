@@ -1,4 +1,4 @@
-"""The way from the command line to what needs PyTorch."""
+"""The way to what needs PyTorch."""
 
 from importlib import import_module
 from types import ModuleType

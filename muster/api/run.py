@@ -1,0 +1,115 @@
+"""A run as Python: what a run file says, key by key."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from muster.spec.layers import flatten
+from muster.spec.load import Resolved, config_text, load_run, load_tree
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.run import RunConfig
+from muster.spec.write import yaml_text
+
+if TYPE_CHECKING:
+    from muster.api.training import Trained
+
+
+class Run:
+    """What is trained, and how: each argument is the section of a run file of that name (docs/run-files.md).
+
+    `extends` is a preset's name or a run file's path, whose values count where nothing else is said; `model` and
+    `parallel` may also be names, such as "llama3-8b" and "dp2-pp2", or a `ModelSpec` and a `Plan`. Raises ConfigError
+    with one sentence for each thing that is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        extends: str | Path | None = None,
+        model: str | Mapping[str, Any] | ModelSpec | None = None,
+        data: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        optim: Mapping[str, Any] | None = None,
+        parallel: str | Mapping[str, Any] | Plan | None = None,
+        plugins: Sequence[str | Path] | None = None,
+        seed: int | None = None,
+        **others: Any,
+    ) -> None:
+        own = {"extends": extends, "model": model, "data": data, "train": train, "optim": optim, "parallel": parallel}
+        said = own | {"plugins": plugins, "seed": seed} | others
+        tree = {key: _plain(value) for key, value in said.items() if value is not None}
+        self._set(load_tree(tree, "muster.Run"), Path(str(extends or "run")).stem)
+
+    def _set(self, resolved: Resolved, name: str) -> None:
+        self.resolved = resolved
+        """The configuration with where each value comes from."""
+        self.name = name
+        """That of its run directory, where nobody says another."""
+
+    @property
+    def config(self) -> RunConfig:
+        """All values, typed."""
+        return self.resolved.config
+
+    def plan(self, nproc: int | None = None) -> Plan:
+        """The plan of the run, which `parallel: auto` chooses for this machine or for so many processes."""
+        from muster.planner.auto import resolve_plan
+
+        return resolve_plan(self.resolved, nproc)
+
+    def train(
+        self,
+        directory: str | Path | None = None,
+        *,
+        nproc: int | None = None,
+        fresh: bool = False,
+        allow_changes: bool = False,
+    ) -> "Trained":
+        """Trains as `muster train` does, on processes that this one starts, or goes on with what the directory holds.
+
+        `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan wants. A script that
+        calls it and registers parts of its own must do so under `if __name__ == "__main__":`, since the processes read
+        it too. Raises ConfigError and InfeasibleError for what can't be run, MusterError with the first cause where a
+        process fails. Must be called in the main thread.
+        """
+        from muster.api.training import train
+
+        place = Path("runs") / self.name if directory is None else Path(directory)
+        return train(self.resolved, place, nproc, fresh, allow_changes)
+
+    def to_yaml(self) -> str:
+        """A run file that says all of it, each value with where it comes from; of `auto` what was said so far."""
+        if not self.resolved.auto:
+            return config_text(self.resolved, self.config.parallel)
+        origins = self.resolved.origins
+        tree = self.config.model_dump(mode="json", exclude={"parallel"}) | {"parallel": "auto"}
+        return yaml_text(tree, lambda path: origins.get(path, "default"))
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"<muster.Run {self.name}: model {config.model.name}, {config.train.steps} steps>"
+
+
+def load(file: str | Path | None = None, *, preset: str | None = None, **keys: Any) -> Run:
+    """The run of a run file, of a preset, or of the file over the preset, with other values for some keys, as in
+    `load("run.yaml", **{"train.steps": 10})` or `load("run.yaml", train={"steps": 10})`. Raises ConfigError."""
+    tree = {key: _plain(value) for key, value in keys.items()}
+    run = Run.__new__(Run)
+    run._set(
+        load_run(preset, None if file is None else Path(file), list(flatten(tree))), Path(file or preset or "run").stem
+    )
+    return run
+
+
+def _plain(value: Any) -> Any:
+    """As YAML would have it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

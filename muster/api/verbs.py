@@ -1,0 +1,107 @@
+"""`muster plan` and `muster predict` as functions: typed results, and exceptions for exit codes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.api.usual import SEARCH_S
+from muster.api.work import cluster_of, model_of, plan_of, usual_seq_len, usual_workload
+from muster.planner.answer import Answer, answer_to
+from muster.planner.request import Asked, Objective, ask
+from muster.report.plan_answer import answer_json
+from muster.simulate.predict import Prediction
+from muster.simulate.predict import predict as predict_plan
+from muster.spec.cluster import ClusterSpec
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.sizes import read_bytes, read_count
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a search has found."""
+
+    answer: Answer
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The best first."""
+        return [one.plan for one in self.answer.found.best]
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        """Of each plan."""
+        return [one.prediction for one in self.answer.found.best]
+
+    def to_json(self, explain: bool = False) -> dict[str, Any]:
+        """What `muster plan --json` prints."""
+        return answer_json(self.answer, explain)
+
+
+def plan(
+    model: str | Path | ModelSpec,
+    cluster: str | Path | ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    tokens: float | str | None = None,
+    objective: Objective = "time",
+    precision: str | None = None,
+    fix: str = "",
+    memory: int | str | None = None,
+    runnable: bool = False,
+    top: int = 5,
+    limit_s: float = SEARCH_S,
+) -> Plans:
+    """The best plans for a model on a cluster; arguments are the flags of `muster plan`. Raises ConfigError, and
+    InfeasibleError, with what binds, where there is none."""
+    asked = asked_for(model, cluster, seq_len, global_batch, tokens, objective, precision, fix, memory, runnable)
+    return Plans(answer_to(asked, top, limit_s))
+
+
+def asked_for(
+    model: str | Path | ModelSpec,
+    cluster: str | Path | ClusterSpec,
+    seq_len: int | None,
+    global_batch: int | None,
+    tokens: float | str | None,
+    objective: Objective,
+    precision: str | None,
+    fix: str,
+    memory: int | str | None,
+    runnable: bool,
+) -> Asked:
+    """What `plan` searches for. Raises ConfigError."""
+    spec = model_of(model)
+    return ask(
+        spec,
+        cluster_of(cluster),
+        usual_seq_len(seq_len, spec),
+        global_batch,
+        None if tokens is None else read_count(str(tokens), "--tokens"),
+        objective,
+        precision,
+        fix,
+        None if memory is None else read_bytes(str(memory), "--memory"),
+        runnable,
+    )
+
+
+def predict(
+    model: str | Path | ModelSpec,
+    cluster: str | Path | ClusterSpec,
+    plan: str | Path | Plan,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Prediction:
+    """How long a step of a plan takes, where its time goes and what each rank holds; arguments are the flags of
+    `muster predict`, whose JSON is `.to_json()`. Where it doesn't fit in memory, `.fits` is False. Raises ConfigError,
+    InfeasibleError."""
+    spec, spread = model_of(model), plan_of(plan)
+    workload = usual_workload(spread, usual_seq_len(seq_len, spec), global_batch)
+    return predict_plan(spec, spread, workload, cluster_of(cluster))

@@ -1,0 +1,44 @@
+"""What plans and predictions are asked about: a model, a cluster, a plan, a step; by names, files or as typed data."""
+
+from pathlib import Path
+
+from muster.api.usual import MICRO_BATCHES, SEQ_LEN
+from muster.spec.cluster import ClusterSpec
+from muster.spec.load import load_plan
+from muster.spec.machine import cluster_here
+from muster.spec.model import ModelSpec
+from muster.spec.named_model import HF_PREFIX, load_model
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+
+
+def model_of(said: str | Path | ModelSpec) -> ModelSpec:
+    """The model of a name, a file or a Hugging Face directory. Raises ConfigError."""
+    if isinstance(said, ModelSpec):
+        return said
+    return load_model(HF_PREFIX + str(said) if Path(said).is_dir() else str(said))
+
+
+def cluster_of(said: str | Path | ClusterSpec) -> ClusterSpec:
+    """The cluster of a name such as 64xh100, a file, or `this`. Raises ConfigError."""
+    return said if isinstance(said, ClusterSpec) else cluster_here(str(said))
+
+
+def plan_of(said: str | Path | Plan) -> Plan:
+    """The plan of a name or of a file. Raises ConfigError."""
+    if isinstance(said, Plan):
+        return said
+    text = str(said)
+    return load_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
+
+
+def usual_seq_len(seq_len: int | None, model: ModelSpec) -> int:
+    """Tokens of a sequence, where nobody says otherwise."""
+    return seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
+
+
+def usual_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Workload:
+    """A step, of so many micro-batches for each pipeline rank where nobody says otherwise."""
+    batch = global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
+    return Workload(seq_len=seq_len, global_batch_size=batch)

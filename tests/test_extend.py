@@ -1,0 +1,313 @@
+"""Parts of one's own and the Python API: what examples/ shows works, and what can't work is said in a sentence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import muster
+from muster.cli.main import main
+from muster.data.prepare import Preparation, prepare
+from muster.data.tokenizer import load_tokenizer
+from muster.optim.make import make_optimizer
+from muster.spec import parts
+from muster.spec.layout import Box, TensorLayout
+from muster.spec.load import load_run
+from muster.spec.parts import find_part
+from muster.spec.plugins import import_plugins, plugin_of
+from muster.spec.run import OptimConfig, RunConfig
+from muster.spec.schedules import SCHEDULES
+from muster.train.drift import differences
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+QUICK = {"eval_batches": 1, "sample_tokens": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples():
+    """Read once, and forgotten after the tests of this file."""
+    known, own = dict(SCHEDULES), dict(parts._PARTS)
+    import_plugins(plugin_of(str(path)) for path in EXAMPLES.glob("my_*.py"))
+    yield
+    for register, before in ((SCHEDULES, known), (parts._PARTS, own)):
+        register.clear()
+        register.update(before)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A register of this test alone."""
+    monkeypatch.setattr(parts, "_PARTS", dict(parts._PARTS))
+
+
+def optimizer_of(name: str, **options: float) -> OptimConfig:
+    return OptimConfig(name=name, lr=0.1, weight_decay=0.1, options=options)
+
+
+# --- examples ---
+
+
+def test_no_example_is_longer_than_40_lines():
+    assert {path.name: n for path in EXAMPLES.glob("*.py") if (n := len(path.read_text().splitlines())) > 40} == {}
+
+
+def test_the_python_example_trains_with_every_part_and_goes_on_under_another_plan(tmp_path):
+    """Two ranks, then one, with a schedule, an optimizer, a data set, a loss and a step of its own."""
+    command = [sys.executable, str(EXAMPLES / "python_api.py"), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "True True [1, 2, 3, 4] report.html"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    config = load_run(None, tmp_path / "run" / "config.yaml", []).config
+    assert [Path(plugin.file).name for plugin in config.plugins][0] == "my_schedule.py"
+    assert len({plugin.sha256 for plugin in config.plugins}) == 5
+
+
+# --- Python API ---
+
+
+def test_import_muster_imports_nothing_else():
+    code = "import sys, muster; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert [name for name in done.stdout.split() if name.partition(".")[0] in ("muster", "torch", "pydantic")] == [
+        "muster"
+    ]
+
+
+def test_a_run_in_python_is_the_run_of_its_file(tmp_path):
+    run = muster.Run(extends="tiny", train={"steps": 7}, model={"num_layers": 4}, parallel="dp2-pp2", seed=3)
+    file = tmp_path / "run.yaml"
+    file.write_text("extends: tiny\ntrain: {steps: 7}\nmodel: {num_layers: 4}\nparallel: dp2-pp2\nseed: 3\n")
+    assert run.config == muster.load(file).config
+    again = tmp_path / "again.yaml"
+    again.write_text(run.to_yaml())
+    assert muster.load(again).config == run.config
+    assert muster.load(file, **{"train.steps": 9}).config.train.steps == 9
+    assert muster.load(preset="tiny", train={"steps": 9}, parallel=run.config.parallel).plan() == run.plan()
+    assert muster.Run(extends="tiny").to_yaml().count("parallel: auto") == 1
+
+
+def test_every_key_of_a_run_file_is_an_argument():
+    arguments = set(muster.Run.__init__.__annotations__) - {"return", "others"}
+    assert arguments == (set(RunConfig.model_fields) - {"version"}) | {"extends"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"train": {"stepz": 3}}, "train.stepz: unknown key; did you mean 'steps'? (from muster.Run)"),
+        ({"trian": {"steps": 1}}, "trian: unknown key; did you mean 'train'?"),
+        ({"optim": {"name": "sign-momentun"}}, "there is no optimizer 'sign-momentun'; did you mean 'sign-momentum'?"),
+        ({"train": {"loss": "smooth"}}, "train.loss: there is no loss 'smooth'; did you mean 'smoothed'?"),
+        ({"parallel": "pp2-sshalow1f1b"}, "did you mean 'sshallow1f1b'?"),
+        ({"plugins": ["nothing.py"]}, "plugins: there is no file"),
+        ({"plugins": ["no.such.module"]}, "plugins: Python finds no module no.such.module"),
+        ({"plugins": [3]}, "plugins: expected Python files or modules, such as my_parts.py, got 3"),
+        ({"optim": {"options": {"momentum": 0.5}}}, "options are for an optimizer that a plugin registers, but adamw"),
+        ({"train": {"loss": "smoothed", "z_loss": 1e-4}}, "z_loss is added to cross-entropy, but loss is smoothed"),
+    ],
+)
+def test_what_is_wrong_is_said_in_an_exception(keys, sentence):
+    with pytest.raises(muster.ConfigError) as caught:
+        muster.Run(extends="tiny", **keys)
+    assert sentence in str(caught.value)
+
+
+def test_plan_and_predict_give_what_the_verbs_print(capsys):
+    found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, fix="tp1")
+    flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --fix tp1 --json"
+    assert main(["plan", *flags.split()]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert found.to_json()["plans"] == printed["plans"]
+    one = muster.predict("llama3-8b", "8xh100", found.best, seq_len=2048, global_batch=64)
+    assert one.step_time_s == found.predictions[0].step_time_s
+    assert one.to_json()["fits"] is True
+    with pytest.raises(muster.InfeasibleError, match="it needs 16 processes|needs 16 devices"):
+        muster.predict("llama3-8b", "8xh100", "dp16")
+
+
+def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
+    def here(**keys: object) -> muster.Run:
+        return muster.Run(extends="tiny", **keys)  # type: ignore[arg-type]
+
+    with pytest.raises(muster.InfeasibleError, match=r"train\.loss smoothed reads the logits of all words, which tp"):
+        here(train={"loss": "smoothed"}, parallel="tp2").train(tmp_path / "a")
+    with pytest.raises(muster.InfeasibleError, match="which post_validation doesn't wait for: leave pv out"):
+        here(train={"training_step": "sam"}, parallel="pp2-mb2-pv").train(tmp_path / "b")
+    parts._PARTS["loss", "at-a-prompt"] = parts.Part("loss", "at-a-prompt", len, None)
+    with pytest.raises(muster.ConfigError, match="loss at-a-prompt is registered at a prompt or in a notebook"):
+        here(train={"loss": "at-a-prompt"}).train(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+# --- plugins ---
+
+
+def plugin(folder: Path, text: str, name: str = "own_parts.py") -> Path:
+    path = folder / name
+    path.write_text("import muster\n" + text)
+    return path
+
+
+def test_a_path_in_plugins_is_relative_to_its_run_file(tmp_path, own):
+    plugin(tmp_path, "muster.register_loss('relative')(len)\n")
+    (tmp_path / "run.yaml").write_text("extends: tiny\nplugins: [own_parts.py]\ntrain: {loss: relative}\n")
+    found = load_run(None, tmp_path / "run.yaml", []).config.plugins
+    assert [one.file for one in found] == [str(tmp_path / "own_parts.py")]
+
+
+def test_a_part_that_a_run_uses_brings_its_file():
+    assert [Path(p.file).name for p in muster.Run(extends="tiny", data={"source": "sums"}).config.plugins] == [
+        "my_dataset.py"
+    ]
+
+
+def test_a_plugin_that_fails_is_named_with_its_line(tmp_path, own):
+    with pytest.raises(muster.ConfigError, match=r"own_parts\.py:3: ZeroDivisionError: division by zero"):
+        import_plugins([plugin_of(str(plugin(tmp_path, "\n1 / 0\n")))])
+    with pytest.raises(muster.ConfigError, match=r"broken\.py:2: SyntaxError"):
+        import_plugins([plugin_of(str(plugin(tmp_path, "def\n", "broken.py")))])
+
+
+def test_a_name_belongs_to_one_file(tmp_path, own):
+    first, other = (
+        plugin(tmp_path, "muster.register_loss('twice')(len)\n", f"{name}.py") for name in ("first", "other")
+    )
+    import_plugins([plugin_of(str(first)), plugin_of(str(first))])
+    with pytest.raises(muster.ConfigError, match=r"other\.py registers 'twice', which .*first\.py has registered"):
+        import_plugins([plugin_of(str(other))])
+    for register, taken in ((muster.register_optimizer, "adamw"), (muster.register_schedule, "1f1b")):
+        with pytest.raises(muster.ConfigError, match=f"expected a name|Muster has an? .* '{taken}' itself"):
+            register(taken)(len)
+    with pytest.raises(muster.ConfigError, match="a plan's name says szbh1 for zb-h1; choose another name"):
+        muster.register_schedule("zbh1")(len)
+    with pytest.raises(muster.ConfigError, match="expected a name of small letters, digits and hyphens, got 'My Loss'"):
+        muster.register_loss("My Loss")(len)
+
+
+def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):
+    path = plugin(tmp_path, "muster.register_loss('changing')(len)\n")
+    before = muster.Run(extends="tiny", plugins=[path], train={"loss": "changing"}).config
+    path.write_text(path.read_text() + "# another line\n")
+    after = muster.Run(extends="tiny", plugins=[path], train={"loss": "changing"}).config
+    (change,) = differences(before, after)
+    assert change.startswith("plugin own_parts.py has changed (sha256 was ")
+
+
+# --- schedules ---
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("yield f'{rank}F0'", "rank 0 leaves out 0B0, 0B1, 0B2, 0F1"),
+        ("yield f'{rank}F0'; yield f'{rank}F0'", "rank 0 does 0F0 twice"),
+        ("yield f'{rank}I0'", "rank 0 does 0I0 which is none of 0FN, 0BN"),
+        ("yield 'forward'", "'forward' is not an action"),
+        ("for m in range(3): yield f'{rank}B{m}'; yield f'{rank}F{m}'", "wrong"),
+        ("yield 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(body, sentence, tmp_path, own, capsys):
+    path = plugin(tmp_path, f"@muster.register_schedule('wrong')\ndef wrong(rank, setting):\n    {body}\n")
+    try:
+        assert main(["schedule", "wrong", "--ranks", "2", "--microbatches", "3", "--plugins", str(path)]) == 3
+    finally:
+        SCHEDULES.pop("wrong", None)
+    assert sentence in capsys.readouterr().err
+
+
+# --- optimizers ---
+
+
+def test_a_cut_matrix_steps_as_the_whole_one_does():
+    shape, gradients = (6, 4), [torch.randn(6, 4, dtype=torch.float64) for _ in range(3)]
+    start = torch.randn(shape, dtype=torch.float64)
+    layouts = {"layers.0.mlp.up.weight": TensorLayout("layers.0.mlp.up.weight", shape, (Box((0, 0), shape),))}
+
+    def after(cut: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        param = start[cut].clone()
+        optimizer = make_optimizer(
+            optimizer_of("sign-momentum", momentum=0.5), {"layers.0.mlp.up.weight": param}, layouts
+        )
+        (name, state) = optimizer.state()["layers.0.mlp.up.weight.momentum"]
+        assert (name, state.abs().sum().item()) == ("layers.0.mlp.up.weight", 0.0)
+        for gradient in gradients:
+            param.grad = gradient[cut].clone()
+            optimizer.step(0.1)
+        return param, state
+
+    whole, parts_ = after(slice(None)), [after(slice(0, 2)), after(slice(2, 6))]
+    for index in range(2):
+        assert torch.equal(whole[index], torch.cat([part[index] for part in parts_]))
+    plain = start.clone()
+    mean = torch.zeros_like(plain)
+    for gradient in gradients:
+        mean = 0.5 * mean + 0.5 * gradient
+        plain = plain * (1 - 0.1 * 0.1) - 0.1 * mean.sign()
+    torch.testing.assert_close(whole[0], plain)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "RAdam", "Adamax", "RMSprop", "Adam"])
+def test_torchs_elementwise_optimizers_work_and_equal_themselves(name, own):
+    factory = getattr(torch.optim, name)
+    muster.register_optimizer("of-torch", factory)
+    config = OptimConfig(name="of-torch", lr=0.1, weight_decay=0.0)
+    ours, theirs = (torch.ones(3, 2).requires_grad_() for _ in range(2))
+    layouts = {"a.weight": TensorLayout("a.weight", (3, 2), (Box((0, 0), (3, 2)),))}
+    optimizer, plain = make_optimizer(config, {"a.weight": ours}, layouts), factory([theirs], lr=0.1)
+    assert optimizer.state()
+    for step in range(3):
+        ours.grad, theirs.grad = (torch.full((3, 2), 1.0 - step) for _ in range(2))
+        optimizer.step(0.1)
+        plain.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
+    class Normed(torch.optim.SGD):
+        def step(self):  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+    muster.register_optimizer("normed", Normed)
+    muster.register_optimizer("nadam", torch.optim.NAdam)
+    with pytest.raises(
+        muster.ConfigError, match="changes a matrix that is cut by rows in another way than the whole one"
+    ):
+        find_part("optimizer", "normed").what.state_names({})
+    with pytest.raises(muster.ConfigError, match="optimizer nadam keeps mu_product"):
+        find_part("optimizer", "nadam").what.state_names({})
+    with pytest.raises(muster.ConfigError, match=r"optim\.options: optimizer sign-momentum can't be made with"):
+        find_part("optimizer", "sign-momentum").what.state_names({"wrong": 1})
+
+
+# --- data sets ---
+
+
+def test_a_data_set_becomes_a_store_and_says_what_is_wrong(tmp_path, own):
+    path = plugin(
+        tmp_path,
+        "@muster.register_dataset('few')\ndef few():\n    yield 'one'\n    yield {'text': 'two'}\n"
+        "@muster.register_dataset('odd')\ndef odd():\n    yield 'one'\n    yield 3\n"
+        "@muster.register_dataset('failing')\ndef failing():\n    yield 'one'\n    raise KeyError('x')\n",
+    )
+    import_plugins([plugin_of(str(path))])
+    tokenizer = load_tokenizer("bytes")
+    store = prepare(Preparation("few", tokenizer), tmp_path / "few")
+    assert tokenizer.decode(store.read(0, 3).tolist()) == "one"
+    assert (store.header.num_documents, store.header.num_tokens) == (2, 8)
+    with pytest.raises(muster.ConfigError, match="odd: row 2"):
+        prepare(Preparation("odd", tokenizer), tmp_path / "odd")
+    with pytest.raises(muster.ConfigError, match=r"data set failing: .*own_parts\.py:13: KeyError: 'x'"):
+        prepare(Preparation("failing", tokenizer), tmp_path / "failing")
+    with pytest.raises(muster.ConfigError, match="no file or directory 'fewe'; did you mean 'few'"):
+        prepare(Preparation("fewe", tokenizer), tmp_path / "fewe")
