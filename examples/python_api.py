@@ -15,7 +15,8 @@ def run(steps: int, plan: str) -> muster.Run:
         model={"num_layers": 4},
         plugins=PARTS,
         data={"source": "sums", "packing": "whole", "max_bytes": 20_000},
-        train={"steps": steps, "loss": "smoothed", "training_step": "sam", "eval_batches": 1, "sample_tokens": 0},
+        train={"steps": steps, "loss": "smoothed", "training_step": "sam", "sample_tokens": 0},
+        eval={"batches": 1},
         optim={"name": "sign-momentum", "options": {"momentum": 0.8}, "lr": 1e-3},
         parallel=plan,
     )

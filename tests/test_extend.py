@@ -25,7 +25,6 @@ from muster.train.drift import differences
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-QUICK = {"eval_batches": 1, "sample_tokens": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,6 +32,7 @@ class Run:
         model: str | Mapping[str, Any] | ModelSpec | None = None,
         data: Mapping[str, Any] | None = None,
         train: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
         optim: Mapping[str, Any] | None = None,
         parallel: str | Mapping[str, Any] | Plan | None = None,
         plugins: Sequence[str | Path] | None = None,
@@ -39,7 +40,7 @@ class Run:
         **others: Any,
     ) -> None:
         own = {"extends": extends, "model": model, "data": data, "train": train, "optim": optim, "parallel": parallel}
-        said = own | {"plugins": plugins, "seed": seed} | others
+        said = own | {"eval": eval, "plugins": plugins, "seed": seed} | others
         tree = {key: _plain(value) for key, value in said.items() if value is not None}
         self._set(load_tree(tree, "muster.Run"), Path(str(extends or "run")).stem)
 
