@@ -57,7 +57,7 @@ class SleepingStage:
         time.sleep(SLEEP_S[kind])
         return self.result
 
-    def receive_buffer(self) -> Tensor:
+    def receive_buffer(self, micro_batch: int) -> Tensor:
         return torch.empty_like(self.result)
 
     def unshard(self) -> None: ...

@@ -47,7 +47,7 @@ class IdleStage:
 
     def backward_weight(self, micro_batch: int) -> None: ...
 
-    def receive_buffer(self) -> Tensor:
+    def receive_buffer(self, micro_batch: int) -> Tensor:
         return self.nothing
 
     def unshard(self) -> None: ...

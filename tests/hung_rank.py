@@ -62,7 +62,7 @@ def pass_on(listeners: "queue.Queue[socket.socket]", port: int) -> None:
 def seed_fault(fault: str, step: int) -> None:
     """Makes this process misbehave in the step after `step`."""
     made = [0]
-    feed_step, batch, forward = Trainer.feed_step, Dataset.train_batch, DecoderStage.forward
+    feed_step, batch, forward = Trainer.feed_step, Dataset.rows, DecoderStage.forward
 
     def fed(self: Trainer) -> None:
         made[0] = self.step_count
@@ -85,7 +85,7 @@ def seed_fault(fault: str, step: int) -> None:
     if fault == "plan":
         load_plan = worker.load_plan
         worker.load_plan = lambda path: load_plan(path).model_copy(update={"micro_batch_size": 6})
-    Trainer.feed_step, Dataset.train_batch, DecoderStage.forward = fed, read_forever, compute_forever
+    Trainer.feed_step, Dataset.rows, DecoderStage.forward = fed, read_forever, compute_forever
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """What each rank does in the parity tests: trains small models under a plan and compares with plain PyTorch."""
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.data.dataset import Batch, Dataset
+from muster.data.dataset import Batch, Dataset, Packing, Samples
 from muster.data.prepare import Preparation, open_or_prepare
 from muster.data.tokenizer import ByteTokenizer
 from muster.model.decoder import Decoder
@@ -36,6 +40,7 @@ from muster.spec.optim_state import no_decay
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.train.ahead import Share
 from muster.train.ending import _memory
 from muster.train.feeding import Feeder
 from muster.train.order import measured_order
@@ -77,6 +82,7 @@ def small_run(
     z_loss: float = 0.0,
     optim: str = "adamw",
     family: str = "llama",
+    packing: Packing = "concatenate",
 ) -> RunConfig:
     """A model of a few thousand parameters on the standard library's first source files."""
     model = ModelSpec(
@@ -92,7 +98,7 @@ def small_run(
     return RunConfig(
         seed=3,
         model=model,
-        data=DataConfig(source="python-stdlib", max_bytes=100_000),
+        data=DataConfig(source="python-stdlib", max_bytes=100_000, packing=packing),
         train=TrainConfig(steps=steps, seq_len=16, global_batch_size=8, z_loss=z_loss),
         optim=OptimConfig(name=optim, lr=3e-3, warmup_steps=5),  # type: ignore[arg-type]
     )
@@ -101,8 +107,23 @@ def small_run(
 @lru_cache
 def open_data(config: RunConfig, cache: str) -> Dataset:
     """Once for all cases, since it looks at every file of the source."""
-    store = open_or_prepare(Preparation(config.data.source, ByteTokenizer(), config.data.max_bytes), Path(cache))
-    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out)
+    source, packing = config.data.source, config.data.packing
+    if packing == "none":
+        source = f"{cache}/short.jsonl"
+        draft = Path(f"{source}.{os.getpid()}")  # each rank may be the first
+        draft.write_text(short_documents())
+        draft.replace(source)
+    store = open_or_prepare(Preparation(source, ByteTokenizer(), config.data.max_bytes), Path(cache))
+    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out, packing)
+
+
+def short_documents() -> str:
+    """Rows of 1 to 24 letters."""
+    digits = "".join(hashlib.sha256(str(seed).encode()).hexdigest() for seed in range(300))
+    lengths = [1 + int(digits[at : at + 2], 16) % 24 for at in range(0, 2400, 2)]
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    texts = (digits[start : start + length] for start, length in zip(starts, lengths, strict=True))
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,11 +156,10 @@ def reference(
     first: dict[str, Tensor] = {}
     for step in range(steps):
         batch = dataset.train_batch(step * size, size)
-        logits, labels = model(torch.from_numpy(batch.tokens_BS)), torch.from_numpy(batch.labels_BS)
-        loss = cross_entropy_sum(logits, labels) / batch.num_valid
-        log_z = torch.logsumexp(logits, -1)[labels >= 0]
+        loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)))
+        loss = loss / batch.num_valid
         model.zero_grad()
-        (loss + config.train.z_loss * log_z.square().sum() / batch.num_valid).backward()
+        (loss + config.train.z_loss * z_loss / batch.num_valid).backward()
         if step == 0:
             first = {name: p.grad.clone() for name, p in named if p.grad is not None}
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
@@ -157,9 +177,27 @@ def reference(
         losses.append(loss.item())
     held_out = dataset.held_out_batch(0, size)
     with torch.no_grad():
-        logits = model(torch.from_numpy(held_out.tokens_BS))
-        losses.append(float(cross_entropy_sum(logits, torch.from_numpy(held_out.labels_BS))) / held_out.num_valid)
+        loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), held_out=True))
+        losses.append(float(loss) / held_out.num_valid)
     return losses, first
+
+
+def sums_of(model: Decoder, batch: Batch, lengths_B: np.ndarray | None) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and log² Z, summed over a batch; samples of unequal lengths each alone and without padding."""
+    tokens_BS, labels_BS = torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.labels_BS)
+    parts = [(tokens_BS, labels_BS)]
+    if lengths_B is not None:
+        parts = [
+            (tokens_BS[row : row + 1, :length], labels_BS[row : row + 1, :length])
+            for row, length in enumerate(lengths_B.tolist())
+        ]
+    sums = []
+    for tokens, labels in parts:
+        logits = model(tokens)
+        log_z = torch.logsumexp(logits, -1)[labels >= 0]
+        sums.append(torch.stack((cross_entropy_sum(logits, labels), log_z.square().sum())))
+    loss, z_loss = torch.stack(sums).sum(0)
+    return loss, z_loss
 
 
 @torch.no_grad()
@@ -211,13 +249,14 @@ def run_case(
     profile: bool = False,
     z_loss: float = 0.0,
     family: str = "llama",
+    packing: Packing = "concatenate",
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Errors relative to the reference: of the losses, and of this rank's part of the first gradients and their norm.
 
     `changes` are fields of the plan that no name says. With `profile`, also what the rank held, beside the formulas.
     """
-    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family)
+    config = small_run(tied, layers=layers, z_loss=z_loss, optim=optim, family=family, packing=packing)
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
     losses, gradients = reference(config.model_dump_json(), cache, precision, steps, start_value)
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
@@ -234,6 +273,8 @@ def run_case(
         actions = [item.action for item in trainer.program.ranks[world.at.pp]["compute"]]
         trainer.first_gradients = None
         results = [trainer.step() for _ in range(steps)]
+        own_samples = list(trainer.feeder.samples_fed()) if world.at.tp == 0 else []
+        fed = sorted((number, row.tolist()) for rows in world.exchange(own_samples) for number, row in rows)
         with patch.object(world.where, "say") as say:
             own = [result.loss for result in results] + [trainer.held_out.loss(1) or 0.0]
         assert all(call.args[0] in ("validate", "finish") for call in say.mock_calls), "the first may compile"
@@ -252,10 +293,19 @@ def run_case(
             "gradient_error": max(gradient_error, abs(results[0].grad_norm - norm) / norm),
             "num_gradients": len(trainer.first_gradients or {}),
             "losses": own,
+            "fed_right": fed == samples_of_step(trainer.dataset, steps - 1, config.train.global_batch_size),
             "parameters": digest.hexdigest(),
             "memory": memory,
             "untimed": [str(action) for action in actions if found and not found.times.of(action)],
         }
+
+
+def samples_of_step(dataset: Samples, step: int, size: int) -> list[tuple[int, list[int]]]:
+    """Number and tokens of each sample, without padding."""
+    index = np.arange(step * size, (step + 1) * size)
+    lengths = dataset.lengths(index)
+    rows = dataset.rows(index).tokens_BS.tolist()
+    return [(row, tokens if lengths is None else tokens[: lengths[row]]) for row, tokens in enumerate(rows)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,11 +334,11 @@ def dropped_gradient() -> Iterator[None]:
 
 
 @contextmanager
-def _changed_feed(change: Callable[[Feeder, Batch | None, int], tuple[Batch | None, int]]) -> Iterator[None]:
+def _changed_feed(change: Callable[[Feeder, Share], Share]) -> Iterator[None]:
     feed = Feeder.feed
 
-    def faulty(self: Feeder, batch: Batch | None, num_valid: int, loss_scale: float = 1.0) -> None:
-        feed(self, *change(self, batch, num_valid), loss_scale)
+    def faulty(self: Feeder, share: Share, loss_scale: float = 1.0) -> None:
+        feed(self, change(self, share), loss_scale)
 
     with patch.object(Feeder, "feed", faulty):
         yield
@@ -298,10 +348,10 @@ def _changed_feed(change: Callable[[Feeder, Batch | None, int], tuple[Batch | No
 def swapped_micro_batches() -> Iterator[None]:
     """The last stage holds its labels against other micro-batches."""
 
-    def change(feeder: Feeder, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
-        if batch is not None and feeder.plan.num_stages - 1 in feeder.stages:
-            batch = Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid)
-        return batch, num_valid
+    def change(feeder: Feeder, share: Share) -> Share:
+        if (batch := share.batch) is not None and feeder.plan.num_stages - 1 in feeder.stages:
+            share = replace(share, batch=Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid))
+        return share
 
     with _changed_feed(change):
         yield
@@ -323,7 +373,7 @@ def wrong_recompute() -> Iterator[None]:
 @contextmanager
 def wrong_divisor() -> Iterator[None]:
     """Gradients are divided by twice the number of tokens."""
-    with _changed_feed(lambda trainer, batch, num_valid: (batch, num_valid * 2)):
+    with _changed_feed(lambda feeder, share: replace(share, num_valid=share.num_valid * 2)):
         yield
 
 
@@ -331,8 +381,9 @@ def wrong_divisor() -> Iterator[None]:
 def ranks_alike() -> Iterator[None]:
     """Each data-parallel rank takes the mean of its own tokens, and all means count the same, however many tokens."""
 
-    def change(feeder: Feeder, batch: Batch | None, num_valid: int) -> tuple[Batch | None, int]:
-        return batch, num_valid if batch is None else batch.num_valid * feeder.plan.mesh(0).data_ranks
+    def change(feeder: Feeder, share: Share) -> Share:
+        own = share.num_valid if share.batch is None else share.batch.num_valid * feeder.plan.mesh(0).data_ranks
+        return replace(share, num_valid=own)
 
     with _changed_feed(change):
         yield

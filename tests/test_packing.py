@@ -1,6 +1,7 @@
 """Packed documents: each sees itself alone, wherever it lies; and mixtures of sources, whoever reads them."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
+from muster.data.by_length import arrange
 from muster.data.dataset import NOT_COUNTED, Dataset, Packing, Samples, StreamHash, sample_digest
 from muster.data.mixed import MixedDataset
 from muster.data.mixture import BLOCK, MixStage, MixtureOrder, quotas
@@ -69,7 +71,7 @@ def learnt(store: TokenStore) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["plain", "pairs", "long"])
-@pytest.mark.parametrize("packing", ["documents", "whole"])
+@pytest.mark.parametrize("packing", ["documents", "whole", "none"])
 @pytest.mark.parametrize("seq_len", [16, 64])
 def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing: Packing, seq_len):
     store = stores[name]
@@ -83,6 +85,13 @@ def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing:
     assert sum(parts) >= len(pairs)  # the last three reach into the next epoch
     assert [dataset.train_batch(3 * i, 3).num_valid for i in range(len(parts))] == parts
     positions = batch.positions_BS
+    if packing == "none":
+        assert positions is None
+        filled = dataset.lengths(np.arange(dataset.num_train_samples))
+        assert filled is not None
+        assert np.all(batch.labels_BS[np.arange(seq_len) >= filled[:, None]] == NOT_COUNTED)
+        assert not np.any((batch.tokens_BS == END)[:, :-1]), "an end is predicted, not read"
+        return
     assert positions is not None
     ends = np.pad(batch.tokens_BS == END, ((0, 0), (1, 0)))[:, :-1]
     assert np.all(positions[ends] == 0)
@@ -115,6 +124,8 @@ def test_whole_documents_are_cut_only_where_they_must(lengths, seq_len):
             document = int(np.searchsorted(ends, start, side="right"))
             assert lengths[document] > seq_len + 1
 
+
+PLANS_OF_12 = ["dp1-mb1", "dp1-mb3", "dp2-mb2", "dp3-mb4", "dp2-mb1-z1-share2.1", "dp2-pp2-mb2", "tp2-sp-pp2-mb4"]
 
 SPECS = {
     "rope": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=24),
@@ -197,6 +208,42 @@ def test_what_packed_documents_keep_goes_to_the_host_and_comes_back(stores, kind
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", SPECS)
+def test_padded_documents_have_the_losses_that_they_have_alone(stores, kind):
+    model, dataset = make_model(kind), Dataset(stores["plain"], 64, 5, packing="none")
+    lengths, batch = dataset.lengths(np.arange(6)), dataset.train_batch(0, 6)
+    assert lengths is not None
+    longest = int(lengths.max())
+    padded = token_losses(model, batch.tokens_BS[:, :longest], batch.labels_BS[:, :longest], None)
+    alone = []
+    for row, length in enumerate(lengths.tolist()):
+        own = token_losses(
+            model, batch.tokens_BS[row : row + 1, :length], batch.labels_BS[row : row + 1, :length], None
+        )
+        alone.append(F.pad(own, (0, longest - length)))
+    torch.testing.assert_close(padded, torch.cat(alone), rtol=0, atol=1e-12)
+    # The bug that this would find: padding that is learnt.
+    learnt_BS = np.where(batch.labels_BS == NOT_COUNTED, 0, batch.labels_BS)[:, :longest]
+    seen = token_losses(model, batch.tokens_BS[:, :longest], learnt_BS, None)
+    assert (seen - padded).abs().max() > 1e-6
+
+
+@given(st.lists(st.integers(1, 48), min_size=12, max_size=12), st.sampled_from(PLANS_OF_12))
+@settings(max_examples=40, deadline=None)
+def test_micro_batches_by_length(lengths, name):
+    plan, lengths_B = parse_plan_name(name), np.array(lengths)
+    found = arrange(lengths_B, plan, 4, seq_len=48)
+    assert sorted(found.samples_B.tolist()) == list(range(12))
+    by_micro_batch: list[list[int]] = [[] for _ in found.lengths_M]
+    for rank in range(plan.mesh(0).data_ranks):
+        for place, at in enumerate(plan.samples_of(rank, 12)):
+            by_micro_batch[place // plan.micro_batch_size].append(int(lengths_B[found.samples_B[at]]))
+    for own, padded in zip(by_micro_batch, found.lengths_M, strict=True):
+        assert max(own) <= padded <= min(48, max(own) + 7)
+        assert padded % 8 == 0
+    assert all(min(one) >= max(next_) for one, next_ in pairwise(by_micro_batch)), "the longest come first"
+
+
 # --- mixtures ---
 
 
@@ -267,11 +314,13 @@ def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
 # --- runs ---
 
 
-def run_file(folder: Path, stores: dict[str, TokenStore], eval: dict | None = None, **train: object) -> Path:
+def run_file(
+    folder: Path, stores: dict[str, TokenStore], eval: dict | None = None, packing: str = "documents", **train: object
+) -> Path:
     """A mixture of documents that changes its weights after 16 samples."""
     mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
     changes = [{"from_sample": 16, "weights": {"pairs": 1, "long": 1}}]
-    data = {"mix": mix, "packing": "documents", "changes": changes, "held_out": 0.2, "hash_samples": True}
+    data = {"mix": mix, "packing": packing, "changes": changes, "held_out": 0.2, "hash_samples": True}
     train = {"seq_len": 64, "global_batch_size": 8, "steps": 3, "sample_tokens": 0, **train}
     (folder / "run.yaml").write_text(
         json.dumps({"extends": "tiny", "model": {"num_layers": 2}, "data": data, "train": train, "eval": eval or {}})
@@ -306,8 +355,11 @@ def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsy
 
 
 @pytest.mark.soak
-def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_with_other_batches(stores, tmp_path):
-    file = run_file(tmp_path, stores, steps=24, save_every=2, eval={"batches": 0})
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_with_other_batches(
+    stores, tmp_path, packing
+):
+    file = run_file(tmp_path, stores, steps=24, save_every=2, eval={"batches": 0}, packing=packing)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(file, "--run", whole, *AT_ONCE).code == 0
     stopped = train(file, "--run", broken, "--train.max_minutes", "0.0001", *AT_ONCE)
@@ -325,7 +377,8 @@ def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_w
     assert sample_hash(broken) == sample_hash(whole)
 
 
-def test_packing_is_refused_with_compile(tmp_path, capsys):
-    arguments = ["train", "--preset", "tiny", "--data.packing", "whole", "--parallel.compile", "true", "--dry-run"]
+@pytest.mark.parametrize("packing", ["whole", "none"])
+def test_packing_is_refused_with_compile(packing, capsys):
+    arguments = ["train", "--preset", "tiny", "--data.packing", packing, "--parallel.compile", "true", "--dry-run"]
     assert main(arguments) == 3
-    assert "data.packing whole can't be run with compile" in capsys.readouterr().err
+    assert f"data.packing {packing} can't be run with compile" in capsys.readouterr().err

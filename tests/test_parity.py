@@ -30,6 +30,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp1", "z_loss": 0.1},
         {"plan": "dp1-rfull"},
         {"plan": "dp1-rsel", "family": "gpt2"},
+        {"plan": "dp1-mb2", "packing": "none"},
     ],
     2: [
         {"plan": "pp2"},
@@ -82,6 +83,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp", "family": "qwen3", "profile": True},
         {"plan": "pp2-szbh1", "family": "qwen3"},
         {"plan": "dp2-rfull", "family": "qwen3"},
+        {"plan": "pp2-mb2-rfull", "family": "qwen3", "packing": "none"},
+        {"plan": "pp2-vocab", "tied": True, "packing": "none"},
+        {"plan": "tp2-sp-mb2", "family": "gpt2", "packing": "none"},
+        {"plan": "dp2-z1-share3.1", "packing": "none"},
     ],
     4: [
         {"plan": "pp4"},
@@ -133,6 +138,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp3-sp", "tied": True, "changes": unequal((1, {}), (2, {"tp": 2}), (1, {}))},
         {"plan": "pp2-mb2-z1", "tied": True, "changes": unequal((3, {"tp": 2}), (1, {"dp_shard": 2}))},
         {"plan": "pp2-sp", "tied": True, "profile": True, "changes": unequal((1, {"dp_shard": 2}), (3, {"tp": 2}))},
+        {
+            "plan": "pp2-sp",
+            "changes": unequal((1, {"dp_shard": 2}), (3, {"tp": 2})),
+            "packing": "none",
+            "z_loss": 0.1,
+        },
+        {"plan": "tp2-sp-pp2-mb2", "packing": "none", "family": "qwen3"},
+        {"plan": "dp2-pp2-mb2", "packing": "none"},
         {"plan": "pp2-mb2-z2", "changes": unequal((2, {"tp": 2}), (2, {"dp_replicate": 2}))},
         {"plan": "dp2-pp2-z1", "tied": True, "changes": {"axis_order": ["dp_shard", "dp_replicate", "cp", "tp", "pp"]}},
     ],
@@ -191,6 +204,7 @@ def exact_order(name: str) -> dict[str, Any]:
 def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None:
     for case, found in zip(cases, run(num_ranks, cases, cache), strict=True):
         assert all(rank["num_gradients"] > 0 for rank in found), case
+        assert all(rank["fed_right"] for rank in found), case
         assert max(rank["loss_error"] for rank in found) < LOSS_TOLERANCE, case
         if case["precision"] == "fp64":
             assert max(rank["gradient_error"] for rank in found) < GRADIENT_TOLERANCE, case

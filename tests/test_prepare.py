@@ -396,3 +396,21 @@ def test_nothing_in_the_way_is_overwritten(tmp_path, capsys):
     assert (code, "is there already and is no token store" in err) == (2, True)
     code, _, err = muster(capsys, "check", tmp_path / "out")
     assert (code, "out has no *.txt" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("prepare", "gone.txt"), "SOURCE: there is no file or directory 'gone.txt'"),
+        (("prepare", "rows.jsonl"), "or leave such rows out with --bad-rows skip"),
+        (("prepare", "rows.jsonl", "--tokenizer", "gone.json"), "--tokenizer: there is no file 'gone.json'"),
+        (("prepare", "rows.jsonl", "--end-token", "x"), "--end-token 'x' is for tokenizers with words"),
+        (("check", "rows.jsonl", "--chat-template", "gone"), "--chat-template: gone can't be read"),
+    ],
+)
+def test_a_verb_speaks_of_its_own_flags(tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "data.source"}\n{')
+    out = ("--out", "store") if arguments[0] == "prepare" else ()
+    code, _, err = muster(capsys, *arguments, *out)
+    assert (code, sentence in err, "data." in err) == (2, True, False), err

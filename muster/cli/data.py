@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,21 @@ def run(arguments: list[str]) -> int:
         return 0
     (_, parse, act), rest = verb_of("data", VERBS, arguments)
     args = parse(rest)
-    facts, lines, code = act(args)
+    try:
+        facts, lines, code = act(args)
+    except ConfigError as error:
+        raise ConfigError(in_flags(str(error))) from None
     print(json.dumps(facts) if args.json else "\n".join(lines))
     return code
 
+
+def in_flags(sentence: str, **own: str) -> str:
+    """A sentence about keys of a run file, in the words of a verb that has flags for them; `own`: names of its own."""
+    return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | own).get(key[1], key[0]), sentence)
+
+
+_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "end_token", "text_key", "chat_template")}
+_FLAGS |= {"source": "SOURCE", "bad_rows": "--bad-rows", "max_bytes": "--max-bytes"}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the verbs do

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 from muster.api.runtime import runtime
+from muster.cli.data import in_flags
 from muster.cli.parser import Parser, whole_number
+from muster.spec.errors import ConfigError
 
 
 def run(arguments: list[str]) -> int:
@@ -19,7 +21,10 @@ def run(arguments: list[str]) -> int:
     args = parser.parse(arguments)
     wanted = runtime("muster.train.evaluate")
     options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples)
-    found = wanted.evaluate(options)
+    try:
+        found = wanted.evaluate(options)
+    except ConfigError as error:
+        raise (ConfigError(in_flags(str(error), source="--source")) if args.source else error) from None
     if args.json:
         print(json.dumps({"version": 1, "place": str(args.place), "sources": found}))
     else:

@@ -8,12 +8,12 @@ from typing import Literal, Protocol
 import numpy as np
 
 from muster.data.order import Windows, key_of, permute, positions_of
-from muster.data.packing import WholeDocuments
+from muster.data.packing import LoneDocuments, WholeDocuments
 from muster.data.store import TokenStore
 
 NOT_COUNTED = -100
 """The label of a position that is not counted in the loss."""
-Packing = Literal["concatenate", "documents", "whole"]
+Packing = Literal["concatenate", "documents", "whole", "none"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,14 +74,24 @@ class Samples(Protocol):
         """Labels that count in a range of training samples."""
         ...
 
+    def lengths(self, index: np.ndarray, held_out: bool = False) -> np.ndarray | None:
+        """How many positions each of any training or held-out samples fills, the rest being padding at its end; None
+        where micro-batches are not to be cut to what is filled."""
+        return None
+
+    def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
+        """Any training or held-out samples, by their indices in the streams; held-out ones after the last come last,
+        without a valid label."""
+        ...
+
 
 class Dataset(Samples):
     """The samples of a store, of `seq_len` positions each, in an order that `seed` names.
 
     packing `concatenate`: the stream of tokens is cut every `seq_len`, and what a sample holds is read as one document.
     `documents`: cut alike, but each document in it stands for itself. `whole`: likewise, and only documents that are
-    longer than a sample are cut. Raises ConfigError where the store is too small for `seq_len`, or `held_out` (the
-    fraction of held-out windows) is not within 0 … 0.5.
+    longer than a sample are cut. `none`: a sample is one document of at most `seq_len` positions. Raises ConfigError
+    where the store is too small, or `held_out` (the fraction of held-out windows) is not within 0 … 0.5.
     """
 
     def __init__(
@@ -91,6 +101,10 @@ class Dataset(Samples):
         self.windows = Windows(store.header.num_tokens, seq_len, held_out)
         if packing == "whole":
             self.windows = WholeDocuments(store.header.num_tokens, seq_len, held_out, store.document_starts)
+        elif packing == "none":
+            self.windows = LoneDocuments(store.header.num_tokens, seq_len, held_out, store.document_starts)
+        self._are_joined = packing in ("documents", "whole")
+        """Several documents in a sample, each of which sees itself alone."""
 
     @property
     def fingerprint(self) -> str:
@@ -113,18 +127,16 @@ class Dataset(Samples):
         return {}
 
     def train_batch(self, first: int, count: int) -> Batch:
-        return self.train_samples(np.arange(first, first + count))
-
-    def train_samples(self, index: np.ndarray) -> Batch:
-        """Any training samples, by their indices in the stream."""
-        return self._read(self._train_windows(index), len(index))
+        return self.rows(np.arange(first, first + count))
 
     def held_out_batch(self, first: int, count: int) -> Batch:
-        return self.held_out_samples(np.arange(first, first + count))
+        return self.rows(np.arange(first, first + count), held_out=True)
 
-    def held_out_samples(self, index: np.ndarray) -> Batch:
-        """Any held-out samples; those after the last one come last, without a valid label."""
-        return self._read(self._held_out_windows(index), len(index))
+    def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
+        return self._read(self._windows_of(index, held_out), len(index))
+
+    def lengths(self, index: np.ndarray, held_out: bool = False) -> np.ndarray | None:
+        return None if self.packing != "none" else self.windows.num_valid(self._windows_of(index, held_out))
 
     def num_valid(self, first: int, count: int) -> int:
         """Labels that count in a range of training samples; where every token is learnt, without reading one."""
@@ -132,16 +144,15 @@ class Dataset(Samples):
 
     def num_valid_of(self, index: np.ndarray) -> int:
         """Labels that count in any training samples."""
-        return self._count(self._train_windows(index))
+        return self._count(self._windows_of(index, held_out=False))
 
     def num_held_out_valid(self, first: int, count: int) -> int:
         """Labels that count in a range of held-out samples."""
-        return self._count(self._held_out_windows(np.arange(first, first + count)))
+        return self._count(self._windows_of(np.arange(first, first + count), held_out=True))
 
-    def _train_windows(self, index: np.ndarray) -> np.ndarray:
-        return self.windows.train(positions_of(index, self.num_train_samples, self.seed))
-
-    def _held_out_windows(self, index: np.ndarray) -> np.ndarray:
+    def _windows_of(self, index: np.ndarray, held_out: bool) -> np.ndarray:
+        if not held_out:
+            return self.windows.train(positions_of(index, self.num_train_samples, self.seed))
         index = index[index < self.num_held_out_samples]
         return self.windows.held(permute(index, self.num_held_out_samples, key_of("held out")))
 
@@ -153,7 +164,7 @@ class Dataset(Samples):
             tokens = self.store.read(start, start + length + 1)
             tokens_BS[row, :length] = tokens[:-1]
             labels_BS[row, :length] = tokens[1:]
-        if self.packing == "concatenate":
+        if not self._are_joined:
             positions_BS, num_valid = None, int(lengths.sum())
         else:
             row, offset = self._documents_in(starts, lengths)
@@ -194,7 +205,7 @@ class Dataset(Samples):
     def _count(self, windows: np.ndarray) -> int:
         starts, lengths = self.windows.starts(windows), self.windows.num_valid(windows)
         row = offset = np.zeros(0, np.int64)
-        if self.packing != "concatenate":
+        if self._are_joined:
             row, offset = self._documents_in(starts, lengths)
         total = int(lengths.sum()) - len(row)
         if self.store.counts_all:

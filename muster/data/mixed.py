@@ -45,17 +45,34 @@ class MixedDataset(Samples):
         return dict(self.sources)
 
     def train_batch(self, first: int, count: int) -> Batch:
-        source, index = self.order.locate(first, count)
-        return self._gather(source, [one.train_samples(index[source == k]) for k, one in enumerate(self._list)])
+        return self.rows(np.arange(first, first + count))
 
     def held_out_batch(self, first: int, count: int) -> Batch:
-        total = self.num_held_out_samples
-        index = np.arange(first, first + count)
-        place = permute(index[index < total], total, key_of("held out")) if total else index[:0]
-        place = np.append(place, np.arange(total, total + count - len(place)))
+        return self.rows(np.arange(first, first + count), held_out=True)
+
+    def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
+        source, own = self._places(index, held_out)
+        return self._gather(source, [one.rows(own[source == k], held_out) for k, one in enumerate(self._list)])
+
+    def lengths(self, index: np.ndarray, held_out: bool = False) -> np.ndarray | None:
+        source, own = self._places(index, held_out)
+        lengths_B = np.zeros(len(index), np.int64)
+        for k, one in enumerate(self._list):
+            if (found := one.lengths(own[source == k], held_out)) is None:
+                return None
+            lengths_B[source == k] = found
+        return lengths_B
+
+    def _places(self, index: np.ndarray, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Source of each sample, and its index within it; held-out ones after the last get one beyond its own."""
+        if not held_out:
+            first, end = (int(index.min()), int(index.max()) + 1) if len(index) else (0, 0)
+            source, own = self.order.locate(first, end - first)
+            return source[index - first], own[index - first]
+        place, inside = index.copy(), index < self.num_held_out_samples
+        place[inside] = permute(index[inside], self.num_held_out_samples, key_of("held out"))
         source = np.minimum(np.searchsorted(self._held_before, place, side="right") - 1, len(self._list) - 1)
-        own = place - self._held_before[source]
-        return self._gather(source, [one.held_out_samples(own[source == k]) for k, one in enumerate(self._list)])
+        return source, place - self._held_before[source]
 
     def num_valid(self, first: int, count: int) -> int:
         source, index = self.order.locate(first, count)

@@ -76,8 +76,7 @@ class Windows:
     """Fraction of the windows, 0 … 0.5; more than 0 means one window at least."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out <= 0.5:
-            raise ConfigError(f"data.held_out is a fraction from 0 to 0.5, got {self.held_out}")
+        self._require_fraction()
         needed = self.seq_len * (2 if self.held_out else 1) + 1
         if self.num_tokens < needed:
             parts = "one window to train on and one held out" if self.held_out else "one window"
@@ -85,6 +84,10 @@ class Windows:
                 f"data.source has {self.num_tokens:,} tokens, but {parts} of train.seq_len {self.seq_len:,} need"
                 f" {needed:,}; give more text or a smaller train.seq_len"
             )
+
+    def _require_fraction(self) -> None:
+        if not 0 <= self.held_out <= 0.5:
+            raise ConfigError(f"data.held_out is a fraction from 0 to 0.5, got {self.held_out}")
 
     @property
     def num_windows(self) -> int:

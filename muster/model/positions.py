@@ -114,9 +114,9 @@ class Positions:
         if window is None or length <= window:
             return None
         mask, kind = self._masks.get(window), (x_BSD.dtype, x_BSD.device)
-        if mask is None or len(mask) != length or (mask.dtype, mask.device) != kind:
+        if mask is None or len(mask) < length or (mask.dtype, mask.device) != kind:
             self._masks[window] = mask = window_mask(length, window, *kind)
-        return mask
+        return mask if len(mask) == length else mask[:length, :length]
 
     def rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
         """Of a table with a vector for each position, those of the hidden states: (S, D) or (B, S, D)."""

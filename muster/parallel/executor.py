@@ -199,7 +199,7 @@ class Executor:
 
     def _receive(self, instruction: Instruction) -> None:
         kind, stage, micro_batch, *_ = instruction.action
-        tensor = self.stages[stage].receive_buffer()
+        tensor = self.stages[stage].receive_buffer(micro_batch)
         route = self.routes[stage, other_end(instruction.action).stage]
         wait = Wait("p2p", self._cursor["p2p"] - 1)
         self._arriving[wait] = route.receive(tensor, self._tag(kind[1], stage, micro_batch))

@@ -12,8 +12,10 @@ from muster.model.documents import Documents
 class Feed:
     """One rank's share of one step's data, by micro-batch, and what makes a loss of it."""
 
-    tokens_MBS: Tensor
-    labels_MBS: Tensor
+    tokens_M: tuple[Tensor, ...]
+    """Of each micro-batch, (B, S); micro-batches may have other lengths S. None are given to a rank that needs no
+    data."""
+    labels_M: tuple[Tensor, ...]
     num_valid: int
     """Counted target tokens of the whole step, over all ranks: what the sum of the losses is divided by."""
     z_coefficient: float = 0.0

@@ -143,8 +143,8 @@ def _late_mean(values: list[float]) -> float:
 def _pass_once(stage: DecoderStage, clock: _Clock, backward: str, copies: bool = False) -> None:
     """Forward and backward of one micro-batch of any data; the backward whole (B), or in two passes (I). `copies`: what
     the forward keeps goes to the host and back in between."""
-    x = None if stage.reads_tokens else stage.receive_buffer().normal_()
-    gradient = None if stage.makes_loss else stage.receive_buffer().normal_()
+    x = None if stage.reads_tokens else stage.receive_buffer(0).normal_()
+    gradient = None if stage.makes_loss else stage.receive_buffer(0).normal_()
     clock.time(("F", stage.index), lambda: stage.forward(0, x))
     if copies:
         clock.time(("OFFLOAD", stage.index), lambda: stage.offload(0)())
@@ -167,7 +167,7 @@ def _words_once(stage: DecoderStage, words: Words, clock: _Clock) -> int:
         if kind in words.passes:
             clock.time_together((kind, stage.index), partial(words.passes[kind], 0))
         else:
-            tensor = stage.receive_buffer().normal_() if given.get(kind) else None
+            tensor = stage.receive_buffer(0).normal_() if given.get(kind) else None
             begin = partial(words.meetings[kind], 0, tensor)
             clock.time_together((kind, stage.index), lambda begin=begin: begin().wait())
     return kept
@@ -176,8 +176,8 @@ def _words_once(stage: DecoderStage, words: Words, clock: _Clock) -> int:
 def _time_passes(stage: DecoderStage, clock: _Clock, backwards: list[str]) -> int:
     """Times the passes of one micro-batch, with each kind of backward that the Program has, after a first that counts
     the bytes that it saves."""
-    tokens = torch.randint(stage.spec.vocab_size, (1, *stage.micro_batch_shape), device=stage.world.device)
-    stage.feed = Feed(tokens, tokens, tokens.numel())
+    tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
+    stage.feed = Feed((tokens,), (tokens,), tokens.numel())
     saved = count_saved_bytes(lambda: _pass_once(stage, clock, backwards[0]), stage.module.kept_anyway())
     for _ in range(PASS_REPEATS):
         for kind in backwards:
@@ -190,7 +190,7 @@ def _measure_hop(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
     world.barrier()
     if world.plan.pp == 1 or world.at.pp > 1:
         return 0.0
-    route, buffer = routes[world.at.pp, 1 - world.at.pp], stages[world.at.pp].receive_buffer().zero_()
+    route, buffer = routes[world.at.pp, 1 - world.at.pp], stages[world.at.pp].receive_buffer(0).zero_()
 
     def send() -> None:
         for work, _ in route.send(buffer):

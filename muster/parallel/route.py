@@ -1,7 +1,8 @@
 """How this rank's part of a tensor travels to and from ranks that may cut the tensor otherwise."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,20 @@ class Route:
 
 
 @dataclass(frozen=True)
+class VaryingRoute(Route):
+    """Hidden states whose number of positions differs from one to the next: `of` gives the route of those of which this
+    rank has so many positions."""
+
+    of: Callable[[int], Route] = lambda _: Route()
+
+    def send(self, tensor: Tensor, tag: int = 0) -> list[tuple[dist.Work, Tensor]]:
+        return self.of(tensor.shape[1]).send(tensor, tag)
+
+    def receive(self, into: Tensor, tag: int = 0) -> "Arrival":
+        return self.of(into.shape[1]).receive(into, tag)
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A tensor under way: the work, buffer and place of each part."""
 
@@ -96,6 +111,16 @@ def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[i
                 )
                 routes[stage, other] = _route(world.rank, own, outgoing, incoming)
     return routes
+
+
+def varying_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]) -> dict[tuple[int, int], Route]:
+    """As `stage_routes`, of micro-batches that have `seq_len` positions at most."""
+
+    def of(pair: tuple[int, int], positions: int) -> Route:
+        parts = seq_len // hidden_box(spec, world.plan, seq_len, pair[0], world.at).size[1]
+        return stage_routes(spec, world, positions * parts, pair[:1])[pair]
+
+    return {pair: VaryingRoute(of=cache(partial(of, pair))) for pair in stage_routes(spec, world, seq_len, stages)}
 
 
 def tied_routes(spec: ModelSpec, world: World, stages: Iterable[int]) -> dict[int, Route]:

@@ -63,7 +63,7 @@ class Stage(Protocol):
         """Begins to bring it back; what is returned waits until it is there."""
         ...
 
-    def receive_buffer(self) -> Tensor:
+    def receive_buffer(self, micro_batch: int) -> Tensor:
         """Uninitialised memory for one micro-batch's activation or its gradient, as neighbours send them."""
         ...
 
@@ -125,9 +125,9 @@ class DecoderStage:
         }
         self._copies = partial_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
         self.reset_values(seed)
-        own_seq_len = seq_len // self.axis.size if self.axis and self.axis.sequence else seq_len
         self.micro_batch_shape = (plan.rows(index), seq_len)
-        self.activation_shape = (plan.rows(index), own_seq_len, spec.hidden_size)
+        """Of tokens; a micro-batch may be shorter."""
+        self._parts = self.axis.size if self.axis and self.axis.sequence else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.feed: Feed | None = None
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -158,14 +158,16 @@ class DecoderStage:
         the vocabulary is spread."""
         assert self.feed is not None
         if self.reads_tokens:
-            x = self.feed.tokens_MBS[micro_batch]
+            x = self.feed.tokens_M[micro_batch]
         elif torch.is_grad_enabled():
             assert x is not None
             x.requires_grad_(True)
+        if self.axis is not None:
+            self.module.where.seq_len = self._length(micro_batch)
         self.module.where.documents = None if self.feed.documents_M is None else self.feed.documents_M[micro_batch]
         y = self.module(x)
         if self.makes_loss:
-            losses = self._losses_of(y, self.feed.labels_MBS[micro_batch], self.feed)
+            losses = self._losses_of(y, self.feed.labels_M[micro_batch], self.feed)
             if self.world.at.tp == 0:  # the others have the same
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.feed.loss_scale / self.feed.num_valid)
@@ -210,8 +212,15 @@ class DecoderStage:
         """Copied to and from the host's memory so far."""
         return self._offload.moved_bytes
 
-    def receive_buffer(self) -> Tensor:
-        return torch.empty(self.activation_shape, dtype=self.activation_dtype, device=self.world.device)
+    def receive_buffer(self, micro_batch: int) -> Tensor:
+        rows, length = self.micro_batch_shape[0], self._length(micro_batch) // self._parts
+        shape = (rows, length, self.spec.hidden_size)
+        return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
+
+    def _length(self, micro_batch: int) -> int:
+        """Positions of the whole sequences of a micro-batch."""
+        tokens_M = self.feed.tokens_M if self.feed is not None else ()
+        return tokens_M[micro_batch].shape[1] if tokens_M else self.micro_batch_shape[1]
 
     def unshard(self) -> None:
         unshard(self.module)

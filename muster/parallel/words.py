@@ -119,7 +119,7 @@ class Words:
     """This rank's words: their passes, and the collectives among the pipeline ranks, by micro-batch.
 
     `module` holds their rows under the names of the whole embedding and head; `ends` are the pipeline ranks of the
-    first and the last stage; `shape_BSD` is that of a hidden state. `finish_backward` takes up gradients.
+    first and the last stage; `hidden` makes memory for a hidden state. `finish_backward` takes up gradients.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Words:
         axis: PipeAxis,
         ends: tuple[int, int],
         first_word: int,
-        hidden: Callable[[], Tensor],
+        hidden: Callable[[int], Tensor],
         finish_backward: Callable[[], None],
     ) -> None:
         self.module, self.axis, self.first_word = module, axis, first_word
@@ -161,8 +161,8 @@ class Words:
     @torch.no_grad()
     def _look_up(self, unit: int) -> None:
         assert self.feed is not None
-        empty_BSD, weight = self._empty(), self._weight("embed")
-        found_ND = look_up(self.feed.tokens_MBS[unit].flatten(), weight, self.first_word)
+        empty_BSD, weight = self._empty(unit), self._weight("embed")
+        found_ND = look_up(self.feed.tokens_M[unit].flatten(), weight, self.first_word)
         self._vectors[unit] = found_ND.to(empty_BSD.dtype).view_as(empty_BSD)
 
     def _score(self, unit: int) -> None:
@@ -184,7 +184,7 @@ class Words:
     def _input_backward(self, unit: int) -> None:
         assert self.feed is not None
         weight, grad_ND = self._weight("embed"), self._gradients_ND.pop(unit)
-        row_N, mine_N = own_rows(self.feed.tokens_MBS[unit].flatten(), self.first_word, len(weight))
+        row_N, mine_N = own_rows(self.feed.tokens_M[unit].flatten(), self.first_word, len(weight))
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.index_add_(0, row_N, grad_ND * mine_N.unsqueeze(1))
@@ -199,7 +199,7 @@ class Words:
         return Pending([work], lambda: vectors_BSD)
 
     def _hand_out(self, source: int, tensor_BSD: Tensor | None, to: dict[int, Tensor], unit: int) -> Pending:
-        x_BSD = self._empty() if tensor_BSD is None else tensor_BSD.contiguous()
+        x_BSD = self._empty(unit) if tensor_BSD is None else tensor_BSD.contiguous()
         work = dist.broadcast(x_BSD, self.axis.ranks[source], group=self.axis.group, async_op=True)
         to[unit] = x_BSD.flatten(0, 1)
         return Pending([work], lambda: x_BSD)
@@ -225,7 +225,7 @@ class Words:
                 del self._hidden_ND[unit], self._scores[unit]
                 return sums_R3N
             self._verdicts[unit] = verdict
-            return pulls_2ND if pulls_R2ND is None else hidden_gradient(pulls_R2ND, verdict).view_as(self._empty())
+            return pulls_2ND if pulls_R2ND is None else hidden_gradient(pulls_R2ND, verdict).view_as(self._empty(unit))
 
         return Pending(works, finish)
 
@@ -244,7 +244,7 @@ class Words:
 
     def _labels_N(self, unit: int) -> Tensor:
         assert self.feed is not None
-        return self.feed.labels_MBS[unit].flatten()
+        return self.feed.labels_M[unit].flatten()
 
     def _weight(self, name: str) -> nn.Parameter:
         """The rows of the embedding or the head, which are the same where they are tied."""

@@ -61,10 +61,10 @@ class DataConfig(Frozen):
     """Several sources instead, each with a weight."""
     changes: tuple[MixChange, ...] = ()
     """Of the mixture's weights, in order."""
-    packing: Literal["concatenate", "documents", "whole"] = "concatenate"
+    packing: Literal["concatenate", "documents", "whole", "none"] = "concatenate"
     """concatenate: a sample is seq_len tokens of the stream, read as one. documents: each document in it sees itself
     alone, and its positions begin at 0. whole: likewise, and documents are cut only where they are longer than a
-    sample, which is filled up."""
+    sample, which is filled up. none: a sample is one document, padded to the longest of its micro-batch."""
     tokenizer: str = "bytes"
     """`bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
     end_token: str | None = None
@@ -318,6 +318,11 @@ class RunConfig(Frozen):
             )
         if self.model.architecture is not None:
             known_part("model", self.model.architecture)
+        if self.data.packing == "none" and self.train.tokens is not None:
+            raise ValueError(
+                "train.tokens can't be turned into steps with data.packing none, whose samples have unequal lengths;"
+                " say train.steps or train.epochs"
+            )
         firsts = self.change_samples
         if firsts != sorted(set(firsts)):
             raise ValueError(f"data.changes: each begins after the one before, but they begin at samples {firsts}")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from muster.data.by_length import Arrangement
 from muster.data.dataset import Batch
 
 
@@ -17,6 +18,10 @@ class Share:
     """None where the rank needs no data."""
     num_valid: int
     """Labels that count in the whole step, over all ranks."""
+    num_tokens: int
+    """Positions of the whole step that are no padding."""
+    arrangement: Arrangement | None = None
+    """Where its samples lie, if by length."""
 
 
 class Ahead:

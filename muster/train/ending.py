@@ -70,7 +70,7 @@ def finish(
     data = ReportData(
         title=run_dir.name,
         plan_name=format_plan_name(trainer.plan),
-        facts=_facts(trainer, started_at),
+        facts=_facts(trainer, metrics, started_at),
         metrics=metrics,
         predicted=predicted,
         measured=measured,
@@ -173,13 +173,13 @@ def _sample(config: RunConfig, run_dir: Path) -> str:
     return make_texts(request, torch.device("cpu"))[0]
 
 
-def _facts(trainer: Trainer, started_at: float) -> RunFacts:
+def _facts(trainer: Trainer, metrics: Sequence[dict], started_at: float) -> RunFacts:
     config = trainer.config
     return RunFacts(
         num_parameters=config.model.num_parameters,
         num_ranks=trainer.world.size,
-        num_epochs=trainer.epochs_of(trainer.samples_consumed),
-        num_tokens=trainer.step_count * config.workload.tokens_per_step,
+        num_epochs=trainer.feeder.epochs_of(trainer.samples_consumed),
+        num_tokens=metrics[-1]["train/tokens"] if metrics else None,
         device=f"{trainer.world.device.type} ({platform.machine()})",
         seed=config.seed,
         started=_clock(started_at),

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from muster.checkpoint.initial import load_initial
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.piece import Piece
-from muster.data.dataset import Batch, Dataset
+from muster.data.dataset import NOT_COUNTED, Batch, Dataset
 from muster.data.tokenizer import Tokenizer
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
@@ -112,8 +113,11 @@ def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[Piece]:
 def _loss(model: Decoder, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
     total, count = 0.0, 0
     for batch in batches:
-        tokens_BS, labels_BS = (torch.from_numpy(array).to(device) for array in (batch.tokens_BS, batch.labels_BS))
-        positions = batch.positions_BS
+        filled = 1 + int(np.flatnonzero((batch.labels_BS != NOT_COUNTED).any(0)).max(initial=0))
+        tokens_BS, labels_BS = (
+            torch.from_numpy(array[:, :filled]).to(device) for array in (batch.tokens_BS, batch.labels_BS)
+        )
+        positions = None if batch.positions_BS is None else batch.positions_BS[:, :filled]
         model.where.documents = None if positions is None else Documents.of(torch.from_numpy(positions), device)
         total += float(cross_entropy_sum(model(tokens_BS), labels_BS))
         count += batch.num_valid

@@ -30,14 +30,14 @@ class HeldOut:
             world.where.say("validate")
         with torch.no_grad():
             for index in range(num_batches):
-                batch = feeder.read(dataset.held_out_batch, index * batch_size, batch_size)
-                feeder.feed(batch, 1)
+                share = feeder.read(dataset, index * batch_size, batch_size, held_out=True)
+                feeder.feed(share)
                 self._executor.run()
                 for stage in stages.values():
                     sums[0] += stage.take_losses()[0]
                     # Tensor-parallel neighbours have the same; a second replica is idle.
-                    if stage.index == feeder.plan.depth - 1 and batch is not None and world.at.tp == 0:
-                        sums[1] += batch.num_valid
+                    if stage.index == feeder.plan.depth - 1 and share.batch is not None and world.at.tp == 0:
+                        sums[1] += share.batch.num_valid
         for stage in stages.values():
             stage.reshard()
         total, count = world.add_up(sums).tolist()

@@ -20,7 +20,6 @@ from muster.schedule.build import program_of
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.load import plan_text
-from muster.spec.mesh import data_index
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.spec.write import replace_text
@@ -57,6 +56,10 @@ class Run:
         self.trainer = Trainer(config, plan, world, dataset)
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
+        self.tokens_seen = 0
+        """Trained on since the first step, without padding; those of skipped steps, too."""
+        self._tokens_skipped = 0
+        """Of the last steps in a row that were skipped."""
         self.copies = open_copies(config.train, world, run_dir, self.trainer.pieces())
         self.saves = Saves(config.train, self.trainer, world, run_dir, self.copies)
         signal.signal(signal.SIGTERM, self._on_stop)
@@ -129,6 +132,8 @@ class Run:
                 yield from ahead.settle()
 
     def _write_down(self, result: StepResult, display: TrainingDisplay) -> None:
+        self.tokens_seen += result.tokens
+        self._tokens_skipped = self._tokens_skipped + result.tokens if result.skipped else 0
         if self.config.data.hash_samples:
             self._hash_samples()
         if self.is_main and result.skipped:
@@ -139,7 +144,7 @@ class Run:
             display.say(f"step {result.step}: {validation_text(losses)}")
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
         if self.is_main and (logged or result.skipped or losses):
-            row = metrics_row(result, result.step * result.tokens, self._epoch(result.step), None)
+            row = metrics_row(result, self.tokens_seen, self._epoch(result.step), None)
             row |= validation_row(losses)
             if problem := self.metrics.append(row):
                 display.say(problem)
@@ -148,7 +153,7 @@ class Run:
     def _epoch(self, step: int) -> float:
         """How often the training samples have been gone through after this step."""
         trainer, later = self.trainer, self.trainer.step_count - step
-        return trainer.epochs_of(trainer.samples_consumed - later * self.config.train.global_batch_size)
+        return trainer.feeder.epochs_of(trainer.samples_consumed - later * self.config.train.global_batch_size)
 
     def _validates(self, step: int) -> bool:
         """Whether a validation loss is due after this step; the last one is the ending's."""
@@ -157,12 +162,11 @@ class Run:
 
     def _hash_samples(self) -> None:
         """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
-        tokens, own = self.trainer.feeder.tokens_fed, None
-        if tokens is not None and self.world.at.tp == 0:  # its neighbours are fed the same
-            rows = tokens.flatten(0, 1).cpu().numpy()
-            own = (data_index(self.plan, self.world.at), [sample_digest(row) for row in rows])
-        shares = sorted(share for share in self.world.exchange(own) if share is not None)
-        self.stream.update(digest for _, digests in shares for digest in digests)
+        own: list[tuple[int, bytes]] = []
+        if self.world.at.tp == 0:  # its neighbours are fed the same
+            own = [(number, sample_digest(tokens)) for number, tokens in self.trainer.feeder.samples_fed()]
+        everyone = sorted(pair for pairs in self.world.exchange(own) for pair in pairs)
+        self.stream.update(digest for _, digest in everyone)
         if self.is_main:
             with suppress(MusterError):  # as with metrics.jsonl, which says so
                 write_text(self.run_dir / "samples.sha256", self.stream.state + "\n")
@@ -175,6 +179,7 @@ class Run:
         counters = {
             **self.trainer.counters(),
             "stream_hash": self.stream.state,
+            "tokens_seen": self.tokens_seen,
             "data": self.trainer.dataset.fingerprint,
         }
         return {
@@ -189,6 +194,8 @@ class Run:
         if (manifest := self._recall() or self._load_latest()) is not None:
             self.trainer.go_to(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
+            before = manifest.step * self.config.workload.tokens_per_step  # of a checkpoint that doesn't say it
+            self.tokens_seen = manifest.counters.get("tokens_seen", before)
         elif (place := self.config.train.init_from) is not None:
             load_initial(Path(place), self.config.model, self.trainer.pieces())
             self.trainer.go_to(0, {"samples_consumed": 0})
@@ -238,6 +245,7 @@ class Run:
         count = result.skipped_in_row
         samples = self._samples(count)
         self.trainer.go_back(count)
+        self.tokens_seen -= self._tokens_skipped
         self.saves.now(self._info(), "failed")
         steps = f"step {result.step} was" if count == 1 else f"steps {result.step - count + 1} to {result.step} were"
         raise MusterError(

@@ -37,6 +37,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from muster.spec.workload import Workload
+from muster.train.ahead import Share
 from muster.train.launch import launch
 from muster.train.trainer import Trainer
 from muster.train.worker import leave, main
@@ -179,8 +180,9 @@ class _CountedTrainer(Trainer):
         """One step."""
         workload, rows = self.config.workload, self.plan.rows(self.world.at.pp)
         tokens = np.zeros((self.feeder.micro_batches * rows, workload.seq_len), np.int64)
-        self._num_valid = workload.tokens_per_step
-        self.feeder.feed(Batch(tokens, tokens, tokens.size) if self.feeder.reads else None, self._num_valid)
+        self.num_valid = count = workload.tokens_per_step
+        batch = Batch(tokens, tokens, tokens.size) if self.feeder.reads else None
+        self.feeder.feed(Share(0, batch, count, count))
         self.learning_rate = 0.0
         self._executor.run()
 

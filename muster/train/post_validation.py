@@ -34,6 +34,7 @@ class Taken:
     sums: Tensor
     step: int
     num_valid: int
+    num_tokens: int
     learning_rate: float
     time_s: float = 0.0
     data_s: float = 0.0
@@ -107,7 +108,9 @@ class PostValidation:
         sums = trainer.local_sums()
         if not self._wrong:
             work = trainer.world.begin_sum(sums)
-            self._taken = Taken(work, sums, trainer.step_count + 1, trainer.num_valid, trainer.learning_rate)
+            self._taken = Taken(
+                work, sums, trainer.step_count + 1, trainer.num_valid, trainer.num_tokens, trainer.learning_rate
+            )
 
     def _step(self, action: Action) -> None:
         trainer = self.trainer
@@ -128,7 +131,7 @@ class PostValidation:
             self._wrong, self._again = True, taken
 
     def _add(self, taken: Taken) -> None:
-        result = self.trainer.result(taken.step, taken.learning_rate, taken.time_s, taken.data_s)
+        result = self.trainer.result(taken.step, taken.learning_rate, taken.num_tokens, taken.time_s, taken.data_s)
         self._known.append(result)
         self._note(result)
 

@@ -15,6 +15,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     tokens: int
+    """Positions that are no padding."""
     time_s: float
     data_s: float
     skipped: str | None

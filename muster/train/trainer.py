@@ -16,7 +16,7 @@ from muster.optim.lr import rate_of_step
 from muster.optim.make import make_optimizer
 from muster.parallel.executor import Executor
 from muster.parallel.op_profile import Profile, profile_stages
-from muster.parallel.route import stage_routes, tied_routes
+from muster.parallel.route import stage_routes, tied_routes, varying_routes
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
 from muster.schedule.action import Action
@@ -64,7 +64,8 @@ class Trainer:
         self._copies = find_copies(self.stages.values(), self.parameters)
         self.handlers = {"NORM": self._norm, "STEP": self._apply, "TIE": self._tie, "MERGE": self._merge}
         self._own_step = OwnStep(self, config.train.training_step) if config.train.training_step is not None else None
-        self._routes = stage_routes(config.model, world, workload.seq_len, self.stages)
+        make_routes = varying_routes if config.data.packing == "none" else stage_routes
+        self._routes = make_routes(config.model, world, workload.seq_len, self.stages)
         self._tied_routes = tied_routes(config.model, world, self.stages)
         self._make_executors()
         self.feeder = Feeder(config, plan, world, dataset, self.stages)
@@ -76,7 +77,7 @@ class Trainer:
         self.step_count = 0
         """Steps made, skipped ones included."""
         self.samples_consumed = 0
-        self.num_valid = 1
+        self.num_valid, self.num_tokens = 1, 0
         self.stop_requested = False
         self.save_votes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         """Asked in each step: whether this rank is saving, and whether a save has failed since."""
@@ -132,15 +133,15 @@ class Trainer:
         if self._own_step is not None:
             self._own_step.take(self._executor.run)
         self.count_step(events)
-        return self.result(self.step_count, self.learning_rate, perf_counter() - start_s, data_s)
+        return self.result(self.step_count, self.learning_rate, self.num_tokens, perf_counter() - start_s, data_s)
 
     def feed_step(self) -> None:
         """Gives the stages the next global batch."""
         self.world.where.step = self.step_count
         self.world.where.say("data")
         share = self.feeder.take(self.samples_consumed)
-        self.num_valid = share.num_valid
-        self.feeder.feed(share.batch, self.num_valid, self.loss_scale.value if self.loss_scale else 1.0)
+        self.num_valid, self.num_tokens = share.num_valid, share.num_tokens
+        self.feeder.feed(share, self.loss_scale.value if self.loss_scale else 1.0)
         self.learning_rate = rate_of_step(self.config.optim, self.step_count, self.config.train.num_steps)
 
     def count_step(self, events: list[Event]) -> None:
@@ -149,7 +150,7 @@ class Trainer:
         self.samples_consumed += self.config.train.global_batch_size
         self.rounds.append((self.step_count, events))
 
-    def result(self, step: int, learning_rate: float, time_s: float, data_s: float) -> StepResult:
+    def result(self, step: int, learning_rate: float, tokens: int, time_s: float, data_s: float) -> StepResult:
         """Of the step that was judged last."""
         return StepResult(
             step=step,
@@ -157,7 +158,7 @@ class Trainer:
             z_loss=self._z_loss,
             grad_norm=self.grad_norm,
             learning_rate=learning_rate,
-            tokens=self.config.workload.tokens_per_step,
+            tokens=tokens,
             time_s=time_s,
             data_s=data_s,
             skipped=self._skipped,
@@ -167,10 +168,6 @@ class Trainer:
             saving=self._saving,
             save_failed=self._save_failed,
         )
-
-    def epochs_of(self, samples: int) -> float:
-        """How often that is all training samples."""
-        return samples / self.dataset.num_train_samples
 
     def stands_after(self, step: int) -> bool:
         """Whether the state is that after this step, for good."""

@@ -36,18 +36,23 @@ class PaddedDataset(Samples):
         return {}
 
     def train_batch(self, first: int, count: int) -> Batch:
-        batch = self._own.train_batch(first, count)
-        for row, keep in enumerate(self._kept(first, count)):
-            batch.labels_BS[row, keep:] = NOT_COUNTED
-        return Batch(batch.tokens_BS, batch.labels_BS, int((batch.labels_BS != NOT_COUNTED).sum()), batch.positions_BS)
+        return self.rows(np.arange(first, first + count))
 
     def held_out_batch(self, first: int, count: int) -> Batch:
         return self._own.held_out_batch(first, count)
 
+    def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
+        """Padded to whole sequences, whatever `lengths` its own have: hidden states are compared place by place."""
+        batch = self._own.rows(index, held_out)
+        if held_out:
+            return batch
+        for row, keep in enumerate(self._kept(index)):
+            batch.labels_BS[row, keep:] = NOT_COUNTED
+        return Batch(batch.tokens_BS, batch.labels_BS, int((batch.labels_BS != NOT_COUNTED).sum()), batch.positions_BS)
+
     def num_valid(self, first: int, count: int) -> int:
         return self.train_batch(first, count).num_valid
 
-    def _kept(self, first: int, count: int) -> np.ndarray:
+    def _kept(self, index: np.ndarray) -> np.ndarray:
         """How many labels of each sample may count: all, 7/8, 6/8, 5/8 of a sequence, and again; one at least."""
-        eighths = 8 - np.arange(first, first + count) % 4
-        return np.maximum(self.seq_len * eighths // 8, 1)
+        return np.maximum(self.seq_len * (8 - index % 4) // 8, 1)
