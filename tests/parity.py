@@ -104,9 +104,14 @@ def small_run(
     )
 
 
-@lru_cache
 def open_data(config: RunConfig, cache: str) -> Dataset:
     """Once for all cases, since it looks at every file of the source."""
+    return _open_data(config.model_dump_json(), cache)
+
+
+@lru_cache
+def _open_data(config_json: str, cache: str) -> Dataset:
+    config = RunConfig.model_validate_json(config_json)
     source, packing = config.data.source, config.data.packing
     if packing == "none":
         source = f"{cache}/short.jsonl"
