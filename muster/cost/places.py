@@ -18,6 +18,7 @@ from muster.spec.plan import Mesh, Plan, Strategy, split_evenly
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
+_DATA_AXES = "dp_replicate", "dp_shard"
 _LARGE_BYTES = 2**26
 """Groups are compared by how long so much takes."""
 _SHAPE = "pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "axis_order", "micro_batch_size"
@@ -37,6 +38,8 @@ class PlanSetting:
     software: Software
     world_size: int
     known: "Known"
+    data: int | None = None
+    """The data-parallel rank whose pipeline is meant; None: of each stage's ranks and links the slowest."""
 
     @cached_property
     def num_nodes(self) -> int:
@@ -197,20 +200,28 @@ class PlanSetting:
         first = self.first_rank(stage)
         if self.is_flat:
             return self.group(first, steps)
-        key = "slowest", first, steps, tuple(sizes.items())
+        key = "slowest", first, steps, tuple(sizes.items()), self.data
         if key not in self.known.groups:
             found = [self.group(first + offset, steps) for offset in self._offsets(stage, axes)]
             self.known.groups[key] = max(found, key=lambda group: all_reduce_s(group, _LARGE_BYTES))
         return self.known.groups[key]
 
     def _offsets(self, stage: int, without: Sequence[str] = ()) -> list[int]:
-        """From a stage's first rank to its others that don't differ from it on some axes."""
+        """From a stage's first rank to its others that don't differ from it on some axes; without data-parallel axes
+        among these, of the one data-parallel rank that is meant."""
         sizes, strides = self._axes[self.placement[stage]]
+        own = {} if self.data is None or set(without) & set(_DATA_AXES) else self._data_at
         offsets = [0]
         for axis, size in sizes.items():
             if axis not in without and axis != "pp":
-                offsets = [offset + strides[axis] * index for offset in offsets for index in range(size)]
+                indices = (own[axis],) if axis in own else range(size)
+                offsets = [offset + strides[axis] * index for offset in offsets for index in indices]
         return offsets
+
+    @cached_property
+    def _data_at(self) -> dict[str, int]:
+        """Where the data-parallel rank stands on its axes."""
+        return dict(zip(_DATA_AXES, divmod(self.data or 0, self.plan.dp_shard), strict=True))
 
     def device(self, stage: int) -> DeviceSpec:
         """The slowest of a stage's devices."""
@@ -218,7 +229,7 @@ class PlanSetting:
         if self.cluster.is_uniform:
             return self.cluster.groups[0].device
         sizes, strides = self._axes[self.placement[stage]]
-        key = first, tuple(sizes.items()), tuple(strides.items())
+        key = first, tuple(sizes.items()), tuple(strides.items()), self.data
         if key not in self.known.devices:
             devices = {id(one): one for one in (self._device_at(first + offset) for offset in self._offsets(stage))}
             self.known.devices[key] = min(
@@ -234,7 +245,7 @@ class PlanSetting:
         one, other = self.first_rank(source), self.first_rank(target)
         if self.is_flat or not self.is_uniform:
             return self.pair(one, other)
-        key = "pair", min(one, other), max(one, other), tuple(self._axes[0][0].items())
+        key = "pair", min(one, other), max(one, other), tuple(self._axes[0][0].items()), self.data
         if key not in self.known.groups:
             found = [self.pair(one + offset, other + offset) for offset in self._offsets(source)]
             self.known.groups[key] = max(found, key=lambda pair: message_s(pair, _LARGE_BYTES))

@@ -1,6 +1,7 @@
 """How long every instruction of a plan's Program takes on a cluster."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from muster.cost.activations import offloaded_bytes
 from muster.cost.collectives import Group, all_reduce_s, message_s
@@ -30,17 +31,23 @@ _USUAL = Software()
 
 
 def plan_times(
-    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None = None
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    software: Software | None = None,
+    data: int | None = None,
 ) -> OpTimes:
     """Seconds of each (kind, stage) of the plan's Program, and of each hop between stages.
 
-    Ranks are those of the plan's mesh, laid on the cluster's devices in order. Raises InfeasibleError where the cluster
-    has fewer devices, ConfigError where a device's rates are unknown. On a machine that was measured Muster itself
-    computes (`measured_times`).
+    Ranks are those of the plan's mesh, laid on the cluster's devices in order. `data`: on the pipeline of that
+    data-parallel rank; not given: on the slowest device and link of each stage. On a machine that was measured Muster
+    itself computes (`measured_times`).
+    Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
     if cluster.device.rates is not None:
         return measured_times(model, plan, workload, cluster.device.rates)
-    setting = plan_setting(model, plan, workload, cluster, software)
+    setting = plan_setting(model, plan, workload, cluster, software, data)
     stages = stage_times(setting)
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
@@ -49,7 +56,8 @@ def plan_times(
     seconds.update(_copy_times(setting))
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
-    seconds["NORM", -1], seconds["STEP", -1] = once_s(setting, stages)
+    whole = setting if data is None else replace(setting, data=None)  # all wait for the slowest
+    seconds["NORM", -1], seconds["STEP", -1] = once_s(whole, stages if data is None else stage_times(whole))
     hops = {}
     for stage, pair in enumerate(stage_hops(setting)):
         if pair is not None:
@@ -60,7 +68,12 @@ def plan_times(
 
 
 def plan_setting(
-    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None = None
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    software: Software | None = None,
+    data: int | None = None,
 ) -> PlanSetting:
     """What the plan's stages share. Raises InfeasibleError where the cluster has fewer devices than the plan."""
     world_size = plan.world_size
@@ -70,7 +83,28 @@ def plan_setting(
         )
     software = software or _USUAL
     known = known_of(model, workload.seq_len, cluster, software)
-    return PlanSetting(model, plan, workload, cluster, software, world_size, known)
+    return PlanSetting(model, plan, workload, cluster, software, world_size, known, data)
+
+
+def data_ranks_by_kind(setting: PlanSetting) -> dict[Hashable, list[int]]:
+    """The data-parallel ranks, in groups whose pipelines run on devices and links alike."""
+    ranks = range(setting.plan.mesh(0).data_ranks)
+    if setting.is_flat or setting.cluster.device.rates is not None or not setting.is_uniform:
+        return {(): list(ranks)}
+    stages = range(len(setting.placement))
+    found: dict[Hashable, list[int]] = {}
+    for data in ranks:
+        own = replace(setting, data=data)
+        places = (
+            id(part) for stage in stages[: setting.plan.pp] for part in own.place(stage)[:1] + own.place(stage)[3:5]
+        )
+        hops = (
+            id(own.between(stage - 1, stage))
+            for stage in stages[1:]
+            if stage % setting.depth and setting.placement[stage] != setting.placement[stage - 1]
+        )
+        found.setdefault((*places, *hops), []).append(data)
+    return found
 
 
 def once_s(setting: PlanSetting, stages: Sequence[StageTimes]) -> tuple[float, float]:

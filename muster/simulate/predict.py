@@ -9,7 +9,7 @@ from typing import Any
 from muster.cost.flops import train_flops_per_token
 from muster.cost.forecast import MemoryForecast, forecast
 from muster.cost.op_times import OpTimes
-from muster.cost.plan_times import plan_times
+from muster.cost.plan_times import data_ranks_by_kind, plan_setting, plan_times
 from muster.cost.relief import Relief, reliefs
 from muster.schedule.action import Action
 from muster.schedule.build import program_of
@@ -194,11 +194,14 @@ def predict(
     """
     require_legal(plan, model, workload, cluster)
     plan = resolved(plan, model, workload)
-    program = program or program_of(plan, model, workload)
-    times = times or plan_times(model, plan, workload, cluster, software)
+    longest = program or program_of(plan, model, workload)
+    if plan.data_shares:
+        program, times = _awaited(model, plan, workload, cluster, software)
+    else:
+        program, times = longest, times or plan_times(model, plan, workload, cluster, software)
     found_s, make_timeline = simulate_parts(program, times)
     round_s = sum(found_s.values())
-    found = forecast(model, plan, workload, cluster, program, software)
+    found = forecast(model, plan, workload, cluster, longest, software)
     return Prediction(
         model,
         plan,
@@ -215,6 +218,25 @@ def predict(
         found.fits,
         make_timeline,
     )
+
+
+def _awaited(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None
+) -> tuple[Program, OpTimes]:
+    """Of the data-parallel ranks with unequal shares, the Program and times of those that are done last.
+
+    Exactly what all wait for: ranks of different shares meet in the sums of gradients alone, at the end, and a maximum
+    over ranks may be taken before what follows is added as well as after.
+    """
+    kinds = data_ranks_by_kind(plan_setting(model, plan, workload, cluster, software))
+    awaited: dict[tuple[int, int], tuple[Program, OpTimes]] = {}
+    for number, ranks in enumerate(kinds.values()):
+        for data in ranks:
+            key = number, plan.num_micro_batches(workload, data)
+            if key not in awaited:
+                program = program_of(plan, model, workload, data=data)
+                awaited[key] = program, plan_times(model, plan, workload, cluster, software, data)
+    return max(awaited.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
 
 
 def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
