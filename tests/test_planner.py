@@ -19,7 +19,7 @@ from muster.planner.launch import LAUNCHERS, Job, launch_files
 from muster.planner.layers import Option, cheapest
 from muster.planner.placement import annealed, block_orders, reordered
 from muster.planner.request import Request
-from muster.planner.search import everything, search
+from muster.planner.search import everything, placed, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
 from muster.schedule.build import program_of
@@ -113,7 +113,7 @@ def assert_bounds_hold(request: Request) -> None:
     for shape in shapes(request):
         for order in orders(request, shape):
             for draft in plans(request, order):
-                plan = judge.moved(draft) if order.balanced else draft
+                plan = placed(judge, draft, order)
                 if plan is not None:
                     time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
                     bounds = judge.order_bound(order), judge.unsharded_bound(order), judge.bound(plan)

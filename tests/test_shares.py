@@ -1,7 +1,18 @@
 """Unequal shares of the data for devices of unequal speed: what they take, and which ones are chosen."""
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.planner.judge import Judge
+from muster.planner.request import Request
+from muster.planner.search import everything, placed, search
+from muster.planner.shares import fairest
+from muster.planner.space import orders, plans, shapes
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.load_cluster import load_cluster, load_device
@@ -28,7 +39,7 @@ def mixed(*devices: str) -> ClusterSpec:
 
 
 def step_s(plan: Plan, cluster: ClusterSpec, global_batch: int) -> float:
-    return predict(MODEL, plan, Workload(seq_len=512, global_batch_size=global_batch), cluster).step_time_s
+    return predict(MODEL, plan, Workload(seq_len=4096, global_batch_size=global_batch), cluster).step_time_s
 
 
 @pytest.mark.parametrize("name", ["dp4-z1", "dp2-pp2-z1", "dp2x1-pp2-z1-szbh1", "dp2-pp2v2-z1-szbv"])
@@ -50,6 +61,60 @@ def test_each_rank_is_as_fast_as_its_own_devices(schedule: str) -> None:
         count = 24 // sum(shares)
         alone = max(step_s(plan, fast, 2 * count * shares[0]), step_s(plan, slow, 2 * count * shares[1]))
         # The groups of both kinds meet over the slower network, and step when the slower ones do.
-        assert step_s(unequal, both, 24) == pytest.approx(alone, rel=0.02)
+        assert step_s(unequal, both, 24) == pytest.approx(alone, rel=0.03)
     equal = step_s(plan, both, 24)
     assert step_s(plan.model_copy(update={"data_shares": (2, 1)}), both, 24) < 0.8 * equal
+
+
+# --- which ones are chosen ---
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(0, 12)), min_size=1, max_size=3),
+    st.integers(0, 9),
+)
+def test_no_other_shares_are_done_sooner(ranks: list[tuple[int, int, int]], more: int) -> None:
+    """Against all ways to give whole micro-batches, for times that rise from a begin, at first not at all."""
+    total = len(ranks) + more
+
+    def rising(begin: int, each: int, flat: int) -> Callable[[int], float]:
+        return lambda count: begin + each * max(count, flat)
+
+    times = [rising(*rank) for rank in ranks]
+    counts = fairest(times, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    ways = (way for way in product(range(1, total + 1), repeat=len(ranks)) if sum(way) == total)
+    least = min(max(time(count) for time, count in zip(times, way, strict=True)) for way in ways)
+    assert max(time(count) for time, count in zip(times, counts, strict=True)) == least
+
+
+REQUEST = Request(
+    MODEL, mixed("h100-sxm", "a100-80-sxm"), Workload(seq_len=2048, global_batch_size=24), fixed={"cp": 1}
+)
+
+
+def test_bounds_of_plans_with_shares_hold() -> None:
+    judge, shared = Judge(REQUEST), 0
+    for shape in shapes(REQUEST):
+        for order in orders(REQUEST, shape):
+            for draft in plans(REQUEST, order) if order.shares else ():
+                if (plan := placed(judge, draft, order)) is not None:
+                    time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
+                    assert max(judge.order_bound(order), judge.bound(plan)) <= time_s, plan
+                    shared += bool(plan.data_shares)
+    assert shared > 10
+
+
+def test_the_search_finds_the_best_shares() -> None:
+    """What simulating everything finds; and pipelines within a kind of device get data as these are fast."""
+    request = replace(REQUEST, fixed={"cp": 1, "pp": 1, "tp": 1})
+    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:3]
+    found = search(request, 3)
+    assert [verdict.order for verdict in found.best] == expected
+    best = found.best[0].plan
+    assert best.data_shares
+    assert best.data_shares[0] > best.data_shares[-1]
+    asked = search(replace(request, fixed={"cp": 1, "zero": "z1", "data_shares": (3, 1)}), 1).best[0]
+    assert asked.plan.data_shares == (3, 1)

@@ -21,6 +21,7 @@ from muster.planner.bound import (
 )
 from muster.planner.request import Request
 from muster.planner.room import Room
+from muster.planner.shares import Shares
 from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
@@ -73,6 +74,7 @@ class Judge:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.room = Room(request, self.seconds, self._program)
+        self.shares = Shares(request, _whole_s)
         self._times: dict[Plan, OpTimes] = {}
         self._programs: dict[tuple, Program] = {}
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
@@ -115,6 +117,8 @@ class Judge:
         share = self.request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
         if self.request.cluster.device.rates is not None:
             return 0.0  # what passes take there depends on how the stages of the very plan are held
+        if order.shares:
+            return self._bound(self.shares.order_bound_s(order.shape))
         if not self._ranks_alike:
             return self._bound(share * self._least_s(order.shape))
         times = self._layer_times(order.shape)
@@ -190,7 +194,7 @@ class Judge:
         """The least value of the plans of an order, from the times of their stages as they would be if nothing was
         gathered or reduced in a step, and the optimizer's work was shared by as many as there are."""
         request = self.request
-        if request.objective == "memory" or self._stages or request.cluster.device.rates is not None:
+        if request.objective == "memory" or self._stages or request.cluster.device.rates is not None or order.shares:
             return 0.0
         split: Split = (1, order.shape.data, "z1")
         bare = self._laid(order, split)
@@ -227,7 +231,11 @@ class Judge:
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""
-        return 0.0 if self.request.objective == "memory" else self._bound_of(plan, self.seconds(plan))
+        if self.request.objective == "memory":
+            return 0.0
+        if plan.data_shares and self.request.cluster.device.rates is None:
+            return self._bound(self.shares.bound_s(plan))
+        return self._bound_of(plan, self.seconds(plan))
 
     def _bound_of(self, plan: Plan, seconds: PassSeconds) -> float:
         counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.replicas)
@@ -252,7 +260,7 @@ class Judge:
     def verdict(self, plan: Plan) -> Verdict:
         """The plan simulated."""
         request = self.request
-        program, times = self._program(plan), self.times(plan)
+        program, times = self._program(plan), None if plan.data_shares else self.times(plan)
         prediction = predict(request.model, plan, request.workload, request.cluster, program, times)
         if request.objective == "memory":
             value = float(max(rank.total for rank in prediction.memory))
@@ -276,3 +284,9 @@ class Judge:
         if key not in self._programs:
             self._programs[key] = program_of(plan, self.request.model, self.request.workload)
         return self._programs[key]
+
+
+def _whole_s(request: Request, shape: Shape) -> float:
+    """What the whole model takes for a micro-batch of a shape."""
+    times = Judge(request)._layer_times(shape)
+    return times.whole_forward_s + times.whole_backward_s

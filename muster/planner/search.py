@@ -98,7 +98,7 @@ def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
     for shape in shapes(request):
         for order in orders(request, shape):
             for draft in plans(request, order):
-                plan = _placed(judge, draft, order)
+                plan = placed(judge, draft, order)
                 if plan is None:
                     continue
                 over = judge.room.over_bytes(plan)
@@ -107,9 +107,10 @@ def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
                     yield judge.verdict(fitting)
 
 
-def _placed(judge: Judge, plan: Plan, order: Order) -> Plan | None:
-    """The plan with its layers as the order wants them; None where balance is what it has already."""
-    return judge.moved(plan) if order.balanced else plan
+def placed(judge: Judge, plan: Plan, order: Order) -> Plan | None:
+    """The plan with its layers and shares as the order wants them; None where they are so already."""
+    placed = judge.moved(plan) if order.balanced else plan
+    return judge.shares.given(placed) if order.shares and placed is not None else placed
 
 
 class _Run:
@@ -136,7 +137,7 @@ class _Run:
         orders = [
             (bound, node)
             for bound, _, node in self.heap
-            if isinstance(node, Order) and not node.balanced and not SCHEDULES[node.schedule].splits
+            if isinstance(node, Order) and not node.balanced and not node.shares and not SCHEDULES[node.schedule].splits
         ]
         least = min(
             ((-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) for _, order in orders), default=()
@@ -172,7 +173,7 @@ class _Run:
         elif isinstance(node, Opened):
             for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
                 self.seen["drafts"] += 1
-                plan = _placed(self.judge, draft, node.order)
+                plan = placed(self.judge, draft, node.order)
                 if plan is not None:
                     self._push("plans", max(bound, self.judge.bound(plan)), plan)
         elif isinstance(node, Plan):

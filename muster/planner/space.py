@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.spec.legal import divisors, not_yet, problems
 from muster.spec.model import ModelSpec
@@ -30,6 +31,8 @@ MODEL_AXES = ("tp", "pp", "cp", "ep")
 """What cuts the model or a sequence; the rest of the devices are data-parallel."""
 
 _ONE_CHUNK = ("1f1b", "zb-h1")
+_OVER_SLOW_LINKS = ("zb-h2",)
+"""Keep up to twice as many micro-batches under way, at the price of their memory, and so hide slow hops."""
 _TWO_CHUNKS = ("zb-v", "v-half")
 """With interleaved, one of the least bubble for each amount of memory; the others are for those who ask for them."""
 
@@ -61,12 +64,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A shape with a schedule. `balanced`: layers lie on the stages so that no rank has more to do than it must."""
+    """A shape with a schedule. `balanced`: layers lie on the stages so that no rank has more to do than it must;
+    `shares`: data-parallel ranks run as many micro-batches as suits their devices."""
 
     shape: Shape
     schedule: str
     vpp: int
     balanced: bool
+    shares: bool = False
 
 
 def shapes(request: Request) -> Iterator[Shape]:
@@ -146,9 +151,18 @@ def orders(request: Request, shape: Shape) -> Iterator["Order"]:
         if schedule in _TWO_CHUNKS and not in_blocks:
             continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
-            yield Order(shape, schedule, vpp, False)
-            if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
-                yield Order(shape, schedule, vpp, True)
+            for shares in shares_tried(request, shape):
+                yield Order(shape, schedule, vpp, False, shares)
+                if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
+                    yield Order(shape, schedule, vpp, True, shares)
+
+
+def shares_tried(request: Request, shape: Shape) -> tuple[bool, ...]:
+    """Whether data-parallel ranks run as many micro-batches, or as suits their devices: where these differ, both."""
+    if "data_shares" in request.fixed:
+        return (bool(request.fixed["data_shares"]),)
+    differ = len({group.device.name for group in request.cluster.groups}) > 1
+    return (False, True) if differ and shape.data > 1 and request.admits("zero", "z1") else (False,)
 
 
 def plans(request: Request, order: "Order", wanted: Callable[[Split], bool] | None = None) -> Iterator[Plan]:
@@ -158,6 +172,8 @@ def plans(request: Request, order: "Order", wanted: Callable[[Split], bool] | No
     """
     first = None
     for data in data_splits(request, order.shape):
+        if order.shares and data[2] != "z1":
+            continue
         if wanted is not None and not wanted(data):
             continue
         for axis_order in axis_orders(request, order.shape):
@@ -167,7 +183,7 @@ def plans(request: Request, order: "Order", wanted: Callable[[Split], bool] | No
                 if first is None and problems(plan, request.model, request.workload, request.cluster.num_devices):
                     return
                 first = first or plan
-                if admitted(request, plan):
+                if order.shares or admitted(request, plan):
                     yield plan
 
 
@@ -232,24 +248,32 @@ def schedules(request: Request, pp: int) -> list[tuple[str, int]]:
     """Schedules and stages per rank that `pp` pipeline ranks can run; one that is wanted, even if it isn't tried."""
     layers = request.model.num_layers
     wanted = SCHEDULES.get(request.fixed.get("schedule", ""))
-    if wanted is not None and request.fixed["schedule"] not in (*_ONE_CHUNK, "interleaved", *_TWO_CHUNKS):
+    if wanted is not None and request.fixed["schedule"] not in (
+        *_ONE_CHUNK,
+        *_OVER_SLOW_LINKS,
+        "interleaved",
+        *_TWO_CHUNKS,
+    ):
         chunks = (1,) if pp == 1 else (1, *CHUNKS)
         return [(request.fixed["schedule"], v) for v in chunks if wanted.serves(v) and pp * v <= layers]
     if pp == 1:
         return [("1f1b", 1)]
     chunks = [v for v in CHUNKS if pp * v <= layers]
-    found = [(name, 1) for name in _ONE_CHUNK] + [("interleaved", v) for v in chunks]
+    one_chunk = (*_ONE_CHUNK, *_OVER_SLOW_LINKS) if is_unequal(request.cluster) else _ONE_CHUNK
+    found = [(name, 1) for name in one_chunk] + [("interleaved", v) for v in chunks]
     return found + [(name, 2) for name in _TWO_CHUNKS if 2 in chunks]
 
 
 def data_splits(request: Request, shape: Shape) -> list[Split]:
-    """All ranks hold copies, all share, or those of one or eight nodes."""
+    """All ranks hold copies, all share, or those of one or eight nodes; where nodes or links differ, of any number of
+    nodes that divides theirs, since a block of nodes with fast links may be of any size."""
     data = shape.data
     if data == 1:
         return [(1, 1, request.fixed.get("zero", "z3"))]
     found: list[Split] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
-    for ranks in (node, 8 * node):
+    blocks = divisors(request.cluster.num_nodes) if is_unequal(request.cluster) else (1, 8)
+    for ranks in (node * nodes for nodes in blocks):
         shard, rest = divmod(ranks, shape.tp * shape.cp)
         if not rest and 1 < shard < data and data % shard == 0:
             found.append((data // shard, shard, "z1"))

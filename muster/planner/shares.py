@@ -1,0 +1,141 @@
+"""Unequal shares of the data: how many micro-batches each data-parallel rank runs, so that none waits long for others.
+
+Pipelines that lie on devices of one kind each are as fast as these. Metis (USENIX ATC 2024) gives its data-parallel
+groups data in proportion; here the numbers are those for which the last rank is done soonest, and exactly so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heapify, heapreplace
+
+from muster.cost.plan_times import data_ranks_by_kind, plan_setting
+from muster.planner.bound import PassSeconds, seconds_of_setting, step_bound_s
+from muster.planner.request import Request
+from muster.planner.space import Shape
+from muster.spec.cluster import ClusterSpec
+from muster.spec.legal import problems
+from muster.spec.plan import Plan, shortest_shares, split_evenly
+
+START = 0.8
+"""The part of its proportional share that each rank has before micro-batches are given one by one."""
+
+
+def fairest(times_s: Sequence[Callable[[int], float]], total: int) -> list[int]:
+    """How many of `total` micro-batches each rank should run, at least one each, so that the last is done soonest.
+
+    `times_s`: of each rank, what so many take; it never falls. One by one they go to the rank that is done first with
+    one more, the earlier of equals: what is given is always the least time that is left, so that no other numbers have
+    a lower maximum.
+    """
+    if total < len(times_s):
+        raise ValueError(f"expected at least a micro-batch for each of {len(times_s)} ranks, got {total}")
+    mean = -(-total // len(times_s))
+    rates = [1 / max(time_s(mean + 1) - time_s(mean), 1e-12) for time_s in times_s]
+    begun = [max(1, int(START * total * rate / sum(rates))) for rate in rates]
+    if sum(begun) <= total:
+        counts, last_s = _given(times_s, begun, total)
+        # Had a rank begun with more than it gets one by one, that would take longer than the last that is given.
+        if max(time_s(count) for time_s, count in zip(times_s, begun, strict=True)) <= last_s:
+            return counts
+    return _given(times_s, [1] * len(times_s), total)[0]
+
+
+def _given(times_s: Sequence[Callable[[int], float]], begun: Sequence[int], total: int) -> tuple[list[int], float]:
+    """The numbers, and the time of the last that was given."""
+    counts, last_s = list(begun), 0.0
+    heap = [(times_s[rank](count + 1), rank) for rank, count in enumerate(counts)]
+    heapify(heap)
+    for _ in range(total - sum(counts)):
+        last_s, rank = heap[0]
+        counts[rank] += 1
+        heapreplace(heap, (times_s[rank](counts[rank] + 1), rank))
+    return counts, last_s
+
+
+class Shares:
+    """Gives the plans of one request their shares, and bounds what they take."""
+
+    def __init__(self, request: Request, whole_s: Callable[[Request, Shape], float]) -> None:
+        """`whole_s`: seconds that the whole model takes for a micro-batch of a shape on devices that are alike."""
+        self.request, self._whole_s = request, whole_s
+        self._slot_s: dict[tuple[str, int, int, int, int], float] = {}
+
+    def given(self, plan: Plan) -> Plan | None:
+        """The plan with the shares that suit its pipelines best, or with those that are asked for; None where they are
+        equal anyway, or can't be."""
+        request, asked = self.request, self.request.fixed.get("data_shares")
+        if asked is not None:
+            shared = plan.model_copy(update={"data_shares": asked})
+            illegal = problems(shared, request.model, request.workload, request.cluster.num_devices)
+            return None if illegal else shared
+        kinds = self._seconds(plan)
+        if len(kinds) < 2:
+            return None
+        known: dict[tuple[int, int], float] = {}
+
+        def time_of(kind: int, seconds: PassSeconds) -> Callable[[int], float]:
+            def time_s(count: int) -> float:
+                if (kind, count) not in known:
+                    known[kind, count] = step_bound_s(plan, seconds, split_evenly(count, plan.replicas))
+                return known[kind, count]
+
+            return time_s
+
+        ranks = plan.mesh(0).data_ranks
+        times_s = [time_of(0, kinds[0][0])] * ranks
+        for kind, (seconds, members) in enumerate(kinds):
+            for data in members:
+                times_s[data] = time_of(kind, seconds)
+        shares = shortest_shares(fairest(times_s, ranks * plan.num_micro_batches(request.workload)))
+        return plan.model_copy(update={"data_shares": shares}) if shares else None
+
+    def bound_s(self, plan: Plan) -> float:
+        """What a step of a plan with shares takes at least."""
+        workload, least_s = self.request.workload, 0.0
+        for seconds, members in self._seconds(plan):
+            most = max(plan.num_micro_batches(workload, data) for data in members)
+            least_s = max(least_s, step_bound_s(plan, seconds, split_evenly(most, plan.replicas)))
+        return least_s
+
+    def _seconds(self, plan: Plan) -> list[tuple[PassSeconds, list[int]]]:
+        """Of each kind of data-parallel rank its pipeline's times, and the ranks."""
+        request = self.request
+        setting = plan_setting(request.model, plan, request.workload, request.cluster)
+        kinds = data_ranks_by_kind(setting).values()
+        if len(kinds) == 1:
+            return [(seconds_of_setting(setting), ranks) for ranks in kinds]
+        return [(seconds_of_setting(replace(setting, data=ranks[0])), ranks) for ranks in kinds]
+
+    def order_bound_s(self, shape: Shape) -> float:
+        """What a step of any plan of a shape takes at least, with any shares and any layers on any stages.
+
+        If all is done after T, a rank of the pipelines on devices with which the whole model takes X for a micro-batch
+        has done at most T / X of the step's: there are as many ranks as the devices of its kind allow, and together
+        they have done all.
+        """
+        slots, cluster = 0.0, self.request.cluster
+        for name, count in self._devices().items():
+            key = name, shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+            if key not in self._slot_s:
+                self._slot_s[key] = self._whole_s(replace(self.request, cluster=_alone(cluster, name)), shape)
+            slots += count / (shape.tp * shape.cp) / self._slot_s[key]
+        return self.request.workload.global_batch_size / shape.micro_batch_size / slots
+
+    def _devices(self) -> Mapping[str, int]:
+        """How many there are of each kind."""
+        found: dict[str, int] = {}
+        for group in self.request.cluster.groups:
+            found[group.device.name] = found.get(group.device.name, 0) + group.num_devices
+        return found
+
+
+def _alone(cluster: ClusterSpec, device: str) -> ClusterSpec:
+    """As many devices as a cluster has, all of one kind and joined by its fastest links."""
+    like = next(group for group in cluster.groups if group.device.name == device)
+    nodes = -(-cluster.num_devices // like.devices_per_node)
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is not None:
+        fastest = max(max(row) for row in matrix)
+        matrix = ((fastest,) * nodes,) * nodes
+    group = like.model_copy(update={"num_nodes": nodes})
+    return ClusterSpec(name=device, groups=(group,), node_bandwidth_bytes_per_s=matrix)
