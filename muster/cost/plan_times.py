@@ -86,8 +86,8 @@ def plan_setting(
     return PlanSetting(model, plan, workload, cluster, software, world_size, known, data)
 
 
-def data_ranks_by_kind(setting: PlanSetting) -> dict[Hashable, list[int]]:
-    """The data-parallel ranks, in groups whose pipelines run on devices and links alike."""
+def data_ranks_by_kind(setting: PlanSetting, links: bool = True) -> dict[Hashable, list[int]]:
+    """The data-parallel ranks, in groups whose pipelines run on devices alike, and with `links` over links alike."""
     ranks = range(setting.plan.mesh(0).data_ranks)
     if setting.is_flat or setting.cluster.device.rates is not None or not setting.is_uniform:
         return {(): list(ranks)}
@@ -95,6 +95,9 @@ def data_ranks_by_kind(setting: PlanSetting) -> dict[Hashable, list[int]]:
     found: dict[Hashable, list[int]] = {}
     for data in ranks:
         own = replace(setting, data=data)
+        if not links:
+            found.setdefault(tuple(own.device(stage).name for stage in stages[: setting.plan.pp]), []).append(data)
+            continue
         places = (
             id(part) for stage in stages[: setting.plan.pp] for part in own.place(stage)[:1] + own.place(stage)[3:5]
         )

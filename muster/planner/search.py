@@ -10,6 +10,7 @@ from math import inf
 from time import perf_counter
 
 from muster.planner.judge import Judge, Verdict
+from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.planner.space import Order, Split, orders, plans, shapes
 from muster.spec.plan import Plan
@@ -17,6 +18,9 @@ from muster.spec.schedules import SCHEDULES
 
 DIVES = 6
 """Depths of the pipeline that are tried before the search begins."""
+
+GUESSES = 24
+"""Plans that are simulated first where nodes or links differ."""
 
 TRIES = 3
 """Plans that are tried for each of these, until one fits."""
@@ -85,6 +89,8 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
 def _search(request: Request, judge: Judge, top: int, limit_s: float) -> Found:
     begin_s = perf_counter()
     run = _Run(request, judge, top)
+    if is_unequal(request.cluster):
+        run.guess()
     run.dive()
     while run.heap and not run.is_settled() and perf_counter() - begin_s < limit_s:
         run.step()
@@ -129,6 +135,25 @@ class _Run:
             self.seen["shapes"] += 1
             for order in orders(request, shape):
                 self._push("orders", judge.order_bound(order), order)
+
+    def guess(self) -> None:
+        """Where nodes or links differ: simulates the likeliest of the plans that cut the model and the batch as finely
+        as can be with one sharding, in orders that keep ranks busy, for each degree of tensor and pipeline
+        parallelism."""
+        guesses: dict[Plan, float] = {}
+        nodes = [node for _, _, node in self.heap if isinstance(node, Order) and node.shape.cp == node.shape.ep == 1]
+        finest = min((node.shape.micro_batch_size for node in nodes), default=1)
+        for node in nodes:
+            if node.shape.micro_batch_size > finest or not (node.shape.pp == 1 or SCHEDULES[node.schedule].splits):
+                continue
+            for draft in plans(self.request, node, lambda split: split[0] == 1 and split[2] == "z1"):
+                plan = placed(self.judge, draft, node)
+                if plan is not None:
+                    guesses[plan] = self.judge.bound(plan)
+        for plan in sorted(guesses, key=guesses.__getitem__)[:GUESSES]:
+            fitting = None if self._beaten(guesses[plan]) else self._fitting(plan)
+            if fitting is not None:
+                self._simulate(fitting)
 
     def dive(self) -> None:
         """Simulates some of what people would try first, so that bounds have a time to be cut against: the widest

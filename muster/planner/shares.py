@@ -98,10 +98,10 @@ class Shares:
         return least_s
 
     def _seconds(self, plan: Plan) -> list[tuple[PassSeconds, list[int]]]:
-        """Of each kind of data-parallel rank its pipeline's times, and the ranks."""
+        """Of data-parallel ranks on devices alike the times of the first one's pipeline, and the ranks."""
         request = self.request
         setting = plan_setting(request.model, plan, request.workload, request.cluster)
-        kinds = data_ranks_by_kind(setting).values()
+        kinds = data_ranks_by_kind(setting, links=False).values()
         if len(kinds) == 1:
             return [(seconds_of_setting(setting), ranks) for ranks in kinds]
         return [(seconds_of_setting(replace(setting, data=ranks[0])), ranks) for ranks in kinds]

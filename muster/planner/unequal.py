@@ -34,7 +34,7 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
         judge = Judge(request)
         return Arranged(request, judge, search(request, top, limit_s, judge))
     begin_s = perf_counter()
-    equal = replace(request, fixed={**request.fixed, "stages": ()})
+    equal = replace(request, fixed={**request.fixed, "stages": (), "data_shares": ()})
     judge = Judge(equal)
     naive = search(equal, top, limit_s / 4, judge)
     best: Arranged | None = None

@@ -1,18 +1,22 @@
-"""Unequal shares of the data for devices of unequal speed: what they take, and which ones are chosen."""
+"""Devices and links that differ: unequal shares of the data, pipelines over slow links, what the search makes of both."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.planner.bound import step_bound_s
 from muster.planner.judge import Judge
 from muster.planner.request import Request
 from muster.planner.search import everything, placed, search
 from muster.planner.shares import fairest
 from muster.planner.space import orders, plans, shapes
+from muster.planner.trips import _UNDER_WAY, trips_bound_s
+from muster.schedule.registry import make_schedule
+from muster.schedule.setting import Setting
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.load_cluster import load_cluster, load_device
@@ -118,3 +122,47 @@ def test_the_search_finds_the_best_shares() -> None:
     assert best.data_shares[0] > best.data_shares[-1]
     asked = search(replace(request, fixed={"cp": 1, "zero": "z1", "data_shares": (3, 1)}), 1).best[0]
     assert asked.plan.data_shares == (3, 1)
+
+
+# --- slow links ---
+
+
+def slow_links() -> Request:
+    """Two sites of two nodes, over a link on which a hop takes as long as several passes."""
+    node = load_cluster("2xh100").groups[0]
+    group = node.model_copy(update={"num_nodes": 4, "nics": load_device("h100-sxm").node.nics})  # type: ignore[union-attr]
+    matrix = tuple(tuple(9e11 if a == b else 4e10 if a // 2 == b // 2 else 1e9 for b in range(4)) for a in range(4))
+    cluster = ClusterSpec(name="sites", groups=(group,), node_bandwidth_bytes_per_s=matrix)
+    return Request(MODEL, cluster, Workload(seq_len=2048, global_batch_size=16), fixed={"cp": 1, "tp": 1, "zero": "z1"})
+
+
+def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
+    for name, (most, more) in _UNDER_WAY.items():
+        for pp, count in product((2, 3, 5, 8), (1, 3, 7, 24)):
+            for rank, passes in enumerate(make_schedule(name, Setting(pp, count)).ranks):
+                changes = [{"F": 1, "B": -1, "I": -1}.get(action.kind, 0) for action in passes]
+                assert max(accumulate(changes)) <= most * (pp - rank) + more, (name, pp, count, rank)
+
+
+def test_bounds_over_slow_links_hold_and_bind() -> None:
+    request, binding = slow_links(), 0
+    judge = Judge(request)
+    for shape in shapes(request):
+        for order in orders(request, shape):
+            for draft in plans(request, order):
+                if (plan := placed(judge, draft, order)) is not None:
+                    time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
+                    count = plan.num_micro_batches(request.workload)
+                    trips_s = trips_bound_s(plan, judge.seconds(plan), count)
+                    passes_s = step_bound_s(plan, judge.seconds(plan), [count])
+                    assert max(trips_s, passes_s, judge.order_bound(order), judge.unsharded_bound(order)) <= time_s, (
+                        plan
+                    )
+                    binding += trips_s > passes_s
+    assert binding > 5
+
+
+def test_what_is_tried_first_over_slow_links_does_not_hide_the_best() -> None:
+    request = slow_links()
+    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:2]
+    assert [verdict.order for verdict in search(request, 2).best] == expected
