@@ -1,4 +1,4 @@
-"""Devices and links that differ: unequal shares of the data, pipelines over slow links, what the search makes of both."""
+"""Devices and links that differ: unequal shares of the data, pipelines over slow links, and the search for both."""
 
 from collections.abc import Callable
 from dataclasses import replace
