@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from muster.spec.layout import stages_of
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec, parameters
 from muster.spec.named_model import load_model
-from muster.spec.plan import Plan, Strategy
+from muster.spec.plan import Plan, Recompute, Strategy
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
 from muster.spec.software import Software
@@ -188,6 +189,47 @@ def test_layers_keep_what_korthikanti_counts(size):
 def test_shares_of_activations_are_those_of_the_figure(size, sp, recompute, percent):
     share = layer_numbers(size, sp=sp, recompute=recompute) / layer_numbers(size)
     assert 100 * share == pytest.approx(percent, rel=0.015)  # read off a figure
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dropout", "kept", "most"),
+    [("fused", False, 2, 6), ("fused", True, 5, 7), ("unfused", False, 6, 12), ("unfused", True, 7, 12)],
+)
+def test_bytes_of_a_score(kernel, dropout, kept, most):
+    """Kept of each score from forward to backward, and held at most while a recomputed layer's backward runs, where
+    autograd drops what an operation kept once it has run."""
+    spec, workload = gpt(1024, 4, 16), Workload(seq_len=8192, global_batch_size=2)
+    scores = 16 * 8192**2
+
+    def stage(recompute: Recompute, attention: str, dropout: bool) -> StageMemory:
+        plan = Plan(pp=2, default_strategy=Strategy(zero="z1", attention=attention, recompute=recompute))  # type: ignore[arg-type]
+        software = Software(storage="megatron", attention=kernel, dropout=dropout)  # type: ignore[arg-type]
+        return megatron_stage(spec, plan, workload, 0, software)
+
+    def peak(one: StageMemory) -> int:
+        return max(moment.extra.total for kind in "FB" for moment in one.moments[kind])
+
+    by_layer = stage("none", "unfused", dropout).kept.total - stage("attention", "unfused", dropout).kept.total
+    assert by_layer / 2 / scores == kept
+    written, flash = peak(stage("full", "unfused", dropout)), peak(stage("full", "flash", dropout))
+    assert (written - flash) / scores == pytest.approx(most, rel=0.1)
+
+
+def test_unfused_attention_keeps_what_autograd_does():
+    """Softmax in float32 and its cast, which multiplies the values: counted at autograd's own hooks."""
+    found: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    scores = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    values = torch.randn(2, 64, 8, dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        probabilities = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(torch.bfloat16)
+        (probabilities @ values.requires_grad_()).sum()
+    written = sum(size for size in found if size >= 2 * scores.numel())
+    assert written == 6 * scores.numel()
 
 
 def test_megatron_stores_eighteen_bytes_for_each_parameter():

@@ -237,3 +237,16 @@ def test_a_group_with_one_rank_per_node_has_one_card():
     assert spread.domains == dense.domains == 8
     assert all_gather_s(spread, 2**30) > 4 * all_gather_s(dense, 2**30)
     assert all_to_all_s(dense, 2**27) > all_to_all_s(make_group(cluster, range(8)), 2**27)
+
+
+def test_ranks_that_meet_at_every_layer_wait_more_for_the_slowest():
+    """On twice the nodes the passes take longer by half a percent, by one where every layer gathers and reduces."""
+    for zero, share in (("z1", 0.005), ("z3", 0.01)):
+        plan = Plan(dp_shard=8, default_strategy=Strategy(zero=zero))
+        one, four = (
+            plan_times(
+                LLAMA, plan.model_copy(update={"dp_replicate": nodes}), WORKLOAD, load_cluster(f"{8 * nodes}xh100")
+            )
+            for nodes in (1, 4)
+        )
+        assert four.seconds["F", 0] / one.seconds["F", 0] == pytest.approx(1 + 2 * share, rel=1e-6)

@@ -126,12 +126,12 @@ class _Megatron:
         return total
 
     def _scores(self) -> int:
-        """The softmax; with dropout a mask of a byte and the product of the two. Unfused, the softmax is in float32 and
-        a copy of it in the compute dtype multiplies the values."""
-        softmax = score_bytes(self.sizes, self.seq_len)
-        numbers = softmax // self.size
-        extra = numbers * (1 + self.size) if self.software.dropout else 0
-        return softmax + extra + (numbers * _WIDE if self.software.attention == "unfused" else 0)
+        """What attention keeps of its scores: what multiplies the values, in the compute dtype, and what softmax and
+        dropout need. Fused, the softmax's output is that factor; unfused it is in float32, and cast. Dropout keeps a
+        mask of a byte; its output is the factor then, and the cast isn't kept (arXiv:2205.05198 §4.1)."""
+        numbers = score_bytes(self.sizes, self.seq_len) // self.size
+        softmax = _WIDE if self.software.attention == "unfused" else 0 if not self.software.dropout else self.size
+        return numbers * (self.size + softmax + self.software.dropout)
 
     def _norm(self) -> int:
         """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and
@@ -211,12 +211,16 @@ class _Megatron:
         return 0 if how == "none" else self.layer(layer, "none") - self.layer(layer, how)
 
     def _score_work(self, layer: int) -> int:
-        """Scores before their softmax, or their gradients: of the softmax and of what it was made of. Unfused, these
-        are in float32, and the mask's backward makes one more."""
+        """Scores while they are worked on, beside what is kept of them. Fused: before their softmax, or the gradients
+        on both of its sides. Unfused: the scores and a float32 copy of them beside softmax and cast; backward, where
+        autograd drops what an operation kept once it has run, the float32 gradients on both sides of the softmax beside
+        its output."""
         if self.plan.strategy(layer).attention == "flash":
             return 0
         numbers = score_bytes(self.sizes, self.seq_len) // self.size
-        return numbers * (3 * _WIDE if self.software.attention == "unfused" else 2 * self.size)
+        if self.software.attention != "unfused":
+            return numbers * (1 if self.software.dropout else 2) * self.size
+        return numbers * 3 * _WIDE - self._scores()
 
     def _matrix(self) -> int:
         """A matrix's gradient before it is added to the buffer."""

@@ -12,9 +12,14 @@ from muster.cost.places import LayerKind, PlanSetting
 from muster.cost.spent import CONTENTION, Spent
 from muster.spec.model import layer_parameters, stage_parameters
 
-WAITING = 0.01
-"""Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest: the same plan takes
-1.0-1.3 % longer on twice the nodes in Megatron-LM's table 2 (arXiv:2104.04473) and llm-foundry's tables of A100."""
+WAITING = 0.005
+"""Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest, where data-parallel
+ranks meet once a step: beside what the collectives take, the same plan takes 0 to 0.4 % longer on twice the nodes in
+bf16 and 0.5 to 1 % in fp8 (Llama 3 on 8 to 256 nodes of H100, github:NVIDIA/dgxc-benchmarking), and 1 % with float16
+(530B on 35 to 280 nodes, arXiv:2205.05198 §6.3)."""
+WAITING_BY_LAYER = 0.01
+"""The same where they meet at every layer, under z2 and z3, so that what is slow by chance doesn't even out over a
+step: 0.7 to 2.5 % (llm-foundry's tables of A100 and H100, torchtitan's of H100 and H200)."""
 
 
 class StageTimes:
@@ -88,7 +93,8 @@ class StageTimes:
         key = self._key if self.zero == "z1" else (*self._key, id(self.data), id(self.replicas))
         known = self.setting.known.stages
         if key not in known:
-            slower, spent = 1 + WAITING * log2(self.setting.num_nodes), dict(self.passes())
+            waiting = WAITING if self.zero == "z1" else WAITING_BY_LAYER
+            slower, spent = 1 + waiting * log2(self.setting.num_nodes), dict(self.passes())
             seconds = {kind: slower * one.seconds(self.launch_s) for kind, one in spent.items()}
             known[key] = seconds, {kind: one.waits_s for kind, one in spent.items()}
         return known[key]

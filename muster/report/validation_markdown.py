@@ -40,7 +40,8 @@ the counts, *undecided* those where what the row leaves open decides. *balanced*
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster
 ranks those first that leave a tenth of the memory free, then those that fit, each by their predicted time. *first
 reaches* is the throughput of the layout that Muster ranks first as a part of the best measured one, 0 where it ran out
-of memory; *of those that ran* leaves out the layouts that did; *best in 3* whether one of its first three is the best.
+of memory; *of those that ran* leaves out the layouts that did; *first three reach* is the best of its first three, and
+*best in 3* whether that is the best of all.
 """,
     WORST: "One of each configuration.\n",
 }
@@ -79,7 +80,8 @@ def _reasons(summary: Summary) -> str:
     lines = []
     for name in summary.by_source:
         source = source_of(name)
-        words = " ".join(word for word in (source.why, source.errs) if word)
+        said = (source.why, *(sheet.why for sheet in source.sheets), source.errs)
+        words = " ".join(word for word in said if word)
         calibrated = f" Used in calibration: {source.calibrated}" if source.calibrated else ""
         if words or calibrated:
             lines.append(f"* **{name}**: {words}{calibrated}\n")

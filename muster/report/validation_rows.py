@@ -1,6 +1,7 @@
 """The tables of a validation, as cells: the same for the terminal, the page and the documentation."""
 
 import re
+from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.validate.score import Errors
 from muster.validate.summary import Group, Summary, unread
+from muster.validate.sweeps import Sweep
 
 Cells = tuple[str, ...]
 _NAME = 46
@@ -124,13 +126,23 @@ def outcome_rows(summary: Summary) -> list[Cells]:
 
 def sweep_rows(summary: Summary) -> list[Cells]:
     """A header and one row for each sweep."""
-    head = ("sweep", "layouts", "OOM", "rank corr.", "first reaches", "of those that ran", "best in 3")
+    head = (
+        "sweep",
+        "layouts",
+        "OOM",
+        "rank corr.",
+        "first reaches",
+        "of those that ran",
+        "first three reach",
+        "best in 3",
+    )
     return [
         head,
         *(
             (
                 *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
                 *(percent(100 * sweep.first_reaches), percent(100 * sweep.first_timed_reaches)),
+                percent(100 * sweep.three_reach),
                 "yes" if sweep.best_in_first_three else "no",
             )
             for sweep in summary.sweeps
@@ -139,16 +151,29 @@ def sweep_rows(summary: Summary) -> list[Cells]:
 
 
 def sweeps_words(summary: Summary) -> str:
-    """The sweeps' scores in a sentence; empty without sweeps."""
-    sweeps = summary.sweeps
-    if not sweeps:
-        return ""
-    reaches = [sweep.first_timed_reaches for sweep in sweeps]
+    """The sweeps' scores in a sentence, and those of smaller ones in another; empty without sweeps."""
+    words = [_sweeps_words(summary.sweeps)] if summary.sweeps else []
+    if small := summary.small_sweeps:
+        fewest, most = (pick(sweep.layouts for sweep in small) for pick in (min, max))
+        reaches = [sweep.first_reaches for sweep in small]
+        words.append(
+            f"Of {len(small)} smaller sweeps, of {fewest} to {most} layouts, what is ranked first reaches"
+            f" {percent(100 * mean(reaches))} on average, at least {percent(100 * min(reaches))}; it is the best in"
+            f" {sum(reach == 1.0 for reach in reaches)}."
+        )
+    return " ".join(words)
+
+
+def _sweeps_words(sweeps: Sequence[Sweep]) -> str:
+    first, ran, three = (
+        [getattr(sweep, name) for sweep in sweeps] for name in ("first_reaches", "first_timed_reaches", "three_reach")
+    )
     return (
         f"Of {len(sweeps)} sweeps the mean rank correlation is {mean(sweep.rank_correlation for sweep in sweeps):.2f};"
-        f" what is ranked first reaches {percent(100 * mean(sweep.first_reaches for sweep in sweeps))} of the best on"
-        f" average, and of the layouts that ran {percent(100 * mean(reaches))}, at least {percent(100 * min(reaches))};"
-        f" one of the first three is the best in {percent(100 * mean(sweep.best_in_first_three for sweep in sweeps))}."
+        f" what is ranked first reaches {percent(100 * mean(first))} of the best on average (it ran out of memory in"
+        f" {first.count(0.0)}), and of the layouts that ran {percent(100 * mean(ran))}, at least"
+        f" {percent(100 * min(ran))}; the best of the first three reaches {percent(100 * mean(three))} on average, at"
+        f" least {percent(100 * min(three))}, and is the best of all in {percent(100 * three.count(1.0) / len(three))}."
     )
 
 

@@ -15,7 +15,7 @@ from muster.spec.workload import Workload
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, step_time_s
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.sources import Source, source_of
+from muster.validate.sources import Source, source_of, with_facts
 from muster.validate.table import Row
 
 NEAR = 0.05
@@ -179,7 +179,7 @@ def _measured_s(row: Row, setting: Setting) -> float:
     mfu_peak = device.flops_per_s("bf16") or 0.0
     if row.metric == "MFU_pct" and not mfu_peak:
         raise UnreadableError(f"the peak of {device.name} is unknown, of which {row.metric} is a part")
-    found_s = step_time_s(row, setting.model, setting.workload, source_of(row.source).formula, mfu_peak)
+    found_s = step_time_s(with_facts(row), setting.model, setting.workload, source_of(row.source).formula, mfu_peak)
     if not peaks:
         return found_s
     mfu = least_flops(setting.model, setting.workload) / (found_s * max(peaks.values()) * setting.cluster.num_devices)

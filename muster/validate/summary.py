@@ -23,7 +23,7 @@ from muster.validate.score import (
     worst,
 )
 from muster.validate.sources import source_of
-from muster.validate.sweeps import Sweep, sweeps_of
+from muster.validate.sweeps import FEWEST_LAYOUTS, LEAST_LAYOUTS, Sweep, sweeps_of
 from muster.validate.table import Row, parse_table, read_table
 
 _BASELINE = "calculon_baseline"
@@ -59,6 +59,8 @@ class Summary:
     overall: Group
     by_source: dict[str, Group]
     sweeps: tuple[Sweep, ...]
+    small_sweeps: tuple[Sweep, ...]
+    """Those with fewer layouts than a sweep needs."""
     worst: tuple[Result, ...]
 
     @property
@@ -98,7 +100,9 @@ def summarize(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Sum
     used = {result.row.source for result in left_out}
     others = [result for result in results if result.row.source not in used]
     overall = group_of(results, [*others, *left_out] if left_out else [])
-    return Summary(tuple(results), overall, by_source, tuple(sweeps_of(results)), tuple(worst(results, _WORST)))
+    small = sweeps_of(results, FEWEST_LAYOUTS, LEAST_LAYOUTS - 1)
+    wrong = worst(results, _WORST)
+    return Summary(tuple(results), overall, by_source, tuple(sweeps_of(results)), tuple(small), tuple(wrong))
 
 
 def _of_source(results: Sequence[Result], name: str) -> list[Result]:
@@ -148,6 +152,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "overall": _group_json(summary.overall),
         "by_source": {name: _group_json(group) for name, group in summary.by_source.items()},
         "sweeps": _sweeps_json(summary.sweeps),
+        "small_sweeps": _sweeps_json(summary.small_sweeps),
         "worst": [_row_json(result) for result in summary.worst],
         "unpredicted": [{"row": result.row.place, "why": result.reason} for result in summary.unpredicted],
         "left_out": summary.left_out,
@@ -182,8 +187,11 @@ def _sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
         "first_timed_reaches": mean(sweep.first_timed_reaches for sweep in sweeps) if sweeps else None,
         "least_first_timed_reaches": min((sweep.first_timed_reaches for sweep in sweeps), default=None),
         "least_first_reaches": min(reaches, default=None),
+        "three_reach": mean(sweep.three_reach for sweep in sweeps) if sweeps else None,
+        "least_three_reach": min((sweep.three_reach for sweep in sweeps), default=None),
         "best_in_first_three": mean(sweep.best_in_first_three for sweep in sweeps) if sweeps else None,
-        "each": [asdict(sweep) for sweep in sweeps],
+        "first_out_of_memory": sum(not reach for reach in reaches),
+        "each": [{**asdict(sweep), "best_in_first_three": sweep.best_in_first_three} for sweep in sweeps],
     }
 
 

@@ -3,12 +3,15 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import mean
 
 from muster.cost.forecast import HEAD_ROOM
 from muster.validate.predicted import Result
 
 LEAST_LAYOUTS = 6
+FEWEST_LAYOUTS = 2
+"""Of a smaller sweep, which is reported apart: two layouts say whether the better one is known."""
 
 _SAME = (
     *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
@@ -32,21 +35,26 @@ class Sweep:
     """Throughput of the layout ranked first as a part of the best measured; 0 where it ran out of memory."""
     first_timed_reaches: float
     """The same among the layouts that ran."""
-    best_in_first_three: bool
+    three_reach: float
+    """Of the best of the first three."""
+
+    @property
+    def best_in_first_three(self) -> bool:
+        return self.three_reach == 1.0
 
 
-def sweeps_of(results: Iterable[Result], least: int = LEAST_LAYOUTS) -> list[Sweep]:
-    """Every sweep with at least `least` timed layouts."""
+def sweeps_of(results: Iterable[Result], least: int = LEAST_LAYOUTS, most: float = inf) -> list[Sweep]:
+    """Every sweep with `least` to `most` timed layouts."""
     groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
     for result in results:
         if result.answer is not None and result.succeeded is not None:
             groups[tuple(getattr(result.row, name) for name in _SAME)].append(result)
-    return [sweep for key, group in groups.items() if (sweep := _sweep(key, group, least)) is not None]
+    return [sweep for key, group in groups.items() if (sweep := _sweep(key, group, least, most)) is not None]
 
 
-def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Sweep | None:
+def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int, most: float) -> Sweep | None:
     timed = _one_of_each([result for result in group if result.is_predicted])
-    if len(timed) < least:
+    if not least <= len(timed) <= most:
         return None
     failed = _one_of_each([result for result in group if result.succeeded is False])
     measured = [_measured(result) for result in timed]
@@ -60,7 +68,7 @@ def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int) -> Swee
     )
     correlation = spearman([result.predicted_s for result in timed], measured)
     ran = next(speed for speed in speeds if speed)
-    return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]) == 1.0)
+    return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]))
 
 
 def _rank(result: Result) -> tuple[bool, bool, float]:
