@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import permutations, product, takewhile
 from math import inf
 from random import Random
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from muster.cli.main import main
 from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.planner.balance import Load, balanced, least_busy_s, loads
+from muster.planner.bound import first_run
 from muster.planner.judge import Judge
 from muster.planner.launch import LAUNCHERS, Job, launch_files
 from muster.planner.layers import Option, cheapest
@@ -22,12 +23,12 @@ from muster.planner.request import Request
 from muster.planner.search import everything, placed, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
-from muster.schedule.build import program_of
+from muster.schedule.build import program_of, schedule_of
 from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
-from muster.spec.plan import AXES
+from muster.spec.plan import AXES, Plan
 from muster.spec.workload import Workload
 
 CLUSTERS = ("2xh100", "4xa100", "8xh100", "2xh100+2xa100", "4xv100", "4xl40s")
@@ -139,6 +140,17 @@ def test_memory_is_weighed_without_a_program_as_with_it() -> None:
                 assert room.least_bytes(order, split) <= max(peaks), plan
                 schedules.add(plan.schedule)
     assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2), ("v-half", 2)])
+def test_no_rank_does_more_forwards_of_its_first_stage_at_once_than_bounds_assume(schedule, chunks) -> None:
+    for pp, count in product((2, 3, 4, 7, 8), (1, 2, 3, 5, 8, 12, 23)):
+        plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
+        runs = []
+        for order in schedule_of(plan, count).ranks:
+            forwards = takewhile(lambda action, own=order[0].stage: action[:2] == ("F", own), order)
+            runs.append(sum(1 for _ in forwards))
+        assert all(run <= most for run, most in zip(runs, first_run(plan, count), strict=True)), (pp, count)
 
 
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """Where the ranks of a plan lie on a cluster: the groups of its axes, the devices of its stages."""
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from muster.cost.collectives import Group, all_reduce_s, make_group, message_s
 from muster.cost.kernels import sustained_flops_per_s
@@ -147,6 +150,34 @@ class PlanSetting:
         within = stage % self.depth
         return self._where(stage), within == 0, within == self.depth - 1, self._kinds[within]
 
+    @cached_property
+    def alike(self) -> "Alike":
+        """Which stages have equal signatures."""
+        return self._pattern(("stages", self.is_uniform, *self._kinds), self.signature)
+
+    @cached_property
+    def hops_alike(self) -> "Alike":
+        """Which stages are as far from the one before; those with none before, or one on the same rank, are alike."""
+        return self._pattern(("hops", self.depth), self._hop_signature)
+
+    def _pattern(self, key: tuple, signature_of: Callable[[int], Hashable]) -> "Alike":
+        key = *key, self.period, self.placement, *self._first_ranks
+        if key not in self.known.patterns:
+            numbers: dict[Hashable, int] = {}
+            which = [numbers.setdefault(signature_of(stage), len(numbers)) for stage in range(len(self.placement))]
+            self.known.patterns[key] = Alike([which.index(number) for number in numbers.values()], np.array(which))
+        return self.known.patterns[key]
+
+    def _hop_signature(self, stage: int) -> tuple[int, ...]:
+        if self.is_joined(stage):
+            before, own = self.first_rank(stage - 1), self.first_rank(stage)
+            return before % self.period, own - before
+        return ()
+
+    def is_joined(self, stage: int) -> bool:
+        """Whether a stage receives from another rank."""
+        return stage % self.depth > 0 and self.placement[stage] != self.placement[stage - 1]
+
     def _where(self, stage: int) -> int:
         """Equal for stages that lie alike."""
         pp_rank = self.placement[stage]
@@ -258,6 +289,15 @@ class PlanSetting:
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 
+class Alike(NamedTuple):
+    """Stages sorted into kinds."""
+
+    examples: list[int]
+    """A stage of each."""
+    which: NDArray[np.intp]
+    """Of each stage, its kind."""
+
+
 class Place(NamedTuple):
     """What a stage's ranks are, and the groups in which they communicate."""
 
@@ -282,6 +322,7 @@ class Known:
     devices: dict[tuple, DeviceSpec]
     stages: dict[tuple, Any]
     """What `muster.cost.stage_times` remembers of passes."""
+    patterns: dict[tuple, Alike]
     layers: tuple[int, ...]
     """Of each layer of the model a number that tells it from others, whatever the plan does with single ones."""
 
@@ -302,7 +343,7 @@ def known_of(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Sof
     layers = range(model.num_layers)
     kinds = [(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers]
     numbers = tuple(kinds.index(kind) for kind in kinds)
-    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, {}, {}, numbers)))
+    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, {}, {}, {}, numbers)))
     return _RECENT[-1][-1]
 
 

@@ -3,13 +3,15 @@
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from muster.cost.activations import offloaded_bytes
 from muster.cost.collectives import Group, all_reduce_s, message_s
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.measured import measured_times
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.places import PlanSetting, known_of
-from muster.cost.stage_times import StageTimes, stage_times
+from muster.cost.stage_times import StageTimes, example_times
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -48,7 +50,8 @@ def plan_times(
     if cluster.device.rates is not None:
         return measured_times(model, plan, workload, cluster.device.rates)
     setting = plan_setting(model, plan, workload, cluster, software, data)
-    stages = stage_times(setting)
+    examples = example_times(setting)
+    stages = [examples[kind] for kind in setting.alike.which.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
     exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
     for stage in _ends(setting):
@@ -57,7 +60,7 @@ def plan_times(
     if plan.spread_vocab:
         seconds.update(_word_times(setting))
     whole = setting if data is None else replace(setting, data=None)  # all wait for the slowest
-    seconds["NORM", -1], seconds["STEP", -1] = once_s(whole, stages if data is None else stage_times(whole))
+    seconds["NORM", -1], seconds["STEP", -1] = once_s(whole, examples if data is None else example_times(whole))
     hops = {}
     for stage, pair in enumerate(stage_hops(setting)):
         if pair is not None:
@@ -110,16 +113,16 @@ def data_ranks_by_kind(setting: PlanSetting, links: bool = True) -> dict[Hashabl
     return found
 
 
-def once_s(setting: PlanSetting, stages: Sequence[StageTimes]) -> tuple[float, float]:
-    """Seconds of NORM and STEP: of the rank that takes longest."""
-    held = [0.0] * setting.plan.pp
-    for rank, at in zip(setting.placement, stages, strict=True):
-        held[rank] += at.owned_numel
+def once_s(setting: PlanSetting, examples: Sequence[StageTimes]) -> tuple[float, float]:
+    """Seconds of NORM and STEP: of the rank that takes longest. `examples`: as of `example_times`."""
+    owned = np.array([at.owned_numel for at in examples])[setting.alike.which]
+    held = np.bincount(setting.placement, owned, setting.plan.pp)
     if setting.cluster.is_uniform:
-        most = [(setting.cluster.device, max(held))]
+        most = [(setting.cluster.device, float(np.max(held)))]
     else:
-        devices = {rank: at.device for rank, at in zip(setting.placement, stages, strict=True)}
-        most = [(device, held[rank]) for rank, device in devices.items()]
+        kinds = zip(setting.placement, setting.alike.which.tolist(), strict=True)
+        devices = {rank: examples[kind].device for rank, kind in kinds}
+        most = [(device, float(held[rank])) for rank, device in devices.items()]
     norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32)
     norm_s += max(stream_s(device, NORM_BYTES * count) for device, count in most)
     return norm_s, STEP_HOST_S + max(stream_s(device, OPTIMIZER_BYTES * count) for device, count in most)
@@ -172,26 +175,31 @@ def _copy_times(setting: PlanSetting) -> Iterator[tuple[tuple[str, int], float]]
 def stage_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
     """Of each stage, the hidden state's transfer to it from the stage before, and the gradient's back; None where both
     lie on one rank, or none is before it."""
-    plan, depth, mesh, sp = setting.plan, setting.depth, setting.mesh(0), setting.plan.default_strategy.sp
-    ranks = [setting.first_rank(stage) for stage in range(len(setting.placement))]
-    alike, period = setting.is_uniform and not plan.overrides, setting.period
-    known: dict[tuple, tuple[Hop, Hop]] = {}
-    found: list[tuple[Hop, Hop] | None] = [None]
-    for stage in range(1, len(ranks)):
-        before, own = ranks[stage - 1], ranks[stage]
-        if before == own or stage % depth == 0:
-            found.append(None)
-            continue
-        key = (before % period, own - before) if alike and setting.is_flat else (stage,)
-        if key not in known:
-            pair, both = setting.between(stage - 1, stage), []
-            for source in (stage - 1, stage):
-                if not alike:
-                    mesh, sp = plan.mesh(source), plan.strategy(setting.layers[source % depth].start).sp
-                both.append(_hop(setting, pair, source, mesh, sp))
-            known[key] = both[0], both[1]
-        found.append(known[key])
-    return found
+    if not hops_are_alike(setting):
+        return [_stage_hop(setting, stage) for stage in range(len(setting.placement))]
+    examples = example_hops(setting)
+    return [examples[kind] for kind in setting.hops_alike.which.tolist()]
+
+
+def hops_are_alike(setting: PlanSetting) -> bool:
+    """Whether hops depend on how far stages lie apart alone."""
+    return setting.is_uniform and setting.is_flat and not setting.plan.overrides
+
+
+def example_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
+    """Of a stage of each kind (`PlanSetting.hops_alike`), where hops are alike."""
+    return [_stage_hop(setting, stage) for stage in setting.hops_alike.examples]
+
+
+def _stage_hop(setting: PlanSetting, stage: int) -> tuple[Hop, Hop] | None:
+    if not setting.is_joined(stage):
+        return None
+    pair, plan = setting.between(stage - 1, stage), setting.plan
+    one, other = (
+        _hop(setting, pair, source, plan.mesh(source), plan.strategy(setting.layers[source % setting.depth].start).sp)
+        for source in (stage - 1, stage)
+    )
+    return one, other
 
 
 def _hop(setting: PlanSetting, pair: Group, source: int, mesh: Mesh, sp: bool) -> Hop:

@@ -289,14 +289,13 @@ class StageTimes:
 
 def stage_times(setting: PlanSetting) -> list[StageTimes]:
     """Of every stage of the plan; the same object where stages are alike."""
-    alike: dict[tuple, StageTimes] = {}
-    found = []
-    for stage in range(len(setting.placement)):
-        signature = setting.signature(stage)
-        if signature not in alike:
-            alike[signature] = StageTimes(setting, stage)
-        found.append(alike[signature])
-    return found
+    examples = example_times(setting)
+    return [examples[kind] for kind in setting.alike.which.tolist()]
+
+
+def example_times(setting: PlanSetting) -> list[StageTimes]:
+    """Of a stage of each kind (`PlanSetting.alike`)."""
+    return [StageTimes(setting, stage) for stage in setting.alike.examples]
 
 
 def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:

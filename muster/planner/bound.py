@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from muster.cost.op_times import OpTimes
 from muster.cost.places import PlanSetting
-from muster.cost.plan_times import once_s, stage_hops
-from muster.cost.stage_times import stage_times
+from muster.cost.plan_times import example_hops, hops_are_alike, once_s, stage_hops
+from muster.cost.stage_times import example_times
 from muster.planner.space import Order
 from muster.schedule.action import Action
 from muster.spec.plan import Plan, split_evenly
@@ -58,25 +58,38 @@ class PassSeconds:
 
 def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
     """Of a plan on devices with data sheets."""
-    plan, stages, zero = setting.plan, stage_times(setting), setting.plan.default_strategy.zero
+    plan, zero = setting.plan, setting.plan.default_strategy.zero
+    examples, which = example_times(setting), setting.alike.which
     kinds = ("F", "I", "W") if plan.splits else ("F", "B")
-    passes_s = [at.passes_s for at in stages]
-    columns = [np.array([of[kind] for of in passes_s]) for kind in kinds]
-    hops = stage_hops(setting)
-    come, back = (np.array([0.0 if pair is None else pair[side].total_s for pair in hops]) for side in (0, 1))
-    firsts = range(0, len(stages), setting.depth)
-    shared = [stages[first] if plan.mesh(first).data_ranks > 1 else None for first in firsts]
+    passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
+    columns = passes[which].T
+    come, back = _hop_columns(setting)
+    firsts = range(0, len(which), setting.depth)
+    shared = [examples[which[first]] if plan.mesh(first).data_ranks > 1 else None for first in firsts]
+    norm_s, step_s = once_s(setting, examples)
+    crowd = np.zeros(len(which))
+    if setting.cluster.device.shared_cores:
+        ranks = [setting.mesh(stage).ranks for stage in range(len(which))]
+        crowd = _crowd(ranks, setting.cluster.device.shared_cores)
     return PassSeconds(
         columns[0],
         columns[1],
-        columns[2] if plan.splits else np.zeros(len(stages)),
+        columns[2] if plan.splits else np.zeros(len(which)),
         come,
         back,
         [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
         [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
-        once_s(setting, stages)[1] + (0.0 if plan.post_validation else once_s(setting, stages)[0]),
-        _crowd([setting.mesh(stage).ranks for stage in range(len(stages))], setting.cluster.device.shared_cores),
+        step_s + (0.0 if plan.post_validation else norm_s),
+        crowd,
     )
+
+
+def _hop_columns(setting: PlanSetting) -> Column:
+    """What comes to each stage, and what goes back, in two rows."""
+    alike = hops_are_alike(setting)
+    hops = example_hops(setting) if alike else stage_hops(setting)
+    columns = np.array([(0.0, 0.0) if pair is None else (pair[0].total_s, pair[1].total_s) for pair in hops])
+    return (columns[setting.hops_alike.which] if alike else columns).T
 
 
 def seconds_of_times(plan: Plan, times: OpTimes) -> PassSeconds:
@@ -118,22 +131,42 @@ def step_bound_s(plan: Plan, seconds: PassSeconds, micro_batches: Sequence[int])
     best, worked, depth = 0.0, 0.0, plan.depth
     for replica, count in enumerate(micro_batches):
         own = slice(replica * depth, (replica + 1) * depth)
-        ranks, firsts = _ranks_of(plan.placement[own])
+        ranks, firsts, nexts = _ranks_of(plan.placement[own])
         forward, inputs, weights = seconds.forward[own], seconds.inputs[own], seconds.weights[own]
         head = seconds.begin[replica] + np.cumsum(seconds.come[own] + forward) - forward
         back = seconds.end[replica] + np.cumsum(seconds.back[own] + inputs) - inputs
+        begin = head[firsts]
+        if nexts is not None:
+            # Until a micro-batch comes to its next stage, a rank has no passes but forwards of its first.
+            begin = np.maximum(begin, head[nexts] - first_run(plan, count) * forward[firsts])
         # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
         after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
+        ends = begin + count * np.bincount(ranks, forward + inputs) + after
         worked += count * float(np.sum(seconds.crowd[own] * (forward + inputs + weights)))
-        best = max(best, float(np.max(head[firsts] + count * np.bincount(ranks, forward + inputs) + after)))
+        best = max(best, float(np.max(ends)))
     return max(best + seconds.once, worked)
 
 
+def first_run(plan: Plan, micro_batches: int) -> Column:
+    """Of each rank, the most forwards of its first stage before any other pass, by its schedule: those of a group
+    (interleaved), up to the first turn (ZB-V), what V-Half lets a rank keep; all where nothing is known."""
+    ranks, m = np.arange(plan.pp), micro_batches
+    if plan.schedule == "interleaved":
+        return np.full(plan.pp, float(-(-m // max(1, m // plan.pp))))
+    if plan.schedule == "zb-v":
+        return np.minimum(m, 2.0 * (plan.pp - ranks) - 1)
+    return np.full(plan.pp, float(min(m, plan.pp + 2) if plan.schedule == "v-half" else m))
+
+
 @lru_cache(maxsize=1024)
-def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The rank of each stage, counted among those there are, and the first stage of each."""
+def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp] | None]:
+    """The rank of each stage, counted among those there are; the first stage of each, and the second where all have
+    one."""
     _, firsts, ranks = np.unique(np.array(placement), return_index=True, return_inverse=True)
-    return ranks, firsts
+    again = np.ones(len(placement), bool)
+    again[firsts] = False
+    others, index = np.unique(np.array(placement)[again], return_index=True)
+    return ranks, firsts, np.flatnonzero(again)[index] if len(others) == len(firsts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +221,6 @@ def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batche
 @lru_cache(maxsize=4096)
 def _even_layers(num_layers: int, placement: tuple[int, ...]) -> tuple[Column, Column]:
     """Layers that lie before each rank's first stage, and those that it holds, where stages have as many as can be."""
-    ranks, firsts = _ranks_of(placement)
+    ranks, firsts, _ = _ranks_of(placement)
     counts = np.array(split_evenly(num_layers, len(placement)), float)
     return (np.cumsum(counts) - counts)[firsts], np.bincount(ranks, counts).astype(float)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 
+import numpy as np
+
 from muster.cost.forecast import kind_of_stage
 from muster.cost.own_memory import own_kept
 from muster.cost.walk import RankOrder
@@ -34,21 +36,29 @@ def fitted(
     `plan` recomputes nothing. Ranks are independent: each frees its own memory, and the less time it takes the better,
     so that the best choice for each is the best for all.
     """
-    layer = _layer_options(plan, model, workload, seconds_of)
+    kept = _kept(plan, model, workload)
+    stages_of: list[list[int]] = [[] for _ in range(plan.pp)]
+    for stage in range(plan.depth):
+        stages_of[plan.pp_rank(stage)].append(stage)
+    layers = [plan.layers(stage, model.num_layers) for stage in range(plan.depth)]
+    none_bytes = [
+        sum(kept[stage]["none"] * order.live[stage] * len(layers[stage]) for stage in own)
+        for own, order in zip(stages_of, orders, strict=True)
+    ]
+    if any(over > most for over, most in zip(over_bytes, none_bytes, strict=True)):
+        return None
+    more_s = _more_seconds(plan, [len(held) for held in layers], seconds_of)
     chosen: dict[int, str] = {}
-    for rank in range(plan.pp):
-        live = orders[rank].live
-        layers: list[int] = []
+    for rank, own in enumerate(stages_of):
         options: list[list[Option]] = []
-        for stage in (stage for stage in range(plan.depth) if plan.pp_rank(stage) == rank):
-            held = plan.layers(stage, model.num_layers)
-            layers += held
-            options += [[Option(mode, time_s, kept * live[stage]) for mode, time_s, kept in layer[stage]]] * len(held)
-        none_bytes = sum(row[0].memory_bytes for row in options)
-        choice = cheapest(options, none_bytes - over_bytes[rank])
+        for stage in own:
+            live = orders[rank].live[stage]
+            row = [Option(mode, more_s[mode][stage], kept[stage][mode] * live) for mode in MODES]
+            options += [row] * len(layers[stage])
+        choice = cheapest(options, none_bytes[rank] - over_bytes[rank])
         if choice is None:
             return None
-        chosen |= dict(zip(layers, choice.names, strict=True))
+        chosen |= dict(zip((layer for stage in own for layer in layers[stage]), choice.names, strict=True))
     return with_layer_modes(plan, chosen, model.num_layers)
 
 
@@ -67,22 +77,28 @@ def with_layer_modes(plan: Plan, modes: dict[int, str], num_layers: int) -> Plan
     return changed.model_copy(update={"overrides": tuple(runs)})
 
 
-def _layer_options(
-    plan: Plan, model: ModelSpec, workload: Workload, seconds_of: Callable[[Plan], PassSeconds]
-) -> list[list[tuple[str, float, float]]]:
-    """Of each stage, by mode: the time that it adds to each layer's backward, and what each keeps of a micro-batch
-    beyond the mode that keeps least, in bytes."""
+def _kept(plan: Plan, model: ModelSpec, workload: Workload) -> list[dict[str, float]]:
+    """Of each stage, by mode: what a layer keeps of a micro-batch beyond the mode that keeps least, in bytes."""
     modes = {mode: with_recompute(plan, mode) for mode in MODES}
-    seconds = {mode: seconds_of(changed) for mode, changed in modes.items()}
-    backward_s = {mode: found.inputs + found.weights for mode, found in seconds.items()}
-    kept: dict[Hashable, dict[str, int]] = {}
+    known: dict[Hashable, dict[str, float]] = {}
     found = []
     for stage in range(plan.depth):
-        count = len(plan.layers(stage, model.num_layers))
         kind = kind_of_stage(model, plan, stage)
-        if kind not in kept:
-            kept[kind] = {mode: own_kept(model, changed, workload, stage).total for mode, changed in modes.items()}
-        own, each = kept[kind], max(1, count)
-        more_s = {mode: float(backward_s[mode][stage] - backward_s["none"][stage]) for mode in MODES}
-        found.append([(mode, more_s[mode] / each, (own[mode] - own["full"]) / each) for mode in MODES])
+        if kind not in known:
+            own = {mode: own_kept(model, changed, workload, stage).total for mode, changed in modes.items()}
+            each = max(1, len(plan.layers(stage, model.num_layers)))
+            known[kind] = {mode: (own[mode] - own["full"]) / each for mode in MODES}
+        found.append(known[kind])
     return found
+
+
+def _more_seconds(
+    plan: Plan, num_layers: Sequence[int], seconds_of: Callable[[Plan], PassSeconds]
+) -> dict[str, list[float]]:
+    """By mode and stage: the time that it adds to each layer's backward."""
+    backward_s = {}
+    for mode in MODES:
+        seconds = seconds_of(with_recompute(plan, mode))
+        backward_s[mode] = (seconds.inputs + seconds.weights)[: plan.depth]
+    each = np.maximum(1, num_layers)
+    return {mode: ((time_s - backward_s["none"]) / each).tolist() for mode, time_s in backward_s.items()}

@@ -19,7 +19,6 @@ from muster.planner.bound import (
     seconds_of_times,
     step_bound_s,
 )
-from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.planner.room import Room
 from muster.planner.shares import Shares
@@ -241,15 +240,7 @@ class Judge:
 
     def _bound_of(self, plan: Plan, seconds: PassSeconds) -> float:
         counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.replicas)
-        step_s = step_bound_s(plan, seconds, counts)
-        if self._slow_links:
-            step_s = max(step_s, trips_bound_s(plan, seconds, counts[0]))
-        return self._bound(step_s)
-
-    @cached_property
-    def _slow_links(self) -> bool:
-        """Whether hops may take longer than passes."""
-        return is_unequal(self.request.cluster)
+        return self._bound(max(step_bound_s(plan, seconds, counts), trips_bound_s(plan, seconds, counts[0])))
 
     def _bound(self, step_s: float) -> float:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.

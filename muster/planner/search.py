@@ -12,7 +12,8 @@ from time import perf_counter
 from muster.planner.judge import Judge, Verdict
 from muster.planner.placement import is_unequal
 from muster.planner.request import Request
-from muster.planner.space import Order, Split, orders, plans, shapes
+from muster.planner.space import Order, Split, data_splits, orders, plans, shapes
+from muster.schedule.collector import collector_paused
 from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES
 
@@ -88,14 +89,20 @@ def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | 
 
 def _search(request: Request, judge: Judge, top: int, limit_s: float) -> Found:
     begin_s = perf_counter()
+    with collector_paused():
+        run = _run(request, judge, top, begin_s + limit_s)
+    open_bound = run.heap[0][0] if run.heap else inf
+    return Found(run.best, open_bound, run.closest[1], run.seen, perf_counter() - begin_s)
+
+
+def _run(request: Request, judge: Judge, top: int, end_s: float) -> "_Run":
     run = _Run(request, judge, top)
     if is_unequal(request.cluster):
         run.guess()
     run.dive()
-    while run.heap and not run.is_settled() and perf_counter() - begin_s < limit_s:
+    while run.heap and not run.is_settled() and perf_counter() < end_s:
         run.step()
-    open_bound = run.heap[0][0] if run.heap else inf
-    return Found(run.best, open_bound, run.closest[1], run.seen, perf_counter() - begin_s)
+    return run
 
 
 def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
@@ -194,7 +201,8 @@ class _Run:
         """Takes the node that may be best apart, or simulates it."""
         bound, _, node = heapq.heappop(self.heap)
         if isinstance(node, Order):
-            self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
+            if self._has_room(node):
+                self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
         elif isinstance(node, Opened):
             for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
                 self.seen["drafts"] += 1
@@ -205,6 +213,15 @@ class _Run:
             self._fit(node, bound)
         else:
             self._simulate(node.plan)
+
+    def _has_room(self, order: Order) -> bool:
+        """Whether any plan of an order may fit."""
+        splits = data_splits(self.request, order.shape)
+        if any(self.judge.room.may_fit(order, split) for split in splits):
+            return True
+        self.seen["drafts"] += len(splits)
+        self.seen["too_large"] += len(splits)
+        return False
 
     def _is_wanted(self, order: Order, split: Split) -> bool:
         """Whether plans that share parameters and gradients so may fit, and be among the best."""

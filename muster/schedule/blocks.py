@@ -4,6 +4,7 @@ Blocks and the room they leave: Qi et al. 2024 (arXiv:2405.15362, §3 and §4.1)
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 PERIOD = 6
 """Slots from one block to the next: F, I and W of both of a rank's stages."""
@@ -26,10 +27,10 @@ def repeated(rows: Sequence[Row], count: int) -> list[list[int]]:
     """
     fewer = max(row[I_NEAR] for row in rows) // PERIOD + _MARGIN
     if count > fewer:
-        orders = _prolonged(*_packed(rows, fewer), count - fewer)
+        orders = _prolonged(*_packed(tuple(rows), fewer), count - fewer)
         if orders:
             return orders
-    return _packed(rows, count)[0]
+    return _packed(tuple(rows), count)[0]
 
 
 def _prolonged(orders: list[list[int]], slots: list[list[int]], more: int) -> list[list[int]] | None:
@@ -47,7 +48,8 @@ def _prolonged(orders: list[list[int]], slots: list[list[int]], more: int) -> li
     return found
 
 
-def _packed(rows: Sequence[Row], count: int) -> tuple[list[list[int]], list[list[int]]]:
+@lru_cache(maxsize=16)
+def _packed(rows: tuple[Row, ...], count: int) -> tuple[list[list[int]], list[list[int]]]:
     """The passes of each rank and their slots."""
     lines = [_line(row, count) for row in rows]
     limit = max(_peak(line) for line in lines)
