@@ -1,13 +1,17 @@
 """Copies of checkpoints below a URL: whole ones only, brought back where a run directory has none."""
 
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from muster.checkpoint import mirror_lock
 from muster.checkpoint.folder import Keep, folder_of, problem_of
 from muster.checkpoint.mirror import Mirror, copy_beside
+from muster.checkpoint.mirror_lock import STALE_S, mirror_held
 from muster.checkpoint.saver import Saver, Target
 from muster.spec.errors import ConfigError, MusterError
 from tests.test_checkpoint import INFO, one_piece, save_one
@@ -93,6 +97,39 @@ def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: P
     assert saver.on_disk
     assert (saver.take_failure() or "").startswith("the checkpoint of step 2 was saved, but not copied: file:///")
     assert problem_of(folder_of(tmp_path / "here", 2)) is None
+
+
+def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, lock = (tmp_path / "there").as_uri(), tmp_path / "there/lock.json"
+    taken = rf"{url} is the mirror of another job, of {tmp_path}/one on .*, which wrote there \d+ s ago: give another"
+    with mirror_held(url, tmp_path / "one", settle_s=0):
+        said = json.loads(lock.read_text())
+        with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two", settle_s=0):
+            pass
+        with mirror_held(url, tmp_path / "one", settle_s=0):  # started again: its directory is locked by itself
+            pass
+        with mirror_held(None, tmp_path / "two"):
+            pass
+    assert not lock.exists()
+    for host, pid, age, free in (
+        (said["host"], 2**22 + 1, 1, True),  # dead
+        ("elsewhere", 1, 1, False),
+        ("elsewhere", 1, STALE_S + 1, True),
+    ):
+        lock.write_text(json.dumps({**said, "host": host, "pid": pid, "time": time.time() - age}))
+        if free:
+            with mirror_held(url, tmp_path / "two", settle_s=0):
+                pass
+            assert not lock.exists()
+            continue
+        with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two", settle_s=0):
+            pass
+        lock.unlink()
+    lock.write_text("half")
+    other = {**said, "time": time.time()}
+    monkeypatch.setattr(mirror_lock.time, "sleep", lambda _: lock.write_text(json.dumps(other)))
+    with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two"):  # both began at once
+        pass
 
 
 @pytest.mark.soak

@@ -7,17 +7,21 @@ import pytest
 
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from tests.parity import open_data, small_run
+from tests.parity import FAMILIES, open_data, small_run
 from tests.ranks import run_ranks
 from tests.resume import draw_plan
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
-def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int, fault: str | None = None) -> dict:
+def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int, family: str = "llama") -> dict:
     """A chain of random plans for one run; here and there a plan is followed by itself."""
     config = small_run(
-        tied=draw.random() < 0.5, steps=500, layers=draw.choice([4, 4, 4, 8] if most > 4 else [4]), optim=optim
+        tied=draw.random() < 0.5,
+        steps=500,
+        layers=draw.choice([4, 4, 4, 8] if most > 4 else [4]),
+        optim=optim,
+        family=family,
     )
     plans: list[Plan] = [draw_plan(draw, config, precision, most)]
     while len(plans) <= pairs:
@@ -25,7 +29,6 @@ def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int
     return {
         "config": config.model_dump(mode="json"),
         "plans": [plan.model_dump(mode="json") for plan in plans],
-        "fault": fault,
     }
 
 
@@ -52,7 +55,7 @@ def check(chains: list[dict], found: list[list[dict]]) -> int:
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     draw = random.Random(5)
-    chains = [chain(draw, "adamw", "fp64", 3, most=3), chain(draw, "muon", "fp32", 2, most=3)]
+    chains = [chain(draw, "adamw", "fp64", 3, most=3, family="gpt2"), chain(draw, "muon", "fp32", 2, most=3)]
     config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64")
     shares = ("dp2-z1-share3.1", "pp2", "dp2-z1-share1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
@@ -73,9 +76,12 @@ def test_what_goes_wrong_when_going_on_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
 def test_a_run_goes_on_under_any_other_plan(part: int, tmp_path: Path) -> None:
-    """60 random pairs of plans in four launches."""
+    """60 random pairs of plans in four launches; every family of models in fp32 and in fp64."""
     draw = random.Random()
     kinds = [("adamw", "fp64"), ("adamw", "fp32"), ("muon", "fp64"), ("lion", "fp64"), ("sgd", "fp32")]
     draw.shuffle(kinds)
-    chains = [chain(draw, optim, precision, 3, most=8) for optim, precision in kinds]
+    families = {"fp32": ["gpt2", "qwen3"], "fp64": ["llama", *draw.sample(list(FAMILIES), 2)]}
+    if part == 0:
+        families["fp32"][0] = "llama"
+    chains = [chain(draw, optim, precision, 3, 8, families[precision].pop()) for optim, precision in kinds]
     assert check(chains, run(tmp_path, chains, most=8)) == 15

@@ -1,14 +1,19 @@
 """The end of a run: it waits for its checkpoint, not for ever, and knows what is on disk."""
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
+from muster.parallel.world import World
 from muster.spec.errors import MusterError
 from muster.spec.run import TrainConfig
-from muster.train.saves import Saves
+from muster.train.saves import MIRROR_LIMIT_S, Saves
 
 
 class ScriptedSaver:
@@ -39,7 +44,15 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     monkeypatch.setattr("muster.train.saves.Saver", lambda *_: saver)
     monkeypatch.setattr("muster.train.saves.PAUSE_S", 0.0)
     where = SimpleNamespace(say=said.append)
-    world = SimpleNamespace(rank=0, size=1, store=None, where=where, exchange=lambda value: [value])
+
+    def alone(name: str, value: Any, limit: timedelta) -> list[Any]:
+        assert name not in names, "a name twice would give the answer of the first time"
+        assert limit > timedelta(seconds=MIRROR_LIMIT_S), "a rank may wait for its disk so long before it comes"
+        names.append(name)
+        return [value]
+
+    names: list[str] = []
+    world = SimpleNamespace(rank=0, size=1, store=None, where=where, exchange_within=alone)
     trainer = SimpleNamespace(step_count=3, pieces=list)
     train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, mirror="file:///there")
     saves = Saves(train, cast(Any, trainer), cast(Any, world), run)
@@ -61,3 +74,15 @@ def test_the_end_says_what_is_on_disk_and_does_not_wait_twice(tmp_path: Path, mo
         ([(False, True, None)], (f"{silent}; step 3 is complete in the run directory", 1)),
     ):
         assert save_at_end(outcomes, tmp_path, monkeypatch) == expected
+
+
+def test_ranks_that_come_late_are_waited_for_without_a_collective() -> None:
+    store = dist.HashStore()
+
+    def come(rank: int) -> list[Any]:
+        sleep(0.2 * rank)
+        world = cast(Any, SimpleNamespace(rank=rank, size=3, store=store))  # there is no process group
+        return World.exchange_within(world, "save 1", (rank, None), timedelta(seconds=30))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(come, range(3))) == [[[0, None], [1, None], [2, None]]] * 3

@@ -80,6 +80,26 @@ class Mirror:
         publish(beside, folder)
         return folder
 
+    def note(self, name: str, text: str) -> None:
+        """Writes a small file beside the checkpoints."""
+        self._try(lambda: self._system.makedirs(self.url, exist_ok=True))
+        self._try(lambda: self._system.pipe_file(f"{self.url}/{name}", text.encode()))
+
+    def read_note(self, name: str) -> str | None:
+        """What `note` has written; None where there is nothing."""
+        self._system.invalidate_cache()
+        place = f"{self.url}/{name}"
+        try:
+            return self._system.cat_file(place).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # each store has errors of its own kind
+            raise self._failure(error) from error
+
+    def forget(self, name: str) -> None:
+        """Removes what `note` has written."""
+        self._try(lambda: self._system.rm_file(f"{self.url}/{name}"))
+
     def clear(self) -> None:
         """Removes all checkpoints."""
         for step in self.steps():
@@ -96,8 +116,11 @@ class Mirror:
         try:
             return action()
         except Exception as error:  # each store has errors of its own kind
-            words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise MusterError(f"{self.url} doesn't answer as it should: {words}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> MusterError:
+        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return MusterError(f"{self.url} doesn't answer as it should: {words}")
 
 
 def copy_beside(path: Path, step: int, url: str) -> None:

@@ -1,5 +1,6 @@
 """A World: the processes that run one attempt at a job, and how they reach each other."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,18 @@ class World:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def exchange_within(self, name: str, value: T, limit: timedelta) -> list[T]:
+        """As `exchange`, for what JSON can say, where a rank may come so much later than another. Each call wants a
+        name of its own. It goes over the store: a collective would give up after WAIT_LIMIT."""
+        keys = [f"exchange/{name}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        everyone = f"exchange/{name}/all"
+        if self.rank == 0:
+            self.store.wait(keys, limit)
+            self.store.set(everyone, json.dumps([json.loads(self.store.get(key)) for key in keys]))
+        self.store.wait([everyone], limit)
+        return json.loads(self.store.get(everyone))
 
     def share(self, value: T) -> T:
         """Rank 0's `value`, on every rank. For small things only."""

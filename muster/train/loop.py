@@ -28,7 +28,7 @@ from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
 from muster.train.ending import announce, finish
 from muster.train.errors import STOPPED
-from muster.train.memory import open_copies, recall
+from muster.train.memory import LOAD_LIMIT, open_copies, recall
 from muster.train.metrics import MetricsLog, metrics_row, write_text
 from muster.train.order import measured_order
 from muster.train.saves import CHECKPOINTS, Saves
@@ -215,7 +215,8 @@ class Run:
         said = ""
         while (latest := self.world.share(find_latest(root, without=damaged))) is not None:
             manifest, problem = self._try_load(latest)
-            problem = next((text for text in self.world.exchange(problem) if text), None)
+            everyone = self.world.exchange_within(f"load {latest.name}", problem, LOAD_LIMIT)
+            problem = next((text for text in everyone if text), None)
             if problem is None:
                 if damaged and self.is_main:
                     step = step_of(latest)

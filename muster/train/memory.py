@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from muster.checkpoint.save import parts_of
 from muster.parallel.world import World
 from muster.spec.errors import MusterError
 from muster.spec.run import TrainConfig
+
+LOAD_LIMIT = timedelta(hours=6)
+"""How long one rank may take longer to load than another; a rank that dies ends the job by itself."""
 
 
 def open_copies(train: TrainConfig, world: World, run_dir: Path, pieces: Sequence[Piece]) -> Copies | None:
@@ -51,7 +55,7 @@ def recall(world: World, copies: Copies, run_dir: Path, pieces: Sequence[Piece],
     manifest, said = None, list[str]()
     if found.newest is not None and found.newest.step >= on_disk:
         manifest, problem = found.newest.manifest, _load(found.newest, pieces)
-        if problems := [text for text in world.exchange(problem) if text]:
+        if problems := [text for text in world.exchange_within("recall", problem, LOAD_LIMIT) if text]:
             manifest, lost = None, f"the copies of step {found.newest.step} in memory can't be read: {problems[0]}"
             if not on_disk:  # parameters are partly filled, and nothing else would fill them
                 raise MusterError(f"{lost}; there is no checkpoint on disk: try again, or --fresh starts anew")

@@ -21,6 +21,7 @@ from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
 from muster.checkpoint.memory.folder import IDENTITY
 from muster.checkpoint.mirror import Mirror
+from muster.checkpoint.mirror_lock import mirror_held
 from muster.planner.auto import Chosen, choose_plan
 from muster.report.run_files import find_report
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
@@ -77,7 +78,7 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     plan = chosen.plan
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    with claimed(options.run_dir):
+    with claimed(options.run_dir, resolved.config.train.mirror):
         if not prepare(resolved, chosen, options):
             return 0
         from muster.train.launch import launch
@@ -224,8 +225,9 @@ def _forget(run_dir: Path, all_of_it: bool) -> None:
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory for one job at a time. Raises MusterError when another one has it."""
+def claimed(run_dir: Path, mirror: str | None = None) -> Iterator[None]:
+    """Holds the run directory, and the mirror if there is one, for one job at a time. Raises MusterError when another
+    one has them."""
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -234,7 +236,8 @@ def claimed(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise MusterError(f"another job is running in {run_dir}: wait for it or choose another --run") from None
-        yield
+        with mirror_held(mirror, run_dir):
+            yield
 
 
 @contextmanager
@@ -268,7 +271,7 @@ def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
         if rank == 0:
             verdict = "failed"
             try:
-                held.enter_context(claimed(run_dir))
+                held.enter_context(claimed(run_dir, resolved.config.train.mirror))
                 verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
             finally:
                 store.set("prepared", verdict)

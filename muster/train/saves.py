@@ -1,18 +1,21 @@
 """When a run saves, and what becomes of it. All ranks decide alike, from what the step's one sum tells them."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, TypeVar
 
 from muster.checkpoint.folder import Keep, find_latest, step_of
 from muster.checkpoint.memory.copies import Copies
 from muster.checkpoint.saver import Saver, Target
-from muster.parallel.world import World
+from muster.parallel.world import WAIT_LIMIT, World
 from muster.spec.errors import MusterError
 from muster.spec.run import TrainConfig
 from muster.train.step_result import StepResult
 from muster.train.trainer import Trainer
+
+T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 LONGEST_PAUSE = 64
@@ -40,7 +43,7 @@ class Saves:
         self._under_way, self._due, self._copies_due = False, False, False
         self._begun = (False, False)
         """Whether the last save was one to disk, and whether to memory."""
-        self._failures, self._retry_at = 0, 0
+        self._failures, self._retry_at, self._exchanges = 0, 0, 0
         trainer.save_votes, trainer.before_change = self._votes, self._saver.wait_copied
 
     def _votes(self) -> tuple[bool, bool]:
@@ -101,7 +104,7 @@ class Saves:
         """
         self._world.where.say("save")
         limit_s = MIRROR_LIMIT_S if self._train.mirror else HANG_LIMIT_S
-        if not all(self._world.exchange(self._saver.wait(limit_s))):
+        if not all(self._exchange(self._saver.wait(limit_s), limit_s)):
             raise MusterError(f"a checkpoint is still being written after {limit_s / 60:.0f} minutes; {self._lost()}")
         problem, on_disk = "", False
         for attempt in range(LAST_ATTEMPTS):
@@ -110,7 +113,8 @@ class Saves:
             self._begin(folder, info, copy=False)
             done = self._saver.wait(limit_s)
             own = self._saver.problem if done else "the disk or the mirror answers nothing"
-            dones, on_disks, problems = zip(*self._world.exchange((done, self._saver.on_disk, own)), strict=True)
+            said = self._exchange((done, self._saver.on_disk, own), limit_s)
+            dones, on_disks, problems = zip(*said, strict=True)
             problem, on_disk = next((text for text in problems if text), ""), on_disk or all(on_disks)
             if not problem:
                 return None
@@ -119,6 +123,12 @@ class Saves:
         if on_disk:
             return f"{problem}; step {self._trainer.step_count} is complete in the run directory"
         raise MusterError(f"{problem}; {self._lost()}")
+
+    def _exchange(self, value: T, limit_s: float) -> list[T]:
+        """Every rank's value, where one may have waited for its saver all this time and another not at all."""
+        self._exchanges += 1
+        limit = timedelta(seconds=limit_s) + WAIT_LIMIT
+        return self._world.exchange_within(f"save {self._exchanges}", value, limit)
 
     def _begin(
         self, folder: str, info: dict[str, Any], copy: bool, to_disk: bool = True, to_memory: bool = False

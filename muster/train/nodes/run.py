@@ -31,7 +31,7 @@ def train_on_nodes(resolved: Resolved, options: TrainOptions, nodes: NodesReques
         with meet(nodes, training(resolved, ranks)) as team, ExitStack() as held:
             if team.is_hub:
                 _agree(team)
-                held.enter_context(claimed(options.run_dir))
+                held.enter_context(claimed(options.run_dir, resolved.config.train.mirror))
                 chosen = choose_plan(resolved, ranks * nodes.count, nodes.count)
                 if not prepare(resolved, chosen, options):
                     raise Over(0, f"{options.run_dir} is finished")
