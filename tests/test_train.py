@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import time
+from contextlib import suppress
 from math import cos, pi
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
     assert ranks_of(run) == 2
     kill_a_rank(run, [*command, "--nproc", "4"], at_step=draw.randint(7, 10), victim=draw.randrange(4))
     assert ranks_of(run) == 4
-    stop(run, [*command, "--nproc", "2"], at_step=draw.randint(11, 14))
+    stop(run, [*command, "--nproc", "2"], at_step=draw.randint(11, 14), victim=1)
     ended = train(*command, "--parallel", whole / "plan.yaml")
     assert (ended.code, ended.err) == (0, "")
     assert plan_of(run) == plan_of(whole)
@@ -159,10 +160,11 @@ def kill_a_rank(run: Path, command: list, at_step: int, victim: int) -> None:
     assert_gone(list(ranks.values()))
 
 
-def stop(run: Path, command: list, at_step: int) -> None:
+def stop(run: Path, command: list, at_step: int, victim: int) -> None:
+    """One rank alone is asked to stop, as by the machine that it is on."""
     with Command(*command) as job:
         job.wait_for_step(at_step)
-        job.process.send_signal(signal.SIGTERM)
+        os.kill(job.ranks()[victim], signal.SIGTERM)
         ended = job.wait()
     assert (ended.code, ended.err) == (75, "")
     assert exit_of(run)["code"] == 75
@@ -216,7 +218,8 @@ def test_more_processes_train_the_same(plan: str, whole: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(7))
 def test_a_run_survives_any_kill(seed: int, whole: Path) -> None:
-    """Killed at three random moments, also while it starts, saves or ends, with other numbers of ranks each time."""
+    """Killed or asked to stop at three random moments, also while it starts, saves or ends, with other numbers of ranks
+    each time."""
     run, draw = whole.with_name(f"killed-{seed}"), random.Random(seed)
     for _ in range(3):
         if (run / "report.html").exists():
@@ -229,8 +232,9 @@ def test_a_run_survives_any_kill(seed: int, whole: Path) -> None:
                 job.wait_for_step(draw.randint(1, 19))
                 time.sleep(draw.uniform(0, 0.3))
             ranks = job.ranks()
-            if ranks and draw.random() < 0.5:
-                os.kill(draw.choice(list(ranks.values())), signal.SIGKILL)
+            if ranks and draw.random() < 0.7:
+                with suppress(ProcessLookupError):  # it was faster
+                    os.kill(draw.choice(list(ranks.values())), draw.choice([signal.SIGKILL, signal.SIGTERM]))
                 job.wait()
         if ranks:
             assert_gone(list(ranks.values()))

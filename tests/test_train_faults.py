@@ -22,6 +22,7 @@ from muster.train.agreement import require_agreement
 from muster.train.metrics import MetricsLog
 from muster.train.shared_disk import require_shared
 from tests.parity import small_run
+from tests.test_checkpoint import save_one
 from tests.train_runs import (
     AT_ONCE,
     QUICK,
@@ -162,9 +163,23 @@ def only_damaged_checkpoints(run: Path) -> tuple:
     return (), 1, f"{run} has no checkpoint to go on from"
 
 
+def later_schema(run: Path) -> tuple:
+    manifest = tensor_file(run, 20).with_name("manifest.json")
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 9', 1))
+    return (), 2, f"{manifest} has schema 9, but this Muster reads schemas up to 2: use a newer Muster"
+
+
 @pytest.mark.parametrize(
     "problem",
-    [changed_configuration, fewer_steps, fresh_without_data, truncated_store, other_data, only_damaged_checkpoints],
+    [
+        changed_configuration,
+        fewer_steps,
+        fresh_without_data,
+        truncated_store,
+        other_data,
+        only_damaged_checkpoints,
+        later_schema,
+    ],
 )
 def test_what_cannot_go_on_loses_nothing(problem: Callable[[Path], tuple], whole: Path) -> None:
     run = copy_of(whole, problem.__name__)
@@ -291,6 +306,23 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, sm
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
     assert problem_of(run / "checkpoints/step-00000002") is None
     assert steps(run) == list(range(1, 21)), "it trained to the end"
+
+
+def test_a_disk_that_turns_read_only_is_one_sentence_and_loses_nothing(small_disk: Path) -> None:
+    root = small_disk / "checkpoints"
+    save_one(root, 10)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    try:
+        with pytest.raises(
+            MusterError, match=r"step 20 was not saved: could not write .*: Read-only file system \(rank"
+        ):
+            save_one(root, 20)
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert find_latest(root) == root / "step-00000010"
+    assert problem_of(root / "step-00000010") is None
+    save_one(root, 20)
+    assert find_latest(root) == root / "step-00000020"
 
 
 def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
