@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -115,9 +115,10 @@ def _open_data(config_json: str, cache: str) -> Dataset:
     source, packing = config.data.source, config.data.packing
     if packing == "none":
         source = f"{cache}/short.jsonl"
-        draft = Path(f"{source}.{os.getpid()}")  # each rank may be the first
+        draft = Path(f"{source}.{os.getpid()}")
         draft.write_text(short_documents())
-        draft.replace(source)
+        with suppress(FileExistsError):  # another rank was the first
+            os.link(draft, source)
     store = open_or_prepare(Preparation(source, ByteTokenizer(), config.data.max_bytes), Path(cache))
     return Dataset(store, config.train.seq_len, config.seed, config.data.held_out, packing)
 

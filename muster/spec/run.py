@@ -204,6 +204,18 @@ class EvalConfig(Frozen):
     """Global batches of held-out samples that the loss is taken over; 0: none."""
 
 
+class TrackConfig(Frozen):
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool | None = None
+    """Write event files to `tensorboard` in the run directory; None: where TensorBoard is installed."""
+    wandb: bool = False
+    """Keep a run of Weights & Biases, in `wandb` in the run directory."""
+    wandb_project: str = "muster"
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline: nothing leaves this machine until `wandb sync`."""
+
+
 class OptimConfig(Frozen):
     """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
 
@@ -307,6 +319,7 @@ class RunConfig(Frozen):
     data: DataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    track: TrackConfig = TrackConfig()
     optim: OptimConfig
 
     @model_validator(mode="after")

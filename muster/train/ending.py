@@ -47,8 +47,9 @@ def announce(trainer: Trainer, predicted: Timeline) -> None:
 
 def finish(
     trainer: Trainer, run_dir: Path, predicted: Timeline, profile: Profile, started_at: float, first_step: int
-) -> None:
-    """Evaluates, compares prediction with measurement, writes a sample of text and the report. All ranks call it.
+) -> dict[str, float]:
+    """Evaluates, compares prediction with measurement, writes a sample of text and the report. All ranks call it, and
+    all get the validation losses by source.
 
     Only the steps from `first_step` on were made under this plan.
     """
@@ -57,7 +58,7 @@ def finish(
     measured = _measured_timeline(trainer)
     memory = world.exchange(_memory(trainer, profile))
     if world.rank != 0:
-        return
+        return losses
     metrics = read_metrics(run_dir / "metrics.jsonl")
     rows = _comparison(predicted, measured, [row for row in metrics if row["step"] >= first_step], memory)
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
@@ -89,6 +90,7 @@ def finish(
         console.print("sample:", style="bold")
         console.print(SAMPLE_PROMPT + sample, markup=False)
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
+    return losses
 
 
 def _result(losses: Mapping[str, float], rows: Sequence[ComparisonRow]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from time import time
 from typing import Any
@@ -33,6 +33,7 @@ from muster.train.metrics import MetricsLog, metrics_row, write_text
 from muster.train.order import measured_order
 from muster.train.saves import CHECKPOINTS, Saves
 from muster.train.step_result import StepResult
+from muster.train.track import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation import validate, validation_row, validation_text
 
@@ -83,12 +84,14 @@ class Run:
         first_step = self.trainer.step_count + 1
         if self.is_main:
             announce(self.trainer, predicted)
-        code = self._train()
-        self.metrics.flush()
-        self.world.where.say("finish")
-        if code == 0:
-            finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
-            self.world.wait_for_main()
+        with closing(Trackers(self.config, self.run_dir, first_step - 1, self.is_main)) as self.trackers:
+            code = self._train()
+            self.metrics.flush()
+            self.world.where.say("finish")
+            if code == 0:
+                losses = finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
+                self.trackers.log({"step": self.trainer.step_count} | validation_row(losses))
+                self.world.wait_for_main()
         self.saves.close()
         return code
 
@@ -148,6 +151,7 @@ class Run:
             row |= validation_row(losses)
             if problem := self.metrics.append(row):
                 display.say(problem)
+            self.trackers.log(row)
             display.step(row)
 
     def _epoch(self, step: int) -> float:

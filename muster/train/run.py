@@ -36,6 +36,7 @@ from muster.train.nodes.request import NodesRequest
 from muster.train.order import with_order
 from muster.train.position import last_position, own_copies
 from muster.train.shared_disk import require_shared
+from muster.train.track import TENSORBOARD, WANDB, require_trackers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -142,6 +143,7 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
     """
     plan = chosen.plan
     require_device(plan)
+    require_trackers(resolved.config.track)
     run_dir, config = options.run_dir, resolved.config
     if config.train.epochs is not None:
         resolved = with_steps(resolved, open_dataset(config, run_dir).num_train_samples)
@@ -217,7 +219,7 @@ def _forget(run_dir: Path, all_of_it: bool) -> None:
     doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
     if all_of_it:
         doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256", IDENTITY)]
-        for folder in ("checkpoints", "failed", "logs"):
+        for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):
             if (run_dir / folder).exists():
                 shutil.rmtree(run_dir / folder)
     for path in doomed:
