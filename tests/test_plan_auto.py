@@ -6,14 +6,19 @@ from test_measured import machine
 from muster.catalog import names
 from muster.cli.main import main
 from muster.planner.auto import choose_plan, resolve_plan
+from muster.planner.judge import Judge
+from muster.planner.request import Request
+from muster.planner.search import Found, search
 from muster.schedule.build import program_of
 from muster.schedule.check import check
+from muster.simulate.predict import predict
 from muster.spec import machine as here
 from muster.spec.cluster import ClusterSpec, single_device
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legal import not_yet, problems
 from muster.spec.load import load_run
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.write import yaml_text
 
 
@@ -94,6 +99,40 @@ def test_the_profile_of_the_machine_is_planned_for(tmp_path):
     assert chosen.plan.world_size == 2  # all its cores, since two processes are twice as fast
     assert choose_plan(resolved, 4).plan.world_size == 4
     assert "times of the catalogue" in choose_plan(tiny(("parallel.precision", "bf16")), 2).lines[1]  # not measured
+
+
+def test_a_number_of_processes_that_leaves_memory_free_goes_before_a_faster_one(tmp_path, monkeypatch):
+    """Two are faster, but say that no plan of theirs leaves head-room."""
+    write_profile(tmp_path)
+
+    def tight(request: Request, top: int, limit_s: float, judge: Judge) -> Found:
+        found = search(request, top, limit_s, judge)
+        if request.cluster.num_devices == 2:
+            judge.room.head_room = 0.0
+        return found
+
+    monkeypatch.setattr("muster.planner.auto.search", tight)
+    assert choose_plan(tiny(), 2).plan.world_size == 2
+    assert choose_plan(tiny(), None).plan.world_size == 1
+
+
+def test_ranks_share_the_cores_of_their_own_node_alone(monkeypatch):
+    """On two nodes of two cores, four processes have a core each; laid across each other's stages or not."""
+    monkeypatch.setattr(here, "usable_cores", lambda: 2)
+    config = tiny().config
+    one, two = here.found_machine(2), here.found_machine(4, nodes=2)
+    inside = {"axis_order": ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
+    for name, near, far in (("dp4-mb1-z1", "dp2-mb1-z1", {}), ("dp2-pp2-mb1-z1", "pp2-mb1", inside)):
+        plan, alone = (parse_plan_name(f"{text}-fp32") for text in (name, near))
+        half = config.workload.model_copy(update={"global_batch_size": config.workload.global_batch_size // 2})
+        expected_s = predict(config.model, alone, half, one).parts.compute_s
+        for laid in (plan, plan.model_copy(update=far)):
+            found = predict(config.model, laid, config.workload, two)
+            assert found.parts.compute_s == pytest.approx(expected_s, rel=0.02), name
+            judge = Judge(Request(config.model, two, config.workload, precision="fp32"))
+            assert judge.bound(laid) <= found.step_time_s
+    crowded = predict(config.model, parse_plan_name("dp4-mb1-z1-fp32"), config.workload, here.found_machine(4))
+    assert crowded.parts.compute_s > 1.9 * expected_s
 
 
 def test_this_is_the_machine_that_was_measured_with_as_many_ranks_as_wanted(tmp_path):

@@ -21,8 +21,9 @@ class Hop(NamedTuple):
 class OpTimes:
     """Seconds by kind and stage, as one rank takes them when it has what it needs for itself.
 
-    `cores`: the CPU cores that all ranks of the machine share, None where each rank has a device of its own.
-    `processes`: the ranks that each pipeline rank of the Program stands for (empty: one each); all want cores at once.
+    `cores`: the CPU cores that all ranks of a machine share, None where each rank has a device of its own.
+    `processes`: the ranks on a machine that each pipeline rank of the Program stands for (empty: one each); all want
+    cores at once.
     """
 
     seconds: Mapping[tuple[str, int], float]
@@ -31,6 +32,8 @@ class OpTimes:
     """From a send's start until its receiver may go on, between stages that `hops` doesn't name."""
     cores: int | None = None
     processes: tuple[int, ...] = ()
+    pools: tuple[int, ...] = ()
+    """The machine, or kind of machine, that each pipeline rank is on; empty: one for all."""
     hops: Mapping[tuple[int, int], Hop] = field(default_factory=dict)
     """(sender's stage, receiver's stage) → the transfer of one micro-batch between them."""
     exposed_s: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)

@@ -237,6 +237,10 @@ class PlanSetting:
             self.known.groups[key] = max(found, key=lambda group: all_reduce_s(group, _LARGE_BYTES))
         return self.known.groups[key]
 
+    def ranks(self, stage: int) -> list[int]:
+        """The world ranks that hold a stage."""
+        return [self.first_rank(stage) + offset for offset in self._offsets(stage)]
+
     def _offsets(self, stage: int, without: Sequence[str] = ()) -> list[int]:
         """From a stage's first rank to its others that don't differ from it on some axes; without data-parallel axes
         among these, of the one data-parallel rank that is meant."""

@@ -66,8 +66,20 @@ def plan_times(
         if pair is not None:
             hops[stage - 1, stage], hops[stage, stage - 1] = pair
     cores = cluster.device.shared_cores
-    processes = tuple(plan.mesh(rank).ranks for rank in range(plan.pp)) if cores else ()
-    return OpTimes(seconds, 0.0, cores, processes, hops=hops, exposed_s=exposed_s)
+    processes, pools = _processes(setting) if cores else ((), ())
+    return OpTimes(seconds, 0.0, cores, processes, pools, hops=hops, exposed_s=exposed_s)
+
+
+def _processes(setting: PlanSetting) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each pipeline rank the processes on one of its nodes, and a number that it shares with those on the same."""
+    found, pools, pool_of = [], [], dict[int, int]()
+    for pp_rank in range(setting.plan.pp):
+        nodes = {setting.cluster.locate(rank)[1] for rank in setting.ranks(setting.placement.index(pp_rank))}
+        found.append(-(-setting.plan.mesh(pp_rank).ranks // len(nodes)))
+        pool = min((pool_of[node] for node in nodes if node in pool_of), default=pp_rank)
+        pool_of.update(dict.fromkeys(nodes, pool))
+        pools.append(pool)
+    return tuple(found), tuple(pools)
 
 
 def plan_setting(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from muster.planner.explain import no_plan
@@ -75,6 +76,7 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
     require_runnable_model(config.model)
     _require_parts_run(config)
     best: tuple[Verdict, _Machine] | None = None
+    standing = True, inf  # what leaves head-room first, then what is faster
     refusal: InfeasibleError | None = None
     measured = _measured(config.parallel.precision) if nodes == 1 else None
     for count in _counts(world_size, measured is not None):
@@ -84,8 +86,8 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
         found = search(request, 1, LIMIT_S, judge)
         if not found.best:
             refusal = refusal or _refusal(request, found, judge)
-        elif best is None or found.best[0].prediction.step_time_s < best[0].prediction.step_time_s:
-            best = found.best[0], machine
+        elif (own := (not judge.room.head_room, found.best[0].prediction.step_time_s)) < standing:
+            best, standing = (found.best[0], machine), own
         if best is not None and measured is None:
             break
     if best is None:

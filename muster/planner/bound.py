@@ -70,7 +70,7 @@ def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
     crowd = np.zeros(len(which))
     if setting.cluster.device.shared_cores:
         ranks = [setting.mesh(stage).ranks for stage in range(len(which))]
-        crowd = _crowd(ranks, setting.cluster.device.shared_cores)
+        crowd = _crowd(ranks, setting.cluster.device.shared_cores * setting.cluster.num_nodes)
     return PassSeconds(
         columns[0],
         columns[1],

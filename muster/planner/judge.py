@@ -150,7 +150,8 @@ class Judge:
     def _crowd(self) -> float:
         """Processes for each core, where they share cores: what they do in all takes no less than on so many cores."""
         cluster = self.request.cluster
-        return cluster.num_devices / cluster.device.shared_cores if cluster.device.shared_cores else 0.0
+        cores = cluster.device.shared_cores
+        return cluster.num_devices / (cores * cluster.num_nodes) if cores else 0.0
 
     def _layer_times(self, shape: Shape) -> LayerTimes:
         """What a micro-batch takes depends on neither data nor pipeline parallelism: a plan of one stage tells it for

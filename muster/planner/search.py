@@ -72,31 +72,33 @@ class Found:
         return 0.0 if self.proven or not self.best else 1 - self.open_bound / self.best[0].value
 
 
-def search(request: Request, top: int = 5, limit_s: float = inf, judge: Judge | None = None) -> Found:
-    """The `top` best plans for a request.
+def search(
+    request: Request, top: int = 5, limit_s: float = inf, judge: Judge | None = None, ceiling: float = inf
+) -> Found:
+    """The `top` best plans for a request; those above `ceiling` need not be found.
 
     A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
     answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
     missed. Where no plan is found that leaves the judge's head-room, that is given up, and the search begins again.
     """
     judge = judge or Judge(request)
-    found = _search(request, judge, top, limit_s)
-    if not found.best and judge.room.head_room:
+    found = _search(request, judge, top, limit_s, ceiling)
+    if not found.best and judge.room.head_room and ceiling == inf:
         judge.room.head_room = 0.0
-        found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2))
+        found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2), ceiling)
     return found
 
 
-def _search(request: Request, judge: Judge, top: int, limit_s: float) -> Found:
+def _search(request: Request, judge: Judge, top: int, limit_s: float, ceiling: float) -> Found:
     begin_s = perf_counter()
     with collector_paused():
-        run = _run(request, judge, top, begin_s + limit_s)
+        run = _run(request, judge, top, begin_s + limit_s, ceiling)
     open_bound = run.heap[0][0] if run.heap else inf
     return Found(run.best, open_bound, run.closest[1], run.seen, perf_counter() - begin_s)
 
 
-def _run(request: Request, judge: Judge, top: int, end_s: float) -> "_Run":
-    run = _Run(request, judge, top)
+def _run(request: Request, judge: Judge, top: int, end_s: float, ceiling: float) -> "_Run":
+    run = _Run(request, judge, top, ceiling)
     if is_unequal(request.cluster):
         run.guess()
     run.dive()
@@ -129,8 +131,8 @@ def placed(judge: Judge, plan: Plan, order: Order) -> Plan | None:
 class _Run:
     """The state of a search: a heap of nodes by the least value that a plan under each may have."""
 
-    def __init__(self, request: Request, judge: Judge, top: int) -> None:
-        self.request, self.judge, self.top = request, judge, top
+    def __init__(self, request: Request, judge: Judge, top: int, ceiling: float) -> None:
+        self.request, self.judge, self.top, self.ceiling = request, judge, top, ceiling
         self.best: list[Verdict] = []
         self.closest: tuple[float, Plan | None] = (inf, None)
         self.seen: Counter[str] = Counter()
@@ -260,4 +262,5 @@ class _Run:
 
     def _beaten(self, bound: float) -> bool:
         """Whether nothing with this bound can be among the best."""
-        return len(self.best) == self.top and bound > self.best[-1].value * (1 + ROUNDING)
+        worst = self.best[-1].value if len(self.best) == self.top else inf
+        return bound > min(worst, self.ceiling) * (1 + ROUNDING)

@@ -9,8 +9,12 @@ from muster.planner.judge import Judge
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
 from muster.planner.search import Found, search
+from muster.spec.plan import AXES
 
 ANNEALING_TRIES = 400
+
+MOST_ORDERS = 8
+"""Orders of the nodes that are searched before single ones are exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,48 +28,85 @@ class Arranged:
     order: tuple[int, ...] | None = None
     """The nodes as they were listed, in the order in which ranks are laid on them; None where nodes are alike."""
     naive_step_s: float | None = None
-    """Of the best plan with the nodes as they are listed, and layers evenly on the stages; None where nodes are alike,
-    or none fits."""
+    """Of the best plan with the nodes as they are listed, layers and data evenly on them and axes in the usual order;
+    None where nodes are alike, or none fits."""
 
 
 def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
-    """The best plans, and where nodes differ the best order of the nodes for the first of them."""
+    """The best plans, and where nodes differ the best order of the nodes for the first of them.
+
+    Several orders are searched for a part of the time, the best of them for longer, then what exchanging single nodes
+    makes of it.
+    """
     if not is_unequal(request.cluster):
         judge = Judge(request)
         return Arranged(request, judge, search(request, top, limit_s, judge))
     begin_s = perf_counter()
-    equal = replace(request, fixed={**request.fixed, "stages": (), "data_shares": ()})
-    judge = Judge(equal)
-    naive = search(equal, top, limit_s / 4, judge)
-    best: Arranged | None = None
-    if naive.best:
-        best = Arranged(equal, judge, naive, tuple(range(request.cluster.num_nodes)))
-    for order in block_orders(request.cluster):
-        left_s = limit_s - (perf_counter() - begin_s)
-        if best is not None and left_s <= 0:
-            break
-        best = _better(best, _searched(request, order, top, max(left_s / 2, limit_s / 10)))
-    assert best is not None
+    naive, best = _as_listed(request, top, limit_s / 5)
+
+    def left_s() -> float:
+        return max(limit_s - (perf_counter() - begin_s), limit_s / 10)
+
+    orders = _likely_orders(request, naive)
+    each_s = left_s() / 2 / len(orders)
+    for order in orders:
+        best = _better(best, _searched(request, order, top, each_s, best))
     if best.found.best:
-        best = _better(best, _annealed(request, best, top, max(limit_s - (perf_counter() - begin_s), limit_s / 10)))
+        if not best.found.proven and limit_s < inf:
+            best = _better(best, _searched(request, best.order or (), top, left_s() / 2, best))
+        best = _better(best, _annealed(request, best, top, left_s()))
     return replace(best, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
 
 
-def _searched(request: Request, order: Sequence[int], top: int, limit_s: float) -> Arranged:
+def _as_listed(request: Request, top: int, limit_s: float) -> tuple[Found, Arranged]:
+    """What is found without regard to differences: nodes as they are listed, layers and data evenly on them, the axes
+    in the order that trainers lay them out in."""
+    equal = {"stages": (), "data_shares": (), "axis_order": AXES}
+    asked = replace(request, fixed={**equal, **request.fixed})
+    judge = Judge(asked)
+    found = search(asked, top, limit_s, judge)
+    return found, Arranged(asked, judge, found, tuple(range(request.cluster.num_nodes)))
+
+
+def _likely_orders(request: Request, naive: Found) -> list[tuple[int, ...]]:
+    """The nodes as listed, and orders by blocks; of many those that suit the plans most that are best as listed."""
+    listed, *others = block_orders(request.cluster)
+    if len(others) >= MOST_ORDERS:
+        plans = [one.plan for one in naive.best]
+
+        def bound(order: Sequence[int]) -> float:
+            judge = Judge(replace(request, cluster=reordered(request.cluster, order)))
+            return min((judge.bound(plan) for plan in plans), default=0.0)
+
+        others = sorted(others, key=bound)[: MOST_ORDERS - 1]
+    return [listed, *others]
+
+
+def _searched(
+    request: Request, order: Sequence[int], top: int, limit_s: float, best: Arranged | None = None
+) -> Arranged:
+    """With the nodes in an order; what is no better than the `best` so far need not be found."""
     changed = replace(request, cluster=reordered(request.cluster, order))
-    judge = Judge(changed)
-    return Arranged(changed, judge, search(changed, top, limit_s, judge), tuple(order))
+    judge, ceiling = Judge(changed), inf
+    if best is not None and len(best.found.best) == top and best.judge.room.head_room == judge.room.head_room:
+        ceiling = best.found.best[-1].value
+    return Arranged(changed, judge, search(changed, top, limit_s, judge, ceiling), tuple(order))
 
 
 def _annealed(request: Request, best: Arranged, top: int, limit_s: float) -> Arranged:
-    """The order that suits the best plan most by its bound, and the best plans for that order."""
-    plan = best.found.best[0].plan
+    """The order in which the best plan is fastest, and the best plans for that order."""
+    plan, begin_s, known = best.found.best[0].plan, perf_counter(), dict[tuple[int, ...], float]()
 
-    def bound(order: Sequence[int]) -> float:
-        return Judge(replace(request, cluster=reordered(request.cluster, order))).bound(plan)
+    def step_s(order: Sequence[int]) -> float:
+        if tuple(order) not in known:
+            judge = Judge(replace(request, cluster=reordered(request.cluster, order)))
+            late = perf_counter() - begin_s > limit_s / 2
+            known[tuple(order)] = inf if late else judge.verdict(plan).prediction.step_time_s
+        return known[tuple(order)]
 
-    order, _ = annealed(best.order or (), bound, ANNEALING_TRIES)
-    return best if order == best.order else _searched(request, order, top, limit_s)
+    order, _ = annealed(best.order or (), step_s, ANNEALING_TRIES)
+    left_s = limit_s - (perf_counter() - begin_s)
+    return best if order == best.order else _searched(request, order, top, left_s, best)
 
 
 def _better(one: Arranged | None, other: Arranged) -> Arranged:

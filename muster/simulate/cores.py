@@ -1,5 +1,6 @@
-"""Ranks that share the cores of one machine: a discrete-event run in the order of time."""
+"""Ranks that share the cores of their machine: a discrete-event run in the order of time."""
 
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -13,7 +14,7 @@ Place = tuple[int, Lane, int]
 
 
 def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
-    """As `simulate`, for ranks that compete for `times.cores` cores (None: as many as they want).
+    """As `simulate`, for ranks that compete for `times.cores` cores of their machine (None: as many as they want).
 
     Whatever computes or moves memory wants one core for each process that takes part: passes, the step, and UNSHARD,
     REDUCE and TIE, which on a machine without network are copies and additions. All get the same share,
@@ -24,12 +25,32 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
     return Timeline("predicted", program.num_ranks, tuple(machine.events()))
 
 
-class _Machine:
-    """The state at `now_s`.
+@dataclass(slots=True)
+class _Pool:
+    """The cores of one machine, and who wants them.
 
-    Since all jobs advance at one rate, a clock of work done per job (`work_s`) orders their ends for good, whatever
+    Since all its jobs advance at one rate, a clock of work done per job (`work_s`) orders their ends for good, whatever
     begins or ends meanwhile.
     """
+
+    cores: int | None
+    work_s: float = 0.0
+    running: int = 0
+    """Processes that want a core."""
+    jobs: list[tuple[float, int, int, list[Place]]] = field(default_factory=list)
+    """(`work_s` at the end, order of beginning, processes, instructions that end)."""
+
+    @property
+    def rate(self) -> float:
+        return 1.0 if self.cores is None or self.running <= self.cores else self.cores / self.running
+
+    def end_s(self, now_s: float) -> float:
+        """When the next job ends; infinite where there is none."""
+        return now_s + (self.jobs[0][0] - self.work_s) / self.rate if self.jobs else inf
+
+
+class _Machine:
+    """The state at `now_s`: all machines that ranks are on."""
 
     def __init__(self, program: Program, times: OpTimes) -> None:
         self.times, self.num_ranks = times, program.num_ranks
@@ -39,11 +60,9 @@ class _Machine:
         self.cursor: list[dict[Lane, int]] = [dict.fromkeys(LANES, 0) for _ in program.ranks]
         self.begin_s: dict[Place, float] = {}
         self.end_s: dict[Place, float] = {}
-        self.now_s = self.work_s = 0.0
-        self.running = 0
-        """Processes that want a core."""
-        self.jobs: list[tuple[float, int, int, list[Place]]] = []
-        """(`work_s` at the end, order of beginning, processes, instructions that end)."""
+        self.now_s = 0.0
+        self.pool_of = times.pools or (0,) * program.num_ranks
+        self.pools = {number: _Pool(times.cores) for number in self.pool_of}
         self.timers: list[tuple[float, int, list[Place]]] = []
         """(time of the end, order of beginning, instructions that end)."""
         self.count = 0
@@ -62,7 +81,7 @@ class _Machine:
         """Until all has ended. Raises ProgramError when something never begins."""
         for rank in range(self.num_ranks):
             self._begin_what_can(rank)
-        while self.jobs or self.timers:
+        while self.timers or any(pool.jobs for pool in self.pools.values()):
             for rank in sorted({rank for rank, _, _ in self._next_end()}):
                 self._begin_what_can(rank)
         for rank, lanes in enumerate(self.lanes):
@@ -82,17 +101,17 @@ class _Machine:
 
     def _next_end(self) -> list[Place]:
         """Moves on to the next end; returns what ends."""
-        cores = self.times.cores
-        rate = 1.0 if cores is None or self.running <= cores else cores / self.running
-        job_s = self.now_s + (self.jobs[0][0] - self.work_s) / rate if self.jobs else inf
-        timer_s = self.timers[0][0] if self.timers else inf
+        first = min(self.pools.values(), key=lambda pool: pool.end_s(self.now_s))
+        job_s, timer_s = first.end_s(self.now_s), self.timers[0][0] if self.timers else inf
+        time_s = min(timer_s, job_s)
+        for pool in self.pools.values():
+            if pool is not first or timer_s <= job_s:
+                pool.work_s += (time_s - self.now_s) * pool.rate
         if timer_s <= job_s:
-            time_s, _, places = heappop(self.timers)
-            self.work_s += (time_s - self.now_s) * rate
+            _, _, places = heappop(self.timers)
         else:
-            time_s = job_s
-            self.work_s, _, processes, places = heappop(self.jobs)
-            self.running -= processes
+            first.work_s, _, processes, places = heappop(first.jobs)
+            first.running -= processes
         self.now_s = time_s
         for place in places:
             self.end_s[place] = time_s
@@ -151,8 +170,10 @@ class _Machine:
         heappush(self.timers, (self.now_s + duration_s, self.count, places))
 
     def _add_job(self, duration_s: float, places: list[Place]) -> None:
+        """On the cores of the first of its ranks, with those that share them."""
         self.count += 1
-        each = self.times.processes
-        processes = sum(each[rank] if each else 1 for rank, _, _ in places)
-        self.running += processes
-        heappush(self.jobs, (self.work_s + duration_s, self.count, processes, places))
+        each, number = self.times.processes, self.pool_of[places[0][0]]
+        pool = self.pools[number]
+        processes = sum(each[rank] if each else 1 for rank, _, _ in places if self.pool_of[rank] == number)
+        pool.running += processes
+        heappush(pool.jobs, (pool.work_s + duration_s, self.count, processes, places))
