@@ -137,7 +137,7 @@ def test_memory_is_weighed_without_a_program_as_with_it() -> None:
                 peaks = [rank.terms.total for rank in found.ranks]
                 assert room.over_bytes(plan) == [peak - limit for peak, limit in zip(peaks, limits, strict=True)], plan
                 split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                assert room.least_bytes(order, split) <= max(peaks), plan
+                assert room.least_bytes(shape, split, order.vpp) <= max(peaks), plan
                 schedules.add(plan.schedule)
     assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
 

@@ -1,6 +1,7 @@
 """How long the passes and collectives of one stage take."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import log2, prod
@@ -112,8 +113,7 @@ class StageTimes:
     def passes(self) -> Iterator[tuple[str, Spent]]:
         """(kind, what it spends) of F, B, I and W."""
         forward, inputs, weights, again = self._whole()
-        gather_s = self._layer_gather_s() * len(self.layers) if self.zero == "z3" else 0.0
-        reduce_s = self._layer_reduce_s() * len(self.layers) if self.zero != "z1" else 0.0
+        gather_s, reduce_s = self.travel_s(self.layers)
         backward = again + inputs + weights
         if not self.setting.software.overlap_p2p:
             forward, again = self._sent(forward, 1), self._sent(again, -1)
@@ -221,11 +221,6 @@ class StageTimes:
         layers = self.layers[:1] if known.layers_alike else self.layers
         return known.numels[key] + sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
 
-    @property
-    def layer_numel(self) -> float:
-        """The same of its first layer."""
-        return self._layer_numel(self.layers[0]) if len(self.layers) else 0.0
-
     def _layer_numel(self, layer: int) -> float:
         model, known = self.setting.model, self.setting.known.numels
         mesh = self.mesh
@@ -247,9 +242,17 @@ class StageTimes:
         """Numbers that the rank's optimizer updates."""
         return self.numel / self.data.size
 
-    def _layer_gather_s(self) -> float:
-        """z3: a layer's parameters, in the dtype of the compute."""
-        return all_gather_s(self.data, self.layer_numel * self.at.act) + self._parts_s()
+    def travel_s(self, layers: Iterable[int]) -> tuple[float, float]:
+        """Of one micro-batch, beside the passes of some layers: z3 gathers their parameters, in the dtype of the
+        compute; z2 and z3 reduce their gradients, and add these up over replicas."""
+        gather_s = reduce_s = 0.0
+        for numel, count in Counter(map(self._layer_numel, layers)).items() if self.zero != "z1" else ():
+            if self.zero == "z3":
+                gather_s += count * (all_gather_s(self.data, numel * self.at.act) + self._parts_s())
+            size = numel * self.setting.software.gradient_bytes
+            replicas_s = all_reduce_s(self.replicas, size / self.data.size)
+            reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._parts_s())
+        return gather_s, reduce_s
 
     def _parts_s(self) -> float:
         """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
@@ -258,17 +261,6 @@ class StageTimes:
             return 0.0
         tensors = sum(1 for _ in layer_parameters(self.setting.model, 0))
         return tensors * (self.data.size * self.device.launch_s + all_gather_s(self.data, 1.0))
-
-    def _layer_reduce_s(self) -> float:
-        """z2, z3: a layer's gradients, and their sum over replicas."""
-        size = self.layer_numel * self.setting.software.gradient_bytes
-        return reduce_scatter_s(self.data, size) + all_reduce_s(self.replicas, size / self.data.size) + self._parts_s()
-
-    @property
-    def layer_travel_s(self) -> float:
-        """What of each layer travels at least for each micro-batch: parameters gathered twice, gradients reduced."""
-        gathers_s = 2 * self._layer_gather_s() if self.zero == "z3" else 0.0
-        return gathers_s + (self._layer_reduce_s() if self.zero != "z1" else 0.0)
 
     # -- once a step
 

@@ -182,8 +182,12 @@ class LayerTimes:
     whole_backward_s: float
 
 
-def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batches: int, hop_s: float = 0.0) -> float:
+def order_bound_s(
+    times: LayerTimes, order: Order, num_layers: int | None, micro_batches: int, hop_s: float = 0.0
+) -> float:
     """Seconds that the passes of any plan of an order take at least, where a transfer between ranks takes `hop_s`.
+
+    `num_layers`: those of the model, None where they differ: then nothing is known of a layer.
 
     With x_r the time of rank r for one micro-batch, its last pass ends after the forwards before it, its own passes,
     and (where backwards are whole) the backwards of the same stages, and the transfers between: Σ_{s<r} (ρ·x_s + h) +
@@ -196,26 +200,32 @@ def order_bound_s(times: LayerTimes, order: Order, num_layers: int, micro_batche
     total_s = times.whole_forward_s + times.whole_backward_s
     if pp == 1:
         return m * total_s
-    splits = SCHEDULES[order.schedule].splits
+    entry = SCHEDULES[order.schedule]
+    splits = entry.splits
+    if num_layers is None:
+        known = order.vpp == 1 and not splits and not entry.searched and entry.default_replicas == 1
+        return _even_s(total_s, pp, m, hop_s) if known else m * total_s / pp
     layer_s = times.layer_forward_s + times.layer_backward_s
     if order.vpp == 1 and order.balanced:
         share = times.layer_forward_s / layer_s if splits else 1.0
         # Embedding and head are less evenly forward and backward than layers are, so the smaller share counts.
         whole = times.whole_forward_s / total_s if splits else 1.0
-        kept = 1 - min(share, whole) / m
-        least_s = 0.0
-        falls = kept**pp
-        if kept < 1:
-            each = (1 - falls) / (1 - kept)
-            hops = (pp - each) / (1 - kept)
-            least_s = (m * total_s + (1 if splits else 2) * hop_s * hops) / each
+        least_s = _even_s(total_s, pp, m, (1 if splits else 2) * hop_s / 2, min(share, whole))
         return max(least_s, m * -(-num_layers // pp) * layer_s)
-    entry = SCHEDULES[order.schedule]
     if entry.searched or entry.default_replicas > 1:
         return m * total_s / pp
     before, held = _even_layers(num_layers, place(entry, pp, order.vpp))
     before_s = times.layer_forward_s + (0.0 if splits else times.layer_backward_s)
     return max(m * total_s / pp, float(np.max(before * before_s + m * layer_s * held)))
+
+
+def _even_s(total_s: float, pp: int, m: int, hop_s: float, share: float = 1.0) -> float:
+    """The T of `order_bound_s`; `share`: its ρ."""
+    kept = 1 - share / m
+    if kept >= 1:
+        return 0.0
+    each = (1 - kept**pp) / (1 - kept)
+    return (m * total_s + 2 * hop_s * (pp - each) / (1 - kept)) / each
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ import numpy as np
 from muster.cost.op_times import OpTimes
 from muster.cost.places import PlanSetting
 from muster.cost.plan_times import plan_setting, plan_times
-from muster.cost.stage_times import stage_times
+from muster.cost.stage_times import StageTimes, example_times
 from muster.planner.balance import balanced, least_busy_s, loads
 from muster.planner.bound import (
     LayerTimes,
@@ -124,9 +124,9 @@ class Judge:
             return self._bound(share * self._least_s(order.shape))
         times = self._layer_times(order.shape)
         mean_s = share * (times.whole_forward_s + times.whole_backward_s) / order.shape.pp
-        if self._stages or not self._layers_alike:
+        if self._stages:
             return self._bound(mean_s * max(1.0, self._crowd))
-        passes_s = order_bound_s(times, order, self.request.model.num_layers, share)
+        passes_s = order_bound_s(times, order, self._alike_layers, share)
         return self._bound(max(passes_s, mean_s * self._crowd))
 
     @property
@@ -140,6 +140,11 @@ class Judge:
         """Whether every layer takes what the last one takes."""
         plan = make_plan(self.request, Shape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
         return self._setting(plan).known.layers_alike and not self.request.base.overrides
+
+    @property
+    def _alike_layers(self) -> int | None:
+        """The model's layers, where they are alike."""
+        return self.request.model.num_layers if self._layers_alike else None
 
     @property
     def _stages(self) -> tuple[StageSpec, ...]:
@@ -202,12 +207,12 @@ class Judge:
         bare = self._laid(order, split)
         if not order.balanced:
             return min(self._bound_of(plan, self.seconds(plan).without_shards()) for plan in bare)
-        if not self._ranks_alike or not self._layers_alike:
+        if not self._ranks_alike:
             return 0.0
         hop_s = min(float(np.min(self.seconds(plan).come[1:])) for plan in bare)
         share = request.workload.global_batch_size // order.shape.data // order.shape.micro_batch_size
         times = self._layer_times(order.shape)
-        return self._bound(order_bound_s(times, order, request.model.num_layers, share, hop_s))
+        return self._bound(order_bound_s(times, order, self._alike_layers, share, hop_s))
 
     def _laid(self, order: Order, split: Split) -> list[Plan]:
         """A plan of the order for each way to lay axes on the devices."""
@@ -215,21 +220,27 @@ class Judge:
         axes = axis_orders(self.request, order.shape)
         return [ordered_plan(self.request, order, split, axis_order, recompute) for axis_order in axes]
 
-    def travel_bound(self, order: Order, split: Split) -> float:
-        """The least value of the plans of an order with one way to share parameters and gradients, from what travels
+    def travel_bound(self, shape: Shape, split: Split) -> float:
+        """The least value of the plans of a shape with one way to share parameters and gradients, from what travels
         for each layer and micro-batch: whether it is hidden or not, no pass is shorter."""
-        request, shape = self.request, order.shape
-        if split[2] == "z1" or shape.data == 1 or request.base.overrides or request.cluster.device.rates is not None:
+        request = self.request
+        measured = request.cluster.device.rates is not None
+        if request.objective == "memory" or split[2] == "z1" or shape.data == 1 or request.base.overrides or measured:
             return 0.0
-        if self._stages:  # which may not be as many as the order has
+        if self._stages:  # which may not be as many as the shape has
             return 0.0
         key = shape.tp, shape.pp, shape.cp, shape.ep, *split
         if key not in self._travel:
             plans = self._laid(Order(shape, "1f1b", 1, False), split)
-            stages = [at for plan in plans for at in stage_times(self._setting(plan))]
-            self._travel[key] = min(at.layer_travel_s for at in stages) if stages[0].setting.known.layers_alike else 0.0
+            examples = [at for plan in plans for at in example_times(self._setting(plan))]
+            self._travel[key] = min(map(self._travels_s, examples))
         share = request.workload.global_batch_size // shape.data // shape.micro_batch_size
-        return self._bound(share * request.model.num_layers / shape.pp * self._travel[key])
+        return self._bound(share * self._travel[key] / shape.pp)
+
+    def _travels_s(self, at: StageTimes) -> float:
+        """What travels for all layers, wherever they lie; parameters are gathered for the forward and the backward."""
+        gather_s, reduce_s = at.travel_s(range(self.request.model.num_layers))
+        return 2 * gather_s + reduce_s
 
     def bound(self, plan: Plan) -> float:
         """The least value of a plan."""

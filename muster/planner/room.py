@@ -11,7 +11,7 @@ from muster.cost.walk import RankOrder, orders_of, orders_of_schedule
 from muster.planner.bound import PassSeconds
 from muster.planner.fit import fitted
 from muster.planner.request import Request
-from muster.planner.space import Order, Shape, Split, make_plan
+from muster.planner.space import Shape, Split, make_plan
 from muster.schedule.build import schedule_of
 from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
@@ -53,20 +53,20 @@ class Room:
         groups = zip(self.request.cluster.groups, self._group_ranks, strict=True)
         return sum((self.limit_bytes(rank) or 0) * group.num_devices for group, rank in groups)
 
-    def may_fit(self, order: Order, split: Split) -> bool:
-        """Whether any plan of an order that shares parameters and gradients so may."""
+    def may_fit(self, shape: Shape, split: Split, chunks: int | None = None) -> bool:
+        """Whether any plan of a shape that shares parameters and gradients so may; `chunks`: stages of a rank, any if
+        not given."""
         limits = [self.limit_bytes(rank) for rank in self._group_ranks]
-        return None in limits or self.least_bytes(order, split) <= max(filter(None, limits))
+        return None in limits or self.least_bytes(shape, split, chunks) <= max(filter(None, limits))
 
-    def least_bytes(self, order: Order, split: Split) -> float:
+    def least_bytes(self, shape: Shape, split: Split, chunks: int | None = None) -> float:
         """What the fullest rank of such plans holds at least: the mean of all pipeline ranks, wherever the layers lie.
         A rank holds its state, and one micro-batch's activations of a stage whose layers are all recomputed."""
-        shape = order.shape
         least, layers = self._least_of(shape, split), self.request.model.num_layers
         count = self.request.workload.global_batch_size // shape.data // shape.micro_batch_size
         held = (least.state if count > 1 else least.first_state) / shape.pp
-        if count > 1:
-            each = layers / shape.pp if order.vpp == 1 else layers // (shape.pp * order.vpp)
+        if count > 1 and chunks is not None:
+            each = layers / shape.pp if chunks == 1 else layers // (shape.pp * chunks)
             held += each * shape.micro_batch_size * least.layer
         return held
 

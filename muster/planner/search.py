@@ -142,8 +142,14 @@ class _Run:
         """Those that were simulated."""
         for shape in shapes(request):
             self.seen["shapes"] += 1
+            splits = data_splits(request, shape)
+            fitting = [split for split in splits if judge.room.may_fit(shape, split)]
+            if not fitting:
+                self.seen["too_large"] += len(splits)
+                continue
+            travel = min(judge.travel_bound(shape, split) for split in fitting)
             for order in orders(request, shape):
-                self._push("orders", judge.order_bound(order), order)
+                self._push("orders", max(travel, judge.order_bound(order)), order)
 
     def guess(self) -> None:
         """Where nodes or links differ: simulates the likeliest of the plans that cut the model and the batch as finely
@@ -183,7 +189,7 @@ class _Run:
                 likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
         tried: list[list[tuple[float, int, Plan]]] = []
         for _, order in likely.values():
-            fit = plans(self.request, order, partial(self.judge.room.may_fit, order))
+            fit = plans(self.request, order, partial(self.judge.room.may_fit, order.shape, chunks=order.vpp))
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:DIVES]:
@@ -203,8 +209,7 @@ class _Run:
         """Takes the node that may be best apart, or simulates it."""
         bound, _, node = heapq.heappop(self.heap)
         if isinstance(node, Order):
-            if self._has_room(node):
-                self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
+            self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
         elif isinstance(node, Opened):
             for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
                 self.seen["drafts"] += 1
@@ -216,19 +221,10 @@ class _Run:
         else:
             self._simulate(node.plan)
 
-    def _has_room(self, order: Order) -> bool:
-        """Whether any plan of an order may fit."""
-        splits = data_splits(self.request, order.shape)
-        if any(self.judge.room.may_fit(order, split) for split in splits):
-            return True
-        self.seen["drafts"] += len(splits)
-        self.seen["too_large"] += len(splits)
-        return False
-
     def _is_wanted(self, order: Order, split: Split) -> bool:
         """Whether plans that share parameters and gradients so may fit, and be among the best."""
-        fits = self.judge.room.may_fit(order, split)
-        wanted = fits and not self._beaten(self.judge.travel_bound(order, split))
+        fits = self.judge.room.may_fit(order.shape, split, order.vpp)
+        wanted = fits and not self._beaten(self.judge.travel_bound(order.shape, split))
         self.seen["drafts"] += not wanted
         self.seen["too_large"] += not fits
         return wanted
