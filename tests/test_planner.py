@@ -28,6 +28,7 @@ from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
+from muster.spec.model_parts import MoeSpec
 from muster.spec.plan import AXES, Plan
 from muster.spec.workload import Workload
 
@@ -109,6 +110,19 @@ def test_no_bound_is_above_a_simulated_time_where_layers_differ() -> None:
     assert_bounds_hold(Request(few, load_cluster("4xh100"), workload, fixed={"cp": 1, "zero": "z1"}))
 
 
+def test_no_bound_is_above_a_simulated_time_where_some_layers_have_experts() -> None:
+    few = ModelSpec(
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        intermediate_size=512,
+        moe=MoeSpec(num_experts=8, top_k=2, expert_size=512, dense_layers=1),
+    )
+    workload = Workload(seq_len=512, global_batch_size=8)
+    assert_bounds_hold(Request(few, load_cluster("4xa100"), workload, fixed={"cp": 1, "tp": 1}))
+
+
 def assert_bounds_hold(request: Request) -> None:
     judge, looked = Judge(request), 0
     for shape in shapes(request):
@@ -117,7 +131,9 @@ def assert_bounds_hold(request: Request) -> None:
                 plan = placed(judge, draft, order)
                 if plan is not None:
                     time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
-                    bounds = judge.order_bound(order), judge.unsharded_bound(order), judge.bound(plan)
+                    split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
+                    bounds = [judge.order_bound(order), judge.unsharded_bound(order), judge.bound(plan)]
+                    bounds.append(judge.travel_bound(shape, split))
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
