@@ -215,6 +215,23 @@ def test_bytes_of_a_score(kernel, dropout, kept, most):
     assert (written - flash) / scores == pytest.approx(most, rel=0.1)
 
 
+def test_deepseek_s_layers_keep_what_its_report_lists():
+    """arXiv:2412.19437 §3.2.3, §3.3.3: of a token two hidden states, the narrow vectors, attention's output in 12 bits
+    and a statistic for each head; the router's probabilities; inputs and gate and up of nine experts in fp8."""
+    spec, workload = load_model("deepseek-v3"), Workload(seq_len=4096, global_batch_size=64)
+    plan = Plan(dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=Strategy(zero="z1", recompute="selective"))
+    software = Software(storage="megatron", compact=True, moment_bytes=2)
+    stage, usual = (
+        megatron_stage(spec, plan, workload, 1, one)
+        for one in (software, software.model_copy(update={"compact": False, "moment_bytes": 4}))
+    )
+    each = 2 * 7168 * 2 + (1536 + 512 + 64) * 2 + 128 * (128 * 1.5 + 4) + 256 * 4
+    each += (8 * (7168 + 2 * 2048) + 2 * 2048) * (1 + 4 / 128)
+    assert stage.kept.activations == pytest.approx(len(plan.layers(1, 61)) * 4096 * each, rel=1e-6)
+    assert stage.kept.activations < 0.4 * usual.kept.activations
+    assert 2 * stage.resident.optimizer == usual.resident.optimizer
+
+
 def test_unfused_attention_keeps_what_autograd_does():
     """Softmax in float32 and its cast, which multiplies the values: counted at autograd's own hooks."""
     found: list[int] = []

@@ -250,3 +250,17 @@ def test_ranks_that_meet_at_every_layer_wait_more_for_the_slowest():
             for nodes in (1, 4)
         )
         assert four.seconds["F", 0] / one.seconds["F", 0] == pytest.approx(1 + 2 * share, rel=1e-6)
+
+
+def test_what_is_kept_in_fp8_is_widened_again():
+    """Up-projections of latent attention are part of the backward then, and of nothing else."""
+    mla = MlaSpec(q_lora_rank=1024, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+    spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=Strategy(recompute="selective"))
+    usual, compact = (
+        plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), Software(compact=compact)).seconds
+        for compact in (False, True)
+    )
+    device, heads = load_device("h100-sxm"), spec.num_heads
+    wide = sum(matmul_s(device, 4096, heads * n, k, "bf16") for n, k in ((192, 1024), (256, 512)))
+    assert compact["B", 0] - usual["B", 0] == pytest.approx(spec.num_layers * wide, rel=0.05)
+    assert compact["F", 0] == usual["F", 0]

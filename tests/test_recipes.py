@@ -23,6 +23,13 @@ def test_every_recipe_is_legal_and_says_why_it_differs():
         assert (one.fits and abs(one.error or 0.0) <= ENOUGH) or recipe.gap, recipe.name
 
 
+def test_deepseek_fits_only_as_it_stores_what_it_computes():
+    recipe = BY_NAME["DeepSeek-V3"]
+    assert judge(recipe).fits
+    for usual in ({"compact": False}, {"moment_bytes": 4, "compact": False}):
+        assert not judge(recipe.model_copy(update={"software": recipe.software.model_copy(update=usual)})).fits
+
+
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [

@@ -53,9 +53,11 @@ def latent_attention(at: LayerSetting, part: Part) -> None:
     else:
         part.linear(at, tokens, mla.q_lora_rank, model.hidden_size)
         part.linear(at, tokens, heads * qk_dim, mla.q_lora_rank)
+        part.latent = part.last
         narrow += mla.q_lora_rank
     part.linear(at, tokens, mla.kv_lora_rank + mla.rope_head_dim, model.hidden_size)
     part.linear(at, tokens, heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    part.latent += part.last
     part.stream(at, 2 * tokens * narrow * at.act, 3 * tokens * narrow * at.act, 2)
     turned = tokens * heads * (2 * qk_dim + mla.nope_head_dim) * at.act
     part.stream(at, 2 * turned, 2 * turned, 2)

@@ -89,6 +89,8 @@ class Part:
         """Of the forward, its last product."""
         self.core, self.products, self.cheap = Spent(), Spent(), Spent()
         """Of the forward: attention on its scores, matrix products, single passes over memory."""
+        self.latent = Spent()
+        """Of the products, those that widen narrow vectors to queries, keys and values."""
 
     def stream(self, at: LayerSetting, forward: float, backward: float, kernels: float = 1) -> None:
         """Bytes that elementwise kernels move."""

@@ -100,7 +100,8 @@ def _again(at: LayerSetting, attention: Part, mlp: Part) -> Spent:
         case "attention":
             return attention.core
         case "selective":
-            return attention.cheap + mlp.cheap
+            latent = attention.latent if at.software.compact else Spent()
+            return attention.cheap + mlp.cheap + latent
         case "alternate":
             return attention.cheap + mlp.cheap + (attention.products + mlp.products) * 0.5
         case _:

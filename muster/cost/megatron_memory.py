@@ -13,6 +13,7 @@ from muster.cost.activations import (
     product_bytes,
     score_bytes,
 )
+from muster.cost.compact_memory import compact_layer_bytes
 from muster.cost.holdings import stage_holdings
 from muster.cost.memory import MemoryTerms, compute_bytes
 from muster.cost.stage_memory import Moment, StageMemory
@@ -22,8 +23,6 @@ from muster.spec.software import Software
 from muster.spec.workload import Workload
 
 _WIDE = 4
-_OPTIMIZER_STATE = 8
-"""Two float32 moments of AdamW, beside the float32 master weight."""
 
 
 def megatron_stage(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, software: Software) -> StageMemory:
@@ -77,7 +76,7 @@ class _Megatron:
         return MemoryTerms(
             parameters=weights + shard * _WIDE,
             gradients=summed * self.software.gradient_bytes,
-            optimizer=shard * _OPTIMIZER_STATE,
+            optimizer=shard * 2 * self.software.moment_bytes,
             communication=buffers,
         )
 
@@ -97,6 +96,8 @@ class _Megatron:
         sizes, size = self.sizes, self.size
         if recompute == "full":
             return sizes.hidden_bytes
+        if recompute == "selective" and self.software.compact:
+            return compact_layer_bytes(sizes, layer)
         total = 2 * self._norm() + mixing_bytes(sizes, layer) + mlp_bytes(sizes, layer)
         if not self.software.fused:
             total += self._unfused(layer)

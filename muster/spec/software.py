@@ -40,6 +40,11 @@ class Software(Frozen):
     own."""
     gradient_bytes: PositiveInt = 4
     """Of one number of a gradient that is summed over micro-batches and reduced."""
+    moment_bytes: PositiveInt = 4
+    """Of one number of each of AdamW's moments, beside master weights in float32, in Megatron's storage."""
+    compact: bool = False
+    """Under selective recompute: inputs of products are kept in fp8, and up-projections of latent attention are made
+    again, too (arXiv:2412.19437 §3.2.3, §3.3.3; `muster.cost.compact_memory`)."""
     overlap_reduce: bool = True
     """Gradients are reduced while the last micro-batch's backward runs."""
     overlap_gather: bool = True
