@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from muster.api.register import (
         register_dataset,
         register_loss,
+        register_model,
         register_optimizer,
         register_schedule,
         register_step,
     )
     from muster.api.run import Run, load
     from muster.api.verbs import plan, predict
+    from muster.model.decoder import Layer as DecoderLayer
     from muster.schedule.setting import Setting
     from muster.spec.errors import ConfigError, InfeasibleError, MusterError
     from muster.train.own_step import Now
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DecoderLayer",
     "InfeasibleError",
     "MusterError",
     "Now",
@@ -31,13 +34,16 @@ __all__ = [
     "predict",
     "register_dataset",
     "register_loss",
+    "register_model",
     "register_optimizer",
     "register_schedule",
     "register_step",
 ]
 
 _MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
-_MODULES |= {"Now": "train.own_step", "Setting": "schedule.setting"}
+_MODULES |= {"Now": "train.own_step", "Setting": "schedule.setting", "DecoderLayer": "model.decoder"}
+_NAMES = {"DecoderLayer": "Layer"}
+"""Of those that have another name where they come from."""
 
 
 def __getattr__(name: str) -> Any:
@@ -45,4 +51,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     usual = "api.register" if name.startswith("register_") else "spec.errors"
-    return getattr(import_module(f"muster.{_MODULES.get(name, usual)}"), name)
+    return getattr(import_module(f"muster.{_MODULES.get(name, usual)}"), _NAMES.get(name, name))

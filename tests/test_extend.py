@@ -5,22 +5,33 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import muster
 from muster.cli.main import main
+from muster.cost.flops import forward_flops_per_token
+from muster.cost.memory import activation_bytes
 from muster.data.prepare import Preparation, prepare
 from muster.data.tokenizer import load_tokenizer
+from muster.model.decoder import Decoder
+from muster.model.init import init_stage
+from muster.model.sample import generate
 from muster.optim.make import make_optimizer
 from muster.spec import parts
+from muster.spec.generation import Sampling
 from muster.spec.layout import Box, TensorLayout
 from muster.spec.load import load_run
+from muster.spec.model import ModelSpec, parameters
+from muster.spec.named_model import load_model
 from muster.spec.parts import find_part
+from muster.spec.plan_name import parse_plan_name
 from muster.spec.plugins import import_plugins, plugin_of
 from muster.spec.run import OptimConfig, RunConfig
 from muster.spec.schedules import SCHEDULES
+from muster.spec.workload import Workload
 from muster.train.drift import differences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +67,7 @@ def test_no_example_is_longer_than_40_lines():
 
 
 def test_the_python_example_trains_with_every_part_and_goes_on_under_another_plan(tmp_path):
-    """Two ranks, then one, with a schedule, an optimizer, a data set, a loss and a step of its own."""
+    """Two ranks, then one, with a model, a schedule, an optimizer, a data set, a loss and a step of its own."""
     command = [sys.executable, str(EXAMPLES / "python_api.py"), str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
@@ -65,8 +76,8 @@ def test_the_python_example_trains_with_every_part_and_goes_on_under_another_pla
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     config = load_run(None, tmp_path / "run" / "config.yaml", []).config
-    assert [Path(plugin.file).name for plugin in config.plugins][0] == "my_schedule.py"
-    assert len({plugin.sha256 for plugin in config.plugins}) == 5
+    assert [Path(plugin.file).name for plugin in config.plugins][0] == "my_model.py"
+    assert len({plugin.sha256 for plugin in config.plugins}) == 6
 
 
 # --- Python API ---
@@ -279,6 +290,8 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
 
     muster.register_optimizer("normed", Normed)
     muster.register_optimizer("nadam", torch.optim.NAdam)
+    with pytest.raises(muster.ConfigError, match="optimizer normed changes a matrix"):
+        muster.Run(extends="tiny", optim={"name": "normed"}, parallel="dp1").plan()
     with pytest.raises(
         muster.ConfigError, match="changes a matrix that is cut by rows in another way than the whole one"
     ):
@@ -310,3 +323,117 @@ def test_a_data_set_becomes_a_store_and_says_what_is_wrong(tmp_path, own):
         prepare(Preparation("failing", tokenizer), tmp_path / "failing")
     with pytest.raises(muster.ConfigError, match="no file or directory 'fewe'; did you mean 'few'"):
         prepare(Preparation("fewe", tokenizer), tmp_path / "fewe")
+
+
+# --- models ---
+
+
+def spec_of(name: str, **values: Any) -> ModelSpec:
+    return load_model(name).model_copy(update=values)
+
+
+def test_a_layer_that_is_musters_own_is_counted_as_musters_is(own):
+    """Products, parameters and what is kept, by following a forward and by the formulas."""
+    muster.register_model("same", like="tiny", tensor_parallel=True)(type("Same", (muster.DecoderLayer,), {}))
+    ours, theirs = spec_of("tiny"), spec_of("same")
+    assert list(parameters(ours)) == list(parameters(theirs))
+    assert forward_flops_per_token(theirs, 128) == forward_flops_per_token(ours, 128)
+    for name in ("dp1-mb2", "tp2-mb2", "dp1-mb2-fp32", "dp1-mb2-rfull"):
+        plan, workload = parse_plan_name(name), Workload(seq_len=128, global_batch_size=8)
+        counted, formula = (activation_bytes(one, plan, workload, 0) for one in (theirs, ours))
+        assert counted == pytest.approx(formula, rel=0.01), name
+
+
+def test_a_models_forecast_is_what_pytorch_counts(capsys):
+    line = "memory-check --model tiny-mixer --plan pp2-mb2 --seq-len 128 --json"
+    assert main(line.split()) == 0
+    assert all(abs(rank["difference"]) < 0.05 for rank in json.loads(capsys.readouterr().out)["ranks"])
+
+
+def test_a_model_writes_without_a_cache():
+    spec = spec_of("tiny-mixer", num_layers=2)
+    model = Decoder(spec, range(2), first=True, last=True)
+    init_stage(model, spec, 0)
+    prompts = [[5, 7, 9], [3]]
+    found = generate(model, prompts, 4, Sampling(temperature=0), 64)
+    for prompt, new in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for token in new:
+            assert token == int(model(torch.tensor([text]))[0, -1].argmax())
+            text.append(token)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"parallel": "tp2"}, "model plain doesn't say that tensor parallelism can cut its layers"),
+        ({"parallel": "dp1-rsel"}, "recompute selective knows Muster's own layers, not those of model plain"),
+        (
+            {"parallel": "dp1", "data": {"packing": "whole"}},
+            "packing whole wants layers that keep documents apart",
+        ),
+    ],
+)
+def test_what_a_model_does_not_declare_is_refused(keys, sentence, own):
+    muster.register_model("plain", like="tiny")(muster.DecoderLayer)
+    with pytest.raises(muster.InfeasibleError) as caught:
+        muster.Run(extends="tiny", model="plain", **keys).plan()
+    assert sentence in str(caught.value)
+
+
+def test_auto_and_the_planner_take_what_a_model_can(own):
+    muster.register_model("plain", like="llama3-8b")(muster.DecoderLayer)
+    found = muster.plan("plain", "16xh100", top=2, limit_s=1.0, global_batch=256)
+    assert {plan.tp for plan in found.plans} == {1}
+    assert muster.Run(extends="tiny", model="tiny-mixer").plan(2).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("self.register_buffer('mask', torch.ones(2))", "its layer has the buffer mask, which checkpoints don't hold"),
+        ("self.more = torch.nn.Linear(2, layer + 1)", "its layers have other parameters than the first"),
+        ("1 / 0", r"model odd: its layer can't be made: "),
+    ],
+)
+def test_a_layer_that_cannot_be_one_is_refused(body, sentence, tmp_path, own):
+    text = f"""
+import torch
+@muster.register_model("odd", like="tiny")
+class Odd(muster.DecoderLayer):
+    def __init__(self, spec, layer):
+        super().__init__(spec, layer)
+        {body}
+"""
+    import_plugins([plugin_of(str(plugin(tmp_path, text)))])
+    with pytest.raises(muster.ConfigError) as caught:
+        list(parameters(spec_of("odd")))
+    assert sentence in str(caught.value)
+
+
+def test_a_layer_that_makes_something_else_is_refused(own):
+    class Wider(muster.DecoderLayer):
+        def forward(self, x_BSD, *shared):
+            return torch.cat((x_BSD, x_BSD), -1)
+
+    muster.register_model("wider", like="tiny")(Wider)
+    with pytest.raises(muster.ConfigError, match=r"its layer makes \(1, 64, 128\).* of a hidden state \(1, 64, 64\)"):
+        forward_flops_per_token(spec_of("wider"), 64)
+
+
+def test_an_unknown_model_names_the_closest():
+    with pytest.raises(muster.ConfigError, match="there is no model 'tiny-mixr'; did you mean 'tiny-mixer'"):
+        muster.Run(extends="tiny", model="tiny-mixr")
+
+
+@pytest.mark.soak
+def test_every_part_trains_as_one_process_does():
+    """`muster verify`: tensor parallelism, split backwards, z1 and z3, own schedules and losses."""
+    verify = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--steps", "2", "--precision", "fp64"]
+    verify += ["--model.num_layers", "4", *(f"--plugins={path}" for path in sorted(EXAMPLES.glob("my_*.py")))]
+    for flags in (
+        "--model tiny-mixer --against tp2-sp-mb4 pp2-mb4-szbh1 dp2-mb4-z3-rfull pp2-mb4-sshallow1f1b",
+        "--train.loss smoothed --optim.name sign-momentum --against dp2-mb4-z1 pp2-mb4-sshallow1f1b dp2-mb4-z3",
+    ):
+        done = subprocess.run([*verify, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -6,9 +6,13 @@ A name is of small letters, digits and hyphens, and belongs to one file. Nothing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from muster.api.runtime import runtime
+from muster.catalog import names
 from muster.schedule.own import Order, own_maker
 from muster.spec.errors import ConfigError
+from muster.spec.model import ModelSpec
 from muster.spec.optim_state import OwnOptimizer
+from muster.spec.own_model import LayerFacts, OwnModel, Shape
 from muster.spec.parts import add_part, part_names
 from muster.spec.run import OPTIMIZERS
 from muster.spec.schedules import SCHEDULES, Entry
@@ -38,6 +42,37 @@ def register_schedule(
         return order
 
     return register
+
+
+def register_model(
+    name: str, *, like: str | None = None, tensor_parallel: bool = False, documents: bool = False, **values: Any
+) -> Callable[[T], T]:
+    """Registers a model: a decoder whose layers are of the decorated class, an `nn.Module` that is made of (ModelSpec,
+    index of the layer) and takes and gives a hidden state as `muster.DecoderLayer` does, its usual base.
+
+    Its `ModelSpec` is that of the model `like` with `values` over it; a run file may change them. All layers have the
+    same parameters and no buffers. Pipelines, sharding, full recompute and checkpoints need nothing more. Tensor
+    parallelism needs `tensor_parallel`: matrices named o or down are cut by columns, what ends in norm is whole, all
+    else is cut by rows; products with rows go through `spread`, those with columns through `join`, and widths follow
+    from the weights. `documents` says that the layer keeps packed documents apart, as Muster's attention does.
+    Raises ConfigError where the name is taken.
+    """
+
+    def register(layer: T) -> T:
+        said = values if like is None else {"like": like, **values}
+        own = OwnModel(name, layer, said, tensor_parallel, documents, _shapes, _facts)
+        add_part("model", name, own, names("models"))
+        return layer
+
+    return register
+
+
+def _shapes(own: OwnModel, spec: ModelSpec) -> tuple[Shape, ...]:
+    return runtime("muster.model.own").count_shapes(own, spec)
+
+
+def _facts(own: OwnModel, spec: ModelSpec, seq_len: int, tp: int, precision: str) -> LayerFacts:
+    return runtime("muster.model.own").count_facts(own, spec, seq_len, tp, precision)
 
 
 def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> Any:

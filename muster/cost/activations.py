@@ -15,6 +15,7 @@ from muster.cost.memory import (
     own_widths,
     wide_bytes,
 )
+from muster.cost.own_layer import own_largest_bytes, own_layer_bytes
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan, Precision, Recompute
 from muster.spec.workload import Workload
@@ -32,6 +33,9 @@ class PassSizes:
     hidden_tokens: int
     """Positions whose hidden state the rank holds: fewer under sequence parallelism."""
     precision: Precision
+    whole: ModelSpec
+    """The model."""
+    seq_len: int
 
     @property
     def hidden_bytes(self) -> int:
@@ -56,7 +60,8 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> P
     mesh = plan.mesh(stage)
     tokens = plan.rows(stage) * workload.seq_len // mesh.cp
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
-    return PassSizes(own_widths(spec, mesh.tp, 0), mesh, tokens, tokens // mesh.tp if sp else tokens, plan.precision)
+    own, hidden_tokens = own_widths(spec, mesh.tp, 0), tokens // mesh.tp if sp else tokens
+    return PassSizes(own, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)
 
 
 def layer_bytes(
@@ -68,6 +73,8 @@ def layer_bytes(
     selective checkpointing by operation): the input, every second matrix product's output, attention's output.
     """
     own, tokens, precision = sizes.own, sizes.tokens, sizes.precision
+    if (kept := _plugin_bytes(sizes, recompute)) is not None:
+        return kept
     if recompute == "full":
         return sizes.hidden_bytes
     if recompute == "alternate":
@@ -80,6 +87,12 @@ def layer_bytes(
     if recompute == "selective":
         total -= 2 * sizes.hidden_bytes + product_bytes(sizes, layer)
     return total + scores
+
+
+def _plugin_bytes(sizes: PassSizes, recompute: Recompute) -> int | None:
+    """What a plugin's layer keeps; None for Muster's own."""
+    tp, tokens = sizes.mesh.tp, sizes.tokens
+    return own_layer_bytes(sizes.whole, tp, tokens, sizes.hidden_bytes, sizes.seq_len, sizes.precision, recompute)
 
 
 def offloaded_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
@@ -127,6 +140,8 @@ def mlp_bytes(sizes: PassSizes, layer: int) -> int:
     """What a layer's MLP keeps, its norm left out. Experts: the router's probabilities, the rows as they were sent, and
     what each expert keeps of them; rows are combined after they were weighed, so that no more is kept of them."""
     own, size = sizes.own, compute_bytes(sizes.precision)
+    if (kept := _plugin_bytes(sizes, "none")) is not None:
+        return kept
     if not own.has_experts(layer):
         return mlp_saved_bytes(own, sizes.tokens, sizes.precision)
     moe, inner = own.moe, 2 + own.gated
@@ -140,6 +155,9 @@ def mlp_bytes(sizes: PassSizes, layer: int) -> int:
 def product_bytes(sizes: PassSizes, layer: int) -> int:
     """The MLP's activated inner state: the input of its last matrix product."""
     size = compute_bytes(sizes.precision)
+    largest = own_largest_bytes(sizes.whole, sizes.mesh.tp, sizes.tokens, sizes.seq_len, sizes.precision)
+    if largest is not None:
+        return largest
     if not sizes.own.has_experts(layer):
         return sizes.tokens * sizes.own.intermediate_size * size
     moe = sizes.own.moe

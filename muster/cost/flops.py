@@ -1,6 +1,7 @@
 """Floating-point operations of a decoder."""
 
 from muster.spec.model import ModelSpec, active_numel, parameters
+from muster.spec.own_model import own_model
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
@@ -10,8 +11,11 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
     of the experts those that a token goes to, and the head once more for each of `mtp_layers`. Scores and weighted
     values take 2 · seq_len · heads · (width of a key + width of a value) in each layer that has them. As in PaLM
     (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all
-    scores count.
+    scores count. A plugin's layers are counted by the products of their forward.
     """
+    if (own := own_model(spec)) is not None:
+        head = 2 * spec.vocab_size * spec.hidden_size
+        return head + spec.num_layers * own.facts(spec, seq_len, 1, "bf16").flops // seq_len
     looked_up = ("embed.weight", "positions.weight")
     matrices = sum(
         active_numel(spec, name, shape)

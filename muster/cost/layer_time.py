@@ -4,7 +4,9 @@ from muster.cost.attention_time import latent_attention, linear_attention, plain
 from muster.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.layer_parts import LayerPasses, LayerSetting, Part, around, enter, leave
+from muster.cost.own_layer import own_layer_passes
 from muster.cost.spent import Spent
+from muster.spec.own_model import own_model
 
 PERMUTED = 0.5
 """Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
@@ -13,6 +15,8 @@ configs/system/b200_bf16_ceperm.json)."""
 
 def layer_passes(at: LayerSetting, layer: int) -> LayerPasses:
     """The passes of one layer."""
+    if (own := own_model(at.model)) is not None:
+        return own_layer_passes(own, at)
     model, attention = at.model, Part()
     if model.has_linear_attention(layer):
         linear_attention(at, attention)

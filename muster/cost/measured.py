@@ -57,6 +57,7 @@ def _refuse(model: ModelSpec, plan: Plan, machine: MachineRates) -> None:
         "a vocabulary that is spread": plan.spread_vocab,
         "mixtures of experts": model.moe is not None,
         "latent attention": model.mla is not None,
+        "layers of a plugin, which it has not measured": model.architecture is not None,
     }
     if found := [what for what, wanted in refused.items() if wanted]:
         raise InfeasibleError(f"a measured machine has no times for {' and '.join(found)}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
 
+from muster.cost.own_layer import own_layer_bytes
 from muster.spec.errors import InfeasibleError
 from muster.spec.layout import held_parts, shard_rows, stage_layouts, stages_of, tensor_slice
 from muster.spec.mesh import Coordinates, coordinates
@@ -216,11 +217,13 @@ def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
     own, precision = own_widths(spec, tp, at.tp), plan.precision
     tokens = plan.rows(stage) * workload.seq_len
     hidden_tokens = tokens // tp if plan.strategy(layers.start).sp else tokens
-    total = sum(
-        layer_saved_bytes(own, tokens, hidden_tokens, precision, plan.strategy(layer).recompute) for layer in layers
-    )
+    total, hidden = 0, hidden_tokens * spec.hidden_size * compute_bytes(precision)
+    for layer in layers:
+        recompute = plan.strategy(layer).recompute
+        plugins = own_layer_bytes(spec, tp, tokens, hidden, workload.seq_len, precision, recompute)
+        muster = layer_saved_bytes(own, tokens, hidden_tokens, precision, recompute)
+        total += muster if plugins is None else plugins
     if plan.spread_vocab:
-        hidden = hidden_tokens * spec.hidden_size * compute_bytes(precision)
         return total + (norm_saved_bytes(spec, hidden_tokens, precision) - hidden if plan.is_last(stage) else 0)
     if plan.is_first(stage):
         # The embedding's backward adds up rows by token; with tp a mask says which words are the rank's.

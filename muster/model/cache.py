@@ -82,3 +82,25 @@ class KvCache:
             whole.append(store[name][:, :, :end])
         grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
         return F.scaled_dot_product_attention(q_BHSd, *whole, attn_mask=self._visible[window], enable_gqa=grouped)
+
+
+class Reread:
+    """Stands for a cache where layers are a plugin's, whose state nobody knows: all is read again for each token."""
+
+    def __init__(self, model: Decoder, starts_B: Tensor, capacity: int) -> None:
+        assert not starts_B.any(), "one text at a time"
+        self.model, self.length = model, 0
+        self._read: Tensor | None = None
+
+    def __enter__(self) -> "Reread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @torch.no_grad()
+    def read(self, tokens_BS: Tensor) -> Tensor:
+        """As `KvCache.read`."""
+        self._read = tokens_BS if self._read is None else torch.cat((self._read, tokens_BS), 1)
+        self.length = self._read.shape[1]
+        return self.model.next_logits(self._read)

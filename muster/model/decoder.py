@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from muster.model.documents import Documents, attend_each
 from muster.model.kernels import activate, gated, rms_norm, rotate
+from muster.model.own import make_own_layer
 from muster.model.positions import Positions
 from muster.spec.model import ModelSpec
+from muster.spec.own_model import own_model
 
 
 def spread(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -182,7 +184,11 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
-        self.layers = nn.ModuleDict({str(layer): Layer(spec, layer) for layer in layers})
+        own = own_model(spec)
+        make = Layer if own is None else partial(make_own_layer, own)
+        self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
+        self.has_own_layers = own is not None
+        """Whether they are a plugin's, of which nothing is known but what `Layer.forward` takes and gives."""
         self.norm = make_norm(spec) if last else None
         self.head = None
         if not words:
@@ -208,7 +214,8 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.where.rows(self.positions.weight, x_BSD)
         cos, sin = self.where.tables(x_BSD)
         for layer in self.blocks():
-            x_BSD = layer(x_BSD, cos, sin, self.where.mask(layer.attn.window, x_BSD), self.where.documents)
+            window = getattr(getattr(layer, "attn", None), "window", None)
+            x_BSD = layer(x_BSD, cos, sin, self.where.mask(window, x_BSD), self.where.documents)
         return x_BSD
 
     def _logits(self, x_BSD: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from muster.model.cache import KvCache
+from muster.model.cache import KvCache, Reread
 from muster.model.decoder import Decoder
 from muster.model.init import keyed_generator
 from muster.model.kernels import wide
@@ -30,13 +30,17 @@ def generate(
     Raises ConfigError on a prompt that is empty or longer than `context`.
     """
     _check(prompts, context)
+    if model.has_own_layers and len(prompts) > 1:  # one by one: such layers see the padding of a batch
+        alone = [generate(model, [prompt], count, sampling, context, end, join_words) for prompt in prompts]
+        return [new for (new,) in alone]
     texts, first, made = [list(prompt) for prompt in prompts], [0] * len(prompts), 0
     while made < count:
         windows = [text[start:] for text, start in zip(texts, first, strict=True)]
         width = max(map(len, windows))
         starts = [width - len(window) for window in windows]
         new = [[0] * start + window for start, window in zip(starts, windows, strict=True)]
-        with KvCache(model, _ids(model, starts), min(context, width + count - made)) as cache:
+        make_cache = Reread if model.has_own_layers else KvCache
+        with make_cache(model, _ids(model, starts), min(context, width + count - made)) as cache:
             while made < count and cache.length + len(new[0]) <= context:
                 logits_BV = cache.read(_ids(model, new))
                 if join_words is not None:

@@ -24,7 +24,7 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
             ) from None
     opaque = {}
     for block in module.blocks():
-        for part in (block.attn, block.mlp):
+        for part in block.modules():
             for seam in {"spread", "join"} & vars(part).keys():
                 # One wrapper for all blocks: each of its own would be a reason to compile each block anew.
                 do = getattr(part, seam)

@@ -15,9 +15,11 @@ from muster.spec.legal import asked_world_size, counted, require_runnable_model
 from muster.spec.load import Resolved, derived_lines
 from muster.spec.machine import PROFILE, found_machine, gpu_names, measured_machine, usable_cores, with_processes
 from muster.spec.nearest import require_runnable
+from muster.spec.own_model import own_model
+from muster.spec.parts import part_of
 from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import RunConfig
+from muster.spec.run import OPTIMIZERS, RunConfig
 
 LIMIT_S = 30.0
 """At most, for models and numbers of processes far beyond one machine: what is small takes tenths of a second."""
@@ -67,6 +69,12 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
             f"data.packing {config.data.packing} can't be run with compile, which would follow the lengths of documents"
             " from batch to batch: leave compile out, or take data.packing concatenate"
         )
+    own = own_model(config.model)
+    if own is not None and config.data.packing != "concatenate" and not own.documents:
+        raise InfeasibleError(
+            f"data.packing {config.data.packing} wants layers that keep documents apart, and model {own.name} doesn't"
+            " say that its do (documents=True): take data.packing concatenate"
+        )
     if not resolved.auto:
         _require_parts_run(config)
         require_runnable(
@@ -78,7 +86,8 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
     best: tuple[Verdict, _Machine] | None = None
     standing = True, inf  # what leaves head-room first, then what is faster
     refusal: InfeasibleError | None = None
-    measured = _measured(config.parallel.precision) if nodes == 1 else None
+    is_known = nodes == 1 and config.model.architecture is None
+    measured = _measured(config.parallel.precision) if is_known else None
     for count in _counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
         request = request_of(resolved, machine.cluster)
@@ -98,8 +107,11 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
 
 
 def _require_parts_run(config: RunConfig) -> None:
-    """Raises InfeasibleError where the plan doesn't go with a loss or a step that a plugin registers."""
-    plan, train = config.parallel, config.train
+    """Raises InfeasibleError where the plan doesn't go with a loss or a step that a plugin registers, ConfigError where
+    ranks can't share its optimizer."""
+    plan, train, optim = config.parallel, config.train, config.optim
+    if optim.name not in OPTIMIZERS:
+        part_of("optimizer", optim.name).state_names(optim.options)
     if train.loss is not None and (plan.spread_vocab or any(plan.mesh(rank).tp > 1 for rank in range(plan.pp))):
         raise InfeasibleError(
             f"train.loss {train.loss} reads the logits of all words, which tp and spread_vocab cut: take tp 1 and leave"

@@ -33,6 +33,8 @@ def figures_of(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(one.step_time_s)}, {format_fraction(one.bubble_fraction)} of it bubble"
     yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_or_why_not(one)}"
+    if one.model.architecture is not None:
+        yield "layers", "a plugin's, by the kernels of their forward; nothing of them was measured"
     yield "fits", _fits(one)
     yield from _relief(one)
     yield "cost", _cost(one)

@@ -9,6 +9,7 @@ import yaml
 
 from muster.catalog import names, read
 from muster.spec.errors import ConfigError
+from muster.spec.parts import part_names
 from muster.spec.suggest import did_you_mean
 
 
@@ -51,8 +52,8 @@ def is_path(text: str) -> bool:
 def catalog_layer(kind: str, name: str) -> Layer:
     """What a file of the catalog says: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
     what = "model" if kind == "models" else "preset"
-    known = names(kind)
-    if name not in known:
+    known = names(kind) + (part_names("model") if kind == "models" else [])
+    if name not in names(kind):
         raise ConfigError(f"there is no {what} '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
     layer = _parse(read(kind, name), f"{what} {name}", Path())
     return Layer(layer.name, layer.values, layer.folder)

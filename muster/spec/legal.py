@@ -5,6 +5,7 @@ from math import isqrt
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
+from muster.spec.own_model import own_model
 from muster.spec.plan import AXES, Mesh, Plan, Strategy
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
@@ -110,6 +111,7 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
         _unequal(plan),
         _shares(plan),
         _cuts(plan, model, workload),
+        _plugin(plan, model),
     )
     return [problem for check in checks for problem in check]
 
@@ -257,6 +259,21 @@ def _shares(plan: Plan) -> Iterator[str]:
         )
     if plan.schedule_entry.searched:
         yield f"data_shares want an order for each number of micro-batches, but schedule {plan.schedule} finds one"
+
+
+def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """What the layers of a plugin don't say that they can."""
+    if (own := own_model(model)) is None:
+        return
+    if _any_mesh(plan, "tp") and not own.tensor_parallel:
+        yield (
+            f"model {own.name} doesn't say that tensor parallelism can cut its layers (tensor_parallel=True, which"
+            " wants `spread` and `join` around their products): legal is tp 1"
+        )
+    if _any_mesh(plan, "cp"):
+        yield f"cp cuts sequences, across which the layers of model {own.name} can't look: legal is cp 1"
+    if others := {s.recompute for s in strategies_of(plan)} - {"none", "full"}:
+        yield f"recompute {others.pop()} knows Muster's own layers, not those of model {own.name}: legal are none, full"
 
 
 def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
 from muster.spec.model_parts import Activation, LinearAttention, MlaSpec, MoeSpec, RopeScaling
+from muster.spec.own_model import own_model
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -163,6 +164,9 @@ def parameters(spec: ModelSpec) -> Shapes:
 
 
 def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
+    if (own := own_model(spec)) is not None:
+        yield from ((prefix + name, shape) for name, shape in own.shapes(spec))
+        return
     yield from _norm(spec, prefix + "attn_norm")
     if spec.has_linear_attention(layer):
         yield from _linear_attention(spec, prefix + "attn.")
