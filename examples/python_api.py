@@ -14,7 +14,7 @@ def run(steps: int, plan: str) -> muster.Run:
         extends="tiny",
         model={"preset": "tiny-mixer", "num_layers": 4},
         plugins=PARTS,
-        data={"source": "sums", "packing": "whole", "max_bytes": 20_000},
+        data={"source": "sums", "max_bytes": 20_000},
         train={"steps": steps, "loss": "smoothed", "training_step": "sam", "sample_tokens": 0},
         eval={"batches": 1},
         optim={"name": "sign-momentum", "options": {"momentum": 0.8}, "lr": 1e-3},
@@ -23,7 +23,7 @@ def run(steps: int, plan: str) -> muster.Run:
 
 
 def main(directory: str) -> None:
-    found = muster.plan("llama3-8b", "8xh100", top=1, limit_s=1.0)
+    found = muster.plan("llama3-8b", "8xh100", top=1)
     print(found.best.hash, f"{found.predictions[0].step_time_s:.2f} s")
     print(muster.predict("llama3-8b", "8xh100", found.best).to_json()["mfu"])
     first = run(2, "pp2-mb4-sshallow1f1b").train(directory)

@@ -382,8 +382,8 @@ def test_what_a_model_does_not_declare_is_refused(keys, sentence, own):
 
 
 def test_auto_and_the_planner_take_what_a_model_can(own):
-    muster.register_model("plain", like="llama3-8b")(muster.DecoderLayer)
-    found = muster.plan("plain", "16xh100", top=2, limit_s=1.0, global_batch=256)
+    muster.register_model("plain", like="tiny")(muster.DecoderLayer)
+    found = muster.plan("plain", "4xh100", top=3, seq_len=256, global_batch=32)
     assert {plan.tp for plan in found.plans} == {1}
     assert muster.Run(extends="tiny", model="tiny-mixer").plan(2).world_size == 2
 
