@@ -104,9 +104,12 @@ def test_a_run_in_python_is_the_run_of_its_file(tmp_path):
     assert muster.Run(extends="tiny").to_yaml().count("parallel: auto") == 1
 
 
-def test_every_key_of_a_run_file_is_an_argument():
-    arguments = set(muster.Run.__init__.__annotations__) - {"return", "others"}
-    assert arguments == (set(RunConfig.model_fields) - {"version"}) | {"extends"}
+def test_every_section_of_a_run_file_is_an_argument():
+    """Those that have no argument of their own go through `others`, as the file says them."""
+    arguments = set(muster.Run.__init__.__annotations__) - {"return", "others", "extends"}
+    assert arguments <= set(RunConfig.model_fields)
+    everything = muster.Run(extends="tiny").config.model_dump(mode="json")
+    assert muster.Run(**everything).config == muster.Run(extends="tiny").config
 
 
 @pytest.mark.parametrize(
