@@ -3,6 +3,7 @@
 # make soak    the full numbers behind the tests (up to an hour)
 # make bench   compare a training step with other trainers (installs them)
 # make lint    style and types
+# make docs    build the pages of docs/ as a site, in build/docs
 # make clean   remove what set-up and tests made; keeps runs/
 #
 # Variables: PYTHON=python3.12, JOBS=2 (test processes), PYTEST_ARGS='-k plan', ARGS=--fresh (of the demo), BENCH_ARGS=…
@@ -25,7 +26,7 @@ DEV := .venv/.muster-dev-$(DIGEST)
 BENCH := .venv/.muster-bench-$(DIGEST)
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: demo test soak bench lint clean
+.PHONY: demo test soak bench lint docs clean
 
 demo: $(DEV)
 	exec .venv/bin/muster train --preset demo --run runs/demo $(ARGS)
@@ -44,6 +45,10 @@ lint: $(DEV)
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/pyright
+
+docs: $(DEV)
+	.venv/bin/python -m sphinx --quiet --fail-on-warning --nitpicky -b html docs build/docs
+	echo "build/docs/index.html"
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -148,8 +148,9 @@ class Page:
     def move_pointer(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def complaints(self) -> list[str]:
-        """Exceptions, console errors and requests for anything but the file itself, since the page was opened."""
+    def complaints(self, site: Path | None = None) -> list[str]:
+        """Exceptions, console errors and requests for anything but the file itself, or files below the folder `site`,
+        since the page was opened."""
         self.evaluate("new Promise(done => setTimeout(done, 50))")
         found, requests = [], []
         for event in self._browser.events:
@@ -162,7 +163,8 @@ class Page:
                 found.append("log: " + params["entry"]["text"])
             elif event["method"] == "Network.requestWillBeSent":
                 requests.append(params["request"]["url"])
-        return found + [f"request: {url}" for url in requests[1:]]
+        own = site.resolve().as_uri() + "/" if site else None
+        return found + [f"request: {url}" for url in requests[1:] if not (own and url.startswith((own, "data:")))]
 
 
 def _pipe() -> tuple[int, int]:

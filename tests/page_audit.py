@@ -1,8 +1,11 @@
 """What a person would complain about in a page that is open in a browser, found by looking at what is drawn."""
 
+from pathlib import Path
+
 from tests.chromium import Page
 
-_PICTURES = "svg:not(svg svg)"
+_PICTURES = "svg:not(svg svg, a svg, svg:has(> use, > symbol))"
+"""Those drawn in the page; icons are none."""
 
 _FIND_FAULTS = """
 (() => {
@@ -32,7 +35,7 @@ const inside = (part, whole, room) => part.left >= whole.left - room && part.rig
   && part.top >= whole.top - room && part.bottom <= whole.bottom + room;
 const name = svg => svg.querySelector('title')?.textContent || 'a nameless picture';
 
-for (const svg of document.querySelectorAll('svg:not(svg svg)')) {
+for (const svg of document.querySelectorAll(PICTURES)) {
   const box = svg.getBoundingClientRect();
   const marks = [...svg.querySelectorAll('.mark')];
   if (box.width < 100 || box.height < 30) faults.push(`${name(svg)} has no size`);
@@ -53,10 +56,26 @@ for (const svg of document.querySelectorAll('svg:not(svg svg)')) {
   }));
 }
 
+const scrolled = element => {
+  for (let e = element; e !== document.body; e = e.parentElement)
+    if (/auto|scroll/.test(getComputedStyle(e).overflowX)) {
+      const box = e.getBoundingClientRect();
+      return box.left >= -1 && box.right <= innerWidth + 1;
+    }
+  return false;
+};
+const drawn_out = element => {  // a menu that waits beside the window
+  for (let e = element; e; e = e.parentElement) {
+    const box = e.getBoundingClientRect();
+    if (getComputedStyle(e).position === 'fixed') return box.right <= 0 || box.left >= innerWidth;
+  }
+  return false;
+};
+
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 for (let node = walker.nextNode(); node; node = walker.nextNode()) {
   const parent = node.parentElement, style = getComputedStyle(parent), word = node.textContent.trim().slice(0, 30);
-  if (!word || parent.closest('script,style,title,desc') || !parent.checkVisibility()) continue;
+  if (!word || parent.closest('script,style,title,desc') || !parent.checkVisibility() || drawn_out(parent)) continue;
   const drawn = parent instanceof SVGElement, matrix = drawn ? parent.getScreenCTM() : {a: 1, d: 1};
   const size = parseFloat(style.fontSize) * Math.min(matrix.a, matrix.d);
   if (size < 10) faults.push(`'${word}' is ${size} px small`);
@@ -65,7 +84,7 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
   const range = document.createRange();
   range.selectNodeContents(node);
   const box = range.getBoundingClientRect();
-  if (!parent.closest('.timelines, .wide') && (box.left < -1 || box.right > innerWidth + 1))
+  if (!scrolled(parent) && (box.left < -1 || box.right > innerWidth + 1))
     faults.push(`'${word}' is cut off at the side`);
 }
 return [...new Set(faults)];
@@ -73,9 +92,9 @@ return [...new Set(faults)];
 """
 
 
-def audit(page: Page, pictures: int) -> list[str]:
-    """Every fault of the page, in words; it should have so many pictures."""
-    faults = page.complaints() + page.evaluate(_FIND_FAULTS)
+def audit(page: Page, pictures: int, site: Path | None = None) -> list[str]:
+    """Every fault of the page, in words; it should have so many pictures. Of a site, other files of it may be read."""
+    faults = page.complaints(site) + page.evaluate(_FIND_FAULTS.replace("PICTURES", f"'{_PICTURES}'"))
     count = page.evaluate(f"document.querySelectorAll('{_PICTURES}').length")
     return faults if count == pictures else [*faults, f"{count} pictures instead of {pictures}"]
 

@@ -5,7 +5,8 @@ Every ```console block is run, line by line that begins with `$ `, in one folder
 * a comment `# exit N` at a command's end is the exit code that it must have (0 without one);
 * the lines after a command are its output, all of it and in order; `…` alone on a line stands for any lines, within a
   line for any text; what a command measures is compared with every number as #;
-* `make` and `pip` are not run, but what they name must exist; of `torchrun` the arguments are tried.
+* `make` and `pip` are not run, but what they name must exist; nor is a virtual environment made, since the tests run in
+  one; of `torchrun` the arguments are tried.
 
 A ```yaml block that begins with `# NAME.yaml` is written to the file of that name first, and so is any block that names
 a file in its first line, as in ```json rows.jsonl.
@@ -52,7 +53,7 @@ class Command:
     @property
     def measures(self) -> bool:
         """Whether the numbers that it prints differ from run to run: those of a training and of a profile do."""
-        measuring = (["muster", "train"], ["muster", "verify"], ["muster", "profile"])
+        measuring = (["muster", verb] for verb in ("train", "verify", "profile", "report", "eval"))
         trains = self.words[:2] in measuring and "--dry-run" not in self.words
         return self.words[0] == "cat" or trains
 
@@ -171,7 +172,18 @@ def check_torchrun(command: Command, folder: Path) -> None:
     run(Command(shlex.join(["muster", *args.training_script_args, "--dry-run"]), 0, ()), folder)
 
 
-CHECKS = {"make": check_make, "pip": check_pip, "torchrun": check_torchrun}
+def check_environment(command: Command, folder: Path) -> None:
+    known = (["python3", "-m", "venv", ".venv"], ["source", ".venv/bin/activate"])
+    assert command.words in known, f"`{command.text}`: this test knows only how .venv is made and entered"
+
+
+CHECKS = {
+    "make": check_make,
+    "pip": check_pip,
+    "python3": check_environment,
+    "source": check_environment,
+    "torchrun": check_torchrun,
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
