@@ -139,7 +139,7 @@ def prints(output: str, shown: tuple[str, ...], measures: bool) -> bool:
 
 def blur(line: str) -> str:
     """The line without what differs from run to run: numbers, the units of times, hashes, how columns are aligned."""
-    line = re.sub(r"\b[0-9a-f]{12}\b", "#", line)
+    line = re.sub(r"(?<!\.)\b[0-9a-f]{12}\b", "#", line)
     line = re.sub(r"[+−-]?\d[\d,.]*(e[+-]\d+)?( (ns|µs|ms|s)\b)?", "#", line)
     return re.sub(r"\s+", " ", line)
 

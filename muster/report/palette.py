@@ -22,7 +22,12 @@ class Paint:
     @property
     def pale(self) -> str:
         """Half way from the colour on light paper to white; text upon it is `PALE_TEXT`."""
-        return "#" + "".join(f"{(int(self.light[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
+        return mixed(self.light, "#ffffff")
+
+
+def mixed(one: str, other: str) -> str:
+    """The colour half way between two."""
+    return "#" + "".join(f"{(int(one[i : i + 2], 16) + int(other[i : i + 2], 16)) // 2:02x}" for i in (1, 3, 5))
 
 
 PALE_TEXT = "#1d2126"

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from muster.report.html import Html, element, join
-from muster.report.palette import PAINTS, PALE_TEXT, paint_of
+from muster.report.palette import PAINTS, Paint, paint_of
+from muster.report.picture import area, ink, picture, stroke
 from muster.report.scales import nice_ticks, tick_labels
 from muster.schedule.action import Action
 from muster.schedule.schedule import Schedule
@@ -14,11 +15,6 @@ _ROW_PX, _BOX_PX = 26, 22
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 64, 172, 84, 40
 _DIGIT_PX = 7
 _MIN_WIDTH_PX, _MAX_WIDTH_PX = 640, 12_000
-_STYLE = (
-    "svg{fill:#1d2126}text{font:12px system-ui,'Segoe UI',Roboto,Helvetica,Arial,sans-serif}"
-    ".quiet{fill:#5c6370}.title{font-size:16px;font-weight:600}.middle{text-anchor:middle}.end{text-anchor:end}"
-    ".number text{font-size:11px;text-anchor:middle}.idle{stroke:#eceef1}.grid{stroke:#d5d9df}path{fill:none}"
-)
 
 
 def schedule_svg(schedule: Schedule, timing: Timing) -> str:
@@ -30,8 +26,6 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
     facts = f"makespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g}"
     full_px = (_LEFT_PX + width_px + _RIGHT_PX, _TOP_PX + height_px + _BOTTOM_PX)
     body = join(
-        element("style", Html(_STYLE)),
-        element("rect", width="100%", height="100%", fill="#ffffff"),
         element("text", title, x=_LEFT_PX, y=26, class_="title"),
         element("text", facts, x=_LEFT_PX, y=46, class_="quiet"),
         _legend(schedule),
@@ -40,16 +34,7 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
         element("text", "span bubble", x=_LEFT_PX + width_px + 72, y=_TOP_PX - 8, class_="quiet end"),
         element("text", "peak", x=_LEFT_PX + width_px + 142, y=_TOP_PX - 8, class_="quiet end"),
     )
-    return element(
-        "svg",
-        element("title", f"{title}; {facts}"),
-        body,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {full_px[0]} {full_px[1]}",
-        width=full_px[0],
-        height=full_px[1],
-        role="img",
-    )
+    return picture(title, facts, body, *full_px)
 
 
 def _scale_px(schedule: Schedule, timing: Timing) -> float:
@@ -75,7 +60,7 @@ def _legend(schedule: Schedule) -> Html:
     parts, at_px = [], _LEFT_PX
     for paint in PAINTS:
         if found.intersection(paint.kinds):
-            parts.append(element("rect", x=at_px, y=56, width=14, height=12, fill=paint.light))
+            parts.append(element("rect", x=at_px, y=56, width=14, height=12, **area(paint)))
             parts.append(element("text", paint.label, x=at_px + 20, y=66, class_="quiet"))
             at_px += 40 + 7 * len(paint.label)
     if schedule.chunks > 1:
@@ -101,21 +86,20 @@ def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html
     held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     top_px = _TOP_PX + _ROW_PX * rank
     middle_px, width_px = top_px + _ROW_PX / 2, timing.makespan_s * scale_px
-    pieces: defaultdict[str, list[str]] = defaultdict(list)
-    numbers: defaultdict[str, list[Html]] = defaultdict(list)
+    pieces: defaultdict[tuple[Paint, bool], list[str]] = defaultdict(list)
+    numbers: defaultdict[tuple[Paint, bool], list[Html]] = defaultdict(list)
     for action, begin_s, end_s in _passes(schedule, timing, rank):
-        paint, odd, number = paint_of(action.kind), held.index(action.stage) % 2, str(action.micro_batch)
-        colour, ink = (paint.pale, PALE_TEXT) if odd else (paint.light, paint.light_text)
+        colour, number = (paint_of(action.kind), held.index(action.stage) % 2 == 1), str(action.micro_batch)
         left_px, box_px = _LEFT_PX + begin_s * scale_px, (end_s - begin_s) * scale_px
         gap_px = 1.0 if box_px > 6 else 0.0
         pieces[colour].append(f"M{left_px:.1f} {middle_px:g}h{box_px - gap_px:.1f}")
         if box_px >= _DIGIT_PX * len(number) + 3:
-            numbers[ink].append(element("text", number, x=f"{left_px + box_px / 2:.1f}", y=middle_px + 4))
+            numbers[colour].append(element("text", number, x=f"{left_px + box_px / 2:.1f}", y=middle_px + 4))
     track = element("path", d=f"M{_LEFT_PX} {middle_px:g}h{width_px:.1f}", stroke_width=_BOX_PX, class_="idle")
-    boxes = (element("path", d="".join(d), stroke=colour, stroke_width=_BOX_PX) for colour, d in pieces.items())
+    boxes = (element("path", d="".join(d), stroke_width=_BOX_PX, **stroke(*colour)) for colour, d in pieces.items())
     words = (
         element("text", f"rank {rank}", x=_LEFT_PX - 10, y=middle_px + 4, class_="end"),
-        *(element("g", *texts, class_="number", fill=ink) for ink, texts in numbers.items()),
+        *(element("g", *texts, **ink(*colour, "number")) for colour, texts in numbers.items()),
         element("text", f"{timing.span_bubble_s[rank]:.6g}", x=_LEFT_PX + width_px + 72, y=middle_px + 4, class_="end"),
         element(
             "text", f"{timing.peak_activation[rank]:g}", x=_LEFT_PX + width_px + 142, y=middle_px + 4, class_="end"

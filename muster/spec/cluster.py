@@ -35,6 +35,7 @@ class NetworkTier(Frozen):
     """A level of the network above the nodes: a rack's switch, a spine, a line between sites."""
 
     name: str
+    """For people."""
     nodes: PositiveInt
     """Neighbouring nodes that are joined below this tier: what leaves such a block goes over it."""
     bandwidth_share: PositiveFloat = 1.0
@@ -49,7 +50,9 @@ class ClusterSpec(Frozen):
     """All devices of a run: ranks are numbered group by group, node by node."""
 
     name: str = ""
+    """For people."""
     groups: tuple[NodeGroup, ...]
+    """Kinds of nodes."""
     tiers: tuple[NetworkTier, ...] = ()
     """From the nearest to the farthest."""
     node_bandwidth_bytes_per_s: tuple[tuple[PositiveFloat, ...], ...] | None = None

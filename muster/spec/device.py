@@ -33,10 +33,13 @@ class DeviceSpec(Frozen):
     """What one rank computes on. Rates are of one device; efficiencies are shares of the rate beside them."""
 
     name: str
+    """In short."""
     title: str = ""
     """As its maker calls it."""
     aliases: tuple[str, ...] = ()
+    """Other names for it."""
     kind: Literal["cpu", "gpu", "tpu"]
+    """What it is."""
     peak_flops_per_s: dict[Precision, PositiveFloat] = {}
     """Of dense matrix products, by precision; a precision that is left out is unknown."""
     why_unknown: str = "no published or measured peak"
@@ -46,6 +49,7 @@ class DeviceSpec(Frozen):
     shared_cores: PositiveInt | None = None
     """CPU cores that all ranks of the machine share; None where each rank has a device of its own."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
+    """As the maker says."""
     memory_efficiency: PositiveFloat = 0.85
     """Share of the memory's bandwidth that a long streaming kernel reaches."""
     host_bandwidth_bytes_per_s: PositiveFloat | None = None
@@ -57,6 +61,7 @@ class DeviceSpec(Frozen):
     matmul_tile: tuple[PositiveInt, PositiveInt] = (128, 256)
     """Rows and columns of the result that one compute unit works on at a time."""
     attention: dict[AttentionKernel, AttentionRate] = {}
+    """By kernel, what share of the peak it reaches."""
     kernel_s: NonNegativeFloat = 3e-6
     """What a kernel takes however small it is: start, first loads, last stores."""
     launch_s: NonNegativeFloat = 6e-6
@@ -68,6 +73,7 @@ class DeviceSpec(Frozen):
     watts: PositiveFloat | None = None
     """Board power limit."""
     price: Price | None = None
+    """To rent one."""
     node: "NodeShape | None" = None
     """The node that the device usually comes in: what short names such as `64xh100` are made of."""
     sources: dict[str, str] = {}
@@ -94,8 +100,11 @@ class LinkSpec(Frozen):
     """What joins devices of a node, or nodes: rates are one way, of one device or of one NIC."""
 
     name: str
+    """In short."""
     kind: Literal["nvlink", "xgmi", "ici", "pcie", "infiniband", "roce", "ethernet", "wan", "memory"]
+    """What it is."""
     bandwidth_bytes_per_s: PositiveFloat
+    """As the maker says."""
     latency_s: PositiveFloat
     """Of one step of a collective, or of one message."""
     efficiency: PositiveFloat = Field(default=0.8, le=1.0)
@@ -109,13 +118,16 @@ class LinkSpec(Frozen):
     curves: dict[str, tuple[tuple[PositiveInt, PositiveFloat, PositiveFloat], ...]] = {}
     """Measured: collective → (ranks, bytes, seconds), by ranks and bytes. Where given it stands for the formulas."""
     sources: dict[str, str] = {}
+    """Where each number comes from."""
 
 
 class Nics(Frozen):
     """The network cards of a node."""
 
     link: LinkSpec
+    """A name of the catalogue, or a link written out."""
     count: PositiveInt = 1
+    """In each node."""
 
 
 class NodeShape(Frozen):

@@ -20,32 +20,45 @@ class ModelSpec(Frozen):
     """
 
     name: str = "custom"
+    """For people."""
     architecture: str | None = None
     """A model that a plugin registers, whose layers these are; None: the decoder that the other fields describe."""
     vocab_size: PositiveInt
+    """Rows of the embedding and of the head."""
     hidden_size: PositiveInt
+    """Width of the residual stream."""
     num_layers: PositiveInt
+    """Blocks of attention and MLP."""
     num_heads: PositiveInt
+    """Of queries, in each layer."""
     num_kv_heads: PositiveInt = 0  # type: ignore[assignment]  # filled in below
+    """Of keys and values; left out, as many as of queries."""
     head_dim: PositiveInt = 0  # type: ignore[assignment]
+    """Width of a head; left out, hidden_size / num_heads."""
     intermediate_size: PositiveInt
     """Inner width of the MLP; of the layers without experts, where some have them."""
     norm: Literal["rms", "layer"] = "rms"
     """layer: LayerNorm with a bias."""
     norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square under the root."""
     position: Literal["rope", "learned", "none"] = "rope"
     """learned: a vector for each of `max_positions` positions, added to the word's."""
     max_positions: PositiveInt | None = None
     """Positions of the longest sequence; learned positions need it, others only say it on."""
     rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary angles' wavelengths."""
     rope_scaling: RopeScaling | None = None
+    """Other angles for longer sequences."""
     activation: Activation = "silu"
+    """The MLP's non-linear function."""
     gated: bool = True
     """The MLP is activation(gate) · up; else activation(up)."""
     qkv_bias: bool = False
+    """On the products that make queries, keys and values."""
     out_bias: bool = False
     """On the output of attention."""
     mlp_bias: bool = False
+    """On the MLP's products."""
     qk_norm: bool = False
     """An RMSNorm over each head's queries and keys, before they are turned (Qwen3)."""
     attention_sinks: bool = False
@@ -55,9 +68,13 @@ class ModelSpec(Frozen):
     window_layers: tuple[NonNegativeInt, ...] | None = None
     """The layers with that window, counted from 0; None: all."""
     tied_embeddings: bool = False
+    """The head is the embedding."""
     moe: MoeSpec | None = None
+    """Experts instead of the MLP."""
     mla: MlaSpec | None = None
+    """Latent attention."""
     linear_attention: LinearAttention | None = None
+    """Layers with a recurrence instead of attention."""
     mtp_layers: NonNegativeInt = 0
     """Layers after the last that each predict one token further, with embedding and head of the model
     (arXiv:2412.19437 §2.2)."""

@@ -20,7 +20,9 @@ class RopeScaling(Frozen):
     """
 
     kind: Literal["linear", "llama3", "yarn"]
+    """Which angles change."""
     factor: PositiveFloat
+    """By how much longer sequences are."""
     original_positions: PositiveInt | None = None
     """Positions of the sequences that the model was trained on first; llama3 and yarn need it."""
     low_freq_factor: PositiveFloat = 1.0
@@ -36,8 +38,9 @@ class RopeScaling(Frozen):
     attention_factor: PositiveFloat | None = None
     """yarn: what cos and sin are multiplied by, where it is not to follow from the others."""
     mscale: PositiveFloat | None = None
+    """yarn, DeepSeek's form: of the turned numbers."""
     mscale_all_dim: PositiveFloat | None = None
-    """yarn, DeepSeek's form: the first is for the turned numbers, the second for all scores of attention."""
+    """yarn, DeepSeek's form: of all scores of attention."""
 
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
@@ -70,6 +73,7 @@ class MoeSpec(Frozen):
     """Layers whose MLP is a choice of experts (arXiv:2101.03961; shared experts: arXiv:2401.06066)."""
 
     num_experts: PositiveInt
+    """Of each layer that has experts."""
     top_k: PositiveInt
     """Experts that a token goes through."""
     expert_size: PositiveInt
@@ -115,11 +119,13 @@ class MlaSpec(Frozen):
     q_lora_rank: PositiveInt | None = None
     """Width of the vector that queries come from; None: they come from the hidden state."""
     kv_lora_rank: PositiveInt
+    """Width of what keys and values are made from."""
     nope_head_dim: PositiveInt
     """Numbers of a query and a key that know nothing of the position."""
     rope_head_dim: PositiveInt
     """Numbers that are turned by the position; all heads share the key's."""
     v_head_dim: PositiveInt
+    """Numbers of a value."""
 
 
 class LinearAttention(Frozen):
@@ -128,8 +134,12 @@ class LinearAttention(Frozen):
     layers: tuple[NonNegativeInt, ...]
     """Which layers, counted from 0; all others have the model's ordinary attention."""
     num_key_heads: PositiveInt
+    """Of queries and keys."""
     num_value_heads: PositiveInt
+    """Of values."""
     key_head_dim: PositiveInt
+    """Numbers of a key."""
     value_head_dim: PositiveInt
+    """Numbers of a value."""
     conv_size: PositiveInt = 4
     """Positions that the convolution before the recurrence sees."""

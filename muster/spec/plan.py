@@ -60,13 +60,16 @@ class Strategy(Frozen):
     """z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
+    """Between layers the sequence is cut over the tp ranks."""
     tp_overlap: Literal["none", "chunked"] = "none"
     """Within passes under sp. none: a whole sequence is gathered, then multiplied, and multiplied, then scattered, but
     weights' gradients are computed meanwhile. chunked: each part is multiplied while the next one travels."""
     recompute: Recompute = "none"
+    """What a layer's backward computes again."""
     attention: Literal["flash", "unfused"] = "flash"
     """flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory, and kept."""
     offload: Offload = "none"
+    """What lies in the host's memory."""
 
 
 class LayerRun(Frozen):
@@ -81,8 +84,11 @@ class StageSpec(Frozen):
     """One pipeline stage: a contiguous run of `layers` layers, and what it runs on when that is not the default."""
 
     layers: int = Field(ge=0)
+    """How many."""
     ranks: tuple[int, ...] | None = None
+    """World ranks that hold it."""
     mesh: Mesh | None = None
+    """Degrees of its own."""
     micro_batch_share: PositiveFloat = 1.0
 
 
@@ -92,6 +98,7 @@ class Order(Frozen):
     times: Literal["nominal", "measured"] = "nominal"
     """What it was found for: the passes' shares of the model's products, or what a profile measured."""
     micro_batches: PositiveInt
+    """Of a step."""
     placement: tuple[int, ...]
     """The pipeline rank of each stage."""
     ranks: tuple[str, ...]
@@ -106,16 +113,25 @@ class Plan(Frozen):
     """
 
     version: Literal[1] = 1
+    """The schema of the file."""
     dp_replicate: PositiveInt = 1
+    """Data-parallel groups, each with a whole copy of what it stores."""
     dp_shard: PositiveInt = 1
+    """Data-parallel ranks that share what they store."""
     tp: PositiveInt = 1
+    """Ranks over which each layer's products are cut."""
     pp: PositiveInt = 1
+    """Pipeline ranks."""
     vpp: PositiveInt = 1
     """Stages (model chunks) that each pipeline rank holds."""
     cp: PositiveInt = 1
+    """Ranks over which a sequence is cut."""
     ep: PositiveInt = 1
+    """Ranks over which experts are spread."""
     etp: PositiveInt = 1
+    """Ranks over which each expert is cut."""
     schedule: str = "1f1b"
+    """The order of the passes."""
     order: Order | None = None
     """Of a searched schedule (auto, exact), once it is found (`muster.schedule.resolve`); before, nobody can say where
     stages lie."""
@@ -128,12 +144,15 @@ class Plan(Frozen):
     """For data-parallel ranks on devices of unequal speed: how many micro-batches each runs in a step, in proportion.
     Fewer numbers than ranks stand for as many neighbours each; empty: all ranks run as many."""
     default_strategy: Strategy = Strategy()
+    """How layers are stored and computed."""
     overrides: tuple[LayerRun, ...] = ()
+    """The same for runs of layers, where they differ."""
     stages: tuple[StageSpec, ...] = ()
     """Of one replica, in model order; empty: layers split as evenly as can be."""
     precision: Precision = "bf16"
     """Of the compute; parameters are kept in fp32 (in fp64 for fp64), and gradients summed in it."""
     compile: bool = False
+    """torch.compile of each block."""
     bucket_layers: PositiveInt = 1
     """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of sharded ranks."""
     prefetch_buckets: PositiveInt = 1
@@ -145,6 +164,7 @@ class Plan(Frozen):
     the step back where it should have been clipped or skipped. It keeps its parameters, their optimizer state and
     gradients once more for that."""
     axis_order: tuple[str, ...] = AXES
+    """Mesh axes, the outermost first."""
 
     @model_validator(mode="before")
     @classmethod

@@ -34,6 +34,7 @@ class MixPart(Frozen):
     """One source of a mixture."""
 
     name: str
+    """By which weights and losses are said of it."""
     source: str
     """As `data.source`."""
     weight: NonNegative = 1.0
@@ -116,7 +117,7 @@ class TrainConfig(Frozen):
     """How long, how much at once, and what is kept."""
 
     steps: PositiveInt | None = None
-    """None: as many as `epochs` comes to, which is known when the data are there."""
+    """Optimizer steps; None: as many as `epochs` comes to, which is known when the data are there."""
     tokens: PositiveInt | None = None
     """Instead of steps: as many as it takes to train on so many tokens."""
     epochs: Positive | None = None
@@ -130,6 +131,7 @@ class TrainConfig(Frozen):
     """Directory whose weights the training begins with: a run, a checkpoint, a Hugging Face directory or a folder of
     torch.distributed.checkpoint; None: the model's initial values."""
     log_every: PositiveInt = 1
+    """Steps between lines of metrics.jsonl."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: PositiveInt = 2
@@ -165,6 +167,7 @@ class TrainConfig(Frozen):
     """Seconds in which no rank begins anything; after that the run ends, and the rank that the others wait for is
     named."""
     deterministic: bool = False
+    """Only those algorithms of PyTorch that give the same bits every time."""
     z_loss: NonNegative = 0.0
     """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.
     PaLM used 1e-4."""
@@ -246,6 +249,7 @@ class OptimConfig(Frozen):
     weight_decay: NonNegative = 0.1
     """Times the learning rate: what matrices lose per step. Norms, biases and embeddings lose nothing."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises to its highest."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """How the learning rate goes from its highest to its last; wsd keeps it up and lets it fall at the end only."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
