@@ -86,7 +86,8 @@ def boxes() -> str:
                     parts.append(box(*at, _HUES[rank], text=f"rank {rank}: {height} × {width}"))
     parts.append(words(f"{name}, 192 × 64", 24, 270, "quiet"))
     title = "The boxes of one weight under two plans"
-    return picture(title, "each number is written once; a rank reads the boxes that overlap its own", join(*parts), 540, 286)
+    facts = "each number is written once; a rank reads the boxes that overlap its own"
+    return picture(title, facts, join(*parts), 540, 286)
 
 
 def pipeline(name: str) -> Callable[[], str]:
@@ -100,7 +101,11 @@ def pipeline(name: str) -> Callable[[], str]:
 
 
 def bars(
-    title: str, facts: str, rows: Mapping[str, Mapping[str, float]], paints: Mapping[str, Paint], shown: Callable[[float], str]
+    title: str,
+    facts: str,
+    rows: Mapping[str, Mapping[str, float]],
+    paints: Mapping[str, Paint],
+    shown: Callable[[float], str],
 ) -> str:
     """A bar for each row, of parts with a colour each; what it comes to at its end."""
     parts, x = [], 24.0
@@ -160,12 +165,12 @@ def search() -> str:
     from muster.planner.search import everything
     from muster.planner.search import search as best_of
 
-    request = ask(load_model("gpt2-xl"), load_cluster("4xh100"), 1024, 16, None, "time", None, "cp1-ep1", None, True).request
+    model, cluster = load_model("gpt2-xl"), load_cluster("4xh100")
+    request = ask(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True).request
     found = list(everything(request, Judge(request)))
     best = best_of(request).best[0]
-    times = [one.prediction.step_time_s for one in found]
-    slowest = 2.5 * min(times)
-    dots = [(one.prediction.step_time_s, one.peak_bytes / 2**30) for one in found if one.prediction.step_time_s <= slowest]
+    dots = [(one.prediction.step_time_s, one.peak_bytes / 2**30) for one in found]
+    dots = [dot for dot in dots if dot[0] <= 2.5 * min(dots)[0]]
     x, y = fit_scale([t for t, _ in dots]), fit_scale([b for _, b in dots], from_zero=True)
 
     def place(time_s: float, gib: float) -> tuple[float, float]:

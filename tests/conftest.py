@@ -1,7 +1,11 @@
 """What all tests share."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
+
+from tests.chromium import Browser, find_chromium
 
 # The same examples on every machine: what `make test` proves on one, it proves on all. `make soak` draws new ones.
 settings.register_profile("seeded", derandomize=True, deadline=None)
@@ -39,3 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, the tests that open pages in a browser when Chromium is not installed",
     )
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    if find_chromium() is None:
+        message = "Chromium is not installed"
+        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
+    with Browser() as browser:
+        yield browser

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,20 +17,11 @@ from muster.spec.load_cluster import load_cluster
 from muster.spec.named_model import load_model
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
-from tests.chromium import Browser, find_chromium
+from tests.chromium import Browser
 from tests.page_audit import audit, blank_pictures
 from tests.report_example import metrics, report, write_run
 
 PHONE, DESKTOP = 390, 1280
-
-
-@pytest.fixture(scope="module")
-def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
-    if find_chromium() is None:
-        message = "Chromium is not installed"
-        pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
-    with Browser() as browser:
-        yield browser
 
 
 def spiky() -> list[dict]:

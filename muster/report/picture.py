@@ -46,7 +46,7 @@ def stroke(paint: Paint, pale: bool = False) -> dict[str, str]:
 
 def area(paint: Paint, pale: bool = False) -> dict[str, str]:
     """Attributes of an area in a colour."""
-    return {"fill": paint.pale if pale else paint.light, "class_": f"f-{_name(paint, pale)}"}
+    return {"fill": paint.pale if pale else paint.light, "class_": f"mark f-{_name(paint, pale)}"}
 
 
 def ink(paint: Paint, pale: bool = False, style: str = "") -> dict[str, str]:

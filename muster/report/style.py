@@ -68,7 +68,8 @@ th,td{text-align:right;padding:8px 0 8px 14px;border-bottom:1px solid var(--rule
 th:first-child,td:first-child{text-align:left;padding-left:0}
 .wide{overflow-x:auto}
 .wide table{max-width:none;width:auto}
-.wide th,.wide td{white-space:nowrap}
+.wide th,.wide td{white-space:nowrap;padding-left:26px}
+.wide th:first-child,.wide td:first-child{padding-left:0}
 .wide th:first-child{position:sticky;left:0;background:var(--paper)}
 thead th{font-weight:500;font-size:13px;color:var(--quiet)}
 tbody th{font-weight:400}
@@ -89,7 +90,8 @@ footer{margin-top:56px;color:var(--quiet);font-size:13px}
  .figures{gap:18px 32px}.figures dd{font-size:23px}.charts .chart:first-child .plot>svg{height:260px}
  .gantt{grid-template-columns:100px minmax(0,1fr)}.names{font-size:11px}
  .facts{grid-template-columns:repeat(2,minmax(0,1fr))}
- table{font-size:13px}th,td{padding-left:8px}}
+ table{font-size:13px}th,td{padding-left:8px}.wide th,.wide td{padding-left:10px}
+ .wide tbody th:first-child{white-space:normal;overflow-wrap:anywhere;min-width:110px}}
 """
 
 _LIGHT = {

@@ -98,6 +98,7 @@ class MoeSpec(Frozen):
     num_groups: PositiveInt = 1
     """Experts are chosen from `top_groups` of so many groups (arXiv:2412.19437 §2.1.2)."""
     top_groups: PositiveInt = 1
+    """Of those, so many."""
 
     @model_validator(mode="after")
     def _check(self) -> "MoeSpec":

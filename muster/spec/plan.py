@@ -90,6 +90,7 @@ class StageSpec(Frozen):
     mesh: Mesh | None = None
     """Degrees of its own."""
     micro_batch_share: PositiveFloat = 1.0
+    """Its part of each micro-batch; no run takes another than 1 yet."""
 
 
 class Order(Frozen):
