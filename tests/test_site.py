@@ -34,6 +34,8 @@ PAGE_OF = {"program": "programs", "schedule": "schedules", "memory-check": "memo
 """The pages of verbs that don't have their name."""
 OWN_VERBS = {"data": tuple(data.VERBS), "checkpoint": tuple(checkpoint.VERBS)}
 
+EVERYWHERE = ("--help", "--section", "--plugins")
+
 
 def script(name: str) -> ModuleType:
     """A script of docs/, which is no package."""
@@ -164,11 +166,11 @@ def test_the_page_of_a_verb_names_every_flag(verb: str) -> None:
 
 
 def flags_of(*words: str) -> list[str]:
-    """The flags in a verb's help; --section.key stands for those of the run file."""
+    """The flags in a verb's help but for those that many have; --section.key stands for the keys of a run file."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main([*words, "--help"]) == 0
-    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said.getvalue())) - {"--help", "--section", "--train", "--optim"}
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said.getvalue())) - {*EVERYWHERE, "--train", "--optim"}
     assert flags, f"muster {' '.join(words)} --help names no flag"
     return sorted(flags)
 
@@ -179,8 +181,9 @@ def test_the_pages_of_verbs_are_those_of_the_menu() -> None:
     assert [verb for verb in VERBS if f"({PAGE_OF.get(verb, verb)}.md" not in commands] == []
 
 
-def test_presets_are_named() -> None:
+def test_presets_and_common_flags_are_named() -> None:
     text = (DOCS / "train.md").read_text()
+    assert [flag for flag in EVERYWHERE[1:] if flag not in text] == []
     assert [name for name in names("presets") if f"--preset {name}" not in text] == []
 
 
