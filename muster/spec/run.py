@@ -215,6 +215,7 @@ class TrackConfig(Frozen):
     wandb: bool = False
     """Keep a run of Weights & Biases, in `wandb` in the run directory."""
     wandb_project: str = "muster"
+    """The project of Weights & Biases that runs are put in."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """offline: nothing leaves this machine until `wandb sync`."""
 
