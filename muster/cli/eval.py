@@ -1,6 +1,9 @@
 """`muster eval`: the loss and the perplexity of a trained model."""
 
+import argparse
 import json
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from muster.api.runtime import runtime
@@ -8,19 +11,17 @@ from muster.cli.data import in_flags
 from muster.cli.parser import Parser, whole_number
 from muster.spec.errors import ConfigError
 
+SAMPLES = 256
+"""Of each source, where nobody says how many."""
+
 
 def run(arguments: list[str]) -> int:
     """Evaluates and prints. Returns the exit code."""
-    parser = Parser("eval", "Say what loss and perplexity a trained model has on held-out or other data.")
-    parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
-    parser.add_argument("--source", metavar="SOURCE", help="other data than what the run holds out")
-    parser.add_argument("--tokenizer", metavar="T", help="another tokenizer than the run's or the directory's own")
-    parser.add_argument("--seq-len", type=whole_number, metavar="N", help="tokens of each sample (default: the run's)")
-    parser.add_argument("--samples", type=whole_number, default=256, metavar="N", help="of each source (default: 256)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse(arguments)
+    args = _parse(arguments)
+    if args.tasks is not None:
+        return _run_tasks(args)
     wanted = runtime("muster.train.evaluate")
-    options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples)
+    options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples or SAMPLES)
     try:
         found = wanted.evaluate(options)
     except ConfigError as error:
@@ -31,3 +32,32 @@ def run(arguments: list[str]) -> int:
         for name, of in found.items():
             print(f"{name:<12} loss {of['loss']:.4f}  perplexity {of['perplexity']:.4g}  {of['tokens']:,} tokens")
     return 0
+
+
+def _run_tasks(args: argparse.Namespace) -> int:
+    if other := next((key for key in ("source", "tokenizer", "seq_len") if getattr(args, key) is not None), None):
+        raise ConfigError(f"--{other.replace('_', '-')} is not for --tasks, which bring their own data: leave it out")
+    wanted = runtime("muster.train.harness")
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        found = wanted.run_tasks(args.place, args.tasks.split(","), args.task_dir, args.samples)
+    if args.json:
+        print(json.dumps({"version": 1, "place": str(args.place), "tasks": found}))
+    else:
+        for task, values in found.items():
+            print(f"{task:<12} " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("eval", "Say what loss and perplexity a trained model has on held-out or other data, or run tasks.")
+    parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
+    parser.add_argument("--source", metavar="SOURCE", help="other data than what the run holds out")
+    parser.add_argument("--tokenizer", metavar="T", help="another tokenizer than the run's or the directory's own")
+    parser.add_argument("--seq-len", type=whole_number, metavar="N", help="tokens of each sample (default: the run's)")
+    parser.add_argument(
+        "--samples", type=whole_number, metavar="N", help=f"of each source (default: {SAMPLES}) or task (default: all)"
+    )
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, over a Hugging Face directory")
+    parser.add_argument("--task-dir", type=Path, metavar="DIR", help="tasks beside the harness's own")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse(arguments)

@@ -1,0 +1,58 @@
+"""`muster eval DIR --tasks …`: the tasks of lm-evaluation-harness, over a Hugging Face directory.
+
+The harness reads the directory with `transformers`, as everybody else's results were made.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.suggest import did_you_mean
+
+
+def run_tasks(
+    place: Path, tasks: Sequence[str], task_dir: Path | None = None, limit: int | None = None
+) -> dict[str, dict[str, float]]:
+    """By task what the harness found, such as `acc` and `acc_stderr`; `limit` is the most examples of each.
+
+    `task_dir` holds tasks beside the harness's own. Raises ConfigError where the directory, the harness or a task is
+    missing, MusterError where the harness fails.
+    """
+    if not (place / "config.json").exists():
+        raise ConfigError(
+            f"{place} is no Hugging Face directory, which --tasks reads: write one with"
+            f" 'muster checkpoint convert {place} DIR --to hf'"
+        )
+    harness, manager = _harness(task_dir)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            hint = did_you_mean(task, manager.all_tasks)
+            raise ConfigError(f"--tasks: the harness knows no task {task!r}{hint}; tasks of your own lie in --task-dir")
+    arguments = {"pretrained": str(place), "dtype": "float32"}
+    try:
+        found: Any = harness.simple_evaluate(
+            model="hf", model_args=arguments, tasks=list(tasks), limit=limit, task_manager=manager
+        )
+    except Exception as error:  # the harness and its data sets raise all kinds
+        raise MusterError(f"the harness failed ({type(error).__name__}: {error})") from error
+    return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def _harness(task_dir: Path | None) -> tuple[Any, Any]:
+    """The package, and what knows its tasks."""
+    try:
+        harness, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
+    except ImportError as error:
+        raise ConfigError(f"--tasks needs lm_eval ({error}): pip install 'muster-llm[eval]'") from error
+    return harness, tasks.TaskManager(include_path=None if task_dir is None else str(task_dir))
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    """`acc,none` is what the harness calls `acc` after no filter."""
+    return {
+        key.removesuffix(",none"): float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,148 @@
+"""`muster eval` on a Hugging Face directory: losses as `transformers` has them, and tasks of lm-evaluation-harness."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from muster.cli.main import main
+
+TEXTS = ["a rose is a rose", "is a rose", "a", "rose rose rose is a rose a rose"]
+WORDS = {"<end>": 0, "a": 1, "rose": 2, "is": 3, "no": 4}
+
+
+@pytest.fixture(scope="module", name="directory")
+def _directory(tmp_path_factory) -> Path:
+    """A tiny random model with a tokenizer of words, as `transformers` saves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from tests.hf_models import random_model
+
+    folder = tmp_path_factory.mktemp("exported")
+    random_model("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel(WORDS, unk_token="no"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    said = {"eos_token": "<end>", "unk_token": "no", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def muster(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["eval", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_the_loss_of_a_directory_is_that_of_transformers(directory, tmp_path, monkeypatch, capsys):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)  # the store goes to .data
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    code, out, err = muster(capsys, directory, "--source", "rows.jsonl", "--seq-len", 8, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["sources"]["all"]
+    ids = [token for text in TEXTS for token in [*(WORDS[word] for word in text.split()), 0]]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    total = 0.0
+    with torch.no_grad():
+        for at in range(0, len(ids) - 1, 8):
+            window = torch.tensor([ids[at : at + 9]])
+            logits = model(window[:, :-1]).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum"))
+    assert found["tokens"] == len(ids) - 1
+    assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "has no data of its own: name some with --source"),
+        (("--source", "gone.txt"), "--source: there is no file or directory 'gone.txt'"),
+        (("--tasks", "own", "--source", "x"), "--source is not for --tasks, which bring their own data: leave it out"),
+    ],
+)
+def test_what_is_missing_is_a_sentence(directory, tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = muster(capsys, directory, *arguments)
+    assert (code, sentence in err, err.count("\n")) == (2, True, 1), err
+
+
+# --- tasks ---
+
+
+def test_without_the_harness_a_sentence_says_how_to_get_it(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = muster(capsys, directory, "--tasks", "own")
+    assert code == 2
+    assert err.startswith("muster: --tasks needs lm_eval (")
+    assert err.endswith("pip install 'muster-llm[eval]'\n")
+    code, _, err = muster(capsys, tmp_path, "--tasks", "own")
+    assert (code, f"'muster checkpoint convert {tmp_path} DIR --to hf'" in err) == (2, True)
+
+
+def fake_harness(monkeypatch: pytest.MonkeyPatch, results: dict[str, Any] | Exception) -> list[dict[str, Any]]:
+    """A module in the harness's place, and what it was asked."""
+    asked = []
+
+    def simple_evaluate(**told: Any) -> dict[str, Any]:
+        asked.append(told)
+        print("what a harness says on its way")
+        if isinstance(results, Exception):
+            raise results
+        return {"results": results}
+
+    manager = SimpleNamespace(TaskManager=lambda include_path: SimpleNamespace(all_tasks=["own", "other"]))
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", manager)  # type: ignore[arg-type]
+    return asked
+
+
+def test_tasks_are_run_over_the_directory(directory, monkeypatch, capsys):
+    asked = fake_harness(monkeypatch, {"own": {"alias": "own", "acc,none": 0.5, "acc_stderr,none": 0.25}})
+    code, out, _ = muster(capsys, directory, "--tasks", "own,other", "--samples", 7, "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "version": 1, "place": str(directory), "tasks": {"own": {"acc": 0.5, "acc_stderr": 0.25}}}  # fmt: skip
+    (told,) = asked
+    assert (told["tasks"], told["limit"], told["model"]) == (["own", "other"], 7, "hf")
+    assert told["model_args"]["pretrained"] == str(directory)
+    assert "own          acc 0.5  acc_stderr 0.25\n" in muster(capsys, directory, "--tasks", "own")[1]
+    code, _, err = muster(capsys, directory, "--tasks", "ohter")
+    assert (code, "the harness knows no task 'ohter'; did you mean 'other'?" in err) == (2, True)
+    fake_harness(monkeypatch, OSError("no network"))
+    code, _, err = muster(capsys, directory, "--tasks", "own")
+    assert (code, err) == (1, "muster: the harness failed (OSError: no network)\n")
+
+
+@pytest.mark.soak
+def test_the_real_harness_finds_what_the_model_prefers(directory, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    rows = [{"question": "a rose is a", "answers": ["rose", "no"], "right": 0}] * 3
+    (tmp_path / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f"""
+task: own_roses
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "rows.json"}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: answers
+doc_to_target: right
+metric_list: [{{metric: acc}}]
+"""
+    (tmp_path / "own.yaml").write_text(task)
+    code, out, err = muster(capsys, directory, "--tasks", "own_roses", "--task-dir", tmp_path, "--json")
+    assert code == 0, err
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logits = model(torch.tensor([[1, 2, 3, 1]])).logits[0, -1]
+    assert json.loads(out)["tasks"]["own_roses"]["acc"] == float(logits[2] > logits[4])
