@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from muster.parallel.world import pick_device
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.suggest import did_you_mean
 
@@ -33,7 +34,12 @@ def run_tasks(
     arguments = {"pretrained": str(place), "dtype": "float32"}
     try:
         found: Any = harness.simple_evaluate(
-            model="hf", model_args=arguments, tasks=list(tasks), limit=limit, task_manager=manager
+            model="hf",
+            model_args=arguments,
+            tasks=list(tasks),
+            limit=limit,
+            task_manager=manager,
+            device=str(pick_device(0, 1)),
         )
     except Exception as error:  # the harness and its data sets raise all kinds
         raise MusterError(f"the harness failed ({type(error).__name__}: {error})") from error
