@@ -22,8 +22,9 @@ import torch.distributed as dist
 from benchmarks.compare import machine, spread
 from benchmarks.predict_here import LARGER
 from muster.planner.auto import request_of
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.search import search
+from muster.planner.verdict import Verdict
 from muster.probe.company import time_steps
 from muster.spec.cluster import ClusterSpec
 from muster.spec.load import Resolved, load_run

@@ -6,9 +6,10 @@ from math import inf
 from pathlib import Path
 
 from muster.planner.explain import no_plan
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.request import Request
 from muster.planner.search import Found, search
+from muster.planner.verdict import Verdict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legal import asked_world_size, counted, require_runnable_model

@@ -7,10 +7,11 @@ from math import prod
 
 from muster.cost.forecast import HEAD_ROOM
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.request import Request
 from muster.planner.search import Found, search
 from muster.planner.space import MODEL_AXES
+from muster.planner.verdict import Verdict
 from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet, problems

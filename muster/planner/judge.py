@@ -1,8 +1,7 @@
 """What is thought of a plan: bounds, cheap, for what is not simulated, and a prediction for what is."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,49 +23,12 @@ from muster.planner.room import Room
 from muster.planner.shares import Shares
 from muster.planner.space import Order, Shape, Split, axis_orders, make_plan, ordered_plan, recomputes
 from muster.planner.trips import trips_bound_s
+from muster.planner.verdict import Verdict
 from muster.schedule.build import program_of
 from muster.schedule.program import Program
-from muster.simulate.predict import Prediction, predict
+from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet
 from muster.spec.plan import Plan, StageSpec, split_evenly
-from muster.spec.plan_name import format_plan_name
-
-
-class Standing(NamedTuple):
-    """How plans are ranked: by the objective, then by time, then by name."""
-
-    value: float
-    step_time_s: float
-    name: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A plan that was simulated."""
-
-    plan: Plan
-    prediction: Prediction
-    value: float
-    """Of the objective, for one step: seconds, dollars, joules or bytes."""
-
-    @cached_property
-    def name(self) -> str:
-        return format_plan_name(self.plan)
-
-    @property
-    def order(self) -> Standing:
-        return Standing(self.value, self.prediction.step_time_s, self.name)
-
-    @cached_property
-    def not_yet(self) -> list[str]:
-        """What of the plan can't be run yet."""
-        return not_yet(self.plan)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the fullest rank."""
-        return max(rank.total for rank in self.prediction.memory)
 
 
 class Judge:

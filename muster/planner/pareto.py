@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from muster.planner.explain import changes, no_plan
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.request import Request
 from muster.planner.search import search
 from muster.planner.space import admitted
+from muster.planner.verdict import Verdict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.legal import problems

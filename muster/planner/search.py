@@ -9,10 +9,11 @@ from itertools import count
 from math import inf
 from time import perf_counter
 
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.planner.space import Order, Split, data_splits, orders, plans, shapes
+from muster.planner.verdict import Verdict
 from muster.schedule.collector import collector_paused
 from muster.spec.plan import Plan
 from muster.spec.schedules import SCHEDULES

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from muster.planner.explain import no_plan
-from muster.planner.judge import Judge, Verdict
+from muster.planner.judge import Judge
 from muster.planner.placement import nodes_of, reordered
 from muster.planner.request import MOST_DEVICES, Request
 from muster.planner.unequal import arrange
+from muster.planner.verdict import Verdict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legal import problems

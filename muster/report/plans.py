@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from muster.planner.footprint import Footprint
-from muster.planner.judge import Verdict
+from muster.planner.verdict import Verdict
 from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
 from muster.simulate.predict import Prediction
 
