@@ -4,7 +4,8 @@
 
 For each model and number of processes: the plan that `parallel: auto` takes on this machine as `muster profile`
 measured it, the next best by prediction, and the best of others with other degrees. Each is trained for some steps in
-every round; the plans of a round take turns.
+every round; the plans of a round take turns. As many plans are measured as there is time for (`--minutes`), four at
+least.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,11 @@ MODELS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
 }
 """Name → preset and what is changed of it."""
 WARM_UP_STEPS, STEPS = 2, 4
-SEARCH_S, RANKED = 20.0, 400
+SEARCH_S, RANKED = 5.0, 150
+START_S = 1.5
+"""To begin with a plan: ranks meet, and make their model."""
+FEWEST = 4
+"""Plans that are measured, however slow they are."""
 
 
 def candidates(resolved: Resolved, cluster: ClusterSpec, most: int) -> list[Verdict]:
@@ -57,6 +64,17 @@ def candidates(resolved: Resolved, cluster: ClusterSpec, most: int) -> list[Verd
             taken.add(_degrees(one))
             found.append(one)
     return found
+
+
+def in_time(found: list[Verdict], rounds: int, seconds: float) -> list[Verdict]:
+    """The first of the plans, as many as can be measured in so many seconds if they take what is predicted."""
+    left_s, chosen = seconds, []
+    for one in found:
+        left_s -= rounds * (START_S + (WARM_UP_STEPS + STEPS) * one.prediction.step_time_s)
+        if left_s < 0 and len(chosen) >= FEWEST:
+            break
+        chosen.append(one)
+    return chosen
 
 
 def _degrees(one: Verdict) -> tuple[int, int, bool]:
@@ -92,8 +110,8 @@ def run_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int
     return 0
 
 
-def report(name: str, ranks: int, found: list[Verdict], times_s: list[list[float]]) -> None:
-    """A line for each plan, and how the chosen one compares with the fastest."""
+def report(name: str, ranks: int, found: list[Verdict], times_s: list[list[float]]) -> float:
+    """A line for each plan, and how the chosen one compares with the fastest, which is returned."""
     best_s = min(map(median, times_s))
     print(f"\n{name} on {ranks} processes")
     for one, own_s in zip(found, times_s, strict=True):
@@ -104,6 +122,7 @@ def report(name: str, ranks: int, found: list[Verdict], times_s: list[list[float
             f"  {range_.median / best_s:5.2f} of the fastest" + ("  chosen" if one is found[0] else "")
         )
     print(f"  the chosen plan takes {median(times_s[0]) / best_s:.3f} of the fastest one's time (bar 1.10)", flush=True)
+    return median(times_s[0]) / best_s
 
 
 def main() -> None:
@@ -112,8 +131,10 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plans", type=int, default=7, help="that are measured for each model")
+    parser.add_argument("--plans", type=int, default=7, help="that are measured for each model, at most")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
     args = parser.parse_args()
+    end_s, ratios = perf_counter() + 60 * args.minutes, []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print("on " + ", ".join(f"{key} {value}" for key, value in machine().items() if value))
     with tempfile.TemporaryDirectory() as place:
@@ -121,15 +142,18 @@ def main() -> None:
         if args.cluster is None:
             subprocess.run([sys.executable, "-m", "muster", "profile", "-o", str(file)], check=True)
         profiled = load_cluster(str(file))
-        for name in args.model:
+        pairs = list(product(args.model, args.ranks))
+        for number, (name, ranks) in enumerate(pairs):
             preset, changes = MODELS[name]
             resolved = load_run(preset, None, [("parallel", "auto"), ("parallel.precision", "fp32"), *changes])
-            for ranks in args.ranks:
-                found = candidates(resolved, with_processes(profiled, ranks), args.plans)
-                folder = Path(place) / f"{name}-{ranks}"
-                folder.mkdir()
-                configs = [resolved.config.model_copy(update={"parallel": one.plan}) for one in found]
-                report(name, ranks, found, measure(configs, args.rounds, folder))
+            found = candidates(resolved, with_processes(profiled, ranks), args.plans)
+            found = in_time(found, args.rounds, (end_s - perf_counter()) / (len(pairs) - number))
+            folder = Path(place) / f"{name}-{ranks}"
+            folder.mkdir()
+            configs = [resolved.config.model_copy(update={"parallel": one.plan}) for one in found]
+            ratios.append(report(name, ranks, found, measure(configs, args.rounds, folder)))
+    within = sum(ratio <= 1.10 for ratio in ratios)
+    print(f"\n{within} of {len(ratios)} chosen plans are within 10 % of the fastest that was measured")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,12 @@ class Noise:
         """All labels of `count` samples."""
         return count * self.seq_len
 
-    def train_batch(self, first: int, count: int) -> Batch:
-        """Samples `first` … of the stream."""
-        drawn = np.random.default_rng(first).integers(self.vocab_size, size=(2, count, self.seq_len))
+    def lengths(self, index: np.ndarray, held_out: bool = False) -> None:
+        """All samples are as long."""
+
+    def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
+        """Samples by their number."""
+        drawn = np.random.default_rng(int(index[0])).integers(self.vocab_size, size=(2, len(index), self.seq_len))
         return Batch(drawn[0], drawn[1], drawn[0].size)
 
 
