@@ -1,14 +1,23 @@
 """Saving beside the training, on real ranks: what fails is told to all and stops nothing."""
 
 import random
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
-from muster.checkpoint.folder import checkpoints, find_latest, problem_of
+from muster.checkpoint.folder import Keep, checkpoints, find_latest, problem_of
+from muster.checkpoint.load import read_full
+from muster.checkpoint.saver import Saver, Target
+from muster.checkpoint.staging import Staging
+from muster.train.trainer import Trainer
 from tests.ranks import run_ranks, started
 from tests.saver_ranks import all_equal
+from tests.test_checkpoint import INFO, one_piece
 
 
 def test_saves_beside_the_training(tmp_path: Path) -> None:
@@ -25,6 +34,42 @@ def test_saves_beside_the_training(tmp_path: Path) -> None:
         assert rank["vanished"].endswith("/gone/checkpoints: No such file or directory (rank 0)")
     assert found[0]["steps"] == [4, 7]
     assert found[0]["rubbish"] == []
+
+
+def test_tensors_may_change_when_they_are_copied_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, take = threading.Event(), Staging.take
+
+    def slowly(staging: Staging, *arguments: Any) -> None:
+        assert gate.wait(60)
+        take(staging, *arguments)
+
+    monkeypatch.setattr(Staging, "take", slowly)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    saver = Saver(0, 1, store)
+    piece = one_piece(value=3)
+    saver.begin(Target(tmp_path / "checkpoints", 1, INFO, Keep()), [piece])
+    order: list[str] = []
+
+    def step() -> None:
+        optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), piece.tensor.fill_(4)))
+        trainer = SimpleNamespace(
+            before_change=saver.wait_copied, optimizer=optimizer, learning_rate=0.0, update_copies=lambda: None
+        )
+        Trainer.take_step(cast(Any, trainer))
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    stepping.join(0.2)
+    assert order == [], "the step waits with its change"
+    gate.set()
+    stepping.join(60)
+    assert order == ["changed"]
+    assert saver.wait(60)
+    saver.close()
+    assert saver.problem is None
+    assert (read_full(tmp_path / "checkpoints/step-00000001", "model/w") == 3).all()
 
 
 @pytest.mark.soak

@@ -56,6 +56,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     trainer = SimpleNamespace(step_count=3, pieces=list)
     train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, mirror="file:///there")
     saves = Saves(train, cast(Any, trainer), cast(Any, world), run)
+    assert trainer.before_change == saver.wait_copied
     try:
         return saves.now({}), saver.begun
     except MusterError as error:
