@@ -17,7 +17,6 @@ from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flo
 from muster.validate.predicted import Answer, Result, results_of
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.sources import with_facts
 from muster.validate.summary import shipped_tables, summarize, to_json, validate
 from muster.validate.sweeps import spearman, sweeps_of
 from muster.validate.table import COLUMNS, Row, parse_table
@@ -353,20 +352,6 @@ def test_a_layout_that_nearly_fills_the_memory_is_ranked_after_those_that_do_not
 
     [sweep] = sweeps_of(scored(*rows, answer=answer))
     assert sweep.first_reaches == 1.0
-
-
-def test_a_sheet_s_times_may_be_of_several_steps():
-    """Aleph Alpha's of 64 GPUs: 256 sequences each; where the ranks can't share 256, the row is as it stands."""
-    sheet = [row for row in shipped_tables() if "13B_bfloat16_64_GPUs" in row.notes]
-    apart = [row for row in sheet if with_facts(row).global_batch != row.global_batch]
-    assert {row.attn_kernel for row in apart} == {"flash_attention2", "flash_attention2 + RMS kernel"}
-    for row in apart:
-        step = with_facts(row)
-        assert step.global_batch == 256
-        assert row.value is None or (step.value or 0) * 8 == row.value
-    [whole] = [row for row in sheet if row not in apart and "attention2" in row.attn_kernel]
-    assert (whole.dp, whole.micro_batch) == (64, 8)
-    assert results_of([apart[-1]])[0].measured_s == with_facts(apart[-1]).value
 
 
 def test_stages_where_embedding_norm_and_head_are_dealt_as_layers():

@@ -80,7 +80,7 @@ def _reasons(summary: Summary) -> str:
     lines = []
     for name in summary.by_source:
         source = source_of(name)
-        said = (source.why, *(sheet.why for sheet in source.sheets), source.errs)
+        said = (source.why, source.errs)
         words = " ".join(word for word in said if word)
         calibrated = f" Used in calibration: {source.calibrated}" if source.calibrated else ""
         if words or calibrated:

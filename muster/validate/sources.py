@@ -15,21 +15,6 @@ from muster.validate.table import Row
 NUMBERS = ("vpp", "micro_batch", "gpus_per_node")
 
 
-class Sheet(Frozen):
-    """Some rows of a source, and what is known of them alone."""
-
-    where: dict[str, str]
-    """Column → a pattern that is found in it."""
-    steps: int = 1
-    """How many steps, of a part of the batch each, the row's step time is the sum of; 1 where the part can't be dealt
-    to the row's ranks."""
-    why: str = ""
-
-    def holds(self, row: Row) -> bool:
-        """Whether the row is one of them."""
-        return all(re.search(pattern, str(getattr(row, column))) for column, pattern in self.where.items())
-
-
 class Source(Frozen):
     """Facts, usual choices and the software of one source; the file's first lines say what each key means."""
 
@@ -48,7 +33,6 @@ class Source(Frozen):
     deals_ends: bool = False
     """Whether embedding, last norm and head are dealt to the stages as layers are, the first stages taking what is
     over; else stages have as many layers each."""
-    sheets: tuple[Sheet, ...] = ()
     why: str = ""
     errs: str = ""
     """Why predictions of its rows are off, where they are."""
@@ -74,15 +58,7 @@ def source_of(name: str) -> Source:
 
 
 def with_facts(row: Row) -> Row:
-    """The row with the columns filled that its source states elsewhere, as one step."""
+    """The row with the columns filled that its source states elsewhere."""
     source = source_of(row.source)
     empty = {column: text for column, text in source.facts.items() if getattr(row, column) in ("", None)}
-    row = replace(row, **{column: int(text) if column in NUMBERS else text for column, text in empty.items()})
-    for sheet in source.sheets:
-        part = (row.global_batch or 0) // sheet.steps
-        dealt = part and part % ((row.dp or 1) * (row.micro_batch or 1)) == 0
-        if sheet.steps > 1 and dealt and sheet.holds(row):
-            row = replace(row, global_batch=part)
-            if row.metric == "iteration_time_s" and row.value:
-                row = replace(row, value=row.value / sheet.steps)
-    return row
+    return replace(row, **{column: int(text) if column in NUMBERS else text for column, text in empty.items()})
