@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,16 +56,12 @@ class Network:
         shell = f'hostname {HOSTS[node]} && exec "$@"'
         return ("ip", "netns", "exec", self._spaces[node], "unshare", "--uts", "sh", "-c", shell, "sh")
 
-    def muster(self, node: int, *words: str | Path, cwd: Path | None = None, env: dict | None = None) -> Command:
-        """`muster …` on a node, in a working directory of its own."""
-        return Command(*words, before=self.inside(node), cwd=cwd, env=env)
-
-    def launcher(self, node: int, *words: str | Path, **more: object) -> Command:
-        """`muster train` as one of two nodes."""
+    def launcher(self, node: int, *words: str | Path, **more: Any) -> Command:
+        """`muster train`, or another verb, as one of two nodes."""
         place = ("--nodes", "2", "--node-rank", str(node), "--rendezvous", ADDRESSES[0])
         given = {str(word) for word in words}
         kept = [pair for pair in zip(place[::2], place[1::2], strict=True) if pair[0] not in given]
-        return self.muster(node, *(word for pair in kept for word in pair), *words, **more)  # type: ignore[arg-type]
+        return Command(*(word for pair in kept for word in pair), *words, before=self.inside(node), **more)
 
 
 def ip(*words: str) -> bool:

@@ -1,6 +1,10 @@
 """Several nodes: their launchers become one job, or each says in one sentence why not."""
 
+import json
+import os
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from muster.checkpoint.folder import find_latest, problem_of
 from muster.cli.main import main
+from muster.probe import doctor, doctor_nodes
+from muster.probe.doctor import Request
+from muster.probe.doctor_nodes import examine_nodes
 from muster.spec.errors import ConfigError, MusterError
+from muster.train.nodes import line
 from muster.train.nodes import team as teams
 from muster.train.nodes.agree import differences
 from muster.train.nodes.meet import meet
@@ -19,7 +28,8 @@ from muster.train.nodes.network import interface_towards, interfaces, own_interf
 from muster.train.nodes.request import NodesRequest, data_interface, listening_address
 from muster.train.nodes.team import Member, Over, Team
 from tests.nodes import ADDRESSES, HOSTS, Network, network
-from tests.train_runs import AT_ONCE, QUICK, Ended, losses, train
+from tests.test_launch import assert_gone
+from tests.train_runs import AT_ONCE, QUICK, Command, Ended, assert_one_sentence, exit_of, losses, rows_of, train
 
 TINY = ("--preset", "tiny", *QUICK, *AT_ONCE)
 HOST = socket.gethostname()
@@ -312,3 +322,290 @@ def test_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) ->
     assert second.out.splitlines() == ["node 1 on node-b has joined node 0 on node-a, which shows how the job goes on"]
     assert losses(tmp_path / "run") == losses(tmp_path / "alone"), "bit for bit"
     assert len(losses(tmp_path / "run")) == 4
+
+
+# What goes wrong before there are ranks
+
+WRONG = {
+    # name → flags of both nodes, of node 1 alone, what node 0 and what node 1 say, the exit code
+    "separate directories": (
+        (),
+        ("--run", "{folder}/elsewhere"),
+        "node 1 on node-b doesn't see what node 0 on node-a writes in {folder}/elsewhere: give a --run",
+        "node 1 on node-b doesn't see what node 0 on node-a writes in {folder}/elsewhere: give a --run on a disk that",
+        1,
+    ),
+    "another interface": (
+        (),
+        ("--interface", "stray"),
+        "node 0 on node-a (through 10.77.1.1 on cable) does not reach node 1 on node-b at 10.99.0.1:",
+        "node 0 on node-a (through 10.77.1.1 on cable) does not reach node 1 on node-b at 10.99.0.1:",
+        1,
+    ),
+    "another plan": (
+        (),
+        ("--parallel", "dp2-mb6"),
+        "node 1 on node-b has the plan dp2-mb6-fp32 (",
+        "node 1 on node-b has the plan dp2-mb6-fp32 (",
+        2,
+    ),
+    "another configuration": (
+        (),
+        ("--optim.lr", "0.5"),
+        "node 1 on node-b has another configuration than node 0 on node-a (optim.lr 0.5, not 0.003): give all nodes",
+        "node 1 on node-b has another configuration than node 0 on node-a (optim.lr 0.5, not 0.003): give all nodes",
+        2,
+    ),
+    "more ranks": (
+        (),
+        ("--nproc", "3"),
+        "node 1 on node-b would start 3 ranks, but node 0 on node-a would start 1 rank: give all nodes",
+        "node 1 on node-b would start 3 ranks, but node 0 on node-a would start 1 rank: give all nodes",
+        2,
+    ),
+    "two worlds of one": (
+        (),
+        ("--node-rank", "0"),
+        "node 1 did not come to 10.77.1.1:29400 within 8 s: start there the same command with its own --node-rank",
+        "node 0 has to be the machine of --rendezvous 10.77.1.1 but this one's addresses are 10.77.1.2 on cable",
+        1,
+    ),
+    "unreachable": (
+        (),
+        ("--rendezvous", "10.77.1.9"),
+        "node 1 did not come to 10.77.1.1:29400 within 8 s: start there the same command with its own --node-rank",
+        "node 0 did not answer at 10.77.1.9:29400 within 8 s (",
+        1,
+    ),
+    "no route": (
+        (),
+        ("--rendezvous", "192.0.2.1"),
+        "node 1 did not come to",
+        "there is no route from here to node 0 at 192.0.2.1:29400 (Network is unreachable): this machine's addresses",
+        1,
+    ),
+    "another port": (
+        (),
+        ("--rendezvous", "10.77.1.1:29555"),
+        "node 1 did not come to",
+        "node 0 did not answer at 10.77.1.1:29555 within 8 s (Connection refused): start it there",
+        1,
+    ),
+    "data that is not there": (
+        ("--data.source", "{folder}/nowhere"),
+        (),
+        "data.source: there is no file or directory",
+        "node 0 on node-a: data.source: there is no file or directory",
+        2,
+    ),
+}
+
+
+def refused(nodes: Network, folder: Path, problem: str) -> None:
+    """Starts both nodes so that neither can train, and holds what they say to what they should."""
+    common, own, first_says, second_says, code = WRONG[problem]
+    places = folders(folder)
+    words = (*TINY, "--parallel", "dp2-mb12", "--join-limit", "8", *(word.format(folder=folder) for word in common))
+    second_own = dict(zip(own[::2], own[1::2], strict=True))
+    second_words = [*words, *([] if "--run" in second_own else ["--run", str(folder / "run")])]
+    with (
+        nodes.launcher(0, *words, "--run", folder / "run", cwd=places[0]) as first,
+        nodes.launcher(1, *second_words, *(w.format(folder=folder) for w in own), cwd=places[1]) as second,
+    ):
+        ended = [first.wait(), second.wait()]
+    assert_one_sentence(ended[0], code, f"muster: {first_says.format(folder=folder)}")
+    assert_one_sentence(ended[1], code, f"muster: {second_says.format(folder=folder)}")
+    assert not rows_of(folder / "run")
+
+
+def test_nodes_that_differ_are_refused(nodes: Network, tmp_path: Path) -> None:
+    refused(nodes, tmp_path, "another configuration")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("problem", [problem for problem in WRONG if problem != "another configuration"])
+def test_nodes_that_make_no_job_are_refused(problem: str, nodes: Network, tmp_path: Path) -> None:
+    refused(nodes, tmp_path, problem)
+
+
+# What goes wrong while they train
+
+LONG = (*TINY, "--parallel", "dp2-mb12", "--train.steps", "400", "--train.save_every", "2", "--train.hang_s", "3")
+
+
+def rank_of(command: Command) -> int:
+    """The process of the only rank of a launcher."""
+    (process,) = command.ranks().values()
+    return process
+
+
+def kill_launcher(nodes: Network, second: Command) -> None:
+    second.kill()
+
+
+def kill_rank(nodes: Network, second: Command) -> None:
+    os.kill(rank_of(second), signal.SIGKILL)
+
+
+def stop_rank(nodes: Network, second: Command) -> None:
+    os.kill(rank_of(second), signal.SIGSTOP)
+
+
+def cut(nodes: Network, second: Command) -> None:
+    nodes.cut(1)
+
+
+def ask_to_stop(nodes: Network, second: Command) -> None:
+    second.process.send_signal(signal.SIGTERM)
+
+
+FAULTS = {
+    kill_launcher: (1, "rank 1 on node-b is gone with node 1 on node-b: the connection to its launcher closed without"),
+    kill_rank: (1, "rank 1 on node-b was killed by signal 9 (SIGKILL)"),
+    stop_rank: (1, "rank 1 on node-b never entered "),
+    cut: (1, "rank 1 on node-b is gone with node 1 on node-b: its launcher has said nothing for 15 s"),
+    ask_to_stop: (75, "stopped on request; the same command continues the run"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_happens_on_one_node_ends_all_with_one_sentence(fault: Any, nodes: Network, tmp_path: Path) -> None:
+    code, words = FAULTS[fault]
+    run, places = tmp_path / "run", folders(tmp_path)
+    with (
+        nodes.launcher(0, *LONG, "--run", run, cwd=places[0]) as first,
+        nodes.launcher(1, *LONG, "--run", run, cwd=places[1]) as second,
+    ):
+        first.wait_for_step(5)
+        ranks = [rank_of(first), rank_of(second)]
+        begin = time.monotonic()
+        fault(nodes, second)
+        ended = [first.wait(), second.wait()]
+        took_s = time.monotonic() - begin
+    end = exit_of(run)
+    assert (ended[0].code, end["code"]) == (code, code), ended
+    assert end["reason"].startswith(words), end
+    if code == 1:
+        assert (end["rank"], end["host"]) == (1, "node-b")
+        assert ended[0].err == f"error: {end['reason']}\n"
+    if fault in (kill_rank, stop_rank):
+        assert ended[1].err == ended[0].err, "all say the same"
+    if fault is stop_rank:
+        assert "where rank 0 waits; it is stopped (process" in end["reason"]
+        assert (run / "logs/hang.txt").exists()
+    if fault is cut:
+        assert "error: rank 0 on node-a is gone with node 0 on node-a: its launcher has said" in ended[1].err
+    assert_gone(ranks)
+    latest = find_latest(run / "checkpoints")
+    assert latest is not None
+    assert problem_of(latest) is None
+    print(f"{fault.__name__}: both ended within {took_s:.1f} s")
+    if fault in (kill_launcher, ask_to_stop):
+        steps = str(max(row["step"] for row in rows_of(run)) + 2)
+        again = both(nodes, tmp_path, *LONG, "--train.steps", steps, "--run", run)
+        assert [one.code for one in again] == [0, 0], again
+        assert f"resuming {run} after step" in again[0].out
+
+
+@pytest.mark.soak
+def test_the_first_node_is_missed_too(nodes: Network, tmp_path: Path) -> None:
+    run, places = tmp_path / "run", folders(tmp_path)
+    with (
+        nodes.launcher(0, *LONG, "--run", run, cwd=places[0]) as first,
+        nodes.launcher(1, *LONG, "--run", run, cwd=places[1]) as second,
+    ):
+        first.wait_for_step(3)
+        ranks = [rank_of(first), rank_of(second)]
+        first.kill()
+        ended = second.wait()
+    assert ended.code == 1
+    words = "rank 0 on node-a is gone with node 0 on node-a: the connection to its launcher closed without a word"
+    assert ended.err == f"error: {words}\n"
+    assert exit_of(run)["reason"] == words
+    assert_gone(ranks)
+
+
+@pytest.mark.soak
+def test_four_ranks_on_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) -> None:
+    words = (*TINY, "--parallel", "dp2-pp2-mb6", "--train.steps", "6", "--data.cache", tmp_path / "cache")
+    assert train(*words, "--run", tmp_path / "alone").code == 0
+    ended = both(nodes, tmp_path, *words, "--run", tmp_path / "run", "--nproc", "2")
+    assert [one.code for one in ended] == [0, 0], ended
+    assert losses(tmp_path / "run") == losses(tmp_path / "alone")
+    assert len(losses(tmp_path / "run")) == 6
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Doctor
+
+
+def examined(nodes: Network, tmp_path: Path, *second: str, ranks: bool = True) -> list[dict[str, Any]]:
+    """What `muster doctor --json` says on both nodes, the second with some more words."""
+    places = folders(tmp_path)
+    words = ("--limit", "40", "--json", "--run", tmp_path)
+    with (
+        nodes.launcher(0, *words, cwd=places[0], verb="doctor") as one,
+        nodes.launcher(1, *words, *second, cwd=places[1], verb="doctor") as other,
+    ):
+        ended = [one.wait(), other.wait()]
+    said = [json.loads(one.out.splitlines()[-1]) for one in ended]
+    assert [one.code for one in ended] == [int(not one["ok"]) for one in said]
+    return said
+
+
+@pytest.mark.soak
+def test_doctor_sees_that_nodes_are_sound(nodes: Network, tmp_path: Path) -> None:
+    first, second = examined(nodes, tmp_path)
+    assert first["ok"], first
+    assert second["ok"], second
+    found = {row["check"]: row["sentence"] for row in first["findings"]}
+    assert found["nodes"] == "node 0 on node-a, node 1 on node-b have met at 10.77.1.1:29400"
+    assert found["reach"] == "every node reaches every other through cable"
+    assert found["ranks"].startswith("2 ranks on 2 nodes met and added up")
+    assert "GiB/s" in found["bandwidth"]
+    shared = ("nodes", "reach", "ranks", "bandwidth")
+    assert [row for row in second["findings"] if row["check"] in shared] == [
+        row for row in first["findings"] if row["check"] in shared
+    ]
+
+
+def test_doctor_finds_a_wrong_interface_on_another_node(nodes: Network, tmp_path: Path) -> None:
+    for said in examined(nodes, tmp_path, "--interface", "stray"):
+        problems = [row["sentence"] for row in said["findings"] if row["check"] == "reach"]
+        words = "does not reach node 1 on node-b at 10.99.0.1:"
+        assert any(words in sentence for sentence in problems), said
+        assert not said["ok"]
+
+
+def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor_nodes, "CHECKS", {})
+    monkeypatch.setattr(line, "time", Shifted())
+    own = iter([{"muster": "1", "python": "3", "torch": "none"}, {"muster": "2", "python": "3", "torch": "none"}])
+    monkeypatch.setattr(doctor_nodes, "software", lambda: next(own))
+    seen = together(*(lambda rank=rank: [*examine_nodes(Request(tmp_path), request(port, rank))] for rank in range(2)))
+    assert seen[0] == seen[1]
+    found = {finding.check: finding for finding in seen[0]}
+    assert found["versions"].level == "problem"
+    assert "runs Muster" in found["versions"].sentence
+    assert found["clocks"].level == "problem"
+    assert f"the clock of node 1 on {HOST} is +100." in found["clocks"].sentence
+    assert found["clocks"].sentence.endswith(f"s off that of node 0 on {HOST}: start NTP on both")
+    assert found["ranks"].sentence == "without PyTorch on all nodes no ranks can be started"
+    monkeypatch.setattr(doctor_nodes, "software", lambda: {"torch": "none"})
+    (alone,) = examine_nodes(Request(tmp_path, limit_s=1), request(port, 1))
+    assert (alone.check, alone.level) == ("nodes", "problem")
+    assert f"node 0 did not answer at 127.0.0.1:{port} within 1 s (Connection refused)" in alone.sentence
+
+
+class Shifted:
+    """The module `time` for the lines of launchers, of which the one that is asked for its clock is 100 s ahead."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def time(self) -> float:
+        asked = sys._getframe(1).f_locals["message"]["kind"] == "clock"
+        return time.time() + (100 if asked else 0)

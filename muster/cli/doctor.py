@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from muster.cli.nodes import add_nodes, nodes_of
 from muster.cli.parser import Parser, whole_number
 
 _MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
@@ -17,14 +18,28 @@ def run(arguments: list[str]) -> int:
         epilog="Ends with 0 when all is well, with 1 otherwise; no check takes longer than --limit.",
     )
     parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to be written")
-    parser.add_argument("--ranks", type=whole_number, default=2, metavar="N", help="processes that meet (default: 2)")
+    parser.add_argument(
+        "--ranks",
+        type=whole_number,
+        metavar="N",
+        help="processes that meet (default: 2, or 1 a node)",
+    )
     parser.add_argument("--limit", type=whole_number, default=60, metavar="S", help="seconds for each check, 60")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_nodes(parser)
     args = parser.parse(arguments)
+    nodes = nodes_of(args)
     from muster.probe.doctor import Request, examine
 
+    request = Request(args.run, args.ranks or (1 if nodes else 2), args.limit)
+    if nodes is None:
+        findings = examine(request)
+    else:
+        from muster.probe.doctor_nodes import examine_nodes
+
+        findings = examine_nodes(request, nodes)
     found = []
-    for finding in examine(Request(args.run, args.ranks, args.limit)):
+    for finding in findings:
         found.append(finding)
         if not args.json:
             print(f"{_MARKS[finding.level]}{finding.check:<10} {finding.sentence}", flush=True)

@@ -4,6 +4,7 @@ A rank writes what it begins, which costs a microsecond; nothing is sent and no 
 """
 
 import faulthandler
+import fcntl
 import mmap
 import os
 import signal
@@ -81,6 +82,15 @@ class Whereabouts:
         self.say("run", action, waiting)
 
 
+def share_page() -> int:
+    """Makes a page for a rank that no launcher has given one, and returns its file descriptor; `own_whereabouts` takes
+    it."""
+    fd = os.memfd_create("muster-rank", os.MFD_CLOEXEC)
+    os.truncate(fd, PAGE)
+    os.environ[VARIABLE] = str(fd)
+    return fd
+
+
 def own_whereabouts() -> Whereabouts:
     """This process's, on the page that its launcher gave it. Takes the page: there is one call for each process."""
     number = os.environ.pop(VARIABLE, None)
@@ -88,7 +98,7 @@ def own_whereabouts() -> Whereabouts:
         return Whereabouts(bytearray(_FIELDS.size))
     fd = int(number)
     where = Whereabouts(mmap.mmap(fd, PAGE))
-    os.lseek(fd, PAGE, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # what is written comes after the page, wherever this stood
     faulthandler.register(ASK, file=fd, all_threads=True)
     where.say("start")
     return where
@@ -97,10 +107,16 @@ def own_whereabouts() -> Whereabouts:
 class Page:
     """The launcher's end of one rank's page. Nothing of it outlives the two processes."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("muster-rank", 0)
-        os.truncate(self.fd, PAGE)
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("muster-rank", 0) if fd is None else fd
+        if fd is None:
+            os.truncate(self.fd, PAGE)
         self._memory = mmap.mmap(self.fd, PAGE, prot=mmap.PROT_READ)
+
+    @classmethod
+    def of(cls, process: int, fd: int) -> "Page":
+        """The page that another process of this user has open as `fd`. Raises OSError."""
+        return cls(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
 
     def read(self) -> Place | None:
         """What the rank said last; None before it has said anything."""
@@ -109,6 +125,11 @@ class Page:
             return None
         action = Action(kind.rstrip(b"\0").decode(), stage, micro_batch)
         return Place(count, step, phase.rstrip(b"\0").decode(), action, bool(waiting))
+
+    def ask(self, process: int) -> None:
+        """Makes the rank write its Python stacks. Raises ProcessLookupError when it is gone."""
+        os.truncate(self.fd, PAGE)
+        os.kill(process, ASK)
 
     def stacks(self) -> str:
         """The Python stacks that the rank wrote when it was asked."""

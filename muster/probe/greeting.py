@@ -10,13 +10,16 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
-from muster.train.launch import launch
+from muster.train.launch import launch, launched
+from muster.train.nodes.team import Team
+from muster.train.outcome import Outcome
 from muster.train.worker import leave, main
 
 NBYTES, ROUNDS = 1 << 24, 5
@@ -41,6 +44,25 @@ def greet(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
             found = {"bytes_per_s": NBYTES / median(times[1:]), "device": world.device.type}
             (folder / _FOUND).write_text(json.dumps(found))
     return 0
+
+
+def meet_others(team: Team, num_ranks: int, limit_s: float) -> tuple[Outcome, dict[str, Any]]:
+    """Lets `num_ranks` ranks of each node meet; all launchers call it. Returns how that ended and, on node 0, what was
+    found: bytes_per_s, device, seconds."""
+    with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
+        folder, begin = Path(place), time.perf_counter()
+        words = ["--world-size", str(num_ranks * team.count)]
+        python = [sys.executable, "-m", "muster.probe.greeting", str(folder)]
+        outcome = launched(
+            lambda rank, store: [*python, "--rank", str(rank), *words, "--store", store],
+            num_ranks,
+            folder,
+            team=team,
+            limit_s=limit_s,
+        )
+        path = folder / _FOUND
+        found = json.loads(path.read_text()) | {"seconds": time.perf_counter() - begin} if path.exists() else {}
+        return outcome, found
 
 
 def start(num_ranks: int) -> int:

@@ -16,6 +16,7 @@ from muster.train.nodes.job import NodeJob
 from muster.train.nodes.network import family_of, place
 from muster.train.nodes.request import rank_environment
 from muster.train.nodes.team import Team
+from muster.train.outcome import Outcome
 
 _START_LIMIT_S = 60.0
 """How long node 0 may take from its last word to its store."""
@@ -42,6 +43,20 @@ def launch(
     say, and return, the same. Must run in the main thread. Raises MusterError when the port is taken, the run directory
     can't be written or a rank can't be started.
     """
+    return launched(command_for_rank, num_ranks, run_dir, grace_s, port, hang_s, team).tell()
+
+
+def launched(
+    command_for_rank: Callable[[int, str], list[str]],
+    num_ranks: int,
+    run_dir: Path,
+    grace_s: float = 5.0,
+    port: int = 0,
+    hang_s: float | None = None,
+    team: Team | None = None,
+    limit_s: float | None = None,
+) -> Outcome:
+    """As `launch`, but returns how the job ended and says nothing; after `limit_s` seconds the ranks are killed."""
     if team is None:
         _clear(run_dir)
         store = open_store(port)
@@ -60,14 +75,16 @@ def launch(
     with _passed_on(job):
         try:
             job.start(lambda rank: command_for_rank(rank, address), ranks, environment)
+            begin = time.monotonic()
             while job.poll():
+                job.kill_requested |= limit_s is not None and time.monotonic() - begin > limit_s
                 time.sleep(POLL_S)
         finally:
             job.end()
     outcome = job.outcome()
     if job.writes:
         outcome.write(run_dir)
-    return outcome.tell()
+    return outcome
 
 
 def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:

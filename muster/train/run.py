@@ -7,15 +7,13 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from muster.checkpoint.folder import find_latest, step_of
 from muster.checkpoint.manifest import read_manifest
@@ -31,15 +29,11 @@ from muster.spec.run import RunConfig
 from muster.spec.write import replace_text, yaml_text
 from muster.train.data import data_lines, epochs_line, open_dataset
 from muster.train.drift import refuse_drift, refuse_other_data
-from muster.train.errors import STOPPED, error_path, guard, read_error, write_exit
+from muster.train.errors import STOPPED, error_path
 from muster.train.nodes.request import NodesRequest
 from muster.train.order import with_order
 from muster.train.position import last_position, own_copies
-from muster.train.shared_disk import require_shared
 from muster.train.track import TENSORBOARD, WANDB, require_trackers
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -69,7 +63,9 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     Under torchrun this process becomes one of the ranks; otherwise it starts them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _join_torchrun(resolved, options)
+        from muster.train.torchrun import join_torchrun
+
+        return join_torchrun(resolved, options)
     refuse_worlds_of_one(options.nodes)
     if options.nodes is not None:
         from muster.train.nodes.run import train_on_nodes
@@ -251,73 +247,3 @@ def _writing(run_dir: Path) -> Iterator[None]:
         raise MusterError(
             f"can't write the run directory {run_dir}: {error.strerror}; choose another with --run"
         ) from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Under torchrun
-
-
-def _join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
-    """One of torchrun's ranks; rank 0 prepares the run directory while the others wait for its word."""
-    from muster.train.worker import leave, run_rank
-
-    run_dir, rank, world_size = options.run_dir, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.nodes is not None:
-        raise ConfigError(
-            "--nodes under torchrun, which starts the ranks of all nodes itself: leave out one of the two"
-        )
-    if options.nproc not in (None, world_size):
-        raise ConfigError(f"--nproc {options.nproc} under torchrun, which started {world_size} processes: leave it out")
-    store = _torchrun_store(rank)
-    with ExitStack() as held:
-        if rank == 0:
-            verdict = "failed"
-            try:
-                held.enter_context(claimed(run_dir, resolved.config.train.mirror))
-                verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
-            finally:
-                store.set("prepared", verdict)
-        store.wait(["prepared"], PREPARE_LIMIT)
-        verdict = store.get("prepared").decode()
-        if verdict != "train":
-            return int(verdict == "failed")  # rank 0 says why
-        require_shared(run_dir, rank, store)
-        code = guard(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
-        if rank == 0:
-            _conclude(run_dir, code, world_size)
-        return leave(code)
-
-
-def _torchrun_store(rank: int) -> "dist.Store":
-    import torch.distributed as dist
-
-    env = os.environ
-    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        root = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False)
-    except dist.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise MusterError(f"could not open the store of torchrun on {address}:{port} ({reason})") from error
-    return dist.PrefixStore(f"{env['TORCHELASTIC_RUN_ID']}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", root)
-
-
-def _prepare_as_torchrun(resolved: Resolved, options: TrainOptions, world_size: int) -> bool:
-    """Prepares; what is wrong is written to exit.json too, because torchrun's own exit code says nothing."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    nodes = world_size // local if local and world_size % local == 0 else 1
-    try:
-        return prepare(resolved, choose_plan(resolved, world_size, nodes), options)
-    except MusterError as error:
-        write_exit(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
-        raise
-
-
-def _conclude(run_dir: Path, code: int, world_size: int) -> None:
-    """Writes exit.json with the first cause that any rank has named."""
-    errors = [error for rank in range(world_size) if (error := read_error(run_dir, rank)) is not None]
-    cause = min(errors, key=lambda error: (not error.primary, error.time), default=None)
-    reason = {0: "finished", STOPPED: "stopped on request; the same command continues the run"}.get(code, "failed")
-    if cause is not None:
-        reason = f"rank {cause.rank} on {cause.host}: {cause.sentence}"
-    write_exit(run_dir, code, reason, cause and cause.rank, cause and cause.host)

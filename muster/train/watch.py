@@ -1,7 +1,6 @@
 """The launcher's eye on its ranks: where each of them is, for how long, and whether the job hangs."""
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muster.parallel.whereabouts import ASK, BRISK, PAGE, Page, Place
+from muster.parallel.whereabouts import BRISK, Page, Place
 from muster.schedule.action import Action
 from muster.train.connections import lost_connection
 from muster.train.diagnosis import Sighting
@@ -23,8 +22,8 @@ PAUSE_S = 5.0
 class Watched:
     """One rank's process and page."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.page, self.process = rank, Page(), 0
+    def __init__(self, rank: int, page: Page | None = None, process: int = 0) -> None:
+        self.rank, self.page, self.process = rank, page or Page(), process
         self._place: Place | None = None
         self._since = self._looked = time.monotonic()
         self._asked = False
@@ -45,10 +44,8 @@ class Watched:
 
     def _ask(self) -> None:
         self._asked = True
-        os.truncate(self.page.fd, PAGE)
-        os.lseek(self.page.fd, PAGE, os.SEEK_SET)  # the rank writes where this, which they share, stands
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process, ASK)
+            self.page.ask(self.process)
 
 
 def sighting_to_json(seen: Sighting) -> dict[str, Any]:

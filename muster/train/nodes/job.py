@@ -1,6 +1,7 @@
 """One node's part of a job over several: each launcher watches its own ranks, and hears of the others'."""
 
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from muster.train.diagnosis import Sighting
@@ -14,6 +15,32 @@ _FRESH_S = 3.0
 """Older sightings of another node's ranks say nothing of now."""
 
 
+class Elsewhere:
+    """Where the other nodes' ranks are, as node 0 has heard."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[float, list[Sighting]]] = {}
+
+    def hear(self, node: int, message: Message) -> None:
+        """Takes a message of kind `sightings`."""
+        self._heard[node] = time.monotonic(), [sighting_of_json(row) for row in message["rows"]]
+
+    def sightings(self, nodes: Iterable[int]) -> list[Sighting] | None:
+        """Of all ranks of these nodes; None where one has said nothing of late."""
+        found: list[Sighting] = []
+        for node in nodes:
+            at, rows = self._heard.get(node, (0.0, []))
+            if time.monotonic() - at > _FRESH_S:
+                return None
+            found += rows
+        return found
+
+
+def tell_sightings(team: Team, sightings: Sequence[Sighting]) -> None:
+    """Tells node 0 where the ranks here are."""
+    team.tell("sightings", rows=[sighting_to_json(seen) for seen in sightings])
+
+
 class NodeJob(Job):
     """The processes here, ended with those elsewhere. Node 0 collects how all ended, and says it to all."""
 
@@ -21,7 +48,7 @@ class NodeJob(Job):
         super().__init__(run_dir, grace_s, hang_s)
         self._team, self._num_ranks = team, num_ranks
         self.first_to_last = range(team.node * num_ranks, (team.node + 1) * num_ranks)
-        self._sightings: dict[int, tuple[float, list[Sighting]]] = {}
+        self._elsewhere = Elsewhere()
         self._ends: dict[int, list[RankEnd]] = {}
         """Of the nodes whose ranks have all ended, or that are gone."""
         self._others_failed = self._killed_elsewhere = False
@@ -47,7 +74,7 @@ class NodeJob(Job):
     def _hear(self, node: int, message: Message) -> None:
         match message["kind"]:
             case "sightings":
-                self._sightings[node] = time.monotonic(), [sighting_of_json(row) for row in message["rows"]]
+                self._elsewhere.hear(node, message)
             case "stop":
                 self.stop_requested = True
             case "failing":
@@ -96,18 +123,11 @@ class NodeJob(Job):
     def judge(self, sightings: list[Sighting]) -> None:
         """Node 0 judges from where all nodes' ranks are; the others tell it."""
         if not self._team.is_hub:
-            self._team.tell("sightings", rows=[sighting_to_json(seen) for seen in sightings])
-            return
-        if self._others_failed:
-            return
-        for node in range(1, self._team.count):
-            if node in self._ends:
-                continue
-            at, rows = self._sightings.get(node, (0.0, []))
-            if time.monotonic() - at > _FRESH_S:
-                return
-            sightings = sightings + rows
-        self.judge_all(sightings)
+            tell_sightings(self._team, sightings)
+        elif not self._others_failed:
+            others = self._elsewhere.sightings(set(range(1, self._team.count)) - set(self._ends))
+            if others is not None:
+                self.judge_all(sightings + others)
 
     def outcome(self) -> Outcome:
         """Node 0's word, which it gives here; or, where that never came, what this one knows."""

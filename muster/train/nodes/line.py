@@ -4,7 +4,6 @@ import contextlib
 import json
 import queue
 import socket
-import struct
 import threading
 import time
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 Message = dict[str, Any]
 LONGEST = 1 << 24
 """Bytes of a line; what is longer comes from no launcher."""
-_SEND_LIMIT_S = 5
+_CLOSE_LIMIT_S = 2.0
+"""How long a line that is closed may take to send what was said."""
 
 
 class Line:
@@ -21,27 +21,33 @@ class Line:
     def __init__(self, connection: socket.socket, who: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
         self.who, self.heard = who, time.monotonic()
         """When the other end was last heard, on this machine's clock."""
-        self._connection, self._inbox, self._sending = connection, inbox, threading.Lock()
+        self._connection, self._inbox = connection, inbox
+        # What is said waits here for a thread that sends it: where the network is cut, sending blocks.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         connection.settimeout(None)
-        limit = struct.pack("ll", _SEND_LIMIT_S, 0)  # a full buffer must not hold up the launcher
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sender = threading.Thread(target=self._send, name=f"to-{who}", daemon=True)
+        self._sender.start()
 
     def listen(self) -> None:
         """Begins to read."""
-        threading.Thread(target=self._read, name=f"line-{self.who}", daemon=True).start()
+        threading.Thread(target=self._read, name=f"from-{self.who}", daemon=True).start()
 
     def say(self, kind: str, **content: Any) -> None:
-        """Sends a message; to one who is gone, nothing."""
-        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(data)
+        """Sends a message, soon; to one who is gone, nothing."""
+        self._outbox.put(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def close(self) -> None:
         """Lets the other end see that this one is gone, after what was said."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)  # what comes is still read, or what was said could be lost
+        self._outbox.put(None)
+        self._sender.join(_CLOSE_LIMIT_S)
         self._connection.close()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while (data := self._outbox.get()) is not None:
+                self._connection.sendall(data)
+            self._connection.shutdown(socket.SHUT_WR)  # what comes is still read, or what was said could be lost
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:

@@ -166,7 +166,7 @@ def _wait_for_all(team: Team) -> None:
                     team.lines.pop(node, None)
                 print(f"{team.members.pop(node)} has left again", flush=True)
             elif message["kind"] == "failed":
-                raise error_of(message["code"], f"{team.members[node]}: {message['reason']}")
+                team.raise_if_over(node, message)
 
 
 class _Progress:

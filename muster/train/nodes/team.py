@@ -103,7 +103,7 @@ class Team:
                 if message["kind"] == kind:
                     found[node] = message
                 elif wanted - set(found):
-                    self._raise_if_over(node, message)
+                    self.raise_if_over(node, message)
                     later.append((node, message))
                 else:  # what comes after the last that was waited for, even that its sender is gone
                     later.append((node, message))
@@ -148,11 +148,13 @@ class Team:
         for line in self.lines.values():
             line.close()
 
-    def _raise_if_over(self, node: int, message: Message) -> None:
+    def raise_if_over(self, node: int, message: Message) -> None:
+        """Raises where a message says that the job can't go on: Over by node 0's word, MusterError by another's."""
         if message["kind"] == "over":
             raise Over(message["code"], message["reason"])
         if message["kind"] == "failed":
-            raise error_of(message["code"], f"{self.members[node]}: {message['reason']}")
+            said = message["reason"]
+            raise error_of(message["code"], said if said.startswith("node ") else f"{self.members[node]}: {said}")
         if message["kind"] == "gone":
             raise MusterError(f"{self.members[node]} is gone: {why_gone(message)}")
 
