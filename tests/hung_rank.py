@@ -1,4 +1,5 @@
-"""A training rank that goes wrong as asked: `python -m tests.hung_rank FAULT STEP RANK` and a worker's arguments."""
+"""A training rank that goes wrong as asked: `python -m tests.hung_rank FAULT STEP RANK` and a worker's arguments, or,
+under torchrun, `train` and its arguments."""
 
 import ctypes
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.cli import main as cli
 from muster.data.dataset import Dataset
 from muster.parallel.stage import DecoderStage
 from muster.train import worker
@@ -25,9 +27,12 @@ def main() -> int:
     """Trains, and after `STEP` steps does on one rank what `FAULT` says."""
     fault, step, faulty = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     del sys.argv[1:4]
-    rank = int(sys.argv[sys.argv.index("--rank") + 1])
+    under_torchrun = sys.argv[1] == "train"
+    rank = int(os.environ["RANK"] if under_torchrun else sys.argv[sys.argv.index("--rank") + 1])
     if rank == faulty:
         seed_fault(fault, step)
+    if under_torchrun:
+        return cli.main(sys.argv[1:])
     return worker.main(far_away if fault == "network" else worker.run_rank)
 
 
@@ -69,7 +74,8 @@ def seed_fault(fault: str, step: int) -> None:
         if made[0] == step and fault in ("stopped", "dead"):
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
         if made[0] == step and fault == "network":
-            subprocess.run(["ip", "link", "set", f"veth{self.world.rank}", "down"], check=True)
+            cable = os.environ.get("CUT", f"veth{self.world.rank}")
+            subprocess.run(["ip", "link", "set", cable, "down"], check=True)
         feed_step(self)
 
     def read_forever(self: Dataset, *args: Any) -> Any:

@@ -16,6 +16,7 @@ from muster.schedule.action import Action
 from muster.train.diagnosis import Sighting, diagnose, main_stack, waits
 from muster.train.launch import launch
 from muster.train.watch import Watched, hangs
+from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
 
 HOST = socket.gethostname()
@@ -221,3 +222,71 @@ def test_a_lost_network_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         for space in spaces:
             ip("netns", "del", space)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks that torchrun has started
+
+ON_NODE_B = {
+    "data": FAULTS["data"][2],
+    "compute": FAULTS["compute"][2],
+    "stopped": r"never .* where rank 0 waits; it is stopped \(process \d+, as by SIGSTOP",
+    "dead": r"is gone without a word, as if killed, while it is loading data for step 4",
+    "plan": FAULTS["plan"][2],
+    "network": r"is gone with node 1 on node-b: its launcher has said nothing for 15 s",
+}
+
+
+def end_under_torchrun(run: Path, process: subprocess.Popen) -> dict:
+    """exit.json, once the ranks and all who watched them have ended: they hold the ends of its output."""
+    out, _ = process.communicate(timeout=180)
+    assert (run / "exit.json").exists(), out[-3000:]
+    return json.loads((run / "exit.json").read_text())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "network"])
+def test_faults_under_torchrun_are_named(fault: str, tmp_path: Path) -> None:
+    plan, rank, words = FAULTS[fault]
+    if fault == "dead":
+        words = ON_NODE_B["dead"]
+    run = tmp_path / "run"
+    elastic = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
+    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_s", "3", *AT_ONCE]
+    training = ["tests.hung_rank", fault, "3", str(rank), "train", "--preset", "tiny", "--run", str(run), *changes]
+    process = subprocess.Popen(
+        [sys.executable, *elastic, *training],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    end = end_under_torchrun(run, process)
+    assert (process.returncode, end["code"], end["rank"], end["host"]) == (1, 1, rank, HOST), end
+    assert re.search(rf"^rank {rank} on {HOST}:? {words}", end["reason"]), end["reason"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ON_NODE_B)
+def test_faults_on_another_node_that_another_launcher_started_are_named(fault: str, tmp_path: Path) -> None:
+    """Two ranks, each on a node of its own, with the environment that torchrun gives them; rank 1 goes wrong."""
+    plan = "pp2-mb12" if fault == "compute" else "dp2-mb12"
+    run = tmp_path / "run"
+    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_s", "3", *AT_ONCE]
+    training = ["train", "--preset", "tiny", "--run", str(run), *changes]
+    with network() as nodes:
+        ranks = []
+        for rank in range(2):
+            place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            place |= {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
+            command = [*nodes.inside(rank), sys.executable, "-m", "tests.hung_rank", fault, "3", "1", *training]
+            place |= {"TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+            environment, pipe = {**os.environ, **place, "CUT": "cable"}, subprocess.PIPE
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+        end = end_under_torchrun(run, ranks[0])
+        assert (end["code"], end["rank"], end["host"]) == (1, 1, "node-b"), end
+        assert re.search(rf"^rank 1 on node-b:? {ON_NODE_B[fault].replace(HOST, 'node-a')}", end["reason"]), end
+        if fault == "dead":
+            ranks[1].kill()
+        ranks[1].communicate(timeout=60)

@@ -570,6 +570,7 @@ def test_doctor_sees_that_nodes_are_sound(nodes: Network, tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.soak
 def test_doctor_finds_a_wrong_interface_on_another_node(nodes: Network, tmp_path: Path) -> None:
     for said in examined(nodes, tmp_path, "--interface", "stray"):
         problems = [row["sentence"] for row in said["findings"] if row["check"] == "reach"]

@@ -1,6 +1,8 @@
 """The search for plans: it finds what looking at everything finds, and its bounds hold."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from itertools import permutations, product, takewhile
 from math import inf
@@ -353,12 +355,35 @@ def test_launch_files_name_the_nodes_and_the_plan() -> None:
     for kind in LAUNCHERS:
         ((name, text),) = launch_files(kind, job).items()
         assert "muster train run.yaml --parallel plan.yaml" in text
-        assert "--nproc-per-node 8" in text
+        assert "--nproc-per-node 8" in text if kind == "torchrun" else "--nproc 8" in text
         assert name.startswith(("big", "start"))
     assert "--nodes=4" in launch_files("slurm", job)["big.sbatch"]
     service, batch = yaml.safe_load_all(launch_files("kubernetes", job)["big.yaml"])
     assert (service["kind"], batch["kind"], batch["spec"]["completions"]) == ("Service", "Job", 4)
     assert yaml.safe_load(launch_files("skypilot", job)["big.sky.yaml"])["resources"]["accelerators"] == "H100:8"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_the_commands_of_launch_files_are_those_that_train_takes(num_nodes: int) -> None:
+    from muster.cli import train
+    from muster.cli.nodes import nodes_of
+
+    job = Job("big", num_nodes, 8, "h100-sxm", "run.yaml", "plan.yaml")
+    for kind in ("slurm", "kubernetes", "skypilot"):
+        ((_, text),) = launch_files(kind, job).items()
+        found = re.search(r"muster (train run.yaml [^'\n]*)", text)
+        assert found is not None, text
+        words = re.sub(r"\$\(.*?\)|\$first_node", "node-0", found[1])
+        words = re.sub(r"\$(SLURM_NODEID|JOB_COMPLETION_INDEX|SKYPILOT_NODE_RANK)\b", "3", words)
+        args, _ = train._parse(shlex.split(words)[1:])
+        place = nodes_of(args)
+        assert (str(args.file), args.parallel, str(args.run), args.nproc) == ("run.yaml", "plan.yaml", "runs/big", 8)
+        if num_nodes == 1:
+            assert place is None
+        else:
+            assert place is not None
+            assert (place.count, place.rank, place.port) == (4, 3, 29400)
+            assert place.host in ("node-0", "big-0.big")
 
 
 def test_an_unproven_search_says_what_may_be_missed() -> None:

@@ -1,6 +1,7 @@
 """Files that carry a plan out on a cluster: Slurm, Kubernetes, SkyPilot, or torchrun by hand.
 
-Each starts torchrun on every node, with one process for each device; torchrun finds the others at the first node.
+Each but the last starts Muster's launcher on every node, which starts one process for each device and finds the others
+at the first node; its exit code says how the job ended, which torchrun's doesn't.
 """
 
 from collections.abc import Callable
@@ -28,12 +29,20 @@ class Job:
     run_file: str
     plan_file: str
 
-    def torchrun(self, first_node: str, more: str = "") -> str:
-        """The command for each node."""
+    def train(self) -> str:
+        """The command of a node, without its place."""
+        return f"muster train {self.run_file} --parallel {self.plan_file} --run runs/{self.name}"
+
+    def launcher(self, first_node: str, node_rank: str) -> str:
+        """The command for each node, under Muster's launcher."""
+        place = f" --nodes {self.nodes} --node-rank {node_rank} --rendezvous {first_node}:{PORT}"
+        return f"{self.train()} --nproc {self.devices_per_node}{place if self.nodes > 1 else ''}"
+
+    def torchrun(self, first_node: str) -> str:
+        """The command for each node, under torchrun."""
         rendezvous = f"--rdzv-backend c10d --rdzv-endpoint {first_node}:{PORT} --rdzv-id {self.name}"
-        single = "--standalone" if self.nodes == 1 else f"--nnodes {self.nodes} {more}{rendezvous}"
-        train = f"muster train {self.run_file} --parallel {self.plan_file} --run runs/{self.name}"
-        return f"torchrun {single} --nproc-per-node {self.devices_per_node} -m -- {train}"
+        single = "--standalone" if self.nodes == 1 else f"--nnodes {self.nodes} {rendezvous}"
+        return f"torchrun {single} --nproc-per-node {self.devices_per_node} -m -- {self.train()}"
 
 
 def job_of(plan: Plan, cluster: ClusterSpec, name: str, run_file: str, plan_file: str) -> Job:
@@ -76,7 +85,7 @@ def _torchrun(job: Job) -> dict[str, str]:
 
 
 def _slurm(job: Job) -> dict[str, str]:
-    command = job.torchrun("$first_node")
+    command = job.launcher("$first_node", "$SLURM_NODEID")
     text = f"""#!/usr/bin/env bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
@@ -87,7 +96,7 @@ def _slurm(job: Job) -> dict[str, str]:
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-# One torchrun on each node; it starts a process for each device. A run that is stopped saves and ends with 75: go on.
+# A launcher on each node starts a process for each device. A run that is stopped saves and ends with 75: go on.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export first_node
 status=0
@@ -104,7 +113,7 @@ def _kubernetes(job: Job) -> dict[str, str]:
         "name": "muster",
         "image": "IMAGE_WITH_MUSTER",
         "workingDir": "/work",
-        "command": ["bash", "-c", f"exec {job.torchrun(first)}"],
+        "command": ["bash", "-c", f"exec {job.launcher(first, '$JOB_COMPLETION_INDEX')}"],
         "resources": {"limits": {"nvidia.com/gpu": job.devices_per_node}},
         "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -151,7 +160,7 @@ def _skypilot(job: Job) -> dict[str, str]:
         "resources": {"accelerators": f"{_SKY_NAMES.get(job.device, job.device.upper())}:{job.devices_per_node}"},
         "workdir": ".",
         "setup": "pip install -c constraints.txt '.[train]'",
-        "run": job.torchrun(first, '--node-rank "$SKYPILOT_NODE_RANK" '),
+        "run": job.launcher(first, "$SKYPILOT_NODE_RANK"),
     }
     return {f"{job.name}.sky.yaml": yaml.safe_dump(task, sort_keys=False, width=1000)}
 

@@ -69,15 +69,14 @@ def _team_of(request: NodesRequest, facts: dict[str, Any]) -> Team:
 
 
 def _resolved_in_time(request: NodesRequest) -> str:
-    """Names of machines that start together may come late, but what is mistyped should not take minutes."""
-    limit = time.monotonic() + min(request.join_limit_s, 30.0)
+    """Names of machines that start together may come late."""
+    progress = _Progress(request.join_limit_s)
     while True:
         try:
             return resolve(request.host)
-        except MusterError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(1.0)
+        except MusterError as error:
+            progress.say(f"waiting for the address of {request.host}: {error}", str(error))
+        time.sleep(_TRY_S)
 
 
 @contextmanager
