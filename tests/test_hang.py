@@ -231,7 +231,7 @@ ON_NODE_B = {
     "data": FAULTS["data"][2],
     "compute": FAULTS["compute"][2],
     "stopped": r"never .* where rank 0 waits; it is stopped \(process \d+, as by SIGSTOP",
-    "dead": r"is gone without a word, as if killed, while it is loading data for step 4",
+    "dead": r"is gone without a word, as if killed, while it .* of step 3$",
     "plan": FAULTS["plan"][2],
     "network": r"is gone with node 1 on node-b: its launcher has said nothing for 15 s",
 }

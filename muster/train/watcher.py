@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from muster.parallel.whereabouts import Page
@@ -121,14 +121,13 @@ class Watch:
 
     def _notice_deaths(self) -> None:
         for rank in self._ranks:
-            place = rank.last.place if rank.last else None
-            if rank.rank in self._missed or rank.alive or place is None:
+            place = rank.watched.page.read()
+            if rank.rank in self._missed or rank.alive or rank.last is None or place is None:
                 continue
             self._missed.add(rank.rank)
             if self._end or place.phase not in _STOPPABLE or read_error(self._run_dir, rank.rank) is not None:
                 continue
-            assert rank.last is not None
-            how = f"is gone without a word, as if killed, while it {doing(rank.last)}"
+            how = f"is gone without a word, as if killed, while it {doing(replace(rank.last, place=place))}"
             self._find(Finding(rank.rank, socket.gethostname(), how))
 
     def _find(self, finding: Finding) -> None:
@@ -162,22 +161,34 @@ class Watch:
                     self._find(Finding(node * per_node, member.host, f"is gone with {member}: {why_gone(message)}"))
 
     def _conclude(self) -> None:
-        """Says what was found, where no rank says it better."""
-        said = [read_error(self._run_dir, rank) for rank in range(self._job.world_size)]
-        if self._found is None or (not self._hangs and any(error is not None and error.primary for error in said)):
+        """Says what was found, where no rank says it better, or what a rank has said to nobody."""
+        errors = [read_error(self._run_dir, rank) for rank in range(self._job.world_size)]
+        cause = min(
+            (error for error in errors if error is not None),
+            key=lambda error: (not error.primary, error.time),
+            default=None,
+        )
+        if not self._is_judge:
             return
-        reason = f"rank {self._found.rank} on {self._found.host} {self._found.sentence}"
+        if self._found is not None and (self._hangs or cause is None or not cause.primary):
+            self._say(self._found.rank, self._found.host, f" {self._found.sentence}", 1)
+        elif cause is not None and not (self._run_dir / "exit.json").exists():
+            self._say(cause.rank, cause.host, f": {cause.sentence}", cause.exit_code)
+
+    def _say(self, rank: int, host: str, what: str, code: int) -> None:
+        reason = f"rank {rank} on {host}{what}"
         print(f"error: {reason}", file=sys.stderr, flush=True)
-        write_exit(self._run_dir, 1, reason, self._found.rank, self._found.host)
+        write_exit(self._run_dir, code, reason, rank, host)
 
 
 def main() -> None:
     """Watches the ranks of the job that the command line names."""
     job = WatchJob(**json.loads(sys.argv[1]))
+    ranks = []
     try:
-        ranks = [_Rank(*row) for row in job.ranks]
-    except ProcessLookupError:  # they ended at once
-        return
+        for row in job.ranks:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended already
+                ranks.append(_Rank(*row))
     except OSError as error:
         print(f"hangs can't be seen: can't look at the ranks of this node ({error.strerror})", flush=True)
         return
