@@ -121,8 +121,10 @@ class Watch:
 
     def _notice_deaths(self) -> None:
         for rank in self._ranks:
-            place = rank.watched.page.read()
-            if rank.rank in self._missed or rank.alive or rank.last is None or place is None:
+            if rank.rank in self._missed or rank.alive or rank.last is None:
+                continue
+            place = rank.watched.page.read()  # its last word, now that it can't say another
+            if place is None:
                 continue
             self._missed.add(rank.rank)
             if self._end or place.phase not in _STOPPABLE or read_error(self._run_dir, rank.rank) is not None:
