@@ -82,6 +82,8 @@ class Watch:
         self._found: Finding | None = None
         self._hangs, self._end = False, False
         self._missed: set[int] = set()
+        self._failed_at: float | None = None
+        """When a rank was first known to be gone with an error."""
 
     def go(self) -> None:
         """Watches until the ranks here are gone, and says what was seen."""
@@ -98,7 +100,7 @@ class Watch:
             time.sleep(LOOK_S)
         self._notice_deaths()
         if self._team is not None and not self._is_judge:
-            self._team.tell("ended")
+            self._team.tell("ended", failed=any(self._has_said_why(rank) for rank, _, _ in self._job.ranks))
         limit = time.monotonic() + _LAST_WORDS_S
         while self._others and time.monotonic() < limit:
             self._hear()
@@ -110,29 +112,43 @@ class Watch:
             assert self._team is not None
             tell_sightings(self._team, sightings)
             return
+        if not self._end and self._failed_at is not None and time.monotonic() > self._failed_at + self._job.hang_s:
+            self._end_all()  # no launcher did, and a rank that waits for one that never joined ends by itself never
         others = self._elsewhere.sightings(self._others)
         if self._end or others is None or not hangs(everyone := sightings + others, self._job.hang_s):
             return
-        self._found, self._hangs, self._end = diagnose(everyone), True, True
+        self._found, self._hangs = diagnose(everyone), True
         with contextlib.suppress(OSError):
             hang_path(self._run_dir).write_text(table(everyone))
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._end = True
         if self._team is not None:
             self._team.tell("kill")
 
+    def _has_said_why(self, rank: int) -> bool:
+        return read_error(self._run_dir, rank) is not None
+
+    def _note_failure(self) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
+
     def _notice_deaths(self) -> None:
         for rank in self._ranks:
-            if rank.rank in self._missed or rank.alive or rank.last is None:
-                continue
-            place = rank.watched.page.read()  # its last word, now that it can't say another
-            if place is None:
+            if rank.rank in self._missed or rank.alive:
                 continue
             self._missed.add(rank.rank)
-            if self._end or place.phase not in _STOPPABLE or read_error(self._run_dir, rank.rank) is not None:
+            if self._has_said_why(rank.rank):
+                self._note_failure()
+                continue
+            place = rank.watched.page.read()  # its last word, now that it can't say another
+            if self._end or rank.last is None or place is None or place.phase not in _STOPPABLE:
                 continue
             how = f"is gone without a word, as if killed, while it {doing(replace(rank.last, place=place))}"
             self._find(Finding(rank.rank, socket.gethostname(), how))
 
     def _find(self, finding: Finding) -> None:
+        self._note_failure()
         if not self._is_judge:
             assert self._team is not None
             self._team.tell("dead", **asdict(finding))
@@ -154,6 +170,8 @@ class Watch:
                 self._find(Finding(message["rank"], message["host"], message["sentence"]))
             case "ended":
                 self._others.discard(node)
+                if message["failed"]:
+                    self._note_failure()
             case "gone":
                 self._team.lines.pop(node, None)
                 self._end |= "silent_s" in message  # nobody else ends a job whose network is cut
