@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
+from muster.train.errors import log_path
 from muster.train.launch import launch, launched
 from muster.train.nodes.team import Team
 from muster.train.outcome import Outcome
@@ -51,6 +52,7 @@ def meet_others(team: Team, num_ranks: int, limit_s: float) -> tuple[Outcome, di
     found: bytes_per_s, device, seconds."""
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()
+        log_path(folder, 0).parent.mkdir()  # each node has a folder of its own here, not the one that a run shares
         words = ["--world-size", str(num_ranks * team.count)]
         python = [sys.executable, "-m", "muster.probe.greeting", str(folder)]
         outcome = launched(

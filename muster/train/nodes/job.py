@@ -57,8 +57,10 @@ class NodeJob(Job):
 
     def poll(self) -> bool:
         """As Job; also hears of the other nodes and tells them of this one. True until all of them have ended."""
-        for node, message in self._team.receive():
-            self._hear(node, message)
+        heard = self._team.receive()
+        while heard and self._verdict is None:
+            self._hear(*heard.pop(0))
+        self._team.keep(heard)  # what follows the job's end isn't the job's
         if self._others_failed:
             self.be_brief()
         if self._killed_elsewhere:
@@ -135,7 +137,8 @@ class NodeJob(Job):
             self.writes = False
             return self._verdict
         ends = self.ends() + [end for node in sorted(self._ends) for end in self._ends[node]]
-        self.writes = True  # node 0, or any other when that is gone
+        # Node 0 writes, or any other when that is gone; where only the network between is, node 0 may have written.
+        self.writes = self._team.is_hub or not (self.run_dir / "exit.json").exists()
         said = conclude(ends, self.stop_requested, self.kill_requested, self.hang)
         if self._team.is_hub:
             self._team.tell("over", code=said.code, reason=said.reason, rank=said.rank, host=said.host)

@@ -87,6 +87,10 @@ class Team:
                 found.append(self.inbox.get_nowait())
         return found + [(node, {"kind": "gone", "silent_s": LOST_S}) for node in self._silent()]
 
+    def keep(self, messages: Sequence[tuple[int, Message]]) -> None:
+        """Lets the next `receive` begin with these."""
+        self._early += messages
+
     def expect(self, kind: str, limit_s: float, nodes: Sequence[int] | None = None) -> dict[int, Message]:
         """Waits for a message of this kind from each of these nodes (None: from all that this one hears).
 
@@ -107,7 +111,7 @@ class Team:
                     later.append((node, message))
                 else:  # what comes after the last that was waited for, even that its sender is gone
                     later.append((node, message))
-        self._early += later
+        self.keep(later)
         return found
 
     def measure_clocks(self, limit_s: float = 10.0) -> None:
