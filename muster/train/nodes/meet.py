@@ -120,18 +120,23 @@ def _greet(team: Team, connection: socket.socket) -> None:
     if hello is None or hello["kind"] != "hello":  # no launcher
         connection.close()
         return
-    line = Line(connection, int(hello["member"]["node"]), team.inbox)
-    with _entering:
-        refusal = _refusal(team, hello)
-        if refusal is None:
-            team.members[line.who] = Member(**hello["member"])
-            team.lines[line.who] = line
+    try:
+        member, refusal = Member(**hello["member"]), ""
+        line = Line(connection, int(member.node), team.inbox)
+        with _entering:
+            refusal = _refusal(team, hello)
+            if refusal is None:
+                # Before others may talk on this line: a launcher that comes wants to hear this first.
+                line.say("welcome", member=vars(team.own) | {"facts": {}})
+                team.members[line.who], team.lines[line.who] = member, line
+    except (KeyError, TypeError, ValueError):  # nor is this
+        connection.close()
+        return
     if refusal is not None:
         line.say("over", code=2, reason=refusal)
         line.listen()
         line.close()
         return
-    line.say("welcome", member=vars(team.own) | {"facts": {}})
     line.listen()
     team.inbox.put((line.who, {"kind": "came"}))
 
