@@ -162,12 +162,16 @@ def test_ranks_of_a_node_open_and_clear_its_memory_at_once(tmp_path: Path, monke
     own.release()
 
 
-def test_folders_of_other_users_are_left_alone(tmp_path: Path) -> None:
+def test_folders_of_other_users_and_versions_are_left_alone(tmp_path: Path) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
     run.mkdir()
     there = CopyFolder(memory, run, "id")
     there.open()
     there.release()
+    (run / "copies.json").write_text('{"version": 2}')
+    assert [left.stale for left in leftovers(memory)] == [False], "who can read it may go on from them"
+    (run / "copies.json").unlink()
+    assert [left.stale for left in leftovers(memory)] == [True]
     (memory / "muster-link").symlink_to(there.path)
     assert [left.path for left in leftovers(memory)] == [there.path]
     moved = there.path.rename(tmp_path / "elsewhere")

@@ -215,14 +215,12 @@ def leftovers(place: Path) -> Iterator[Leftover]:
         if (owner := _read(Owner, path / OWNER)) is None or _is_held(path):
             continue
         run = Path(owner.run)
-        known = read_identity(run)
-        stale = known.id != owner.id if known is not None else run.parent.is_dir()
         try:
             nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             steps = [head.about["step"] for _, head in heads(path)]
         except FileNotFoundError:  # another rank of this node removes it now
             continue
-        yield Leftover(path, run, nbytes, max(steps, default=None), stale)
+        yield Leftover(path, run, nbytes, max(steps, default=None), _is_stale(run, owner.id))
 
 
 def clear_stale(place: Path) -> list[Leftover]:
@@ -234,6 +232,16 @@ def clear_stale(place: Path) -> list[Leftover]:
             if not left.path.exists():
                 removed.append(left)
     return removed
+
+
+def _is_stale(run: Path, run_id: str) -> bool:
+    """Not where nobody can tell now: the disk may be away, or a later version have written there."""
+    if (known := read_identity(run)) is not None:
+        return known.id != run_id
+    try:
+        return run.parent.is_dir() and not (run / IDENTITY).exists()
+    except OSError:
+        return False
 
 
 def _remove_all(folder: Path) -> None:
