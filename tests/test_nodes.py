@@ -134,7 +134,7 @@ def together(*bodies: Any) -> list[Any]:
     def run(body: Any) -> Any:
         try:
             return body()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return error
 
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -258,15 +258,16 @@ def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:
     assert str(hub) == f"node 1 on {HOST}: the run file is bad"
 
 
-def test_who_is_asked_to_stop_before_there_are_ranks_stops_all(port: int) -> None:
+@pytest.mark.parametrize("end", [SystemExit(STOPPED), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_who_is_asked_to_stop_before_there_are_ranks_stops_all(port: int, end: BaseException) -> None:
     def stop(team: Team) -> None:
-        raise SystemExit(STOPPED)
+        raise end
 
     def wait(team: Team) -> None:
         team.expect("start", 20)
 
     hub, other = together(joined(request(port, 0), wait), joined(request(port, 1), stop))
-    assert (hub.exit_code, other.code) == (STOPPED, STOPPED)
+    assert (hub.exit_code, other) == (STOPPED, end)
     assert str(hub).endswith(f"node 1 on {HOST} was asked to stop")
     hub, other = together(joined(request(port, 0), stop), joined(request(port, 1), wait))
     assert teams.error_of(other.code, other.reason).exit_code == STOPPED

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from muster.spec.errors import MusterError
+from muster.train.errors import STOPPED
 from muster.train.nodes.line import Line, Message, read_line
 from muster.train.nodes.network import family_of, own_interface, place, resolve
 from muster.train.nodes.reach import Doorstep
@@ -41,8 +42,8 @@ def meet(request: NodesRequest, facts: dict[str, Any]) -> Iterator[Team]:
         if team.is_hub:
             team.tell("over", code=over.code, reason=over.reason)
         raise
-    except (MusterError, SystemExit) as end:
-        code = end.exit_code if isinstance(end, MusterError) else int(end.code or 0)
+    except (MusterError, SystemExit, KeyboardInterrupt) as end:
+        code = end.exit_code if isinstance(end, MusterError) else STOPPED
         reason = str(end) if isinstance(end, MusterError) else f"{team.own} was asked to stop"
         if team.is_hub and not reason.startswith("node "):
             reason = f"{team.own}: {reason}"
