@@ -351,7 +351,7 @@ def test_plans_that_no_name_can_say_load_back(tmp_path):
     plan = Plan(
         pp=2,
         overrides=(LayerRun(start=1, count=2, strategy=Strategy(recompute="full")),),
-        stages=(StageSpec(layers=3, ranks=(0,), micro_batch_share=1.5), StageSpec(layers=5)),
+        stages=(StageSpec(layers=3, ranks=(0,)), StageSpec(layers=5)),
         compile=True,
     )
     path = write(tmp_path, "plan.yaml", plan_text(plan))

@@ -1,6 +1,8 @@
 """Copies in the memory of nodes: what was saved is found, whatever was lost, or it is said what is missing."""
 
+import fcntl
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,67 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
     identify(run, "other settings", goes_on=False)
     assert found()[0].endswith("and nobody can go on from them: remove them")
     assert [left.path for left in clear_stale(memory)] == [folder.path]
+
+
+def test_ranks_of_a_node_open_and_clear_its_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    run.mkdir()
+
+    def leave(name: str, step: int) -> CopyFolder:
+        folder = CopyFolder(memory, run, name)
+        folder.open()
+        folder.begin(step, Head(attempt="", world_size=1, about={"step": step}))
+        folder.commit(step)
+        folder.release()
+        return folder
+
+    own, stale = leave(identify(run, "settings", goes_on=False), 2), leave("before", 1)
+    with (own.path / "lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_EX)  # as another rank that sees whether somebody holds the folder
+        threading.Timer(0.2, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        own.open()
+
+    is_file = Path.is_file
+
+    def gone(path: Path) -> bool:
+        found = is_file(path)
+        shutil.rmtree(stale.path, ignore_errors=True)  # by another rank, while this one looks
+        return found
+
+    monkeypatch.setattr(Path, "is_file", gone)
+    assert list(leftovers(memory)) == []
+    assert [path for path, _ in own.heads()] == [own.path / "step-00000002"]
+    own.release()
+
+
+def test_folders_of_other_users_and_versions_are_left_alone(tmp_path: Path) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    run.mkdir()
+    there = CopyFolder(memory, run, "id")
+    there.open()
+    there.release()
+    (run / "copies.json").write_text('{"version": 2}')
+    assert [left.stale for left in leftovers(memory)] == [False], "who can read it may go on from them"
+    (run / "copies.json").unlink()
+    assert [left.stale for left in leftovers(memory)] == [True]
+    (memory / "muster-link").symlink_to(there.path)
+    assert [left.path for left in leftovers(memory)] == [there.path]
+    moved = there.path.rename(tmp_path / "elsewhere")
+    there.path.symlink_to(moved)
+    with pytest.raises(OSError, match="another user"):
+        there.open()
+
+
+def test_a_removal_that_is_interrupted_can_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CopyFolder(tmp_path / "memory", tmp_path, "id")
+    folder.open()
+    folder.begin(1, Head(attempt="", world_size=1, about={"step": 1}))
+    folder.commit(1)
+    folder.release()
+    removed: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(Path(path).name))
+    folder.clear()
+    assert removed == ["step-00000001", folder.path.name]
 
 
 @pytest.mark.soak

@@ -335,6 +335,13 @@ def test_what_the_runtime_refuses_has_a_forecast(name):
 # What to change
 
 
+def test_a_copy_of_the_model_without_micro_batches_has_a_forecast():
+    """One micro-batch runs through the first of DualPipe's two copies."""
+    plan, workload = parse_plan_name("dp2-pp2v2-z3-sdualpipe"), Workload(seq_len=64, global_batch_size=2)
+    found = predict(load_model("tiny"), plan, workload, load_cluster("4xh100"))
+    assert all(one.total > 0 for one in found.memory)
+
+
 def test_changes_make_a_plan_fit():
     model, plan, cluster = load_model("llama3-70b"), parse_plan_name("dp64-z1"), load_cluster("64xh100")
     workload = Workload(seq_len=8192, global_batch_size=512)

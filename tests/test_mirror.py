@@ -113,6 +113,7 @@ def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert not lock.exists()
     for host, pid, age, free in (
         (said["host"], 2**22 + 1, 1, True),  # dead
+        (said["host"], said["pid"], STALE_S + 1, True),  # dead, and its number is another's
         ("elsewhere", 1, 1, False),
         ("elsewhere", 1, STALE_S + 1, True),
     ):

@@ -20,9 +20,11 @@ from muster.probe import doctor, doctor_nodes
 from muster.probe.doctor import Request
 from muster.probe.doctor_nodes import examine_nodes
 from muster.spec.errors import ConfigError, MusterError
+from muster.train.errors import STOPPED
 from muster.train.nodes import line
 from muster.train.nodes import team as teams
 from muster.train.nodes.agree import differences
+from muster.train.nodes.line import Line
 from muster.train.nodes.meet import meet
 from muster.train.nodes.network import interface_towards, interfaces, own_interface, resolve
 from muster.train.nodes.request import NodesRequest, data_interface, listening_address
@@ -142,7 +144,7 @@ def together(*bodies: Any) -> list[Any]:
     def run(body: Any) -> Any:
         try:
             return body()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return error
 
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -235,6 +237,9 @@ def test_strangers_at_the_door_disturb_nobody(port: int) -> None:
         time.sleep(0.3)
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(b'{"kind": "hello", "member": {"node": "one"}}\n')
+            assert connection.recv(1) == b""
         joined(request(port, 1), lambda team: team.expect("start", 10))()
 
     def hub(team: Team) -> list[int]:
@@ -261,6 +266,34 @@ def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:
     hub, other = together(joined(request(port, 0), wait), joined(request(port, 1), fail))
     assert isinstance(hub, ConfigError)
     assert str(hub) == f"node 1 on {HOST}: the run file is bad"
+
+
+@pytest.mark.parametrize("end", [SystemExit(STOPPED), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_who_is_asked_to_stop_before_there_are_ranks_stops_all(port: int, end: BaseException) -> None:
+    def stop(team: Team) -> None:
+        raise end
+
+    def wait(team: Team) -> None:
+        team.expect("start", 20)
+
+    hub, other = together(joined(request(port, 0), wait), joined(request(port, 1), stop))
+    assert (hub.exit_code, other) == (STOPPED, end)
+    assert str(hub).endswith(f"node 1 on {HOST} was asked to stop")
+    hub, other = together(joined(request(port, 0), stop), joined(request(port, 1), wait))
+    assert teams.error_of(other.code, other.reason).exit_code == STOPPED
+
+
+def test_a_launcher_is_welcomed_before_it_is_told_anything(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = Line.say
+
+    def slowly(line: Line, kind: str, **content: Any) -> None:
+        if kind == "welcome":
+            time.sleep(0.3)
+        say(line, kind, **content)
+
+    monkeypatch.setattr(Line, "say", slowly)
+    monkeypatch.setattr(teams, "BEAT_S", 0.05)
+    assert together(joined(request(port, 0)), joined(request(port, 1))) == [None, None]
 
 
 def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

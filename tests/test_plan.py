@@ -124,7 +124,6 @@ def test_a_single_process_is_dp1():
         Plan(axis_order=("dp_replicate", "dp_shard", "pp", "cp", "tp")),
         Plan(default_strategy=Strategy(attention="unfused")),
         Plan(overrides=(LayerRun(start=0, count=2, strategy=Strategy(zero="z1")),)),
-        Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2.0), StageSpec(layers=4))),
         Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
         Plan(pp=2, dp_shard=2, data_shares=(1234567890, 1)),
     ],
@@ -331,10 +330,6 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
             "an sp or tp_overlap of its own",
         ),
         (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
-        (
-            Plan(pp=2, stages=(StageSpec(layers=4, micro_batch_share=2), StageSpec(layers=4))),
-            "share of the micro-batches",
-        ),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
         (Plan(default_strategy=Strategy(recompute="attention")), "recompute of attention alone"),

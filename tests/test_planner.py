@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import muster.planner.search as planner_search
 from muster.cli.main import main
 from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.planner.balance import Load, balanced, least_busy_s, loads
@@ -26,14 +27,17 @@ from muster.planner.search import everything, placed, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
 from muster.schedule.build import program_of, schedule_of
+from muster.spec.errors import InfeasibleError
 from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
 from muster.spec.model_parts import MoeSpec
-from muster.spec.plan import AXES, Plan
+from muster.spec.plan import AXES, Plan, Strategy
 from muster.spec.workload import Workload
 
+SMALL = ModelSpec(vocab_size=512, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256, name="small")
+WORK = Workload(seq_len=512, global_batch_size=8)
 CLUSTERS = ("2xh100", "4xa100", "8xh100", "2xh100+2xa100", "4xv100", "4xl40s")
 
 
@@ -84,6 +88,33 @@ def test_plans_leave_a_tenth_of_the_memory_free_where_any_does() -> None:
         assert judge.room.head_room == room
         assert found.best
         assert all(one.peak_bytes <= (1 - room) * least / part for one in found.best)
+
+
+def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
+    real = planner_search._search
+
+    def in_time(*arguments) -> planner_search.Found:
+        """The first search finds nothing in its time, the second has all that it wants."""
+        *others, limit_s, ceiling = arguments
+        found = real(*others, inf, ceiling)
+        return planner_search.Found([], 0.0, None) if others[1].room.head_room else found
+
+    monkeypatch.setattr(planner_search, "_search", in_time)
+    found = search(request, 1, 30.0)
+    assert found.best
+    assert not found.proven
+    assert found.gap == 0
+
+
+def test_plans_without_time_to_offload_are_passed_over() -> None:
+    plain = Plan(pp=2, default_strategy=Strategy(offload="activations"))
+    with pytest.raises(InfeasibleError, match="nothing to move"):
+        program_of(plain, SMALL, WORK)
+    fixed = {"cp": 1, "tp": 1, "pp": 2}
+    best = search(Request(SMALL, load_cluster("2xh100"), WORK, fixed=fixed, template=plain), 1).best[0].plan
+    assert best.default_strategy.offload == "activations"
+    assert best.vpp > 1
 
 
 @pytest.mark.soak

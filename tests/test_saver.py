@@ -14,6 +14,9 @@ from muster.checkpoint.folder import Keep, checkpoints, find_latest, problem_of
 from muster.checkpoint.load import read_full
 from muster.checkpoint.saver import Saver, Target
 from muster.checkpoint.staging import Staging
+from muster.spec.parts import Part
+from muster.train import own_step
+from muster.train.own_step import OwnStep
 from muster.train.trainer import Trainer
 from tests.ranks import run_ranks, started
 from tests.saver_ranks import all_equal
@@ -70,6 +73,27 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     saver.close()
     assert saver.problem is None
     assert (read_full(tmp_path / "checkpoints/step-00000001", "model/w") == 3).all()
+
+
+def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def sam(now: own_step.Now) -> None:
+        order.append("moved aside")
+        now.update()
+
+    trainer = SimpleNamespace(
+        is_skipped=False,
+        step_count=0,
+        learning_rate=0.0,
+        grad_norm=1.0,
+        before_change=lambda: order.append("copied"),
+        take_step=lambda: order.append("changed"),
+        drop_gradients=lambda: None,
+    )
+    monkeypatch.setattr(own_step, "find_part", lambda *_: Part("step", "sam", sam, None))
+    OwnStep(cast(Any, trainer), "sam").take(lambda: None)
+    assert order == ["copied", "moved aside", "changed"]
 
 
 @pytest.mark.soak

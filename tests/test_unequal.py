@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.cost.plan_times import plan_setting
 from muster.planner.bound import step_bound_s
 from muster.planner.judge import Judge
 from muster.planner.request import Request
@@ -166,3 +167,61 @@ def test_what_is_tried_first_over_slow_links_does_not_hide_the_best() -> None:
     request = slow_links()
     expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:2]
     assert [verdict.order for verdict in search(request, 2).best] == expected
+
+
+# --- what lies across kinds of devices ---
+
+
+def test_a_stage_across_unlike_devices_must_fit_the_smallest() -> None:
+    cluster = mixed("h100-sxm", "a100-80-sxm")
+    small = cluster.groups[1].device.model_copy(update={"memory_bytes": 2 * 2**30})
+    groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": small})
+    cluster = cluster.model_copy(update={"groups": groups})
+    workload = Workload(seq_len=2048, global_batch_size=24)
+    for plan, ranks in (
+        (parse_plan_name("dp4-z1"), [2]),
+        (parse_plan_name("dp2-pp2-z1"), [0, 2]),
+        (parse_plan_name("dp2-pp2-z1").model_copy(update={"axis_order": INSIDE}), [2, 3]),
+    ):
+        found = predict(MODEL, plan, workload, cluster)
+        assert [one.rank for one in found.memory] == ranks
+        assert found.fits is False
+        room = Judge(Request(MODEL, cluster, workload)).room
+        limits = [room.limit_bytes(rank) or 0 for rank in ranks]
+        assert room.over_bytes(plan) == [one.total - limit for one, limit in zip(found.memory, limits, strict=True)]
+
+
+def test_plans_with_shares_are_as_asked() -> None:
+    asked = {"cp": 1, "tp": 1, "pp": 1, "dp_replicate": 4}
+    best = search(replace(REQUEST, fixed=asked), 5).best
+    assert any(one.plan.data_shares for one in best)
+    assert {one.plan.dp_replicate for one in best} == {4}
+
+
+def test_bounds_of_shares_hold_where_links_differ() -> None:
+    """The rank over slow links has the smaller share."""
+    cluster = slow_links().cluster
+    slow = {(2, 3), (3, 2)}
+    matrix = tuple(tuple(9e11 if a == b else 1e9 if (a, b) in slow else 4e11 for b in range(4)) for a in range(4))
+    cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
+    plan = parse_plan_name("dp2-pp4-z1-share15.1").model_copy(update={"axis_order": INSIDE})
+    judge = Judge(Request(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
+    assert judge.bound(plan) <= judge.verdict(plan).prediction.step_time_s
+
+
+def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
+    cluster = mixed("a100-80-sxm", "h100-sxm")
+    fast = cluster.groups[1].device.model_copy(update={"name": "a100-80-sxm"})
+    groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
+    judge = Judge(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
+    plan = parse_plan_name("dp4-z1-share1.3")
+    bound = max(judge.bound(plan), judge.shares.order_bound_s(next(shapes(judge.request))))
+    assert bound <= judge.verdict(plan).prediction.step_time_s
+
+
+def test_which_device_is_slowest_depends_on_the_precision() -> None:
+    cluster = mixed("l40s", "a100-80-sxm")
+    workload = Workload(seq_len=512, global_batch_size=4)
+    for precision, name in (("bf16", "l40s"), ("fp8", "a100-80-sxm")):
+        setting = plan_setting(MODEL, Plan(dp_shard=4, precision=precision), workload, cluster)
+        assert setting.device(0).name == name

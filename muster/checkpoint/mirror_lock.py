@@ -88,8 +88,8 @@ def _read(mirror: Mirror) -> dict[str, Any] | None:
 
 def _is_at_work(other: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether the job that wrote the lock may still be running. One in the same directory can't: that is locked."""
-    if other["host"] == own["host"]:
-        return other["run"] != own["run"] and _runs(other["pid"])
+    if other["host"] == own["host"] and (other["run"] == own["run"] or not _runs(other["pid"])):
+        return False
     return time.time() - other["time"] < STALE_S
 
 

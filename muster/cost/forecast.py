@@ -2,6 +2,10 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+import numpy as np
 
 from muster.cost.device_memory import device_terms
 from muster.cost.holdings import layer_kind
@@ -13,7 +17,7 @@ from muster.cost.walk import RankOrder, orders_of, peak, walk
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.layout import has_words
-from muster.spec.mesh import Coordinates, rank_at
+from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.software import Software
@@ -31,7 +35,7 @@ class RankForecast:
 
     pp_rank: int
     rank: int
-    """The first of them."""
+    """The first of them whose device has the least memory."""
     count: int
     at: str
     """When it holds most: an instruction, and the moment within it."""
@@ -82,10 +86,10 @@ def forecast(
     of the cluster's first device if not given.
     """
     found, known = [], {}
-    orders = orders_of(program)
+    orders, tightest = orders_of(program), _tightest_ranks(plan, cluster)
     for pp_rank, stages in enumerate(_stages_by_rank(model, plan, workload, cluster, software, kernels)):
         at, terms = walk(orders[pp_rank], stages, known)
-        rank = _first_rank(plan, pp_rank)
+        rank = tightest[pp_rank]
         device = cluster.group_of(rank).device
         fixed = sum(stage.resident.total for stage in stages.values())
         terms += device_terms(device, plan, pp_rank, terms.total - fixed)
@@ -96,20 +100,34 @@ def forecast(
 def peak_bytes(
     model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, orders: Sequence[RankOrder]
 ) -> list[tuple[int, int]]:
-    """Of each pipeline rank, the first of its ranks and the total of its `forecast` under Muster's own storage, by an
+    """Of each pipeline rank, the `rank` and the total of its `forecast` under Muster's own storage, by an
     order that many plans share."""
     found, known = [], {}
+    tightest = _tightest_ranks(plan, cluster)
     for pp_rank, stages in enumerate(_stages_by_rank(model, plan, workload, cluster)):
         _, total = peak(orders[pp_rank], stages, known)
-        rank = _first_rank(plan, pp_rank)
+        rank = tightest[pp_rank]
         fixed = sum(stage.resident.total for stage in stages.values())
         device = cluster.group_of(rank).device
         found.append((rank, total + device_terms(device, plan, pp_rank, total - fixed).total))
     return found
 
 
-def _first_rank(plan: Plan, pp_rank: int) -> int:
-    return rank_at(plan, Coordinates(pp_rank, 0, 0, 0, 0))
+def _tightest_ranks(plan: Plan, cluster: ClusterSpec) -> list[int]:
+    """Of each pipeline rank, the first of its ranks whose device has the least memory."""
+    if plan.is_uniform:
+        sizes = axis_sizes(plan)
+        ranks = np.arange(plan.world_size).reshape(tuple(sizes.values()))
+        held = list(np.moveaxis(ranks, list(sizes).index("pp"), 0).reshape(plan.pp, -1))
+    else:
+        ends = list(accumulate(plan.mesh(pp_rank).ranks for pp_rank in range(plan.pp)))
+        held = [np.arange(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if cluster.is_uniform:
+        return [int(ranks[0]) for ranks in held]
+    memory = np.array([group.device.memory_bytes or inf for group in cluster.groups])
+    ends = np.cumsum([group.num_devices for group in cluster.groups])
+    groups = [np.searchsorted(ends, ranks % cluster.num_devices, "right") for ranks in held]
+    return [int(ranks[np.argmin(memory[own])]) for ranks, own in zip(held, groups, strict=True)]
 
 
 def _stages_by_rank(

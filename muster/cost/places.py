@@ -264,7 +264,7 @@ class PlanSetting:
         if self.cluster.is_uniform:
             return self.cluster.groups[0].device
         sizes, strides = self._axes[self.placement[stage]]
-        key = first, tuple(sizes.items()), tuple(strides.items()), self.data
+        key = first, tuple(sizes.items()), tuple(strides.items()), self.data, self.plan.precision
         if key not in self.known.devices:
             devices = {id(one): one for one in (self._device_at(first + offset) for offset in self._offsets(stage))}
             self.known.devices[key] = min(

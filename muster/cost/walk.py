@@ -64,7 +64,7 @@ class RankOrder:
             used, last = self.places(stage, _GATHERED), np.empty(0, np.intp)
             if drops:
                 last = self.places(stage, frozenset("BW"))
-                again = np.isin(np.append(-1, used[:-1]), np.append(-1, last))
+                again = np.isin(np.append(-1, used[:-1]), np.append(-1, last))[: len(used)]
                 self._gathers[key] = used[again], last
             else:
                 self._gathers[key] = used[:1], last

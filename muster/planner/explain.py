@@ -167,7 +167,7 @@ def _family(request: Request, axes: tuple[str, ...], winner: Verdict | None, lim
 
 def doesnt_fit(judge: Judge, verdict: Verdict) -> str:
     """Why a plan doesn't fit, with its largest terms."""
-    fullest = max(verdict.prediction.memory, key=lambda rank: rank.total)
+    fullest = max(verdict.prediction.memory, key=lambda rank: rank.total / (judge.room.limit_bytes(rank.rank) or 1))
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
     shown = " and ".join(f"{_gib(size)} of {name.replace('_', ' ')}" for size, name in terms)
     limit = judge.room.limit_bytes(fullest.rank)

@@ -15,6 +15,7 @@ from muster.planner.space import Shape, Split, make_plan
 from muster.schedule.build import schedule_of
 from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
+from muster.spec.errors import InfeasibleError
 from muster.spec.legal import not_yet, strategies_of
 from muster.spec.plan import Plan
 
@@ -87,7 +88,16 @@ class Room:
             -inf if limit is None else float(total - limit) for (_, total), limit in zip(found, limits, strict=True)
         ]
 
-    def fitting(self, plan: Plan, over_bytes: list[float]) -> Plan | None:
+    def made_to_fit(self, plan: Plan) -> tuple[Plan | None, float]:
+        """The plan where it fits, else with the cheapest recompute by layer that makes it, None where none does; and
+        by how many bytes it is over, infinite where it has no Program."""
+        try:
+            over = self.over_bytes(plan)
+        except InfeasibleError:  # what it offloads has no time to lie in the host's memory
+            return None, inf
+        return (plan if max(over) <= 0 else self._fitting(plan, over)), max(over)
+
+    def _fitting(self, plan: Plan, over_bytes: list[float]) -> Plan | None:
         """A plan that doesn't fit, with the cheapest recompute by layer that makes it fit; None where none does."""
         if self.request.fixed.get("recompute") is not None or plan.default_strategy.recompute != "none":
             return None

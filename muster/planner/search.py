@@ -61,16 +61,22 @@ class Found:
     seen: Counter[str] = field(default_factory=Counter)
     """shapes, orders, opened, drafts, too_large, plans, fit, simulated: how many were looked at."""
     seconds: float = 0.0
+    cut: bool = False
+    """Whether head-room was given up before all plans that might leave it were looked at."""
 
     @property
     def proven(self) -> bool:
         """Whether nothing that was not simulated can be better than the best."""
+        return not self.cut and self._is_settled
+
+    @property
+    def _is_settled(self) -> bool:
         return self.open_bound == inf or (bool(self.best) and self.open_bound > self.best[0].value * (1 - ROUNDING))
 
     @property
     def gap(self) -> float:
         """The part by which the best may at most be improved."""
-        return 0.0 if self.proven or not self.best else 1 - self.open_bound / self.best[0].value
+        return 0.0 if self._is_settled or not self.best else 1 - self.open_bound / self.best[0].value
 
 
 def search(
@@ -85,8 +91,9 @@ def search(
     judge = judge or Judge(request)
     found = _search(request, judge, top, limit_s, ceiling)
     if not found.best and judge.room.head_room and ceiling == inf:
-        judge.room.head_room = 0.0
+        judge.room.head_room, first = 0.0, found
         found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2), ceiling)
+        found.cut = not first.proven
     return found
 
 
@@ -117,8 +124,7 @@ def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
                 plan = placed(judge, draft, order)
                 if plan is None:
                     continue
-                over = judge.room.over_bytes(plan)
-                fitting = plan if max(over) <= 0 else judge.room.fitting(plan, over)
+                fitting, _ = judge.room.made_to_fit(plan)
                 if fitting is not None:
                     yield judge.verdict(fitting)
 
@@ -244,12 +250,9 @@ class _Run:
 
     def _fitting(self, plan: Plan) -> Plan | None:
         """The plan itself where it fits, else with the cheapest recompute that makes it."""
-        over = self.judge.room.over_bytes(plan)
-        if max(over) <= 0:
-            return plan
-        fitting = self.judge.room.fitting(plan, over)
-        if fitting is None and max(over) < self.closest[0]:
-            self.closest = max(over), plan
+        fitting, over = self.judge.room.made_to_fit(plan)
+        if fitting is None and over < self.closest[0]:
+            self.closest = over, plan
         return fitting
 
     def _push(self, kind: str, bound: float, node: Node) -> None:

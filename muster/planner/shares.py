@@ -4,15 +4,16 @@ Pipelines that lie on devices of one kind each are as fast as these. Metis (USEN
 groups data in proportion; here the numbers are those for which the last rank is done soonest, and exactly so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
+from muster.cost.places import PlanSetting
 from muster.cost.plan_times import data_ranks_by_kind, plan_setting
 from muster.planner.bound import PassSeconds, seconds_of_setting, step_bound_s
 from muster.planner.request import Request
-from muster.planner.space import Shape
-from muster.spec.cluster import ClusterSpec
+from muster.planner.space import Shape, admitted
+from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.legal import problems
 from muster.spec.plan import Plan, shortest_shares, split_evenly
 
@@ -58,7 +59,9 @@ class Shares:
     def __init__(self, request: Request, whole_s: Callable[[Request, Shape], float]) -> None:
         """`whole_s`: seconds that the whole model takes for a micro-batch of a shape on devices that are alike."""
         self.request, self._whole_s = request, whole_s
-        self._slot_s: dict[tuple[str, int, int, int, int], float] = {}
+        self._slot_s: dict[tuple[int, ...], float] = {}
+        self._kinds: dict[tuple, list[list[int]]] = {}
+        self._nodes = _kinds_of_nodes(request.cluster)
 
     def given(self, plan: Plan) -> Plan | None:
         """The plan with the shares that suit its pipelines best, or with those that are asked for; None where they are
@@ -67,8 +70,8 @@ class Shares:
         if asked is not None:
             shared = plan.model_copy(update={"data_shares": asked})
             illegal = problems(shared, request.model, request.workload, request.cluster.num_devices)
-            return None if illegal else shared
-        kinds = self._seconds(plan)
+            return shared if not illegal and admitted(request, shared) else None
+        kinds = self._seconds(plan, links=False)
         if len(kinds) < 2:
             return None
         known: dict[tuple[int, int], float] = {}
@@ -87,24 +90,34 @@ class Shares:
             for data in members:
                 times_s[data] = time_of(kind, seconds)
         shares = shortest_shares(fairest(times_s, ranks * plan.num_micro_batches(request.workload)))
-        return plan.model_copy(update={"data_shares": shares}) if shares else None
+        shared = plan.model_copy(update={"data_shares": shares})
+        return shared if shares and admitted(request, shared) else None
 
     def bound_s(self, plan: Plan) -> float:
         """What a step of a plan with shares takes at least."""
         workload, least_s = self.request.workload, 0.0
-        for seconds, members in self._seconds(plan):
+        for seconds, members in self._seconds(plan, links=True):
             most = max(plan.num_micro_batches(workload, data) for data in members)
             least_s = max(least_s, step_bound_s(plan, seconds, split_evenly(most, plan.replicas)))
         return least_s
 
-    def _seconds(self, plan: Plan) -> list[tuple[PassSeconds, list[int]]]:
-        """Of data-parallel ranks on devices alike the times of the first one's pipeline, and the ranks."""
+    def _seconds(self, plan: Plan, links: bool) -> list[tuple[PassSeconds, list[int]]]:
+        """Of data-parallel ranks on devices alike (`links`: and over links alike) the times of the first one's
+        pipeline, and the ranks."""
         request = self.request
         setting = plan_setting(request.model, plan, request.workload, request.cluster)
-        kinds = data_ranks_by_kind(setting, links=False).values()
+        kinds = self._ranks_by_kind(setting, links)
         if len(kinds) == 1:
             return [(seconds_of_setting(setting), ranks) for ranks in kinds]
         return [(seconds_of_setting(replace(setting, data=ranks[0])), ranks) for ranks in kinds]
+
+    def _ranks_by_kind(self, setting: PlanSetting, links: bool) -> list[list[int]]:
+        """Plans whose ranks lie alike are alike in this."""
+        plan = setting.plan
+        key = plan.mesh(0), plan.axis_order, plan.precision, setting.placement, plan.depth, plan.is_uniform, links
+        if key not in self._kinds:
+            self._kinds[key] = list(data_ranks_by_kind(setting, links).values())
+        return self._kinds[key]
 
     def order_bound_s(self, shape: Shape) -> float:
         """What a step of any plan of a shape takes at least, with any shares and any layers on any stages.
@@ -114,28 +127,35 @@ class Shares:
         they have done all.
         """
         slots, cluster = 0.0, self.request.cluster
-        for name, count in self._devices().items():
-            key = name, shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+        for number, like in enumerate(self._nodes):
+            key = number, shape.tp, shape.cp, shape.ep, shape.micro_batch_size
             if key not in self._slot_s:
-                self._slot_s[key] = self._whole_s(replace(self.request, cluster=_alone(cluster, name)), shape)
-            slots += count / (shape.tp * shape.cp) / self._slot_s[key]
+                self._slot_s[key] = self._whole_s(replace(self.request, cluster=_alone(cluster, like)), shape)
+            slots += like.num_devices / (shape.tp * shape.cp) / self._slot_s[key]
         return self.request.workload.global_batch_size / shape.micro_batch_size / slots
 
-    def _devices(self) -> Mapping[str, int]:
-        """How many there are of each kind."""
-        found: dict[str, int] = {}
-        for group in self.request.cluster.groups:
-            found[group.device.name] = found.get(group.device.name, 0) + group.num_devices
-        return found
+
+def _kinds_of_nodes(cluster: ClusterSpec) -> list[NodeGroup]:
+    """All nodes of each kind as one group."""
+    found: list[NodeGroup] = []
+    for group in cluster.groups:
+        numbers = [number for number, own in enumerate(found) if own == _as_many(group, own.num_nodes)]
+        if numbers:
+            found[numbers[0]] = _as_many(group, group.num_nodes + found[numbers[0]].num_nodes)
+        else:
+            found.append(group)
+    return found
 
 
-def _alone(cluster: ClusterSpec, device: str) -> ClusterSpec:
-    """As many devices as a cluster has, all of one kind and joined by its fastest links."""
-    like = next(group for group in cluster.groups if group.device.name == device)
+def _as_many(group: NodeGroup, nodes: int) -> NodeGroup:
+    return group.model_copy(update={"num_nodes": nodes})
+
+
+def _alone(cluster: ClusterSpec, like: NodeGroup) -> ClusterSpec:
+    """As many devices as a cluster has, all in nodes of one kind and joined by its fastest links."""
     nodes = -(-cluster.num_devices // like.devices_per_node)
     matrix = cluster.node_bandwidth_bytes_per_s
     if matrix is not None:
         fastest = max(max(row) for row in matrix)
         matrix = ((fastest,) * nodes,) * nodes
-    group = like.model_copy(update={"num_nodes": nodes})
-    return ClusterSpec(name=device, groups=(group,), node_bandwidth_bytes_per_s=matrix)
+    return ClusterSpec(name=like.device.name, groups=(_as_many(like, nodes),), node_bandwidth_bytes_per_s=matrix)

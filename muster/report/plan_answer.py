@@ -75,6 +75,8 @@ def _searched(found: Found) -> str:
     )
     if found.proven:
         return text + "no other can be better than the first"
+    if found.cut:
+        return text + f"stopped there: another may leave {HEAD_ROOM:.0%} of the memory free"
     return text + f"stopped there: another may be better by up to {found.gap:.1%}"
 
 

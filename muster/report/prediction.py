@@ -49,8 +49,9 @@ def _or_why_not(one: Prediction) -> str:
 def _fits(one: Prediction) -> str:
     if not one.memory:
         return "N/A (the memory of this plan can't be predicted yet)"
-    fullest = max(one.memory, key=lambda rank: rank.total)
-    limit = one.cluster.group_of(fullest.rank).device.memory_bytes
+    limits = {rank.rank: one.cluster.group_of(rank.rank).device.memory_bytes for rank in one.memory}
+    fullest = max(one.memory, key=lambda rank: rank.total / (limits[rank.rank] or 1))
+    limit = limits[fullest.rank]
     if limit is None:
         return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if one.fits else "NO"

@@ -47,7 +47,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank holds at its peak: the first of the ranks that hold a pipeline rank's stages."""
+    """What one rank holds at its peak: of those that hold a pipeline rank's stages the first with the least memory."""
 
     rank: int
     pp_rank: int

@@ -40,10 +40,6 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ),
     ("a stage with a list of its own ranks", lambda plan: any(stage.ranks is not None for stage in plan.stages)),
     (
-        "a stage with its own share of the micro-batches",
-        lambda plan: any(stage.micro_batch_share != 1 for stage in plan.stages),
-    ),
-    (
         "compile with a schedule whose backward is split (what waits for W is not the compiler's to see)",
         lambda plan: plan.compile and plan.splits,
     ),

@@ -89,8 +89,6 @@ class StageSpec(Frozen):
     """World ranks that hold it."""
     mesh: Mesh | None = None
     """Degrees of its own."""
-    micro_batch_share: PositiveFloat = 1.0
-    """Its part of each micro-batch; no run takes another than 1 yet."""
 
 
 class Order(Frozen):
@@ -231,8 +229,8 @@ class Plan(Frozen):
 
     @property
     def is_uniform(self) -> bool:
-        """All stages run on ranks and meshes of the default kind with equal shares of the micro-batches."""
-        return all(s.ranks is None and s.mesh is None and s.micro_batch_share == 1.0 for s in self.stages)
+        """All stages run on ranks and meshes of the default kind."""
+        return all(s.ranks is None and s.mesh is None for s in self.stages)
 
     @property
     def world_size(self) -> int:

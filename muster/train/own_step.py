@@ -86,6 +86,7 @@ class OwnStep:
 
         if not self._trainer.is_skipped:
             now = Now(self._trainer, again)
+            self._trainer.before_change()  # what follows may change parameters at any time
             try:
                 self._part.what(now)
             except MusterError:

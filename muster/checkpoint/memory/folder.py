@@ -8,6 +8,7 @@
 /dev/shm/muster-3f1c…/step-00000120.tmp/                     being written, or left by a run that was killed
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,8 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +32,7 @@ from muster.spec.base import Frozen
 from muster.spec.checksum import crc32
 from muster.spec.write import replace_text
 
+_LOCK_LIMIT_S = 30.0
 HEAD, OWNER, LOCK = "head.json", "owner.json", "lock"
 IDENTITY = "copies.json"
 """In the run directory: who may go on from copies."""
@@ -99,8 +103,10 @@ class CopyFolder:
         Raises OSError.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(self.path):
+            raise OSError(errno.EPERM, "it belongs to another user", str(self.path))
         self._lock = (self.path / LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _share(self._lock.fileno())
         beside = self.path / f"owner-{self._owner.mark}"
         beside.write_text(self._owner.model_dump_json())
         with suppress(FileExistsError):  # another rank's is as good
@@ -144,7 +150,7 @@ class CopyFolder:
 
     def clear(self) -> None:
         """Removes it all."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_all(self.path)
 
 
 def heads(folder: Path) -> Iterator[tuple[Path, Head]]:
@@ -204,14 +210,17 @@ def places(pattern: str) -> list[Path]:
 def leftovers(place: Path) -> Iterator[Leftover]:
     """The folders of copies in a memory that nobody holds."""
     for path in sorted(place.glob("muster-*")):
+        if not _is_own(path):
+            continue
         if (owner := _read(Owner, path / OWNER)) is None or _is_held(path):
             continue
         run = Path(owner.run)
-        known = read_identity(run)
-        stale = known.id != owner.id if known is not None else run.parent.is_dir()
-        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        steps = [head.about["step"] for _, head in heads(path)]
-        yield Leftover(path, run, nbytes, max(steps, default=None), stale)
+        try:
+            nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            steps = [head.about["step"] for _, head in heads(path)]
+        except FileNotFoundError:  # another rank of this node removes it now
+            continue
+        yield Leftover(path, run, nbytes, max(steps, default=None), _is_stale(run, owner.id))
 
 
 def clear_stale(place: Path) -> list[Leftover]:
@@ -219,10 +228,50 @@ def clear_stale(place: Path) -> list[Leftover]:
     removed = []
     for left in leftovers(place):
         if left.stale:
-            with suppress(OSError):
-                shutil.rmtree(left.path)
+            _remove_all(left.path)
+            if not left.path.exists():
                 removed.append(left)
     return removed
+
+
+def _is_stale(run: Path, run_id: str) -> bool:
+    """Not where nobody can tell now: the disk may be away, or a later version have written there."""
+    if (known := read_identity(run)) is not None:
+        return known.id != run_id
+    try:
+        return run.parent.is_dir() and not (run / IDENTITY).exists()
+    except OSError:
+        return False
+
+
+def _remove_all(folder: Path) -> None:
+    """Removes a folder, last what says whose it is: what a kill in between leaves can then be found. Several ranks may
+    do so at once."""
+    for path in folder.glob("step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is a folder of this user: all may write to /dev/shm, and could lay links there."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _share(lock: int) -> None:
+    """Takes a lock that others may have as well; who looks whether a folder is held has it alone for a moment."""
+    limit = time.monotonic() + _LOCK_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.01)
 
 
 def _is_held(path: Path) -> bool:

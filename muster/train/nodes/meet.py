@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from muster.spec.errors import MusterError
+from muster.train.errors import STOPPED
 from muster.train.nodes.line import Line, Message, read_line
 from muster.train.nodes.network import family_of, own_interface, place, resolve
 from muster.train.nodes.reach import Doorstep
@@ -41,8 +42,8 @@ def meet(request: NodesRequest, facts: dict[str, Any]) -> Iterator[Team]:
         if team.is_hub:
             team.tell("over", code=over.code, reason=over.reason)
         raise
-    except (MusterError, SystemExit) as end:
-        code = end.exit_code if isinstance(end, MusterError) else int(end.code or 0)
+    except (MusterError, SystemExit, KeyboardInterrupt) as end:
+        code = end.exit_code if isinstance(end, MusterError) else STOPPED
         reason = str(end) if isinstance(end, MusterError) else f"{team.own} was asked to stop"
         if team.is_hub and not reason.startswith("node "):
             reason = f"{team.own}: {reason}"
@@ -119,18 +120,23 @@ def _greet(team: Team, connection: socket.socket) -> None:
     if hello is None or hello["kind"] != "hello":  # no launcher
         connection.close()
         return
-    line = Line(connection, int(hello["member"]["node"]), team.inbox)
-    with _entering:
-        refusal = _refusal(team, hello)
-        if refusal is None:
-            team.members[line.who] = Member(**hello["member"])
-            team.lines[line.who] = line
+    try:
+        member, refusal = Member(**hello["member"]), ""
+        line = Line(connection, int(member.node), team.inbox)
+        with _entering:
+            refusal = _refusal(team, hello)
+            if refusal is None:
+                # Before others may talk on this line: a launcher that comes wants to hear this first.
+                line.say("welcome", member=vars(team.own) | {"facts": {}})
+                team.members[line.who], team.lines[line.who] = member, line
+    except (KeyError, TypeError, ValueError):  # nor is this
+        connection.close()
+        return
     if refusal is not None:
         line.say("over", code=2, reason=refusal)
         line.listen()
         line.close()
         return
-    line.say("welcome", member=vars(team.own) | {"facts": {}})
     line.listen()
     team.inbox.put((line.who, {"kind": "came"}))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.train.errors import STOPPED
 from muster.train.nodes.line import Line, Message
 from muster.train.nodes.network import Interface, place
 from muster.train.nodes.reach import Doorstep, reach
@@ -185,4 +186,10 @@ def why_gone(message: Message) -> str:
 
 def error_of(code: int, sentence: str) -> MusterError:
     """The error that ends a process with this code."""
-    return {2: ConfigError, 3: InfeasibleError}.get(code, MusterError)(sentence)
+    return {2: ConfigError, 3: InfeasibleError, STOPPED: _Stopped}.get(code, MusterError)(sentence)
+
+
+class _Stopped(MusterError):
+    """Somebody asked one of the launchers to stop."""
+
+    exit_code = STOPPED
