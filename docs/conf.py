@@ -41,7 +41,7 @@ def menu(index: str) -> str:
     seen: set[str] = set()
     trees = []
     for heading, section in _SECTION.findall(index):
-        pages = [page for page in re.findall(r"\]\(([\w-]+)\.md\)", section) if page not in seen]
+        pages = [page for page in dict.fromkeys(re.findall(r"\]\(([\w-]+)\.md\)", section)) if page not in seen]
         seen.update(pages)
         if pages:
             trees.append("\n".join(["```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```"]))

@@ -18,6 +18,7 @@ from muster.data.prepare import Preparation, prepare
 from muster.data.tokenizer import load_tokenizer
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
+from muster.model.loss import own_loss_sums
 from muster.model.sample import generate
 from muster.optim.make import make_optimizer
 from muster.spec import parts
@@ -28,11 +29,11 @@ from muster.spec.model import ModelSpec, parameters
 from muster.spec.named_model import load_model
 from muster.spec.parts import find_part
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.plugins import import_plugins, plugin_of
+from muster.spec.plugins import import_plugins, plugin_of, require_unchanged
 from muster.spec.run import OptimConfig, RunConfig
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
-from muster.train.drift import differences
+from muster.train.drift import differences, refuse_drift
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -160,6 +161,39 @@ def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda: muster.plan("tiny", "2xh100", seq_len=0), "seq_len: expected a whole number >= 1, got 0"),
+        (
+            lambda: muster.plan("tiny", "2xh100", global_batch=8.5),
+            "global_batch: expected a whole number >= 1, got 8.5",
+        ),
+        (lambda: muster.plan("tiny", "2xh100", top=0), "top: expected a whole number >= 1, got 0"),
+        (lambda: muster.plan("tiny", "2xh100", limit_s=0), "limit_s: expected seconds above 0, got 0"),
+        (lambda: muster.plan("tiny", "2xh100", objective="costs"), "got 'costs'; did you mean 'cost'?"),
+        (
+            lambda: muster.predict("tiny", "2xh100", "dp2", seq_len="64"),
+            "seq_len: expected a whole number >= 1, got '64'",
+        ),
+        (lambda: muster.predict("tiny", "2xh100", "dp2", global_batch=0), "global_batch: expected a whole number >= 1"),
+        (lambda: muster.Run(extends="tiny").train("runs/never", nproc=0), "nproc: expected a whole number >= 1, got 0"),
+        (lambda: muster.Run(extends="tiny").plan(-1), "nproc: expected a whole number >= 1, got -1"),
+        (lambda: muster.register_loss(len), r"got <built-in function len>: write register_loss('mine')"),
+        (lambda: muster.register_optimizer(torch.optim.SGD), "register_optimizer('mine')"),
+        (
+            lambda: muster.register_loss("number")(3),
+            "register_loss: expected a function or a class for 'number', got 3",
+        ),
+        (lambda: muster.register_schedule("none", chunks=0), "expected chunks >= 1 for 'none', got 0"),
+    ],
+)
+def test_a_wrong_argument_is_said_in_an_exception(ask, sentence, own):
+    with pytest.raises(muster.ConfigError) as caught:
+        ask()
+    assert sentence in str(caught.value)
+
+
 # --- plugins ---
 
 
@@ -189,6 +223,14 @@ def test_a_plugin_that_fails_is_named_with_its_line(tmp_path, own):
         import_plugins([plugin_of(str(plugin(tmp_path, "def\n", "broken.py")))])
 
 
+def test_a_plugin_that_ends_the_process_or_registers_twice_is_refused(tmp_path, own):
+    with pytest.raises(muster.ConfigError, match=r"own_parts\.py:2: SystemExit: 3"):
+        import_plugins([plugin_of(str(plugin(tmp_path, "raise SystemExit(3)\n")))])
+    text = "muster.register_loss('double')(len)\n" * 2
+    with pytest.raises(muster.ConfigError, match=r"twice\.py registers 'double' twice"):
+        import_plugins([plugin_of(str(plugin(tmp_path, text, "twice.py")))])
+
+
 def test_a_name_belongs_to_one_file(tmp_path, own):
     first, other = (
         plugin(tmp_path, "muster.register_loss('twice')(len)\n", f"{name}.py") for name in ("first", "other")
@@ -214,6 +256,19 @@ def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):
     assert change.startswith("plugin own_parts.py has changed (sha256 was ")
 
 
+def test_a_run_knows_that_a_part_it_uses_has_changed(tmp_path, own):
+    """What its config.yaml says of the file counts, not what the file is now; so it does for what reads the run."""
+    path = plugin(tmp_path, "muster.register_loss('used')(len)\n")
+    run = muster.Run(extends="tiny", plugins=[path], train={"loss": "used"})
+    (tmp_path / "config.yaml").write_text(run.to_yaml())
+    refuse_drift(tmp_path, run.config, 0)
+    path.write_text(path.read_text() + "# another line\n")
+    with pytest.raises(muster.ConfigError, match=r"plugin own_parts\.py has changed \(sha256 was "):
+        refuse_drift(tmp_path, muster.Run(extends="tiny", plugins=[path], train={"loss": "used"}).config, 0)
+    with pytest.raises(muster.ConfigError, match="is not what this run was trained with"):
+        require_unchanged(load_run(None, tmp_path / "config.yaml", []).config.plugins)
+
+
 # --- schedules ---
 
 
@@ -225,6 +280,7 @@ def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):
         ("yield f'{rank}I0'", "rank 0 does 0I0 which is none of 0FN, 0BN"),
         ("yield 'forward'", "'forward' is not an action"),
         ("for m in range(3): yield f'{rank}B{m}'; yield f'{rank}F{m}'", "wrong"),
+        ("while True: yield '0F0'", "rank 0 does 0F0 twice"),
         ("yield 1 / 0", "ZeroDivisionError"),
     ],
 )
@@ -284,6 +340,34 @@ def test_torchs_elementwise_optimizers_work_and_equal_themselves(name, own):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_making_an_optimizer_leaves_gradients_alone():
+    """`muster verify` sets them first."""
+    param, layouts = torch.ones(2, 2), {"a.weight": TensorLayout("a.weight", (2, 2), (Box((0, 0), (2, 2)),))}
+    param.grad = torch.ones(2, 2)
+    optimizer = make_optimizer(optimizer_of("sign-momentum"), {"a.weight": param}, layouts)
+    assert param.grad is not None
+    optimizer.step(0.1)
+    assert float(param[0, 0]) == pytest.approx(1 - 0.1 * 0.1 - 0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            "def step(self, closure): closure()",
+            r"optimizer failing: step\(\), which is called without a closure, fails: ",
+        ),
+        ("def step(self): {}['x']", r"own_parts\.py:5: KeyError: 'x'"),
+        ("def __init__(self, params, lr): {}['x']", "can't be made with {}: KeyError: 'x'"),
+    ],
+)
+def test_an_optimizer_that_fails_is_refused(body, sentence, tmp_path, own):
+    text = f"import torch\n@muster.register_optimizer('failing')\nclass Failing(torch.optim.SGD):\n    {body}\n"
+    import_plugins([plugin_of(str(plugin(tmp_path, text)))])
+    with pytest.raises(muster.ConfigError, match=sentence):
+        find_part("optimizer", "failing").what.state_names({})
+
+
 def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
     class Normed(torch.optim.SGD):
         def step(self):  # type: ignore[override]
@@ -305,6 +389,24 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
         find_part("optimizer", "sign-momentum").what.state_names({"wrong": 1})
 
 
+# --- losses ---
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda logits, labels: logits.sum(1), r"one number, got \(4,\)"),
+        (lambda logits, labels: None, "one number, got NoneType"),
+        (lambda logits, labels: logits.detach().sum(), "expected a number that can be differentiated"),
+        (lambda logits, labels: {}["x"], r"train\.loss: .*test_extend\.py:\d+: KeyError: 'x'"),
+        (lambda logits: logits.sum(), "takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_a_loss_that_cannot_be_one_is_refused(loss, sentence):
+    with pytest.raises(muster.ConfigError, match=sentence):
+        own_loss_sums(loss, torch.ones(2, 2, 3, requires_grad=True), torch.zeros(2, 2, dtype=torch.long))
+
+
 # --- data sets ---
 
 
@@ -324,6 +426,9 @@ def test_a_data_set_becomes_a_store_and_says_what_is_wrong(tmp_path, own):
         prepare(Preparation("odd", tokenizer), tmp_path / "odd")
     with pytest.raises(muster.ConfigError, match=r"data set failing: .*own_parts\.py:13: KeyError: 'x'"):
         prepare(Preparation("failing", tokenizer), tmp_path / "failing")
+    parts._PARTS["dataset", "text"] = parts.Part("dataset", "text", lambda: "all of it", path)
+    with pytest.raises(muster.ConfigError, match="data set text: expected documents one by one, got one str"):
+        prepare(Preparation("text", tokenizer), tmp_path / "text")
     with pytest.raises(muster.ConfigError, match="no file or directory 'fewe'; did you mean 'few'"):
         prepare(Preparation("fewe", tokenizer), tmp_path / "fewe")
 
@@ -414,6 +519,14 @@ class Odd(muster.DecoderLayer):
     assert sentence in str(caught.value)
 
 
+def test_layers_that_are_no_modules_are_refused(own):
+    muster.register_model("number", like="tiny")(lambda spec, layer: 3)
+    with pytest.raises(
+        muster.ConfigError, match=r"model number: expected layers that are a torch\.nn\.Module, got a int"
+    ):
+        list(parameters(spec_of("number")))
+
+
 def test_a_layer_that_makes_something_else_is_refused(own):
     class Wider(muster.DecoderLayer):
         def forward(self, x_BSD, *shared):
@@ -429,14 +542,42 @@ def test_an_unknown_model_names_the_closest():
         muster.Run(extends="tiny", model="tiny-mixr")
 
 
+def verify(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Two layers, two steps, in float64, with the examples."""
+    command = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--steps", "2", "--precision", "fp64"]
+    command += ["--model.num_layers", "2", "--train.seq_len", "32"]
+    command += [f"--plugins={path}" for path in sorted(EXAMPLES.glob("my_*.py"))]
+    return subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.soak
-def test_every_part_trains_as_one_process_does():
-    """`muster verify`: tensor parallelism, split backwards, z1 and z3, own schedules and losses."""
-    verify = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--steps", "2", "--precision", "fp64"]
-    verify += ["--model.num_layers", "4", *(f"--plugins={path}" for path in sorted(EXAMPLES.glob("my_*.py")))]
-    for flags in (
+@pytest.mark.parametrize(
+    "flags",
+    [
         "--model tiny-mixer --against tp2-sp-mb4 pp2-mb4-szbh1 dp2-mb4-z3-rfull pp2-mb4-sshallow1f1b",
-        "--train.loss smoothed --optim.name sign-momentum --against dp2-mb4-z1 pp2-mb4-sshallow1f1b dp2-mb4-z3",
-    ):
-        done = subprocess.run([*verify, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
+        "--optim.name sign-momentum --against dp2-mb4-z1 dp2-mb4-z2 dp2-mb4-z3",
+        "--train.loss smoothed --optim.name sign-momentum --against dp2-mb4-z1 pp2-mb4-sshallow1f1b",
+    ],
+)
+def test_every_part_trains_as_one_process_does(flags):
+    """`muster verify`: tensor parallelism, split backwards, z1 to z3, own schedules, losses and optimizers."""
+    done = verify(*flags.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_parity_of_parts_fails_on_a_seeded_bug(tmp_path):
+    """An optimizer that steps further on the second rank, which no check of one process can see."""
+    path = plugin(
+        tmp_path,
+        "import torch\nfrom torch import distributed\n@muster.register_optimizer('seeded')\n"
+        "class Seeded(torch.optim.SGD):\n"
+        "    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            group['lr'] *= 1 + (distributed.get_rank() if distributed.is_initialized() else 0)\n"
+        "        super().step()\n",
+    )
+    done = verify("--plugins", str(path), "--optim.name", "seeded", "--against", "dp2-mb4-z1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "dp1-mb8-fp64 trains as one process does" in done.stdout
+    assert "dp2-mb4-z1-fp64 differs in the update" in done.stdout

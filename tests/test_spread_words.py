@@ -129,11 +129,14 @@ def _work(program: Program, times: OpTimes) -> list[float]:
 def test_what_can_not_be_spread_is_refused() -> None:
     for name, reason in (
         ("tp2-pp2-vocab", "tensor parallelism"),
-        ("pp2v2-sdualpipe-vocab", "two replicas"),
         ("dp2-pp2-vocab", "under z3"),
     ):
         assert any(reason in problem for problem in not_yet(parse_plan_name(name, Plan())))
-    for name, words, reason in (("dp4-vocab", 99, "pp is 1"), ("pp4-vocab", 9, "leaves a rank without any")):
+    for name, words, reason in (
+        ("dp4-vocab", 99, "pp is 1"),
+        ("pp4-vocab", 9, "leaves a rank without any"),
+        ("dp2-pp2v2-z1-sdualpipe-vocab", 99, "one replica, but schedule dualpipe runs two"),
+    ):
         model, plan = MODEL.model_copy(update={"vocab_size": words}), parse_plan_name(name, Plan())
         with pytest.raises(InfeasibleError, match=reason):
             require_runnable(plan, model, WORKLOAD, 4)

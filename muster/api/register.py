@@ -13,7 +13,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.optim_state import OwnOptimizer
 from muster.spec.own_model import LayerFacts, OwnModel, Shape
-from muster.spec.parts import add_part, part_names
+from muster.spec.parts import add_part, part_names, require_callable, require_name
 from muster.spec.run import OPTIMIZERS
 from muster.spec.schedules import SCHEDULES, Entry
 
@@ -30,8 +30,12 @@ def register_schedule(
     is one pass, B, or where it `splits` two: I for the inputs and later W for the weights. In a plan's name it is
     `sNAME` without hyphens. Raises ConfigError where the name is taken.
     """
+    require_name("schedule", name)
+    if chunks < 1:
+        raise ConfigError(f"register_schedule: expected chunks >= 1 for '{name}', got {chunks}")
 
     def register(order: Order) -> Order:
+        require_callable("schedule", name, order)
         word = name.replace("-", "")
         if same := [other for other in SCHEDULES if other != name and other.replace("-", "") == word]:
             raise ConfigError(f"register_schedule: a plan's name says s{word} for {same[0]}; choose another name")
@@ -57,8 +61,10 @@ def register_model(
     from the weights. `documents` says that the layer keeps packed documents apart, as Muster's attention does.
     Raises ConfigError where the name is taken.
     """
+    require_name("model", name)
 
     def register(layer: T) -> T:
+        require_callable("model", name, layer)
         said = values if like is None else {"like": like, **values}
         own = OwnModel(name, layer, said, tensor_parallel, documents, _shapes, _facts)
         add_part("model", name, own, names("models"))
@@ -83,8 +89,10 @@ def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> 
     parts of matrices: another one is refused when the run is asked for. May be used as a decorator or called with the
     class. Raises ConfigError where the name is taken.
     """
+    require_name("optimizer", name)
     if factory is None:
         return lambda found: register_optimizer(name, found)
+    require_callable("optimizer", name, factory)
     add_part("optimizer", name, OwnOptimizer(name, factory, _probe), OPTIMIZERS)
     return factory
 
@@ -123,7 +131,10 @@ def register_step(name: str) -> Callable[[T], T]:
 
 
 def _decorator(kind: Any, name: str) -> Callable[[T], T]:
+    require_name(kind, name)
+
     def register(what: T) -> T:
+        require_callable(kind, name, what)
         add_part(kind, name, what)
         return what
 

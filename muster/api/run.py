@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from muster.api.work import require_whole
 from muster.spec.layers import flatten
 from muster.spec.load import Resolved, config_text, load_run, load_tree
 from muster.spec.model import ModelSpec
@@ -59,7 +60,7 @@ class Run:
         """The plan of the run, which `parallel: auto` chooses for this machine or for so many processes."""
         from muster.planner.auto import resolve_plan
 
-        return resolve_plan(self.resolved, nproc)
+        return resolve_plan(self.resolved, require_whole("nproc", nproc))
 
     def train(
         self,
@@ -79,7 +80,7 @@ class Run:
         from muster.api.training import train
 
         place = Path("runs") / self.name if directory is None else Path(directory)
-        return train(self.resolved, place, nproc, fresh, allow_changes)
+        return train(self.resolved, place, require_whole("nproc", nproc), fresh, allow_changes)
 
     def to_yaml(self) -> str:
         """A run file that says all of it, each value with where it comes from; of `auto` what was said so far."""

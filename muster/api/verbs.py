@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.usual import SEARCH_S
-from muster.api.work import cluster_of, model_of, plan_of, usual_seq_len, usual_workload
+from muster.api.work import cluster_of, model_of, plan_of, require_whole, usual_seq_len, usual_workload
 from muster.planner.answer import Answer, answer_to
-from muster.planner.request import Asked, Objective, ask
-from muster.report.plan_answer import answer_json
+from muster.planner.request import OBJECTIVES, Asked, Objective, ask
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.sizes import read_bytes, read_count
+from muster.spec.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Plans:
 
     def to_json(self, explain: bool = False) -> dict[str, Any]:
         """What `muster plan --json` prints."""
+        from muster.report.plan_answer import answer_json  # it draws tables, which predictions need not
+
         return answer_json(self.answer, explain)
 
 
@@ -59,6 +62,8 @@ def plan(
 ) -> Plans:
     """The best plans for a model on a cluster; arguments are the flags of `muster plan`. Raises ConfigError, and
     InfeasibleError, with what binds, where there is none."""
+    if require_whole("top", top) and limit_s <= 0:
+        raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s}")
     asked = asked_for(model, cluster, seq_len, global_batch, tokens, objective, precision, fix, memory, runnable)
     return Plans(answer_to(asked, top, limit_s))
 
@@ -76,12 +81,15 @@ def asked_for(
     runnable: bool,
 ) -> Asked:
     """What `plan` searches for. Raises ConfigError."""
+    if objective not in OBJECTIVES:
+        hint = did_you_mean(str(objective), OBJECTIVES)
+        raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
     spec = model_of(model)
     return ask(
         spec,
         cluster_of(cluster),
         usual_seq_len(seq_len, spec),
-        global_batch,
+        require_whole("global_batch", global_batch),
         None if tokens is None else read_count(str(tokens), "--tokens"),
         objective,
         precision,

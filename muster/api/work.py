@@ -1,9 +1,11 @@
 """What plans and predictions are asked about: a model, a cluster, a plan, a step; by names, files or as typed data."""
 
 from pathlib import Path
+from typing import Any
 
 from muster.api.usual import MICRO_BATCHES, SEQ_LEN
 from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError
 from muster.spec.load import load_plan
 from muster.spec.machine import cluster_here
 from muster.spec.model import ModelSpec
@@ -33,12 +35,22 @@ def plan_of(said: str | Path | Plan) -> Plan:
     return load_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
 
 
+def require_whole(name: str, number: Any) -> int | None:
+    """A whole number above 0, or None. Raises ConfigError for anything else."""
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise ConfigError(f"{name}: expected a whole number >= 1, got {number!r}")
+    return number
+
+
 def usual_seq_len(seq_len: int | None, model: ModelSpec) -> int:
     """Tokens of a sequence, where nobody says otherwise."""
-    return seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
+    return require_whole("seq_len", seq_len) or min(SEQ_LEN, model.max_positions or SEQ_LEN)
 
 
 def usual_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Workload:
     """A step, of so many micro-batches for each pipeline rank where nobody says otherwise."""
-    batch = global_batch or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
+    batch = (
+        require_whole("global_batch", global_batch)
+        or plan.micro_batch_size * plan.mesh(0).data_ranks * MICRO_BATCHES * plan.pp
+    )
     return Workload(seq_len=seq_len, global_batch_size=batch)

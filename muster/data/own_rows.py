@@ -1,6 +1,6 @@
 """Rows of a data set that a plugin registers: what its function gives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ def own_rows(
 
 def _guarded(name: str, file: Path, make: Callable[[], Any]) -> Iterator[Any]:
     try:
-        yield from make()
+        rows = make()
+        if isinstance(rows, str | bytes | Mapping):
+            raise ConfigError(f"data set {name}: expected documents one by one, got one {type(rows).__name__}")
+        yield from rows
     except (MusterError, OSError):
         raise
     except Exception as error:

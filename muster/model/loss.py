@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from muster.cost.own_memory import CPU_LOSS_NUMBERS, GPU_LOSS_NUMBERS
 from muster.model.kernels import wide
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.plugins import where_in
 
 IGNORED = -100
 """The label of a position that does not count."""
@@ -95,11 +97,20 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 def own_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
     """What a plugin's loss says of all logits at once; it is reported in the place of the cross-entropy.
 
-    Raises ConfigError where it isn't one number.
+    Raises ConfigError, with file and line, where it fails, and where it isn't one number that can be differentiated.
     """
-    total = loss(logits_BSV.flatten(0, 1), labels_BS.flatten())
+    try:
+        total = loss(logits_BSV.flatten(0, 1), labels_BS.flatten())
+    except MusterError:
+        raise
+    except Exception as error:
+        code = getattr(loss, "__code__", None)
+        where = where_in(Path(code.co_filename), error) if code is not None else repr(loss)
+        raise ConfigError(f"train.loss: {where}: {type(error).__name__}: {error}") from error
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ConfigError(f"train.loss: expected the sum over the labels that count, one number, got {shape}")
+    if logits_BSV.requires_grad and not total.requires_grad:
+        raise ConfigError("train.loss: expected a number that can be differentiated, got one that no logit leads to")
     total = total.reshape(())
     return LossSums(total, total.detach(), torch.zeros_like(total))

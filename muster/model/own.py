@@ -23,9 +23,12 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def make_own_layer(own: OwnModel, spec: ModelSpec, layer: int) -> nn.Module:
     """One layer, on the device that torch makes things on. Raises ConfigError, with file and line, where that fails."""
     try:
-        return own.layer(spec, layer)
+        made = own.layer(spec, layer)
     except Exception as error:
         raise _failed(own, "can't be made", error) from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model {own.name}: expected layers that are a torch.nn.Module, got a {type(made).__name__}")
+    return made
 
 
 def count_shapes(own: OwnModel, spec: ModelSpec) -> tuple[Shape, ...]:

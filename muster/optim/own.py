@@ -1,15 +1,17 @@
 """Optimizers that plugins register: `torch.optim.Optimizer`s over the local tensors of one rank."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muster.optim.base import Optimizer, has_decay
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, MusterError
 from muster.spec.optim_state import OwnOptimizer
 from muster.spec.parts import part_of
+from muster.spec.plugins import where_in
 from muster.spec.run import OptimConfig
 
 STEP = "step"
@@ -24,13 +26,14 @@ class TorchOptimizer(Optimizer):
     def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
         super().__init__(params)
         own: OwnOptimizer = part_of("optimizer", config.name)
-        self._names, self._weight_decay = own.state_names(config.options), config.weight_decay
+        self._own, self._names, self._weight_decay = own, own.state_names(config.options), config.weight_decay
         self._torch = _make(own, config.options, self.params.values()) if self.params else None
+        grads = {name: param.grad for name, param in self.params.items()}
         for param in self.params.values():
             param.grad = torch.zeros_like(param)
-        _step(self._torch, 0.0)
-        for param in self.params.values():
-            param.grad = None
+        self._step(0.0)
+        for name, param in self.params.items():
+            param.grad = grads[name]
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
         if self._torch is None:
@@ -52,14 +55,21 @@ class TorchOptimizer(Optimizer):
                 count.fill_(self.step_count)
             elif count is not None:
                 state[STEP] = self.step_count
-        _step(self._torch, lr)
+        self._step(lr)
+
+    def _step(self, lr: float) -> None:
+        if self._torch is not None:
+            _step(self._own, self._torch, lr)
 
 
 def _make(own: OwnOptimizer, options: Mapping[str, Any], params: Iterable[Tensor]) -> torch.optim.Optimizer:
     try:
         made = own.factory(list(params), lr=0.0, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optim.options: optimizer {own.name} can't be made with {dict(options)}: {error}") from None
+    except MusterError:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"optim.options: optimizer {own.name} can't be made with {dict(options)}: {why}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer {own.name}: expected a torch.optim.Optimizer, got a {type(made).__name__}")
     for group in made.param_groups:
@@ -68,11 +78,21 @@ def _make(own: OwnOptimizer, options: Mapping[str, Any], params: Iterable[Tensor
     return made
 
 
-def _step(optimizer: torch.optim.Optimizer | None, lr: float) -> None:
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+def _step(own: OwnOptimizer, optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Raises ConfigError, with file and line, where the optimizer fails, as one does that wants a closure."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    try:
         optimizer.step()
+    except MusterError:
+        raise
+    except Exception as error:
+        code = getattr(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), "__code__", None)
+        where = where_in(Path(code.co_filename), error) if code is not None else own.name
+        raise ConfigError(
+            f"optimizer {own.name}: step(), which is called without a closure, fails: {where}:"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,5 +140,5 @@ def _after(
     optimizer = _make(own, options, [param])
     for gradient in gradients:
         param.grad = gradient.clone()
-        _step(optimizer, lr)
+        _step(own, optimizer, lr)
     return param.detach(), dict(optimizer.state[param])

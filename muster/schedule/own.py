@@ -1,6 +1,7 @@
 """Schedules of people's own, made from a function that says what one pipeline rank does."""
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 from muster.schedule.action import Action, parse_action
@@ -22,8 +23,10 @@ def own_maker(name: str, order: Order, entry: Callable[[], Entry]) -> Callable[[
     """
 
     def make(setting: Setting) -> Schedule:
+        # One pass more than there are is enough to refuse a function that gives them without end.
+        most = 3 * setting.chunks * setting.num_micro_batches + 1
         try:
-            ranks = tuple(tuple(map(_action, order(rank, setting))) for rank in range(setting.num_ranks))
+            ranks = tuple(tuple(map(_action, islice(order(rank, setting), most))) for rank in range(setting.num_ranks))
         except MusterError:
             raise
         except Exception as error:

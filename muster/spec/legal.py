@@ -49,10 +49,6 @@ _NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
         lambda plan: plan.spread_vocab and _any_mesh(plan, "tp"),
     ),
     (
-        "spread_vocab with a schedule of two replicas (the words' passes are woven into one)",
-        lambda plan: plan.spread_vocab and plan.replicas > 1,
-    ),
-    (
         "spread_vocab with stages of their own kind (each word's rows have one holder on every pipeline rank)",
         lambda plan: plan.spread_vocab and not plan.is_uniform,
     ),
@@ -300,6 +296,8 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
         yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
     if plan.spread_vocab and plan.pp == 1:
         yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
+    if plan.spread_vocab and plan.replicas > 1:
+        yield f"spread_vocab weaves the words' passes into those of one replica, but schedule {plan.schedule} runs two"
     if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
         yield f"spread_vocab over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
     if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in strategies_of(plan)):

@@ -19,7 +19,7 @@ from muster.spec.named_model import model_layer
 from muster.spec.parts import find_part
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
-from muster.spec.plugins import Plugin, import_plugins, plugin_of
+from muster.spec.plugins import Plugin, import_plugins, path_of, plugin_of
 from muster.spec.run import RunConfig
 from muster.spec.step_law import SOURCE, derived_line, step_law_values
 from muster.spec.write import replace_text, yaml_text
@@ -85,7 +85,9 @@ def _resolve(layers: Iterable[Layer]) -> Resolved:
     except ValidationError as error:
         raise config_error(error, _shape(), merged.origins) from None
     files = [part.file for kind, name in config.own_parts if (part := find_part(kind, name)) and part.file]
-    plugins = _once([*config.plugins, *map(plugin_of, map(str, files))])
+    # A file that is named keeps the hash that is said of it: in a run's config.yaml, that of when it was trained.
+    named = {path_of(plugin.file).resolve() for plugin in config.plugins}
+    plugins = _once([*config.plugins, *(plugin_of(str(file)) for file in files if file not in named)])
     return Resolved(config.model_copy(update={"plugins": plugins}), merged.origins, merged.auto)
 
 

@@ -26,6 +26,8 @@ class Part:
 
 
 _PARTS: dict[tuple[Kind, str], Part] = {}
+READING: list[set[tuple[Kind, str]]] = []
+"""For each plugin that is being read, one within another, what it has registered so far."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -34,8 +36,7 @@ def add_part(kind: Kind, name: str, what: Any, own: Iterable[str] = ()) -> None:
 
     Raises ConfigError where the name is none, or is taken.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
-        raise ConfigError(f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}")
+    require_name(kind, name)
     part, before = Part(kind, name, what, _caller()), _PARTS.get((kind, name))
     if name in own:
         raise ConfigError(f"register_{kind}: Muster has a {kind} '{name}' itself; choose another name")
@@ -44,7 +45,26 @@ def add_part(kind: Kind, name: str, what: Any, own: Iterable[str] = ()) -> None:
             f"register_{kind}: {part.file or 'this session'} registers '{name}', which {before.file or 'this session'}"
             " has registered; one of them needs another name"
         )
+    if READING:
+        if (kind, name) in READING[-1]:
+            raise ConfigError(f"register_{kind}: {part.file} registers '{name}' twice; one of them needs another name")
+        READING[-1].add((kind, name))
     _PARTS[kind, name] = part
+
+
+def require_name(kind: Kind, name: object) -> None:
+    """Raises ConfigError for what can't name a part, such as the function itself where a decorator has no name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
+        raise ConfigError(
+            f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}: write"
+            f" register_{kind}('mine')"
+        )
+
+
+def require_callable(kind: Kind, name: str, what: object) -> None:
+    """Raises ConfigError for what is neither a function nor a class."""
+    if not callable(what):
+        raise ConfigError(f"register_{kind}: expected a function or a class for '{name}', got {what!r}")
 
 
 def part_names(kind: Kind) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.parts import has_registered
+from muster.spec.parts import READING, has_registered
 
 
 class Plugin(Frozen):
@@ -38,17 +38,32 @@ def plugin_of(said: object, folder: Path = Path()) -> Plugin:
 
 def sha256_of(file: str) -> str:
     """Of a plugin as it is now. Raises ConfigError where there is none."""
-    path = _path_of(file)
+    path = path_of(file)
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
         raise ConfigError(f"plugins: can't read {path}: {error.strerror}") from None
 
 
+def path_of(file: str) -> Path:
+    """Where a plugin lies. Raises ConfigError where there is none."""
+    if _is_file(file):
+        if Path(file).is_file():
+            return Path(file)
+        raise ConfigError(f"plugins: there is no file {file}")
+    try:
+        found = find_spec(file)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise ConfigError(f"plugins: Python finds no module {file}; for a file write its path, such as {file}.py")
+    return Path(found.origin)
+
+
 def import_plugins(plugins: Iterable[Plugin]) -> None:
     """Lets each register its parts, once. Raises ConfigError, with file and line, where one can't be imported."""
     for plugin in plugins:
-        path = _path_of(plugin.file)
+        path = path_of(plugin.file)
         name = f"muster_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if not _is_file(plugin.file):
             _guarded(path, lambda plugin=plugin: import_module(plugin.file))
@@ -69,32 +84,17 @@ def require_unchanged(plugins: Iterable[Plugin]) -> None:
 
 def is_being_read() -> bool:
     """Whether this process is in the middle of reading a plugin."""
-    return bool(_READING)
+    return bool(READING)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 _READ: dict[str, str] = {}
 """Module's name → the hash of what was read."""
-_READING: list[Path] = []
 
 
 def _is_file(text: str) -> bool:
     return text.endswith(".py") or "/" in text
-
-
-def _path_of(file: str) -> Path:
-    if _is_file(file):
-        if Path(file).is_file():
-            return Path(file)
-        raise ConfigError(f"plugins: there is no file {file}")
-    try:
-        found = find_spec(file)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin is None:
-        raise ConfigError(f"plugins: Python finds no module {file}; for a file write its path, such as {file}.py")
-    return Path(found.origin)
 
 
 def _execute(path: Path, name: str) -> None:
@@ -107,15 +107,15 @@ def _execute(path: Path, name: str) -> None:
 
 
 def _guarded(path: Path, read: Any) -> None:
-    _READING.append(path)
+    READING.append(set())
     try:
         read()
     except MusterError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"plugins: {where_in(path, error)}: {type(error).__name__}: {error}") from error
     finally:
-        _READING.pop()
+        READING.pop()
 
 
 def where_in(path: Path, error: BaseException) -> str:
