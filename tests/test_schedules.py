@@ -250,7 +250,8 @@ def test_what_a_schedule_needs():
 
 def test_the_page_says_what_hops_and_unequal_times_cost():
     rows = {
-        row[1]: [float(cell) for cell in row[2].split("|")] for row in re.finditer(r"^\| `(\S+)` \|(.*)\|$", PAGE, re.M)
+        row[1]: [float(cell) for cell in row[2].split("|")]
+        for row in re.finditer(r"^\| `(\S+)` \|([\d.| ]*)\|$", PAGE, re.M)
     }
     assert set(rows) == RUNNABLE
     cases = ({}, {"hop_s": 0.1}, {"hop_s": 0.3}, {"times": (1, 1.2, 0.8)})

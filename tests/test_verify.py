@@ -88,9 +88,10 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     found, references = [], {}
     for index, case in enumerate(cases):
         config, precision = config_of(case, folder), case.get("precision", "fp32")
-        key = config, precision, parse_plan_name(case["plan"]).micro_batch_size
+        asked = config, precision, parse_plan_name(case["plan"]).micro_batch_size
+        key = config.model_dump_json(), *asked[1:]
         if key not in references:
-            references[key] = Reference(*key, PaddedDataset(open_dataset(config, folder)))
+            references[key] = Reference(*asked, PaddedDataset(open_dataset(config, folder)))
         found.append(compare(case["plan"], folder / str(index), references[key], TOLERANCES[precision]))
     return found
 
