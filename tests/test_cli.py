@@ -220,10 +220,10 @@ def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
     assert main(["train", "--preset", "demo", str(file)]) == 75
     assert main(["train", "--preset", "tiny"]) == 75
     assert seen == [
-        (9, 2, (Path("runs/mine"), 2, False, False)),
-        (0, 1, (Path("here"), None, True, False)),
-        (0, 1, (Path("runs/mine"), None, False, False)),
-        (0, 1, (Path("runs/tiny"), None, False, False)),
+        (9, 2, (Path("runs/mine"), 2, False, False, None)),
+        (0, 1, (Path("here"), None, True, False, None)),
+        (0, 1, (Path("runs/mine"), None, False, False, None)),
+        (0, 1, (Path("runs/tiny"), None, False, False, None)),
     ]
 
 
