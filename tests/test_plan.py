@@ -445,3 +445,8 @@ def test_the_program_of_a_plan_can_run(name, train):
     assert ("STEP" in kinds) == train
     assert ("TIE" in kinds) == (train and plan.pp > 1)
     assert ("UNSHARD" in kinds) == (plan.dp_shard > 1 and plan.default_strategy.zero != "z3")
+
+
+def test_plans_of_before_data_shares_are_read():
+    stages = [{"layers": 2, "ranks": None, "micro_batch_share": None, "mesh": None}] * 2
+    assert Plan.model_validate({"pp": 2, "stages": stages}) == Plan(pp=2, stages=(StageSpec(layers=2),) * 2)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import gcd
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -89,6 +89,14 @@ class StageSpec(Frozen):
     """World ranks that hold it."""
     mesh: Mesh | None = None
     """Degrees of its own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_older(cls, content: Any) -> Any:
+        # Checkpoints of before `data_shares` say of each stage that it has none.
+        if isinstance(content, dict) and content.get("micro_batch_share", 0) is None:
+            return {key: value for key, value in content.items() if key != "micro_batch_share"}
+        return content
 
 
 class Order(Frozen):
