@@ -293,7 +293,9 @@ def test_a_launcher_is_welcomed_before_it_is_told_anything(port: int, monkeypatc
 
     monkeypatch.setattr(Line, "say", slowly)
     monkeypatch.setattr(teams, "BEAT_S", 0.05)
-    assert together(joined(request(port, 0)), joined(request(port, 1))) == [None, None]
+    first = joined(request(port, 0), lambda team: team.tell("start"))
+    second = joined(request(port, 1), lambda team: sorted(team.expect("start", 20)))  # stays until it is heard
+    assert together(first, second) == [None, [0]]
 
 
 def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
