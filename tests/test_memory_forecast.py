@@ -24,6 +24,7 @@ from muster.schedule.check import check
 from muster.simulate.predict import predict
 from muster.spec.cluster import single_device
 from muster.spec.device import DeviceSpec
+from muster.spec.errors import InfeasibleError
 from muster.spec.layout import stages_of
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec, parameters
@@ -335,11 +336,10 @@ def test_what_the_runtime_refuses_has_a_forecast(name):
 # What to change
 
 
-def test_a_copy_of_the_model_without_micro_batches_has_a_forecast():
-    """One micro-batch runs through the first of DualPipe's two copies."""
+def test_a_copy_of_the_model_without_micro_batches_is_refused():
     plan, workload = parse_plan_name("dp2-pp2v2-z3-sdualpipe"), Workload(seq_len=64, global_batch_size=2)
-    found = predict(load_model("tiny"), plan, workload, load_cluster("4xh100"))
-    assert all(one.total > 0 for one in found.memory)
+    with pytest.raises(InfeasibleError, match="2 copies of the model, each of which needs a micro-batch"):
+        predict(load_model("tiny"), plan, workload, load_cluster("4xh100"))
 
 
 def test_changes_make_a_plan_fit():

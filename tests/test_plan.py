@@ -450,3 +450,10 @@ def test_the_program_of_a_plan_can_run(name, train):
 def test_plans_of_before_data_shares_are_read():
     stages = [{"layers": 2, "ranks": None, "micro_batch_share": None, "mesh": None}] * 2
     assert Plan.model_validate({"pp": 2, "stages": stages}) == Plan(pp=2, stages=(StageSpec(layers=2),) * 2)
+
+
+def test_each_copy_of_the_model_needs_a_micro_batch():
+    name = "pp2v2-mb4-sdualpipe"
+    (problem,) = problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=4), 2)
+    assert "2 copies of the model, each of which needs a micro-batch" in problem
+    assert problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []

@@ -102,6 +102,7 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
         _order(plan, workload),
         _unequal(plan),
         _shares(plan),
+        _replicas(plan, workload),
         _cuts(plan, model, workload),
         _plugin(plan, model),
     )
@@ -266,6 +267,17 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
         yield f"cp cuts sequences, across which the layers of model {own.name} can't look: legal is cp 1"
     if others := {s.recompute for s in strategies_of(plan)} - {"none", "full"}:
         yield f"recompute {others.pop()} knows Muster's own layers, not those of model {own.name}: legal are none, full"
+
+
+def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
+    """Copies of the model in one pipeline, each of which runs a part of the micro-batches."""
+    sequences = min(plan.data_shares or (1,)) * plan.micro_batch_size * plan.replicas
+    if plan.replicas > 1 and workload.global_batch_size < plan.mesh(0).data_ranks * sequences:
+        yield (
+            f"schedule {plan.schedule} runs {plan.replicas} copies of the model, each of which needs a micro-batch:"
+            f" global_batch_size {workload.global_batch_size} gives data-parallel ranks fewer than {plan.replicas} of"
+            f" {plan.micro_batch_size}"
+        )
 
 
 def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
