@@ -78,6 +78,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-rsel", "family": "gpt2", "profile": True},
         {"plan": "tp2", "family": "gpt2", "changes": CHUNKED},
         {"plan": "pp2-szbh1", "family": "gpt2"},
+        {"plan": "pp2v2-sinterleaved-vocab", "tied": True},
         {"plan": "pp2-vocab", "family": "gpt2", "tied": True},
         {"plan": "dp2", "family": "gpt2", "profile": True},
         {"plan": "tp2-sp", "family": "qwen3", "profile": True},

@@ -126,7 +126,8 @@ def varying_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable
 def tied_routes(spec: ModelSpec, world: World, stages: Iterable[int]) -> dict[int, Route]:
     """By own stage, the gradient of the weight that it shares with the other end of its replica on other ranks."""
     routes = {}
-    for stage in stages if spec.tied_embeddings else ():
+    # A spread vocabulary's one weight lies in parts on all ranks, and is shared with nobody.
+    for stage in stages if spec.tied_embeddings and not world.plan.spread_vocab else ():
         other = world.plan.tied_stage(stage)
         layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
         if other is not None:
