@@ -221,8 +221,9 @@ def _common_name(name: str) -> str:
 def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
     """Muster's own trainer, with the plan `dpN`."""
     from muster.parallel.world import open_world
+    from muster.spec.optim import OptimConfig
     from muster.spec.plan_name import parse_plan_name
-    from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+    from muster.spec.run import DataConfig, RunConfig, TrainConfig
     from muster.train.trainer import Trainer
 
     optim = OptimConfig(

@@ -35,7 +35,7 @@ from muster.spec.load_cluster import load_cluster
 from muster.spec.machine import with_processes
 from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 from muster.train.worker import leave
 from muster.train.worker import main as join
 
@@ -85,12 +85,8 @@ def measure(configs: list[RunConfig], rounds: int, folder: Path) -> list[list[fl
     """By plan, the seconds of a step in each round."""
     ranks = configs[0].parallel.world_size
     (folder / "work.json").write_text(json.dumps([rounds, [config.model_dump(mode="json") for config in configs]]))
-    python = [sys.executable, "-m", "benchmarks.plan_here", str(folder)]
-
-    def command(rank: int, store: str) -> list[str]:
-        return [*python, "--rank", str(rank), "--world-size", str(ranks), "--store", store]
-
-    if launch(command, ranks, folder):
+    command = rank_command("benchmarks.plan_here", folder, ranks)
+    if launch(command, ranks, folder).tell():
         raise RuntimeError(f"{ranks} ranks did not finish; see their messages above")
     return json.loads((folder / "times.json").read_text())
 

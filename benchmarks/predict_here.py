@@ -26,7 +26,7 @@ from muster.simulate.timeline import timeline_from_json
 from muster.spec.cluster import ClusterSpec
 from muster.spec.load import load_run, write_resolved
 from muster.spec.load_cluster import load_cluster
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 
 WARM_UP_STEPS = 3
 
@@ -111,12 +111,8 @@ def measure_memory(case: Case, folder: Path, cache: Path) -> list[int]:
     resolved = load_run("demo", None, flags)
     plan = resolve_plan(resolved, None)
     write_resolved(resolved, plan, folder)
-    python = [sys.executable, "-m", "benchmarks.peak_memory", str(folder)]
-
-    def command(rank: int, store: str) -> list[str]:
-        return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
-
-    if launch(command, plan.world_size, folder):
+    command = rank_command("benchmarks.peak_memory", folder, plan.world_size)
+    if launch(command, plan.world_size, folder).tell():
         raise RuntimeError(f"case {case.name} failed; see its messages above")
     return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(plan.world_size)]
 

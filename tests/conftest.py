@@ -1,11 +1,13 @@
 """What all tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.chromium import Browser, find_chromium
+from tests.train_runs import whole_run
 
 # The same examples on every machine: what `make test` proves on one, it proves on all. `make soak` draws new ones.
 settings.register_profile("seeded", derandomize=True, deadline=None)
@@ -43,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, the tests that open pages in a browser when Chromium is not installed",
     )
+
+
+@pytest.fixture
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `tiny`, not to be touched."""
+    return whole_run(tmp_path_factory.getbasetemp())[0]
 
 
 @pytest.fixture(scope="module")

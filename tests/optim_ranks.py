@@ -22,9 +22,9 @@ from muster.optim.peers import Peers
 from muster.parallel.world import World, open_world
 from muster.spec.layout import Box, TensorLayout, rank_layouts
 from muster.spec.model import ModelSpec, parameters
+from muster.spec.optim import OptimConfig
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import OptimConfig
 
 SPEC = ModelSpec(
     vocab_size=11, hidden_size=6, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=2, intermediate_size=5

@@ -36,10 +36,11 @@ from muster.schedule.resolve import resolved
 from muster.spec.model import ModelSpec
 from muster.spec.model_parts import RopeScaling
 from muster.spec.nearest import require_runnable
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import no_decay
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.spec.run import DataConfig, RunConfig, TrainConfig
 from muster.train.ahead import Share
 from muster.train.ending import _memory
 from muster.train.feeding import Feeder

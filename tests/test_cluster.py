@@ -77,8 +77,29 @@ def test_a_wrong_name_is_told_with_the_nearest(text, sentence):
 @pytest.mark.parametrize(
     ("yaml", "sentence"),
     [
-        ("groups: [{num_nodes: 0, device: h100}]", "groups.0.num_nodes: input should be greater than 0"),
-        ("groups: [{num_node: 2, device: h100}]", "there is no such key; did you mean 'num_nodes'?"),
+        ("groups: [{num_nodes: 0, device: h100}]", "groups.0.num_nodes: expected a whole number >= 1, got 0"),
+        ("groups: [{num_nodes: 2.5, device: h100}]", "groups.0.num_nodes: expected a whole number >= 1, got 2.5"),
+        ("groups: [{nodes: 2, device: h100}]", "groups.0.nodes: unknown key; did you mean 'num_nodes'?"),
+        ("groups: [{num_nodes: 1}]", "groups.0.device: missing, expected a device such as h100"),
+        ("groups: [{num_nodes: 1, device: h1000}]", "wrong.yaml: groups.0.device: there is no device 'h1000'; did you"),
+        ("groups: many", "wrong.yaml: groups: expected a list, got 'many'"),
+        ("devices: 64", "wrong.yaml: devices: expected devices such as 64xh100, got 64"),
+        ("devices: 4xh100\ngroups: []", "leave one of them out"),
+        ("", "wrong.yaml: expected 'key: value' lines, got nothing"),
+        (
+            "devices: 8xh100\nnode_bandwidth_bytes_per_s: fast",
+            "node_bandwidth_bytes_per_s: expected a list or null, got",
+        ),
+        ("devices: 8xh100\nnode_bandwidth_bytes_per_s: [[-1.0]]", "_per_s.0.0: expected a number > 0, got -1.0"),
+        (
+            "groups: [{num_nodes: 1, device: h100, nics: {link: {like: ib-ndr, latency_s: -2.0}}}]",
+            "wrong.yaml: groups.0.nics.link.latency_s: expected a number > 0, got -2.0",
+        ),
+        (
+            "groups: [{num_nodes: 1, device: {name: x, kind: gpuu}, devices_per_node: 1, intra: pcie4}]",
+            "groups.0.device.kind: expected one of cpu, gpu, tpu, got 'gpuu'; did you mean 'gpu'?",
+        ),
+        ("groups: [{num_node: 2, device: h100}]", "groups.0.num_node: unknown key; did you mean 'num_nodes'?"),
         ("groups: [{num_nodes: 2, device: h100, nics: {link: ib-nrd}}]", "no link 'ib-nrd'; did you mean 'ib-ndr'?"),
         ("groups: []", "a cluster has at least one group of nodes"),
         ("groups: [{num_nodes: 2, device: h100}]\nnode_bandwidth_bytes_per_s: [[1.0]]", "2 rows and columns"),

@@ -231,7 +231,7 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
         ((run, tmp_path / "empty", "--to", "hf"), "is there already"),
         ((run, target), "--to"),
         ((run, target, "--to", "gguf"), "invalid choice: 'gguf'"),
-        ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "expected a size such as 5GB"),
+        ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "--max-shard-size: expected a size such as 70GB"),
         ((run, target, "--to", "hf", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),
         ((run, target, "--to", "hf", "--model", "lama"), "there is no model 'lama'"),
         ((run, target, "--to", "hf", "--model", "gpt2"), "and --model is another one: leave --model out"),

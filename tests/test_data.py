@@ -1,6 +1,7 @@
 """The sample stream: a pure function of (seed, global sample index), whoever reads it."""
 
 import hashlib
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from muster.data.prepare import Preparation, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.spec.errors import ConfigError
+from muster.spec.load import load_run
+from muster.train.data import too_few_lines
 
 
 @pytest.fixture(scope="module", name="store")
@@ -141,6 +144,39 @@ def test_ranks_together_read_the_global_batch(store, first, ranks, per_rank, see
     assert np.array_equal(np.concatenate([part.labels_BS for part in parts]), whole.labels_BS)
     assert sum(part.num_valid for part in parts) == whole.num_valid == (whole.labels_BS != NOT_COUNTED).sum()
     assert dataset.num_valid(first, ranks * per_rank) == whole.num_valid
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "whole", "none"])
+def test_a_beginning_is_that_of_a_held_out_document(packing, tmp_path):
+    for name in range(40):
+        (tmp_path / f"{name:02}.txt").write_bytes(b"%02d: " % name + bytes(range(97, 97 + name % 20)))
+    store = prepare(Preparation(str(tmp_path), ByteTokenizer()), tmp_path / "store")
+    dataset = Dataset(store, seq_len=20, held_out=0.3, packing=packing)
+    found = bytes(dataset.beginning(8).tolist())
+    assert re.fullmatch(rb"\d\d: abcd", found), "it has as many tokens as are wanted, where a document has them"
+    held, trained = (
+        [bytes(row[row < 256].tolist()) for row in batch.tokens_BS]
+        for batch in (dataset.held_out_batch(0, 99), dataset.train_batch(0, dataset.num_train_samples))
+    )
+    assert any(found in row for row in held)
+    assert not any(found in row for row in trained)
+    assert re.fullmatch(rb"\d\d: [a-s]+", bytes(dataset.beginning(99).tolist())), "nothing of the next document"
+
+
+def test_without_a_document_that_begins_a_beginning_is_that_of_a_sample(store):
+    dataset = Dataset(store, seq_len=64, held_out=0.1)
+    assert dataset.beginning(9).tolist() in dataset.held_out_batch(0, 99).tokens_BS[:, :9].tolist()
+
+
+def test_a_run_says_why_it_takes_no_validation_loss(store):
+    dataset = Dataset(store, seq_len=64, held_out=0.1)  # of 157 windows
+    words = (
+        "eval: no validation loss, since 16 held-out samples don't fill a batch of 17: give data.held_out more, or set"
+        " eval.batches to 0"
+    )
+    for batch, batches, lines in ((16, 1, []), (17, 1, [words]), (17, 0, [])):
+        changes = [("train.global_batch_size", batch), ("eval.batches", batches)]
+        assert too_few_lines(load_run("tiny", None, changes).config, dataset) == lines
 
 
 def test_held_out_samples_are_the_same_for_every_seed_and_never_trained_on(store):

@@ -27,10 +27,11 @@ from muster.spec.layout import Box, TensorLayout
 from muster.spec.load import load_run
 from muster.spec.model import ModelSpec, parameters
 from muster.spec.named_model import load_model
+from muster.spec.optim import OptimConfig
 from muster.spec.parts import find_part
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.plugins import import_plugins, plugin_of, require_unchanged
-from muster.spec.run import OptimConfig, RunConfig
+from muster.spec.run import RunConfig
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 from muster.train.drift import differences, refuse_drift
@@ -107,7 +108,7 @@ def test_a_run_in_python_is_the_run_of_its_file(tmp_path):
 
 def test_every_section_of_a_run_file_is_an_argument():
     """Those that have no argument of their own go through `others`, as the file says them."""
-    arguments = set(muster.Run.__init__.__annotations__) - {"return", "others", "extends"}
+    arguments = set(muster.Run.__init__.__annotations__) - {"return", "unnamed", "others", "extends"}
     assert arguments <= set(RunConfig.model_fields)
     everything = muster.Run(extends="tiny").config.model_dump(mode="json")
     assert muster.Run(**everything).config == muster.Run(extends="tiny").config
@@ -171,6 +172,13 @@ def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
         ),
         (lambda: muster.plan("tiny", "2xh100", top=0), "top: expected a whole number >= 1, got 0"),
         (lambda: muster.plan("tiny", "2xh100", limit_s=0), "limit_s: expected seconds above 0, got 0"),
+        (lambda: muster.plan("tiny", "2xh100", fix=2), "fix: expected parts of a plan's name such as tp2-z1, got 2"),
+        (lambda: muster.plan(5, "2xh100"), "model: expected a model's name, a file, "),
+        (lambda: muster.plan("tiny", 2), "cluster: expected a cluster's name such as 64xh100, "),
+        (lambda: muster.predict("tiny", "2xh100", 2), "plan: expected a plan's name such as dp2-pp2, "),
+        (lambda: muster.Run("tiny"), "got 'tiny' without one: say extends=… for a preset, or muster.load(…) for a run"),
+        (lambda: muster.load(3), "file: expected a run file's path, got 3"),
+        (lambda: muster.Run(extends="tiny").train(3), "directory: expected a path, got 3"),
         (lambda: muster.plan("tiny", "2xh100", objective="costs"), "got 'costs'; did you mean 'cost'?"),
         (
             lambda: muster.predict("tiny", "2xh100", "dp2", seq_len="64"),

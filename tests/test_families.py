@@ -61,7 +61,9 @@ def test_fused_and_stacked_tensors_are_boxes():
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is unknown"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"vocab_size": "many"}, "vocab_size: "),
-        ({"hidden_size": None}, "hidden_size: "),
+        ({"hidden_size": None}, "hidden_size: expected a whole number >= 1, got None"),
+        ({"hidden_size": "big"}, "hidden_size: expected a whole number >= 1, got 'big'"),
+        ({"num_attention_heads": 0}, "num_heads: expected a whole number >= 1, got 0"),
     ],
 )
 def test_what_is_wrong_with_a_configuration(changes, sentence, tmp_path):

@@ -16,7 +16,6 @@ from muster.spec.generation import Sampling
 from tests.parity import FAMILIES
 from tests.ranks import run_ranks
 from tests.test_model import SMALL, TIED, build, tokens_for
-from tests.train_runs import whole_run
 
 GREEDY = Sampling(temperature=0)
 ANY = Sampling(temperature=1, top_k=0, seed=4)
@@ -135,11 +134,6 @@ def test_prompts_that_do_not_fit_are_refused():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs
-
-
-@pytest.fixture
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whole_run(tmp_path_factory.getbasetemp())[0]
 
 
 @pytest.mark.timeout(200)

@@ -13,9 +13,13 @@ import pytest
 
 from muster.parallel.whereabouts import Page, Place, Whereabouts
 from muster.schedule.action import Action
+from muster.spec.errors import MusterError
+from muster.spec.write import replace_text
 from muster.train.diagnosis import Sighting, diagnose, main_stack, waits
+from muster.train.errors import guard
 from muster.train.launch import launch
 from muster.train.watch import Watched, hangs
+from muster.train.watcher import Watch, WatchJob, attempt_in
 from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
 
@@ -136,6 +140,23 @@ def test_a_stack_tells_waiting_from_computing() -> None:
     assert main_stack("") == []
 
 
+def test_who_watched_an_earlier_attempt_does_not_say_how_this_one_ended(tmp_path: Path) -> None:
+    def watched() -> Watch:
+        return Watch(WatchJob(str(tmp_path), 9.0, 1, 0, 1, HOST, 0, [], attempt_in(tmp_path)), [], None)
+
+    def fail() -> int:
+        raise MusterError("the disk is full")
+
+    (tmp_path / "config.yaml").write_text("")
+    former = watched()
+    assert guard(tmp_path, 0, fail) == 1
+    replace_text(tmp_path / "config.yaml", "")  # a launcher has started the ranks again, which prepared the run
+    former.go()
+    assert not (tmp_path / "exit.json").exists()
+    watched().go()
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == f"rank 0 on {HOST}: the disk is full"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Training ranks
 
@@ -152,7 +173,7 @@ def faulty_run(folder: Path, plan: str, fault: str, rank: int) -> tuple[int, dic
     begin = time.monotonic()
     code = launch(
         lambda rank, store: [*python, "--rank", str(rank), "--world-size", "2", "--store", store], 2, run, hang_s=3
-    )
+    ).tell()
     return code, json.loads((run / "exit.json").read_text()), time.monotonic() - begin
 
 

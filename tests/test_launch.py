@@ -113,7 +113,7 @@ import sys
 from pathlib import Path
 from muster.train.launch import launch
 script, mode, run_dir = sys.argv[1:]
-launch(lambda rank, _: [sys.executable, script, mode, run_dir, str(rank)], 2, Path(run_dir))
+launch(lambda rank, _: [sys.executable, script, mode, run_dir, str(rank)], 2, Path(run_dir)).tell()
 """
 
 
@@ -129,11 +129,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(script: Path, mode: str, run_dir: Path, num_ranks: int = 2, grace_s: float = 0.5, port: int = 0) -> int:
+def start(script: Path, mode: str, run_dir: Path, num_ranks: int = 2, grace_s: float = 0.5) -> int:
     run_dir.mkdir(exist_ok=True)
     return launch(
-        lambda rank, _: [sys.executable, str(script), mode, str(run_dir), str(rank)], num_ranks, run_dir, grace_s, port
-    )
+        lambda rank, _: [sys.executable, str(script), mode, str(run_dir), str(rank)], num_ranks, run_dir, grace_s
+    ).tell()
 
 
 def numbers(run_dir: Path) -> list[int]:
@@ -227,7 +227,9 @@ def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path, capfd: pytest.Cap
     script, run = tmp_path / "rank.py", tmp_path / "run"
     script.write_text(GLOO)
     run.mkdir()
-    code = launch(lambda rank, store: [sys.executable, str(script), str(run), str(rank), store], 3, run, grace_s=1)
+    code = launch(
+        lambda rank, store: [sys.executable, str(script), str(run), str(rank), store], 3, run, grace_s=1
+    ).tell()
     ended = time.time()
     pids = {path.name: path for path in run.glob("pid-*")}
     assert_gone([int(path.read_text()) for path in pids.values()])
@@ -300,12 +302,12 @@ def test_no_rank_outlives_a_killed_launcher(script: Path, tmp_path: Path) -> Non
 # What can't start
 
 
-def test_a_taken_port_is_one_sentence(script: Path, tmp_path: Path) -> None:
+def test_a_taken_port_is_one_sentence() -> None:
     store = open_store()
     with pytest.raises(MusterError, match=rf"port {store.port} of 127.0.0.1 \(Address already in use\): give another"):
-        start(script, "finish", tmp_path / "run", port=store.port)
+        open_store(store.port)
     with pytest.raises(MusterError, match="could not listen on port 70000"):
-        start(script, "finish", tmp_path / "run", port=70000)
+        open_store(70000)
 
 
 def test_a_run_directory_that_cannot_be_written_is_one_sentence(script: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Several nodes: their launchers become one job, or each says in one sentence why not."""
 
+import errno
 import json
 import os
+import queue
 import signal
 import socket
 import sys
@@ -16,6 +18,8 @@ import pytest
 
 from muster.checkpoint.folder import find_latest, problem_of
 from muster.cli.main import main
+from muster.parallel import network as addresses
+from muster.parallel.network import Interface, interface_towards, interfaces, own_host, own_interface, resolve
 from muster.probe import doctor, doctor_nodes
 from muster.probe.doctor import Request
 from muster.probe.doctor_nodes import examine_nodes
@@ -26,7 +30,7 @@ from muster.train.nodes import team as teams
 from muster.train.nodes.agree import differences
 from muster.train.nodes.line import Line
 from muster.train.nodes.meet import meet
-from muster.train.nodes.network import interface_towards, interfaces, own_interface, resolve
+from muster.train.nodes.reach import Doorstep, reach
 from muster.train.nodes.request import NodesRequest, data_interface, listening_address
 from muster.train.nodes.team import Member, Over, Team
 from tests.nodes import ADDRESSES, HOSTS, Network, network
@@ -94,6 +98,63 @@ def test_this_machine_knows_its_addresses(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME eth8: there is no such interface"):
         data_interface(NodesRequest(2, 0, "box"), "127.0.0.1")
+
+
+def test_no_node_tells_others_an_address_that_is_its_own_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"127.0.1.1": Interface("lo", "127.0.0.1"), "10.0.0.1": Interface("eth1", "10.0.0.9")}
+
+    def towards(address: str) -> Interface:
+        if address not in routes:
+            raise OSError("Network is unreachable")
+        return routes[address]
+
+    monkeypatch.setattr(addresses, "resolve", {"here": "127.0.1.1", "there": "10.0.0.1"}.__getitem__)
+    monkeypatch.setattr(addresses, "interface_towards", towards)
+    monkeypatch.setattr(addresses, "interfaces", lambda: [*routes.values(), Interface("eth0", "10.1.0.9")])
+    assert [own_host(host) for host in ("localhost", "127.0.0.1", "there")] == ["127.0.0.1"] * 2 + ["10.0.0.9"]
+    assert own_host("here") == "10.0.0.9", "without a default route any address that others may reach"
+    routes["192.0.2.1"] = Interface("eth0", "10.1.0.9")
+    assert own_host("here") == "10.1.0.9"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
+    assert own_host("here") == "10.0.0.9"
+
+
+def test_one_connection_that_fails_closes_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, accept = [errno.EMFILE, errno.ECONNABORTED], socket.socket.accept
+
+    def accept_in_the_end(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if problems:
+            raise OSError(problems.pop(), "no")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_in_the_end)
+    doorstep = Doorstep(1, "127.0.0.1")
+    try:
+        assert reach({"node 1": (1, "127.0.0.1", doorstep.port)}, "127.0.0.1") == {}
+    finally:
+        doorstep.close()
+
+
+def test_lines_are_closed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first can send what it has to say only when the second has been closed."""
+    monkeypatch.setattr(line, "CLOSE_LIMIT_S", 30.0)
+    (ours, theirs), (ours_too, theirs_too) = socket.socketpair(), socket.socketpair()
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are no TCP
+    lines = [Line(connection, 0, queue.SimpleQueue()) for connection in (ours, ours_too)]
+    long = "x" * (8 << 20)
+    lines[0].say("long", text=long)
+    for one in lines:
+        one.say("short")
+    with ThreadPoolExecutor(1) as pool:
+
+        def read() -> tuple[int, int]:
+            with theirs_too.makefile("rb") as second, theirs.makefile("rb") as first:
+                return len(second.read()), len(first.read())
+
+        read_both = pool.submit(read)
+        line.close_all(lines)
+        short = len('{"kind": "short"}\n')
+        assert read_both.result(60) == (short, len('{"kind": "long", "text": ""}\n') + len(long) + short)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

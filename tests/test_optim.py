@@ -14,10 +14,10 @@ from muster.spec import owners
 from muster.spec.errors import MusterError
 from muster.spec.layout import Box, TensorLayout, rank_layouts
 from muster.spec.model import parameters
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import is_muon_matrix, no_decay, state_numel
 from muster.spec.owners import OwnedMatrix, deal, sent_numel
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import OptimConfig
 from tests.optim_ranks import LR, SPEC, cut, draw, local_params, pieces, plain, run_members, walk, whole
 from tests.ranks import run_ranks
 

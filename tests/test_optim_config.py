@@ -8,7 +8,7 @@ from muster.optim.lr import learning_rate, rate_of_step
 from muster.planner.auto import choose_plan, resolve_plan
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.load import load_run, write_resolved
-from muster.spec.run import OptimConfig
+from muster.spec.optim import OptimConfig
 from muster.spec.step_law import batch_tokens_for_steps, derived_line, non_embedding_parameters, step_law
 from muster.spec.step_law import step_law_values as derive
 from muster.train.run import TrainOptions, prepare

@@ -14,7 +14,7 @@ from muster.spec.load import load_plan
 from muster.spec.model import ModelSpec
 from muster.spec.nearest import nearest_legal, require_runnable
 from muster.spec.plan import LayerRun, Mesh, Plan, StageSpec, Strategy
-from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.plan_name import beyond_name, format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES, place
 from muster.spec.workload import Workload
 
@@ -457,3 +457,17 @@ def test_each_copy_of_the_model_needs_a_micro_batch():
     (problem,) = problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=4), 2)
     assert "2 copies of the model, each of which needs a micro-batch" in problem
     assert problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []
+
+
+def test_what_a_name_can_not_say_is_said_beside_it():
+    assert beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-rsel-bf16-l3.1.1.1.1.1.1.1")) == []
+    full = Strategy(recompute="full")
+    runs = (LayerRun(start=0, count=3, strategy=full), LayerRun(start=5, count=1, strategy=full))
+    axes = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+    plan = Plan(dp_shard=2, pp=2, axis_order=axes, overrides=runs)
+    assert beyond_name(plan) == ["axes, outermost first: dp_shard, pp", "recompute full in layers 0–2, 5"]
+    assert beyond_name(Plan(dp_shard=2, overrides=runs[1:])) == ["recompute full in layer 5"]
+    for changes in ({"compile": True}, {"bucket_layers": 2}, {"overrides": runs}, {"axis_order": axes}):
+        changed = Plan(dp_shard=2, pp=2, **changes)
+        assert "+" in format_plan_name(changed)
+        assert beyond_name(changed)

@@ -171,6 +171,16 @@ def test_gathering_rank_by_rank_grows_with_the_ranks():
     assert parts > whole + copies
 
 
+def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
+    plan = Plan(dp_shard=64, default_strategy=Strategy(zero="z1"))
+    usual = Software(overlap_reduce=False, gradient_bytes=2)
+    parts, whole = (
+        step_parts(usual.model_copy(update=how), plan, "64xa100")[0]["REDUCE", 0]
+        for how in ({}, {"reduces_whole": True})
+    )
+    assert 4 * parts < whole < 6 * parts
+
+
 def test_a_ring_without_balance_waits_for_its_last_rank():
     plan = Plan(cp=4)
     even = step_parts(Software(), plan, "4xh100")[0]["F", 0]

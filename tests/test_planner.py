@@ -3,9 +3,11 @@
 import json
 import re
 import shlex
+from collections import Counter
 from dataclasses import replace
 from itertools import permutations, product, takewhile
 from math import inf
+from operator import add
 from random import Random
 
 import pytest
@@ -18,21 +20,25 @@ from muster.cli.main import main
 from muster.cost.forecast import HEAD_ROOM, forecast
 from muster.planner.balance import Load, balanced, least_busy_s, loads
 from muster.planner.bound import first_run
+from muster.planner.deferred import least_fullest, put_off
+from muster.planner.fit import Way, with_way
 from muster.planner.judge import Judge
-from muster.planner.launch import LAUNCHERS, Job, launch_files
+from muster.planner.launch import LAUNCHERS, Job, check_launch, job_of, launch_files
 from muster.planner.layers import Option, cheapest
 from muster.planner.placement import annealed, block_orders, reordered
 from muster.planner.request import Request
+from muster.planner.room import Begun
 from muster.planner.search import everything, placed, search
 from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
 from muster.schedule.build import program_of, schedule_of
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems
+from muster.spec.legal import problems, strategies_of
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
 from muster.spec.model_parts import MoeSpec
+from muster.spec.named_model import load_model
 from muster.spec.plan import AXES, Plan, Strategy
 from muster.spec.workload import Workload
 
@@ -63,11 +69,14 @@ def instance(seed: int) -> Request:
 
 
 def assert_search_finds_the_best(seed: int) -> None:
-    request = instance(seed)
+    assert_finds_the_best(instance(seed), f"seed {seed}")
+
+
+def assert_finds_the_best(request: Request, name: str) -> None:
     judge = Judge(request)
     expected = sorted({verdict.order for verdict in everything(request, judge)})[:3]  # some ways lead to one plan
     found = search(request, 3)
-    assert [verdict.order for verdict in found.best] == expected, f"seed {seed}"
+    assert [verdict.order for verdict in found.best] == expected, name
     assert found.proven
 
 
@@ -76,7 +85,18 @@ def test_the_search_finds_what_simulating_everything_finds(seed: int) -> None:
     assert_search_finds_the_best(seed)
 
 
-def test_plans_leave_a_tenth_of_the_memory_free_where_any_does() -> None:
+def with_experts(moe: MoeSpec) -> ModelSpec:
+    return ModelSpec(vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, intermediate_size=512, moe=moe)
+
+
+def test_the_search_finds_what_simulating_everything_finds_with_experts() -> None:
+    few = with_experts(MoeSpec(num_experts=4, top_k=2, expert_size=512))
+    workload = Workload(seq_len=512, global_batch_size=8)
+    request = Request(few, load_cluster("4xa100"), workload, fixed={"cp": 1}, memory_limit_bytes=int(1.2e9))
+    assert_finds_the_best(request, "experts")
+
+
+def test_plans_leave_head_room_where_any_does() -> None:
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="memory", memory_limit_bytes=None)
     least = search(request, 1).best[0].peak_bytes
     for part, room in ((0.8, HEAD_ROOM), (0.95, 0.0)):
@@ -117,6 +137,16 @@ def test_plans_without_time_to_offload_are_passed_over() -> None:
     assert best.vpp > 1
 
 
+def test_plans_that_have_nothing_to_offload_recompute_instead() -> None:
+    """With zb-h1 on two ranks nothing lies for long, so that offloading it is neither cheaper nor dearer than not."""
+    fixed = {"pp": 2, "schedule": "zb-h1", "cp": 1}
+    workload = Workload(seq_len=8192, global_batch_size=512)
+    found = search(Request(load_model("llama3-8b"), load_cluster("8xh100"), workload, fixed=fixed), 3)
+    assert found.proven
+    assert found.best
+    assert all(strategy.offload == "none" for one in found.best for strategy in strategies_of(one.plan))
+
+
 @pytest.mark.soak
 def test_the_search_finds_what_simulating_everything_finds_in_200_instances() -> None:
     for seed in range(200):
@@ -144,14 +174,7 @@ def test_no_bound_is_above_a_simulated_time_where_layers_differ() -> None:
 
 
 def test_no_bound_is_above_a_simulated_time_where_some_layers_have_experts() -> None:
-    few = ModelSpec(
-        vocab_size=512,
-        hidden_size=256,
-        num_layers=4,
-        num_heads=4,
-        intermediate_size=512,
-        moe=MoeSpec(num_experts=8, top_k=2, expert_size=512, dense_layers=1),
-    )
+    few = with_experts(MoeSpec(num_experts=8, top_k=2, expert_size=512, dense_layers=1))
     workload = Workload(seq_len=512, global_batch_size=8)
     assert_bounds_hold(Request(few, load_cluster("4xa100"), workload, fixed={"cp": 1, "tp": 1}))
 
@@ -172,6 +195,25 @@ def assert_bounds_hold(request: Request) -> None:
     assert looked > 10
 
 
+def test_no_bound_of_what_makes_plans_fit_is_above_a_simulated_time() -> None:
+    """A 7B model whose pipelines recompute and offload on four devices: what ranks take more for that is known before
+    it is chosen."""
+    model, workload = load_model("qwen2.5-7b"), Workload(seq_len=4096, global_batch_size=32)
+    for schedule, size, limit in (("1f1b", 2, 52e9), ("interleaved", 2, 52e9), ("zb-v", 1, 58e9)):
+        fixed = {"cp": 1, "pp": 4, "micro_batch_size": size, "schedule": schedule}
+        request = Request(model, load_cluster("4xh100"), workload, fixed=fixed)
+        judge, known = Judge(replace(request, memory_limit_bytes=int(limit))), 0
+        for order in (order for shape in shapes(judge.request) for order in orders(judge.request, shape)):
+            for plan in filter(None, (placed(judge, draft, order) for draft in plans(judge.request, order))):
+                begun, _ = judge.room.begun(plan)
+                if isinstance(begun, Begun):
+                    least_s = judge.bound_with(plan, begun.added_s)
+                    for fitting in judge.room.finished(begun):
+                        known += any(begun.added_s)
+                        assert least_s <= judge.verdict(fitting).prediction.step_time_s * (1 + 1e-9), plan
+        assert known, schedule
+
+
 def test_memory_is_weighed_without_a_program_as_with_it() -> None:
     """And the least that plans may hold is no more than that."""
     model = instance(3).model.model_copy(update={"num_layers": 8})
@@ -186,9 +228,36 @@ def test_memory_is_weighed_without_a_program_as_with_it() -> None:
                 peaks = [rank.terms.total for rank in found.ranks]
                 assert room.over_bytes(plan) == [peak - limit for peak, limit in zip(peaks, limits, strict=True)], plan
                 split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                assert room.least_bytes(shape, split, order.vpp) <= max(peaks), plan
+                assert room.least_bytes(shape, split, order) <= max(peaks), plan
+                again = room.over_bytes(with_way(plan, Way("full")))
+                assert room.least_bytes(shape, split, order) <= max(map(add, again, limits)), plan
                 schedules.add(plan.schedule)
     assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_ranks_put_off_as_many_weight_backwards_as_the_floor_of_memory_counts(schedule: str, chunks: int) -> None:
+    for pp, count in product((2, 3, 4, 7), (1, 2, 3, 5, 8, 13, 20)):
+        plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
+        most = []
+        for order in schedule_of(plan, count).ranks:
+            waiting = Counter({stage: 0 for _, stage, *_ in order})
+            at_once = 0
+            for kind, stage, *_ in order:
+                waiting[stage] += {"I": 1, "W": -1}.get(kind, 0)
+                at_once = max(at_once, min(waiting.values()))
+            most.append(at_once)
+        counted = put_off(schedule, pp, count)
+        assert all(one <= at_once for one, at_once in zip(counted, most, strict=True)), (pp, count)
+        assert counted == tuple(most) or (schedule == "zb-v" and counted[-1] == max(0, most[-1] - 1)), (pp, count)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.data())
+def test_no_spread_of_layers_holds_less_than_the_least(counts: list[int], data: st.DataObject) -> None:
+    layers = data.draw(st.lists(st.integers(0, 9), min_size=len(counts), max_size=len(counts)))
+    fullest = max(held * (3.0 + count * 2.0) for held, count in zip(layers, counts, strict=True))
+    assert least_fullest(sum(layers), 3.0, 2.0, tuple(counts)) <= fullest + 1e-9
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2), ("v-half", 2)])
@@ -358,9 +427,9 @@ def test_the_table_fits_80_columns(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--fix", "tp3"], 3, "tp 3"),
+        (["--fix", "tp3"], 3, "4 devices are not a multiple of 3; there are plans without tp3"),
         (["--fix", "pp64"], 3, "pp 64"),
-        (["--memory", "1M"], 3, "all of it that may be used is 0.0 GiB"),
+        (["--memory", "1M"], 3, "all of it that may be used is 3.81 MiB"),
         (["--cluster", "0xh100"], 2, "at least one device"),
         (["--model", "llama3-8c"], 2, "llama3-8b"),
         (["--tokens", "many"], 2, "expected a number"),
@@ -371,6 +440,14 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--tokens", "-1T"], 2, "--tokens: expected a number above 0"),
         (["--model", "/tmp"], 2, "expected a Hugging Face directory"),
         (["--run-file", "run.yaml"], 2, "files of --launch"),
+        (["--fix", "tp4", "--fix", "tp2"], 2, "'tp2' says again what an earlier part said"),
+        (["--fix", "szbv-pp1"], 3, "wants a pipeline of 2 ranks or more"),
+        (["--fix", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
+        (["--fix", "l3.3.3.1"], 3, "its stages hold 10 layers"),
+        (["--fix", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
+        (["--fix", "cp2", "--runnable"], 3, "can't be run yet; there are plans without cp2"),
+        (["--fix", "sauto"], 2, "--parallel.schedule auto"),
+        (["--cluster", "11xcpu"], 3, "there are plans for 11 sequences a step (--global-batch 11)"),
     ],
 )
 def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tmp_path, monkeypatch) -> None:
@@ -394,6 +471,38 @@ def test_launch_files_name_the_nodes_and_the_plan() -> None:
     assert yaml.safe_load(launch_files("skypilot", job)["big.sky.yaml"])["resources"]["accelerators"] == "H100:8"
 
 
+def test_launch_files_hold_odd_paths_together_and_names_that_are_hosts() -> None:
+    odd = "my run's file.yaml"
+    job = job_of(Plan(dp_shard=32), load_cluster("32xh100"), "muster-Llama_3.1 8B'" + "x" * 60, odd, "a b/plan.yaml")
+    assert re.fullmatch("[a-z][a-z0-9-]{0,49}", job.name)
+    wanted = ["muster", "train", odd, "--parallel", "a b/plan.yaml"]
+    for kind in LAUNCHERS:
+        ((_, text),) = launch_files(kind, job).items()
+        if kind == "kubernetes":
+            _, batch = yaml.safe_load_all(text)
+            text = batch["spec"]["template"]["spec"]["containers"][0]["command"][2]
+        elif kind == "skypilot":
+            text = yaml.safe_load(text)["run"]
+        elif kind == "slurm":
+            (line,) = (line for line in text.splitlines() if line.startswith("srun"))
+            text = shlex.split(line)[4]
+        else:
+            text = text.splitlines()[-1]
+        words = shlex.split(text)
+        begin = words.index("muster")
+        assert words[begin : begin + 5] == wanted
+
+
+def test_launch_files_ask_for_what_the_nodes_have() -> None:
+    cores, amd = (Job("big", 2, 4, name, "run.yaml", "plan.yaml", has_gpus=name != "cpu") for name in ("cpu", "mi300x"))
+    assert "amd.com/gpu: 4" in launch_files("kubernetes", amd)["big.yaml"]
+    for kind in LAUNCHERS:
+        ((_, text),) = launch_files(kind, cores).items()
+        assert "gpu" not in text.lower()
+    with pytest.raises(InfeasibleError, match="but these have a100-80-sxm and h100-sxm"):
+        check_launch("skypilot", load_cluster("8xh100+8xa100"))
+
+
 @pytest.mark.parametrize("num_nodes", [1, 4])
 def test_the_commands_of_launch_files_are_those_that_train_takes(num_nodes: int) -> None:
     from muster.cli import train
@@ -415,6 +524,22 @@ def test_the_commands_of_launch_files_are_those_that_train_takes(num_nodes: int)
             assert place is not None
             assert (place.count, place.rank, place.port) == (4, 3, 29400)
             assert place.host in ("node-0", "big-0.big")
+
+
+def test_a_search_ends_at_its_limit_before_all_orders_have_a_bound(monkeypatch) -> None:
+    model, cluster = load_model("llama3-8b"), load_cluster("32xh100")
+    request = Request(model, cluster, Workload(seq_len=4096, global_batch_size=256))
+    every = set(shapes(request))
+    assert set(planner_search._spread(list(every))) == every
+    monkeypatch.setattr(planner_search, "LEAST_FILL_S", 0.0)
+    found = search(request, 2, limit_s=0.02)
+    assert 0 < found.seen["shapes"] < len(every)
+    assert found.best
+    assert (found.proven, found.gap) == (False, 1.0)
+    # Where nothing fits among those, the others are looked at too.
+    nothing = search(replace(request, memory_limit_bytes=2**20), 2, limit_s=0.001)
+    assert nothing.best == []
+    assert nothing.seen["shapes"] == len(every)
 
 
 def test_an_unproven_search_says_what_may_be_missed() -> None:

@@ -21,7 +21,13 @@ from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeli
 many = settings(max_examples=60, deadline=None)
 
 SECONDS = st.floats(0.1, 10)
-LOWERINGS = st.builds(Lowering, st.sampled_from(["z1", "z2", "z3"]), st.integers(1, 4), st.booleans())
+LOWERINGS = st.builds(
+    Lowering,
+    st.sampled_from(["z1", "z2", "z3"]),
+    st.integers(1, 4),
+    st.booleans(),
+    offload=st.frozensets(st.integers(0, 3), max_size=3),
+)
 
 
 def program(name: str, ranks: int, micro_batches: int, lowering: Lowering | None = None) -> Program:
@@ -93,7 +99,9 @@ def test_transfers_of_a_rank_share_its_way_out(shared: bool):
 @given(st.data(), st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 8), LOWERINGS, st.floats(0, 3))
 def test_any_timeline_is_possible(data, name: str, ranks: int, micro_batches: int, lowering: Lowering, hop_s: float):
     """No less than its lower bounds, in the order of its waits, and the same by both ways of simulating."""
-    keys = [(kind, stage) for kind in ("F", "B", "UNSHARD", "REDUCE", "TIE") for stage in range(ranks)]
+    keys = [
+        (kind, stage) for kind in ("F", "B", "UNSHARD", "REDUCE", "TIE", "OFFLOAD", "RELOAD") for stage in range(ranks)
+    ]
     seconds = {key: data.draw(SECONDS) for key in [*keys, ("NORM", -1), ("STEP", -1)]}
     own = OpTimes(seconds, hop_s, hops={(stage, stage + 1): Hop(hop_s, hop_s / 2) for stage in range(1, ranks)})
     lowered = program(name, ranks, micro_batches, lowering)

@@ -34,17 +34,10 @@ from tests.train_runs import (
     rows_of,
     steps,
     train,
-    whole_run,
 )
 
 HOST = socket.gethostname()
 TINY = ("--preset", "tiny", *QUICK)
-
-
-@pytest.fixture
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, not to be touched."""
-    return whole_run(tmp_path_factory.getbasetemp())[0]
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Devices and links that differ: unequal shares of the data, pipelines over slow links, and the search for both."""
 
+import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, product
@@ -8,22 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.plan_times import plan_setting
+from muster.cost.collectives import all_reduce_s
+from muster.cost.plan_times import plan_setting, plan_times
+from muster.cost.traffic import pipeline_bytes
 from muster.planner.bound import step_bound_s
 from muster.planner.judge import Judge
+from muster.planner.launch import LAUNCHERS, job_of, launch_files
 from muster.planner.request import Request
 from muster.planner.search import everything, placed, search
 from muster.planner.shares import fairest
 from muster.planner.space import orders, plans, shapes
-from muster.planner.trips import _UNDER_WAY, trips_bound_s
+from muster.planner.trips import _DELAYED, _UNDER_WAY, trips_bound_s
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.load_cluster import load_cluster, load_device
+from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.schedules import SCHEDULES
+from muster.spec.software import Software, Storage
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(
@@ -140,9 +148,19 @@ def slow_links() -> Request:
 def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
     for name, (most, more) in _UNDER_WAY.items():
         for pp, count in product((2, 3, 5, 8), (1, 3, 7, 24)):
-            for rank, passes in enumerate(make_schedule(name, Setting(pp, count)).ranks):
+            chunks = SCHEDULES[name].chunks or 1
+            schedule = make_schedule(name, Setting(pp, count, chunks))
+            for stage, rank in enumerate(schedule.placement):
+                passes = [action for action in schedule.ranks[rank] if action.stage == stage]
                 changes = [{"F": 1, "B": -1, "I": -1}.get(action.kind, 0) for action in passes]
-                assert max(accumulate(changes)) <= most * (pp - rank) + more, (name, pp, count, rank)
+                under_way = most * (pp * chunks - stage) + more
+                assert max(accumulate(changes)) <= under_way, (name, pp, count, stage)
+                begun = {action[:3:2]: index for index, action in enumerate(passes)}
+                for trip in range(count - under_way if name in _DELAYED else 0):
+                    delayed = trip - _DELAYED[name] * stage
+                    follows = begun["F", trip + under_way]
+                    assert begun["I", trip] < follows
+                    assert delayed < 0 or begun["W", delayed] < follows, (name, pp, count, stage, trip)
 
 
 def test_bounds_over_slow_links_hold_and_bind() -> None:
@@ -225,3 +243,49 @@ def test_which_device_is_slowest_depends_on_the_precision() -> None:
     for precision, name in (("bf16", "l40s"), ("fp8", "a100-80-sxm")):
         setting = plan_setting(MODEL, Plan(dp_shard=4, precision=precision), workload, cluster)
         assert setting.device(0).name == name
+
+
+@pytest.mark.parametrize(("first", "last", "factor"), [(4, 4, 1), (4, 2, 2), (2, 4, 1), (4, 1, 4)])
+def test_a_rank_that_receives_from_several_waits_for_all(first: int, last: int, factor: int) -> None:
+    """Beside a hop between equal ranks of which each has what a rank of the first stage has."""
+    stages = tuple(StageSpec(layers=4, mesh=Mesh(dp_shard=ranks)) for ranks in (first, last))
+    plan = Plan(pp=2, stages=stages, micro_batch_size=2)
+    even = Plan(pp=2, dp_shard=first, micro_batch_size=2)
+    workload, cluster = Workload(seq_len=4096, global_batch_size=32), load_cluster("8xh100")
+    hops, alike = (plan_times(MODEL, one, workload, cluster).hops for one in (plan, even))
+    for pair in ((0, 1), (1, 0)):
+        assert hops[pair].wire_s == pytest.approx(factor * alike[pair].wire_s)
+        assert hops[pair].total_s - hops[pair].wire_s == pytest.approx(alike[pair].total_s - alike[pair].wire_s)
+
+
+@pytest.mark.parametrize(("storage", "shards"), [("muster", 4), ("megatron", 1)])
+def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: Storage, shards: int) -> None:
+    """As many bytes as a rank of the runtime sends."""
+    model, cluster = MODEL.model_copy(update={"tied_embeddings": True, "vocab_size": 2**17}), load_cluster("32xa100")
+    workload = Workload(seq_len=512, global_batch_size=32)
+    plan = Plan(pp=2, dp_shard=4, tp=4, default_strategy=Strategy(zero="z1"))
+    sent = pipeline_bytes(model, plan, workload, 0, coordinates(plan, 0))["TIE"] * 4 / shards
+    setting = plan_setting(model, plan, workload, cluster)
+    tie_s = plan_times(model, plan, workload, cluster, Software(storage=storage)).seconds["TIE", 0]
+    assert tie_s == all_reduce_s(setting.pair(0, setting.first_rank(1)), sent)
+
+
+# --- from plan to run ---
+
+
+def test_launch_files_give_nodes_the_ranks_that_the_plan_wants() -> None:
+    order, words = (2, 0, 3, 1), ("big", "run.yaml", "plan.yaml")
+    job = job_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, order)
+    text = launch_files("slurm", job)["big.sbatch"]
+    (rank,) = re.findall(r"--node-rank (.*) --rendezvous", text)
+    assert f"sed -n {order[0] + 1}p" in text
+    for node in range(4):
+        shown = subprocess.run(["bash", "-c", f"SLURM_NODEID={node}; echo {rank}"], capture_output=True, text=True)
+        assert int(shown.stdout) == order.index(node)
+    for kind in LAUNCHERS:
+        ((_, text),) = launch_files(kind, job).items()
+        assert kind == "slurm" or "in this order of those listed: 2 0 3 1." in text
+    as_listed = job_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, range(4))
+    assert "$(echo" not in launch_files("slurm", as_listed)["big.sbatch"]
+    assert "in this order of those listed: 0 1 2 3." in launch_files("kubernetes", as_listed)["big.yaml"]
+    assert '--node-rank "$2"' in launch_files("torchrun", job)["start.sh"]

@@ -2,7 +2,9 @@
 
 import csv
 import io
+from collections.abc import Collection
 from io import StringIO
+from math import log
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
 from muster.validate.summary import shipped_tables, summarize, to_json, validate
 from muster.validate.sweeps import spearman, sweeps_of
-from muster.validate.table import COLUMNS, Row, parse_table
+from muster.validate.table import COLUMNS, NEEDED, Row, parse_table
+from muster.validate.tilts import tilts_of
+from muster.validate.words import Sharding, sharding_of
 from tests.chromium import Browser, find_chromium
 from tests.page_audit import audit, blank_pictures
 
@@ -90,6 +94,10 @@ def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[R
             "t.csv:1: the header lacks the column seq_len; is it 'sequence_len'",
         ),
         (table({}).replace("tp,pp,", "tp,", 1), "t.csv:1: the header lacks the column pp"),
+        (
+            table({}).replace("micro_batch,", "micro_batches,", 1),
+            "t.csv:1: no column is called 'micro_batches'; did you mean 'micro_batch'",
+        ),
         (table({}, {"hidden": "4k"}), "t.csv:3: hidden: expected a number above 0 without a unit, got '4k'"),
         (table({"value": "10 s"}), "t.csv:2: value: expected a number above 0 without a unit, got '10 s'"),
         (table({"value": "-1"}), "t.csv:2: value: expected a number above 0"),
@@ -108,13 +116,78 @@ def test_what_is_no_table_is_refused_in_one_sentence(text, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_three_columns_may_be_left_out():
-    text = table({})
-    names = text.split("\n")[0].split(",")
-    kept = [name for name in names if name not in ("compile", "async_tp", "software")]
-    rows = [line.split(",") for line in text.strip().split("\n")]
-    shorter = "\n".join(",".join(cells[names.index(name)] for name in kept) for cells in rows)
-    assert parse_table(shorter, "t.csv")[0].software == ""
+def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
+    """The table with those columns alone."""
+    rows = list(csv.DictReader(io.StringIO(text)))
+    lines = [delimiter.join(kept), *(delimiter.join(row[name] for name in kept) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_table_may_lack_what_it_never_states(delimiter):
+    found = parse_table(cut(table({}, {"value": "20"}), NEEDED, delimiter), "t.csv")
+    whole = row()
+    assert [one.value for one in found] == [10, 20]
+    assert (found[0].source, found[0].hidden, found[0].dp, found[0].sp) == ("t.csv", None, None, "")
+    assert setting_of(found[0]).model == setting_of(whole).model, "a known name says the widths"
+    assert set(setting_of(found[0]).unstated) == {"attn_kernel", "sp", "vpp", "micro_batch", "recompute"}
+
+
+def test_headers_may_be_written_in_capitals_and_with_columns_of_ones_own():
+    text = cut(table({}), NEEDED).replace("tp,pp", "TP, PP").replace("value", "value,gpu_hours", 1)
+    assert parse_table(text.replace(",10\n", ",10,3\n"), "t.csv")[0].pp == 2
+
+
+@pytest.mark.parametrize("said", ["OOM", "CUDA out of memory"])
+def test_a_time_that_is_an_outcome_is_read_as_one(said):
+    result = scored({"value": said})[0]
+    assert (result.row.metric, result.row.outcome, result.succeeded) == ("outcome", said, False)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", "meta-llama/Meta-Llama-3-8B", "Llama-3-8B-Instruct", "LLAMA3 8B (run 4)", "llama3_8b"]
+)
+def test_owners_and_what_came_later_are_no_part_of_a_models_name(name):
+    bare = dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab"), "")
+    named = setting_of(row(model_name=name, **bare)).model
+    assert named.model_copy(update={"name": ""}) == setting_of(row()).model.model_copy(update={"name": ""})
+
+
+@pytest.mark.parametrize(
+    ("words", "zero", "group"),
+    [
+        ("2", "z2", None),
+        ("ZeRO stage 3", "z3", None),
+        ("zero_stage=1", "z1", None),
+        ("False", "z1", 1),
+        ("ZeRO-1 sharded within groups of 4", "z1", 4),
+        ("HSDP within 8", "z3", 8),
+        ("zero1=-1 fsdp=False", "z1", None),
+        ("FSDP SHARD_GRAD_OP (ZeRO-2)", "z2", None),
+    ],
+)
+def test_how_ranks_share_is_read_from_the_usual_words(words, zero, group):
+    assert sharding_of(words) == Sharding(zero, group)
+
+
+def test_a_tilt_compares_layouts_that_differ_in_one_axis_alone():
+    """Layouts of tp 2 take twice as long as predicted, whatever else differs; the third and fourth have no partner."""
+    layouts = [("1", "1", "10"), ("2", "1", "20"), ("4", "2", "10"), ("2", "2", "20"), ("1", "2", "10")]
+    rows = [{"tp": tp, "dp": "", "micro_batch": mb, "value": value} for tp, mb, value in layouts]
+    tilts = {(tilt.axis, tilt.change): tilt for tilt in tilts_of(scored(*(row | {"sp": "no"} for row in rows)))}
+    assert {key: round(tilt.tilt) for key, tilt in tilts.items()} == {
+        ("tp", "1 → 2"): round(-100 * log(2)),
+        ("tp", "2 → 4"): round(100 * log(2)),
+        ("micro-batch", "1 → 2"): 0,
+    }
+    assert (tilts["tp", "1 → 2"].pairs, tilts["tp", "1 → 2"].positive) == (2, 0)
+
+
+def test_few_small_sweeps_are_shown_one_by_one():
+    two = summarize(scored({}, {"micro_batch": "2", "value": "9"}))
+    title, rows, sentence = next(section for section in sections(two) if section.title == "Sweeps")
+    assert len(rows) == 2
+    assert sentence.startswith("Of 1 smaller sweep, of 2 to 2 layouts, what is ranked first reaches 90.0 %")
 
 
 def test_a_row_becomes_a_plan():
@@ -159,7 +232,11 @@ def test_what_says_nothing_is_not_open():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"hidden": ""}, "hidden is empty"),
+        (
+            {"hidden": "", "model_name": "llama3-9b"},
+            "hidden is empty, and the catalogue has no model 'llama3-9b'; did you mean 'llama3-8b'",
+        ),
+        ({"zero": "HSDP"}, "zero 'HSDP' doesn't say how many ranks share a copy"),
         ({"n_gpus": ""}, "n_gpus is empty"),
         ({"tp": ""}, "tp is empty"),
         ({"dp": "8"}, "tp 2 × pp 2 × cp 1 × dp 8 is 32, but n_gpus is 16"),

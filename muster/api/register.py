@@ -11,10 +11,10 @@ from muster.catalog import names
 from muster.schedule.own import Order, own_maker
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
+from muster.spec.optim import OPTIMIZERS
 from muster.spec.optim_state import OwnOptimizer
 from muster.spec.own_model import LayerFacts, OwnModel, Shape
 from muster.spec.parts import add_part, part_names, require_callable, require_name
-from muster.spec.run import OPTIMIZERS
 from muster.spec.schedules import SCHEDULES, Entry
 
 T = TypeVar("T")

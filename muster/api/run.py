@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from muster.api.work import require_whole
+from muster.api.work import require_text, require_whole
+from muster.spec.errors import ConfigError
 from muster.spec.layers import flatten
 from muster.spec.load import Resolved, config_text, load_run, load_tree
 from muster.spec.model import ModelSpec
@@ -28,7 +29,7 @@ class Run:
 
     def __init__(
         self,
-        *,
+        *unnamed: Any,
         extends: str | Path | None = None,
         model: str | Mapping[str, Any] | ModelSpec | None = None,
         data: Mapping[str, Any] | None = None,
@@ -40,6 +41,11 @@ class Run:
         seed: int | None = None,
         **others: Any,
     ) -> None:
+        if unnamed:
+            raise ConfigError(
+                f"muster.Run: expected the sections of a run file by name, got {unnamed[0]!r} without one: say"
+                " extends=… for a preset, or muster.load(…) for a run file"
+            )
         own = {"extends": extends, "model": model, "data": data, "train": train, "optim": optim, "parallel": parallel}
         said = own | {"eval": eval, "plugins": plugins, "seed": seed} | others
         tree = {key: _plain(value) for key, value in said.items() if value is not None}
@@ -79,6 +85,8 @@ class Run:
         """
         from muster.api.training import train
 
+        if directory is not None:
+            require_text("directory", directory, "a path")
         place = Path("runs") / self.name if directory is None else Path(directory)
         return train(self.resolved, place, require_whole("nproc", nproc), fresh, allow_changes)
 
@@ -98,6 +106,10 @@ class Run:
 def load(file: str | Path | None = None, *, preset: str | None = None, **keys: Any) -> Run:
     """The run of a run file, of a preset, or of the file over the preset, with other values for some keys, as in
     `load("run.yaml", **{"train.steps": 10})` or `load("run.yaml", train={"steps": 10})`. Raises ConfigError."""
+    if file is not None:
+        require_text("file", file, "a run file's path")
+    if preset is not None:
+        require_text("preset", preset, "a preset's name")
     tree = {key: _plain(value) for key, value in keys.items()}
     run = Run.__new__(Run)
     run._set(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.usual import SEARCH_S
-from muster.api.work import cluster_of, model_of, plan_of, require_whole, usual_seq_len, usual_workload
+from muster.api.work import cluster_of, model_of, plan_of, require_text, require_whole, usual_seq_len, usual_workload
 from muster.planner.answer import Answer, answer_to
 from muster.planner.request import OBJECTIVES, Asked, Objective, ask
 from muster.simulate.predict import Prediction
@@ -62,8 +62,8 @@ def plan(
 ) -> Plans:
     """The best plans for a model on a cluster; arguments are the flags of `muster plan`. Raises ConfigError, and
     InfeasibleError, with what binds, where there is none."""
-    if require_whole("top", top) and limit_s <= 0:
-        raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s}")
+    if require_whole("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
+        raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
     asked = asked_for(model, cluster, seq_len, global_batch, tokens, objective, precision, fix, memory, runnable)
     return Plans(answer_to(asked, top, limit_s))
 
@@ -84,6 +84,9 @@ def asked_for(
     if objective not in OBJECTIVES:
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
+    require_text("fix", fix, "parts of a plan's name such as tp2-z1")
+    if precision is not None:
+        require_text("precision", precision, "a precision such as bf16")
     spec = model_of(model)
     return ask(
         spec,

@@ -19,20 +19,31 @@ def model_of(said: str | Path | ModelSpec) -> ModelSpec:
     """The model of a name, a file or a Hugging Face directory. Raises ConfigError."""
     if isinstance(said, ModelSpec):
         return said
+    require_text("model", said, "a model's name, a file, a Hugging Face directory or a ModelSpec")
     return load_model(HF_PREFIX + str(said) if Path(said).is_dir() else str(said))
 
 
 def cluster_of(said: str | Path | ClusterSpec) -> ClusterSpec:
     """The cluster of a name such as 64xh100, a file, or `this`. Raises ConfigError."""
-    return said if isinstance(said, ClusterSpec) else cluster_here(str(said))
+    if isinstance(said, ClusterSpec):
+        return said
+    require_text("cluster", said, "a cluster's name such as 64xh100, a file, this or a ClusterSpec")
+    return cluster_here(str(said))
 
 
 def plan_of(said: str | Path | Plan) -> Plan:
     """The plan of a name or of a file. Raises ConfigError."""
     if isinstance(said, Plan):
         return said
+    require_text("plan", said, "a plan's name such as dp2-pp2, a file or a Plan")
     text = str(said)
     return load_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
+
+
+def require_text(name: str, said: Any, expected: str) -> None:
+    """Raises ConfigError for what is neither a text nor a path."""
+    if not isinstance(said, str | Path):
+        raise ConfigError(f"{name}: expected {expected}, got {said!r}")
 
 
 def require_whole(name: str, number: Any) -> int | None:

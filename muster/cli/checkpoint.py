@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from muster.api.runtime import runtime
 from muster.cli.parser import Parser, verb_of, whole_number
 from muster.cli.progress import ByteProgress
 from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
+from muster.spec.sizes import read_bytes
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_POWERS = ("", "K", "M", "G", "T")
 
 
 def run(arguments: list[str]) -> int:
@@ -58,7 +57,7 @@ def _convert(args: argparse.Namespace) -> Outcome:
     how = work.Conversion(
         to=args.to,
         dtype=args.dtype,
-        max_shard_bytes=args.max_shard_size,
+        max_shard_bytes=read_bytes(args.max_shard_size, "--max-shard-size"),
         tokenizer=args.tokenizer,
         model=None if args.model is None else load_model(args.model),
     )
@@ -118,9 +117,7 @@ def _parse_convert(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("target", type=Path, metavar="DST", help="the directory that is written; it must not be there")
     parser.add_argument("--to", choices=("muster", "hf", "dcp"), required=True, help="what DST will be")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they are stored)")
-    parser.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
-    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files from there")
     parser.add_argument("--model", metavar="NAME", help="what SRC holds, where it doesn't say it: a name or hf:DIR")
     return parser.parse(arguments)
@@ -179,16 +176,6 @@ def _parser(verb: str, description: str, usage: str) -> Parser:
     parser = Parser(f"checkpoint {verb}", description, usage=f"muster checkpoint {verb} {usage}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
-    size = 0
-    if match is not None:
-        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2].upper()))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MB, got '{text}'")
-    return size
 
 
 VERBS: dict[str, tuple[str, Callable[[list[str]], argparse.Namespace], Callable[[argparse.Namespace], Outcome]]] = {

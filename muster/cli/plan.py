@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,28 @@ if TYPE_CHECKING:
 def run(arguments: list[str]) -> int:
     """Searches. Returns the exit code."""
     args = _parse(arguments)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print(
+            "muster: interrupted before there was an answer; --limit S ends a search with what it has", file=sys.stderr
+        )
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     from muster.planner.answer import answer_to
+    from muster.planner.launch import check_launch
     from muster.report.plan_answer import answer_json, show_answer
 
     if args.pareto:
         return _pareto(args)
     if args.what_if:
         return _what_if(args)
-    answer = answer_to(_asked(args), args.top, args.limit)
+    asked = _asked(args)
+    if args.launch:
+        check_launch(args.launch, asked.request.cluster)
+    answer = answer_to(asked, args.top, args.limit)
     written = _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
@@ -50,7 +65,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--objective", choices=("time", "cost", "energy", "memory"), default="time", help="what is made small")
     add("--top", type=whole_number, default=5, metavar="K", help="plans that are shown (default: 5)")
     add("--precision", metavar="P", help="of the compute (default: bf16, fp32 on CPUs)")
-    add("--fix", metavar="PARTS", help="parts of a plan's name that the plans must have, such as tp8-z1")
+    add(
+        "--fix",
+        action="append",
+        metavar="PARTS",
+        help="parts of a name that all plans must have, such as tp8-z1",
+    )
     add("--memory", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
     add("--runnable", action="store_true", help="only plans that muster train runs today")
     add("--explain", action="store_true", help="say what became of every family of plans")
@@ -149,7 +169,7 @@ def _asked(args: argparse.Namespace) -> "Asked":
         args.tokens,
         args.objective,
         args.precision,
-        args.fix or "",
+        "-".join(args.fix or ()),
         args.memory,
         args.runnable,
     )
@@ -190,7 +210,8 @@ def _launch(args: argparse.Namespace, answer: "Answer") -> list[Path]:
 
     plan_file = args.output or Path("plan.yaml")
     plan, cluster = answer.found.best[0].plan, answer.request.cluster
-    job = job_of(plan, cluster, f"muster-{answer.request.model.name}", args.run_file or "run.yaml", str(plan_file))
+    name, run_file = f"muster-{answer.request.model.name}", args.run_file or "run.yaml"
+    job = job_of(plan, cluster, name, run_file, str(plan_file), answer.arranged.order)
     try:
         return write_launch_files(args.launch, job, plan_file.parent)
     except OSError as error:

@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
     """Predicts a table's rows and prints the errors. Returns the exit code."""
     parser = Parser("validate", "Predict published measurements, and say how far off the predictions are.")
     add = parser.add_argument
-    add("--csv", type=Path, metavar="FILE", help="a table with the columns of the shipped ones (default: those)")
+    add("--csv", type=Path, metavar="FILE", help="a table of your own (default: those that come with Muster)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")

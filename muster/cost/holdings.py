@@ -6,7 +6,9 @@ are those of `muster.spec.layout`; experts, latent and linear attention are cut 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
+from operator import attrgetter
 
 from muster.spec.layout import WORDS, has_words, shard_rows
 from muster.spec.model import ModelSpec, layer_parameters, stage_parameters
@@ -36,7 +38,7 @@ class Held:
 NOTHING = Held(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageHoldings:
     """The parameters of a stage in the groups in which they are gathered and reduced."""
 
@@ -52,9 +54,11 @@ class StageHoldings:
         """What belongs to no layer."""
         return self.rest + self.words
 
-    @property
+    @cached_property
     def all(self) -> Held:
-        return sum(self.layers, start=self.root)
+        last = next((held.last for held in reversed(self.layers) if held.last), self.root.last)
+        whole, shard = (sum(map(attrgetter(name), self.layers)) for name in ("whole", "shard"))
+        return Held(self.root.whole + whole, self.root.shard + shard, last)
 
 
 def stage_holdings(spec: ModelSpec, plan: Plan, stage: int) -> StageHoldings:
@@ -76,6 +80,8 @@ def stage_holdings(spec: ModelSpec, plan: Plan, stage: int) -> StageHoldings:
 
 def _layers(spec: ModelSpec, mesh: Mesh, layers: range) -> tuple[Held, ...]:
     """Layers of one kind hold alike."""
+    if layers and spec.moe is None and spec.linear_attention is None:
+        return (_sum(spec, mesh, layer_parameters(spec, layers.start)),) * len(layers)
     held: dict[tuple[bool, bool], Held] = {}
     for layer in layers:
         if (kind := layer_kind(spec, layer)) not in held:

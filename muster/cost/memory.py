@@ -14,9 +14,9 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.layout import held_parts, shard_rows, stage_layouts, stages_of, tensor_slice
 from muster.spec.mesh import Coordinates, coordinates
 from muster.spec.model import ModelSpec, layer_parameters
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import state_numel
 from muster.spec.plan import Plan, Precision, Recompute, Zero
-from muster.spec.run import OptimConfig
 from muster.spec.workload import Workload
 
 _COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}

@@ -63,17 +63,28 @@ class Least:
     second micro-batch goes backward."""
     first_state: int
     """The same when the only one does: gradients of embedding and head may come after the others were used."""
+    resident: int
+    """Of the state what is always there: parameters, and the optimizer's state."""
     layer: int
     """What its first layer keeps of a micro-batch beside these, when the micro-batch goes backward."""
+    layer_state: int
+    """Of the state, what belongs to the layer that has least of it."""
+    deferred: int
+    """What a layer keeps of a micro-batch from I to W, whatever it computes again: of the layer that keeps least."""
 
 
-def least_held(spec: ModelSpec, plan: Plan, workload: Workload, stage: int = 0) -> Least:
-    """Of `own_stage`."""
-    own = _Own(spec, plan, workload, stage, OTHER_KERNELS, 2.0)
-    gathered = 0 if own.plain or own.zero == "z3" else own.held.all.whole * own.size
-    state = own.parameters + own.optimizer + own.gradients + gathered
-    root = own.held.root.whole if own.zero == "z1" else own.held.root.shard
-    return Least(state, state - root * own.wide, own._layer(own.layers[0]) if own.layers else 0)
+def least_held(spec: ModelSpec, plan: Plan, workload: Workload) -> Least:
+    """Of `own_stage`, where all layers are on one stage."""
+    own = _Own(spec, plan, workload, 0, OTHER_KERNELS, 2.0)
+    state, root = own.state(own.held.all), own.held.root.whole if own.zero == "z1" else own.held.root.shard
+    return Least(
+        state,
+        state - root * own.wide,
+        own.parameters + own.optimizer,
+        own._layer(0),
+        min(map(own.state, set(own.held.layers))),
+        min(map(own.deferred_layer, dict(zip(own.held.layers, own.layers, strict=True)).values())),
+    )
 
 
 class _Own:
@@ -144,6 +155,13 @@ class _Own:
     def gradients(self) -> int:
         return self.held.all.whole * self.wide if self.zero == "z1" else self.parameters
 
+    def state(self, held: Held) -> int:
+        """Of some of the stage's parameters, what is there while a backward runs: themselves, the optimizer's state,
+        gradients, and what passes use of them where that stays."""
+        sharded = held.shard * self.wide * (1 + (self.optimizer > 0) * self.state_numbers)
+        gradients = (held.whole if self.zero == "z1" else held.shard) * self.wide
+        return int(sharded) + gradients + (0 if self.plain or self.zero == "z3" else held.whole * self.size)
+
     def _ends(self) -> tuple[bool, bool]:
         """Whether nothing comes from another rank before the stage, and after it."""
         plan, stage = self.plan, self.stage
@@ -179,12 +197,15 @@ class _Own:
 
     def _deferred(self, kept: MemoryTerms) -> MemoryTerms:
         """Inputs and output gradients of all linear layers."""
+        logits = kept.logits + (self.sizes.whole_hidden_bytes if self.scores else 0)
+        return MemoryTerms(activations=sum(map(self.deferred_layer, self.layers)), logits=logits)
+
+    def deferred_layer(self, layer: int) -> int:
+        """Of one layer."""
         own, sizes = self.sizes.own, self.sizes
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
-        inner = sum(product_bytes(sizes, layer) for layer in self.layers)
-        per_layer = 4 * sizes.whole_hidden_bytes + sizes.tokens * width * self.size
-        logits = kept.logits + (sizes.whole_hidden_bytes if self.scores else 0)
-        return MemoryTerms(activations=len(self.layers) * per_layer + (2 + own.gated) * inner, logits=logits)
+        linear = 4 * sizes.whole_hidden_bytes + sizes.tokens * width * self.size
+        return linear + (2 + own.gated) * product_bytes(sizes, layer)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Moments

@@ -17,7 +17,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan, Strategy, split_evenly
+from muster.spec.plan import Mesh, Plan, Strategy
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
@@ -137,7 +137,7 @@ class PlanSetting:
     @cached_property
     def layers(self) -> list[range]:
         """Of each stage of one replica."""
-        counts = [stage.layers for stage in self.plan.stages] or split_evenly(self.model.num_layers, self.depth)
+        counts = self.plan.layer_counts(self.model.num_layers)
         ends = list(accumulate(counts))
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 

@@ -1,5 +1,6 @@
 """How long every instruction of a plan's Program takes on a cluster."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ from muster.cost.measured import measured_times
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.places import PlanSetting, known_of
 from muster.cost.stage_times import StageTimes, example_times
+from muster.spec.boundary import stage_messages
 from muster.spec.cluster import ClusterSpec
-from muster.spec.device import LinkSpec
+from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan
@@ -147,21 +149,35 @@ def _ends(setting: PlanSetting) -> Iterable[int]:
 
 
 def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
-    """(kind, seconds) of what a stage adds up with another once a step."""
+    """(kind, seconds) of what a stage adds up with another once a step: where gradients are reduced before, each rank
+    adds up the part that is then its own."""
     plan, gradient_bytes = setting.plan, setting.software.gradient_bytes
-    words = setting.model.vocab_size * setting.model.hidden_size / at.mesh.tp
+    parts = at.mesh.dp_shard if setting.software.storage == "muster" else 1
+    words = setting.model.vocab_size * setting.model.hidden_size / (at.mesh.tp * parts)
     other = plan.tied_stage(stage)
     if other is not None:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
         yield "TIE", all_reduce_s(pair, words * gradient_bytes)
     if plan.replicas > 1 and stage < plan.depth:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
-        yield "MERGE", all_reduce_s(pair, at.numel * gradient_bytes)
+        yield "MERGE", all_reduce_s(pair, at.numel / parts * gradient_bytes)
 
 
 HOST_EFFICIENCY = 0.8
 """Share of its link's bandwidth that copies between pinned host memory and a device reach: 25 of 31.5 GB/s on PCIe 4
 (an assumption that is usual in bandwidth tests)."""
+
+
+def host_copy_s(device: DeviceSpec, size: float) -> float:
+    """So many bytes to the host's memory, or back. Raises ConfigError where the link to it is unknown."""
+    if device.kind == "cpu":
+        return stream_s(device, 2 * size)
+    if device.host_bandwidth_bytes_per_s is None:
+        raise ConfigError(
+            f"how fast {device.name} reaches its host's memory is unknown, so offload has no time: give the device"
+            " host_bandwidth_bytes_per_s in a cluster file"
+        )
+    return size / (HOST_EFFICIENCY * device.host_bandwidth_bytes_per_s)
 
 
 def _copy_times(setting: PlanSetting) -> Iterator[tuple[tuple[str, int], float]]:
@@ -170,16 +186,7 @@ def _copy_times(setting: PlanSetting) -> Iterator[tuple[tuple[str, int], float]]
         moved = offloaded_bytes(setting.model, setting.plan, setting.workload, stage)
         if not moved:
             continue
-        device = setting.device(stage)
-        if device.kind == "cpu":
-            time_s = stream_s(device, 2 * moved)
-        elif device.host_bandwidth_bytes_per_s is None:
-            raise ConfigError(
-                f"how fast {device.name} reaches its host's memory is unknown, so offload has no time: give the device"
-                " host_bandwidth_bytes_per_s in a cluster file"
-            )
-        else:
-            time_s = moved / (HOST_EFFICIENCY * device.host_bandwidth_bytes_per_s)
+        time_s = host_copy_s(setting.device(stage), moved)
         yield ("OFFLOAD", stage), time_s
         yield ("RELOAD", stage), time_s
 
@@ -206,6 +213,8 @@ def example_hops(setting: PlanSetting) -> list[tuple[Hop, Hop] | None]:
 def _stage_hop(setting: PlanSetting, stage: int) -> tuple[Hop, Hop] | None:
     if not setting.is_joined(stage):
         return None
+    if not setting.is_uniform:
+        return _cut_hop(setting, stage - 1, stage), _cut_hop(setting, stage, stage - 1)
     pair, plan = setting.between(stage - 1, stage), setting.plan
     one, other = (
         _hop(setting, pair, source, plan.mesh(source), plan.strategy(setting.layers[source % setting.depth].start).sp)
@@ -219,6 +228,21 @@ def _hop(setting: PlanSetting, pair: Group, source: int, mesh: Mesh, sp: bool) -
     tokens = setting.rows(source) * setting.workload.seq_len / mesh.cp / split
     size = tokens * setting.model.hidden_size * max(2, _bytes(setting.plan))
     return Hop(message_s(pair, size), size / _wire(pair))
+
+
+def _cut_hop(setting: PlanSetting, source: int, target: int) -> Hop:
+    """Between stages that may cut a micro-batch differently: a rank may send to several, and receive from several, over
+    one way out and one way in. All of it has to come through the busiest of these."""
+    plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
+    position_bytes = setting.model.hidden_size * max(2, _bytes(plan)) / plan.mesh(target).cp
+    for message in stage_messages(setting.model, plan, setting.workload.seq_len, source, target):
+        pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
+        wire_s = size / _wire(pair)
+        start_s = max(start_s, message_s(pair, size) - wire_s)
+        seconds["out", message.source] += wire_s
+        seconds["in", message.target] += wire_s
+    busiest_s = max(seconds.values(), default=0.0)
+    return Hop(start_s + busiest_s, busiest_s)
 
 
 def _bytes(plan: Plan) -> int:

@@ -7,7 +7,7 @@ from itertools import combinations
 from muster.cost.forecast import MemoryForecast, forecast
 from muster.schedule.build import program_of
 from muster.spec.cluster import ClusterSpec
-from muster.spec.errors import MusterError
+from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.legal import problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Recompute, Strategy, Zero
@@ -53,8 +53,9 @@ def reliefs(
     price: Callable[[Plan], float],
     limit: int = 3,
 ) -> list[Relief]:
-    """The cheapest plans that fit, and differ from `plan` in as few of these as it takes: recompute, sharding level,
-    sequence parallelism, micro-batch size, tensor parallelism, pipeline stages, a spread vocabulary. Cheapest first."""
+    """The cheapest plans that fit, and differ from `plan` in as few of these as it takes: recompute, offload, sharding
+    level, sequence parallelism, micro-batch size, tensor parallelism, pipeline stages, a spread vocabulary. Cheapest
+    first."""
     edits, tried = list(_edits(plan, model)), 0
     fitting: list[tuple[tuple[str, ...], Plan, MemoryForecast]] = []
     for together in range(1, MOST_TOGETHER + 1):
@@ -70,8 +71,8 @@ def reliefs(
             if problems(other, model, workload, plan.world_size):
                 continue
             tried += 1
-            found = forecast(model, other, workload, cluster, program_of(other, model, workload), software)
-            if found.fits:
+            found = _forecast(model, other, workload, cluster, software)
+            if found is not None and found.fits:
                 fitting.append((tuple(name for name, _ in chosen), other, found))
         if len(fitting) >= limit:
             break
@@ -81,6 +82,15 @@ def reliefs(
         if (value := _priced(price, other)) is not None
     ]
     return sorted(priced, key=lambda one: (one.price, len(one.changes)))[:limit]
+
+
+def _forecast(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None
+) -> MemoryForecast | None:
+    try:
+        return forecast(model, plan, workload, cluster, program_of(plan, model, workload), software)
+    except InfeasibleError:  # what it offloads has no time to lie in the host's memory
+        return None
 
 
 def _priced(price: Callable[[Plan], float], plan: Plan) -> float | None:
@@ -95,6 +105,8 @@ def _edits(plan: Plan, model: ModelSpec) -> Iterator[Edit]:
     default = plan.default_strategy
     for recompute in _STRONGER.get(default.recompute, ()):
         yield f"recompute {recompute}", lambda p, how=recompute: _with(p, recompute=how)
+    if plan.pp > 1 and default.offload == "none":
+        yield "offload activations", lambda p: _with(p, offload="activations")
     if plan.mesh(0).data_ranks > 1:
         for zero in _MORE_SHARDED.get(default.zero, ()):
             yield f"shard {zero}", lambda p, level=zero: _with(p, zero=level)

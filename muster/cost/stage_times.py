@@ -1,12 +1,13 @@
 """How long the passes and collectives of one stage take."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import log2, prod
 
 from muster.cost.collectives import Group, all_gather_s, all_reduce_s, broadcasts_s, message_s, reduce_scatter_s
+from muster.cost.kernels import stream_s
 from muster.cost.layer_parts import LayerPasses, LayerSetting
 from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
 from muster.cost.places import LayerKind, PlanSetting
@@ -21,6 +22,10 @@ bf16 and 0.5 to 1 % in fp8 (Llama 3 on 8 to 256 nodes of H100, github:NVIDIA/dgx
 WAITING_BY_LAYER = 0.01
 """The same where they meet at every layer, under z2 and z3, so that what is slow by chance doesn't even out over a
 step: 0.7 to 2.5 % (llm-foundry's tables of A100 and H100, torchtitan's of H100 and H200)."""
+
+
+_WIDE = 4
+"""Bytes of a number in float32."""
 
 
 class StageTimes:
@@ -89,15 +94,25 @@ class StageTimes:
         """By pass: axis → what is waited for."""
         return self._passes[1]
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether backwards take as much longer for each layer that is computed again, however many are: all are of one
+        kind, nothing travels beside them, and the host launches kernels faster than they run."""
+        return self._passes[2]
+
     @cached_property
-    def _passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    def _passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
         key = self._key if self.zero == "z1" else (*self._key, id(self.data), id(self.replicas))
         known = self.setting.known.stages
         if key not in known:
             waiting = WAITING if self.zero == "z1" else WAITING_BY_LAYER
             slower, spent = 1 + waiting * log2(self.setting.num_nodes), dict(self.passes())
             seconds = {kind: slower * one.seconds(self.launch_s) for kind, one in spent.items()}
-            known[key] = seconds, {kind: one.waits_s for kind, one in spent.items()}
+            alike = self.travel_s(self.layers) == (0, 0) and len(self._counts) == 1
+            later = self.setting.plan.is_last(self.stage) and self.setting.model.mtp_layers > 0
+            launched = all(spent[kind].compute_s >= spent[kind].kernels * self.launch_s for kind in ("B", "I"))
+            waits_s = {kind: one.waits_s for kind, one in spent.items()}
+            known[key] = seconds, waits_s, alike and launched and not later
         return known[key]
 
     @cached_property
@@ -242,11 +257,15 @@ class StageTimes:
         """Numbers that the rank's optimizer updates."""
         return self.numel / self.data.size
 
-    def travel_s(self, layers: Iterable[int]) -> tuple[float, float]:
+    def travel_s(self, layers: range) -> tuple[float, float]:
         """Of one micro-batch, beside the passes of some layers: z3 gathers their parameters, in the dtype of the
         compute; z2 and z3 reduce their gradients, and add these up over replicas."""
         gather_s = reduce_s = 0.0
-        for numel, count in Counter(map(self._layer_numel, layers)).items() if self.zero != "z1" else ():
+        if self.zero == "z1":
+            return gather_s, reduce_s
+        # A kind of layer is told by the first layer that is of it.
+        for kind, count in Counter(self.setting.known.layers[layers.start : layers.stop]).items():
+            numel = self._layer_numel(kind)
             if self.zero == "z3":
                 gather_s += count * (all_gather_s(self.data, numel * self.at.act) + self._parts_s())
             size = numel * self.setting.software.gradient_bytes
@@ -269,6 +288,8 @@ class StageTimes:
         software = self.setting.software
         gradients = self.numel * software.gradient_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        if software.reduces_whole:
+            reduce_s = self._whole_reduce_s()
         gather = broadcasts_s if software.broadcast_updates else all_gather_s
         gather_s = gather(self.data, self.numel * self.at.act)
         buckets = max(1, len(self.layers))
@@ -277,6 +298,15 @@ class StageTimes:
         yield "UNSHARD", _left_s(gather_s, seconds["F"] if software.overlap_gather else 0.0, buckets)
         norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
         yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
+
+    def _whole_reduce_s(self) -> float:
+        """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and
+        copied to where they came from."""
+        if self.data.size * self.replicas.size == 1:
+            return 0.0
+        numel, size = self.numel, self.setting.software.gradient_bytes
+        copies_s = stream_s(self.device, numel * (6 * size + 2 * (size + _WIDE)))
+        return copies_s + all_reduce_s(self.data, numel * _WIDE) + all_reduce_s(self.replicas, numel * _WIDE)
 
 
 def stage_times(setting: PlanSetting) -> list[StageTimes]:

@@ -23,10 +23,10 @@ from muster.spec.layout import (
 )
 from muster.spec.mesh import Coordinates, coordinates, data_index, members, rank_at
 from muster.spec.model import ModelSpec
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import is_muon_matrix
 from muster.spec.owners import OwnedMatrix, deal, sent_numel
 from muster.spec.plan import Plan
-from muster.spec.run import OptimConfig
 from muster.spec.workload import Workload
 
 _REPORT_BYTES = 6 * 8

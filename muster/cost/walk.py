@@ -5,9 +5,10 @@ arrays, which is what a search does thousands of times.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from muster.cost.memory import MemoryTerms
 from muster.cost.stage_memory import Moment, StageMemory
 from muster.schedule.action import Action, Lane
+from muster.schedule.offload import with_copies
 from muster.schedule.program import Instruction, Program
 from muster.schedule.schedule import Schedule
 
@@ -24,7 +26,7 @@ Places = NDArray[np.intp]
 """Of instructions in an order."""
 
 _COPYING = (Moment("copying", MemoryTerms()),)
-_PASSES = frozenset(("F", "B", "I", "W", "S", "T"))
+_PASSES = frozenset(("F", "B", "I", "W", "S", "T", "OFFLOAD", "RELOAD"))
 _GATHERED = frozenset(("F", "B", "I", "W", "UNSHARD"))
 """What needs its stage's parameters whole."""
 
@@ -35,11 +37,11 @@ class RankOrder:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
-        numbers: dict[Key, int] = {}
-        pairs = (action[:2] for action in actions)
-        self.codes: Places = np.fromiter((numbers.setdefault(pair, len(numbers)) for pair in pairs), np.intp)
+        pairs = list(map(itemgetter(0, 1), actions))
+        self.keys: tuple[Key, ...] = tuple(dict.fromkeys(pairs))
+        numbers = {key: number for number, key in enumerate(self.keys)}
+        self.codes: Places = np.fromiter(map(numbers.__getitem__, pairs), np.intp, len(pairs))
         """Of each action, which of `keys` it is."""
-        self.keys: tuple[Key, ...] = tuple(numbers)
         self._gathers: dict[tuple[int, bool], tuple[Places, Places]] = {}
 
     def places(self, stage: int, kinds: frozenset[str]) -> Places:
@@ -73,17 +75,38 @@ class RankOrder:
     @cached_property
     def live(self) -> dict[int, int]:
         """Stage → its micro-batches between their forward and their backward's end when the rank keeps most of them."""
-        change = np.array([{"F": 1, "B": -1, "W": -1}.get(kind, 0) for kind, _ in self.keys], np.intp)
+        return self._most({"F": 1, "B": -1, "W": -1})
+
+    @cached_property
+    def resident(self) -> dict[int, int]:
+        """Stage → those of them that are on the device when most are, where others are in the host's memory."""
+        return self._most({"F": 1, "B": -1, "W": -1, "OFFLOAD": -1, "RELOAD": 1})
+
+    def _most(self, changes: Mapping[str, int]) -> dict[int, int]:
+        """Stage → how many there are when the rank has most; `changes`: by each kind of instruction."""
+        change = np.array([changes.get(kind, 0) for kind, _ in self.keys], np.intp)
         stages = {stage for kind, stage in self.keys if kind == "F"}
         if not stages:
             return {}
         place = int(np.argmax(np.cumsum(change[self.codes])))
         counts = np.bincount(self.codes[: place + 1], minlength=len(self.keys)) * change
-        live = dict.fromkeys(sorted(stages), 0)
+        most = dict.fromkeys(sorted(stages), 0)
         for (_, stage), count in zip(self.keys, counts.tolist(), strict=True):
             if count:
-                live[stage] += count
-        return live
+                most[stage] += count
+        return most
+
+    def away_bytes(self, sizes: Mapping[int, int]) -> int:
+        """The most that the host's memory holds of the rank's micro-batches, from the end of a forward to the backward
+        that needs it; `sizes`: of a micro-batch, by stage."""
+        if not any(kind == "OFFLOAD" for kind, _ in self.keys):
+            return 0
+        change = np.zeros(len(self.codes) + 1, np.int64)
+        leave = {action[1:3] for action in self.actions if action.kind == "OFFLOAD"}
+        for place, (kind, stage, micro_batch, *_) in enumerate(self.actions):
+            if (stage, micro_batch) in leave and kind in ("F", "B", "I"):
+                change[place] += sizes.get(stage, 0) * (1 if kind == "F" else -1)
+        return int(np.cumsum(change).max(initial=0))
 
 
 def orders_of(program: Program) -> tuple[RankOrder, ...]:
@@ -91,40 +114,28 @@ def orders_of(program: Program) -> tuple[RankOrder, ...]:
     return tuple(RankOrder(_order(lanes)) for lanes in program.ranks)
 
 
-def orders_of_schedule(schedule: Schedule, gathers: bool, reduces: bool) -> tuple[RankOrder, ...]:
-    """The same as of the Program that a schedule is lowered to, without making that: where nothing is offloaded, the
-    vocabulary isn't spread and there are no replicas. `gathers`, `reduces`: whether it has UNSHARD and REDUCE."""
-    found = []
-    for rank, actions in enumerate(schedule.ranks):
-        stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
-        before = [Action("UNSHARD", stage) for stage in stages if gathers]
-        after = [Action("REDUCE", stage) for stage in stages if reduces]
-        found.append(RankOrder([*before, *actions, *after]))
-    return tuple(found)
+def order_of_schedule(
+    schedule: Schedule, rank: int, gathers: bool, reduces: bool, offloads: Collection[int] = ()
+) -> RankOrder:
+    """The same as of a rank of the Program that a schedule is lowered to, without making that: where the vocabulary
+    isn't spread and there are no replicas. `gathers`, `reduces`: whether it has UNSHARD and REDUCE; `offloads`: the
+    stages whose activations wait in the host's memory where there is time."""
+    stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
+    before = [Action("UNSHARD", stage) for stage in stages if gathers]
+    after = [Action("REDUCE", stage) for stage in stages if reduces]
+    own = schedule.ranks[rank]
+    return RankOrder([*before, *(with_copies(own, offloads) if offloads else own), *after])
 
 
 def _order(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
     collectives = [action for action, _, _ in lanes.get("collective", ())]
-    compute = (action for action, _, _ in lanes.get("compute", ()) if action[0] in _PASSES)
+    copied = {action.stage for action, _, _ in lanes.get("copy", ())}
+    compute = with_copies([action for action, _, _ in lanes.get("compute", ())], copied)
     return [
         *(action for action in collectives if action[0] == "UNSHARD"),
-        *(_with_copies(lanes) if lanes.get("copy") else compute),
+        *(action for action in compute if action[0] in _PASSES),
         *(action for action in collectives if action[0] in ("REDUCE", "MERGE")),
     ]
-
-
-def _with_copies(lanes: Mapping[Lane, Sequence[Instruction]]) -> Iterator[Action]:
-    copies = lanes["copy"]
-    back: defaultdict[int, list[Action]] = defaultdict(list)
-    for action, _, waits in copies:
-        if action.kind == "RELOAD":
-            back[waits[0].index].append(action)
-    for index, (action, _, waits) in enumerate(lanes["compute"]):
-        waited = (copies[wait.index].action for wait in waits if wait.lane == "copy")
-        yield from (copy for copy in waited if copy.kind == "OFFLOAD")
-        if action[0] in _PASSES:
-            yield action
-        yield from back[index]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from muster.data.store import TokenStore
 
 NOT_COUNTED = -100
 """The label of a position that is not counted in the loss."""
+_LOOKED_AT = 64
+"""Samples among which one with a document's beginning is looked for."""
 Packing = Literal["concatenate", "documents", "whole", "none"]
 
 
@@ -57,18 +59,18 @@ class Samples(Protocol):
     @property
     def parts(self) -> "dict[str, Samples]":
         """The sources of a mixture by name; of a single source none."""
-        ...
+        return {}
 
     def train_batch(self, first: int, count: int) -> Batch:
         """Training samples `first` … `first + count − 1` of the global stream."""
-        ...
+        return self.rows(np.arange(first, first + count))
 
     def held_out_batch(self, first: int, count: int) -> Batch:
         """Held-out samples `first` … `first + count − 1`; rows after the last one have no valid label.
 
         Their order is the same for every seed and mixes the whole stream, so that any first part is a fair sample.
         """
-        ...
+        return self.rows(np.arange(first, first + count), held_out=True)
 
     def num_valid(self, first: int, count: int) -> int:
         """Labels that count in a range of training samples."""
@@ -122,16 +124,6 @@ class Dataset(Samples):
     def seq_len(self) -> int:
         return self.windows.seq_len
 
-    @property
-    def parts(self) -> dict[str, Samples]:
-        return {}
-
-    def train_batch(self, first: int, count: int) -> Batch:
-        return self.rows(np.arange(first, first + count))
-
-    def held_out_batch(self, first: int, count: int) -> Batch:
-        return self.rows(np.arange(first, first + count), held_out=True)
-
     def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
         return self._read(self._windows_of(index, held_out), len(index))
 
@@ -149,6 +141,24 @@ class Dataset(Samples):
     def num_held_out_valid(self, first: int, count: int) -> int:
         """Labels that count in a range of held-out samples."""
         return self._count(self._windows_of(np.arange(first, first + count), held_out=True))
+
+    def beginning(self, count: int) -> np.ndarray:
+        """At most `count` tokens from where a held-out document begins, or a training one if none is held out; from
+        inside one if none begins there."""
+        is_held_out = self.num_held_out_samples > 0
+        num_samples = self.num_held_out_samples if is_held_out else self.num_train_samples
+        windows = self._windows_of(np.arange(min(_LOOKED_AT, num_samples)), is_held_out)
+        stops = self.windows.starts(windows) + self.windows.num_valid(windows)
+        firsts, found = self.store.document_starts, []
+        for start, stop in zip(self.windows.starts(windows).tolist(), stops.tolist(), strict=True):
+            document = int(np.searchsorted(firsts, start))
+            begins = document < len(firsts) and firsts[document] < stop
+            begin = int(firsts[document]) if begins else start
+            following = int(np.searchsorted(firsts, begin, side="right"))
+            end = int(firsts[following]) - 1 if following < len(firsts) else self.store.header.num_tokens - 1
+            found.append((begins, min(end, stop, begin + count) - begin, begin))
+        _, length, begin = max(found, key=lambda one: one[:2])
+        return self.store.read(begin, begin + length)
 
     def _windows_of(self, index: np.ndarray, held_out: bool) -> np.ndarray:
         if not held_out:

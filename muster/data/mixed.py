@@ -44,12 +44,6 @@ class MixedDataset(Samples):
     def parts(self) -> dict[str, Samples]:
         return dict(self.sources)
 
-    def train_batch(self, first: int, count: int) -> Batch:
-        return self.rows(np.arange(first, first + count))
-
-    def held_out_batch(self, first: int, count: int) -> Batch:
-        return self.rows(np.arange(first, first + count), held_out=True)
-
     def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
         source, own = self._places(index, held_out)
         return self._gather(source, [one.rows(own[source == k], held_out) for k, one in enumerate(self._list)])

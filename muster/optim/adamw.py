@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from muster.optim.base import Optimizer, has_decay
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import ADAMW_STATE
-from muster.spec.run import OptimConfig
 
 
 class AdamW(Optimizer):

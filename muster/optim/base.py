@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import no_decay, state_names
-from muster.spec.run import OptimConfig
 
 
 class Optimizer(ABC):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import cos, pi, sqrt
 
 from muster.spec.errors import ConfigError
-from muster.spec.run import OptimConfig
+from muster.spec.optim import OptimConfig
 from muster.spec.suggest import did_you_mean
 
 SHAPES: dict[str, Callable[[float], float]] = {

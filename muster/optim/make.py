@@ -13,7 +13,7 @@ from muster.optim.peers import Peers
 from muster.optim.sgd import SGD
 from muster.parallel.world import World
 from muster.spec.layout import TensorLayout
-from muster.spec.run import OptimConfig
+from muster.spec.optim import OptimConfig
 
 
 def make_optimizer(

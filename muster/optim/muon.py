@@ -14,8 +14,8 @@ from muster.optim.base import Optimizer
 from muster.optim.matrices import box_views, share_out
 from muster.optim.peers import Peers
 from muster.spec.layout import TensorLayout
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import is_muon_matrix
-from muster.spec.run import OptimConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic: steep at 0, so that five steps bring nearly all singular values to about 0.7 … 1.2."""

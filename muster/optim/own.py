@@ -9,10 +9,10 @@ from torch import Tensor
 
 from muster.optim.base import Optimizer, has_decay
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.optim import OptimConfig
 from muster.spec.optim_state import OwnOptimizer
 from muster.spec.parts import part_of
 from muster.spec.plugins import where_in
-from muster.spec.run import OptimConfig
 
 STEP = "step"
 """The one number, beside tensors of a parameter's shape, that a state may hold: how many steps were made."""

@@ -1,13 +1,18 @@
 """What `muster plan` was asked, and what it found."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from muster.planner.explain import no_plan
 from muster.planner.footprint import Footprint, footprint
+from muster.planner.neighbours import Neighbour, neighbours
 from muster.planner.request import Asked, Request
 from muster.planner.search import Found
 from muster.planner.unequal import Arranged, arrange
 from muster.spec.errors import InfeasibleError
+
+LEAST_WHY_S = 2.0
+"""For saying why the first is the best, however long the search took."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +24,18 @@ class Answer:
     """Of the training under each plan; None where nobody said how many tokens it takes."""
     derived: list[str]
     """A line for each value that was left out and derived."""
+    limit_s: float
+    """Of the search."""
 
     @property
     def request(self) -> Request:
         return self.arranged.request
+
+    @cached_property
+    def why(self) -> list[Neighbour]:
+        """What one change to the first would do, in what is left of the time."""
+        left_s = max(LEAST_WHY_S, self.limit_s - self.found.seconds)
+        return neighbours(self.found.best[0], self.arranged.judge, left_s)
 
     @property
     def found(self) -> Found:
@@ -36,4 +49,4 @@ def answer_to(asked: Asked, top: int, limit_s: float) -> Answer:
         raise InfeasibleError(no_plan(arranged.request, arranged.found, arranged.judge))
     tokens = asked.tokens
     footprints = None if tokens is None else [footprint(one.prediction, tokens) for one in arranged.found.best]
-    return Answer(arranged, footprints, asked.derived)
+    return Answer(arranged, footprints, asked.derived, limit_s)

@@ -16,11 +16,12 @@ from muster.spec.legal import asked_world_size, counted, require_runnable_model
 from muster.spec.load import Resolved, derived_lines
 from muster.spec.machine import PROFILE, found_machine, gpu_names, measured_machine, usable_cores, with_processes
 from muster.spec.nearest import require_runnable
+from muster.spec.optim import OPTIMIZERS
 from muster.spec.own_model import own_model
 from muster.spec.parts import part_of
 from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import OPTIMIZERS, RunConfig
+from muster.spec.run import RunConfig
 
 LIMIT_S = 30.0
 """At most, for models and numbers of processes far beyond one machine: what is small takes tenths of a second."""
@@ -140,7 +141,7 @@ def request_of(resolved: Resolved, cluster: ClusterSpec) -> Request:
     if plan.schedule_entry.searched:
         fixed["schedule"] = "1f1b"  # its order is found for the plan that is chosen
     if plan.overrides:  # which say all of a strategy
-        fixed |= {name: getattr(plan.default_strategy, name) for name in ("zero", "sp", "recompute")}
+        fixed |= {name: getattr(plan.default_strategy, name) for name in ("zero", "sp", "recompute", "offload")}
     return Request(config.model, cluster, config.workload, "time", plan.precision, fixed, runnable=True, template=plan)
 
 

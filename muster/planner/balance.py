@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -27,7 +28,7 @@ def loads(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSeconds]
 
     Exact where the layers of a model are alike.
     """
-    counts = [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]
+    counts = plan.layer_counts(num_layers)
     moved = _moved(counts, plan.pp)
     one, other = (_rank_seconds(plan, seconds_of(with_layers(plan, layers))) for layers in (counts, moved))
     found = []
@@ -69,14 +70,19 @@ def balanced(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSecon
         counts[min(own[rank], key=lambda stage: (counts[stage], stage))] += 1
         held[rank] += 1
         heapreplace(next_done, (ranks[rank].of(held[rank] + 1), -rank))
-    if counts == [len(plan.layers(stage, num_layers)) for stage in range(plan.depth)]:
+    if counts == plan.layer_counts(num_layers):
         return None
     return with_layers(plan, counts)
 
 
 def with_layers(plan: Plan, counts: Sequence[int]) -> Plan:
     """The plan with so many layers on each stage."""
-    return plan.model_copy(update={"stages": tuple(StageSpec(layers=count) for count in counts)})
+    return plan.model_copy(update={"stages": tuple(map(_stage, counts))})
+
+
+@lru_cache(maxsize=1024)
+def _stage(num_layers: int) -> StageSpec:
+    return StageSpec(layers=num_layers)
 
 
 def _moved(counts: Sequence[int], num_ranks: int) -> list[int]:

@@ -46,10 +46,16 @@ class PassSeconds:
     crowd: Column
     """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
     every rank has a device of its own."""
+    adds_up: NDArray[np.bool_]
+    """Whether backwards of a stage take as much longer for each layer that is computed again."""
 
     def without_shards(self) -> "PassSeconds":
         """As if parameters were gathered and gradients reduced in no time."""
         return replace(self, begin=[0.0] * len(self.begin), end=[0.0] * len(self.end))
+
+    def by_kind(self) -> dict[str, Column]:
+        """The passes' times by kind."""
+        return {"F": self.forward, "B": self.inputs, "I": self.inputs, "W": self.weights}
 
     def busy(self) -> Column:
         """What a micro-batch takes on each stage."""
@@ -81,6 +87,7 @@ def seconds_of_setting(setting: PlanSetting) -> PassSeconds:
         [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
         step_s + (0.0 if plan.post_validation else norm_s),
         crowd,
+        np.array([at.adds_up for at in examples])[which],
     )
 
 
@@ -119,6 +126,7 @@ def seconds_of_times(plan: Plan, times: OpTimes) -> PassSeconds:
         [times.of(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
         (0.0 if plan.post_validation else times.of(Action("NORM", -1))) + times.of(Action("STEP", -1)),
         _crowd([times.processes[rank] if times.processes else 1 for rank in placement], times.cores),
+        np.zeros(len(placement), bool),
     )
 
 
@@ -126,8 +134,11 @@ def _crowd(processes: Sequence[int], cores: int | None) -> Column:
     return np.array(processes) / cores if cores else np.zeros(len(processes))
 
 
-def step_bound_s(plan: Plan, seconds: PassSeconds, micro_batches: Sequence[int]) -> float:
-    """Seconds that one step takes at least; `micro_batches`: those that run through each replica."""
+def step_bound_s(
+    plan: Plan, seconds: PassSeconds, micro_batches: Sequence[int], added_s: Column | float = 0.0
+) -> float:
+    """Seconds that one step takes at least; `micro_batches`: those that run through each replica; `added_s`: what each
+    pipeline rank takes more for each before its last backward, at least."""
     best, worked, depth = 0.0, 0.0, plan.depth
     for replica, count in enumerate(micro_batches):
         own = slice(replica * depth, (replica + 1) * depth)
@@ -141,7 +152,7 @@ def step_bound_s(plan: Plan, seconds: PassSeconds, micro_batches: Sequence[int])
             begin = np.maximum(begin, head[nexts] - first_run(plan, count) * forward[firsts])
         # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
         after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
-        ends = begin + count * np.bincount(ranks, forward + inputs) + after
+        ends = begin + count * (np.bincount(ranks, forward + inputs) + added_s) + after
         worked += count * float(np.sum(seconds.crowd[own] * (forward + inputs + weights)))
         best = max(best, float(np.max(ends)))
     return max(best + seconds.once, worked)

@@ -1,129 +1,22 @@
-"""Why a plan won, in words: what its neighbours lose; and why whole families of plans are out."""
+"""Why whole families of plans are out, in words, and why there is no plan at all."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
-from math import prod
+from itertools import combinations, islice
+from math import inf, prod
 
 from muster.cost.forecast import HEAD_ROOM
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
 from muster.planner.judge import Judge
-from muster.planner.request import Request
+from muster.planner.neighbours import largest_difference
+from muster.planner.request import Request, asking_for
 from muster.planner.search import Found, search
-from muster.planner.space import MODEL_AXES
+from muster.planner.space import MODEL_AXES, data_splits, make_plan, orders, plans, shapes
 from muster.planner.verdict import Verdict
-from muster.simulate.predict import Prediction
-from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet, problems
+from muster.spec.cluster import NodeGroup
+from muster.spec.legal import counted, not_yet, problems
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-
-LIKE = 0.005
-"""Plans closer than this part of the step are called alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A plan that differs from the winner in one thing."""
-
-    change: str
-    plan: Plan
-    slower: float | None
-    """The part by which its step is longer; None where it doesn't fit or can't be."""
-    sentence: str
-
-
-def neighbours(winner: Verdict, judge: Judge) -> list[Neighbour]:
-    """What one change to the winner would do, each in a sentence; only changes that leave a legal plan."""
-    found = []
-    for change, plan in changes(winner.plan, judge.request):
-        if problems(plan, judge.request.model, judge.request.workload, plan.world_size):
-            continue
-        try:
-            found.append(_compare(winner, change, judge.verdict(plan), judge))
-        except InfeasibleError:
-            continue
-    return found
-
-
-def changes(plan: Plan, request: Request) -> Iterator[tuple[str, Plan]]:
-    """One change at a time; data-parallel ranks make up for a changed degree."""
-    plain = plan.model_copy(update={"stages": (), "overrides": ()})
-    for axis in ("tp", "pp", "cp"):
-        for factor in (2, 0.5):
-            degree = getattr(plan, axis) * factor
-            shard = plan.dp_shard / factor
-            if degree >= 1 and shard >= 1 and degree == int(degree) and shard == int(shard):
-                changed = plain.model_copy(update={axis: int(degree), "dp_shard": int(shard)})
-                if plan.tp == 1 and changed.tp > 1:
-                    changed = _with_strategy(changed, sp=True)
-                yield f"{axis} {int(degree)}", _legal_pipeline(changed)
-    for size in (plan.micro_batch_size * 2, plan.micro_batch_size / 2):
-        if size >= 1 and size == int(size):
-            yield f"micro-batches of {int(size)}", plan.model_copy(update={"micro_batch_size": int(size)})
-    for level in ("z1", "z2", "z3"):
-        if plan.dp_shard > 1 and level != plan.default_strategy.zero:
-            yield f"sharding level {level}", _with_strategy(plan, zero=level)
-    for mode in ("none", "full"):
-        if plan.overrides or mode != plan.default_strategy.recompute:
-            yield f"recompute {mode}", _with_strategy(plan.model_copy(update={"overrides": ()}), recompute=mode)
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
-        if plan.pp > 1 and (schedule, chunks) != (plan.schedule, plan.vpp):
-            yield f"schedule {schedule}", plain.model_copy(update={"schedule": schedule, "vpp": chunks})
-
-
-def _legal_pipeline(plan: Plan) -> Plan:
-    sp = plan.tp > 1 and plan.default_strategy.sp
-    plan = _with_strategy(plan, sp=sp)
-    return plan.model_copy(update={"schedule": "1f1b", "vpp": 1}) if plan.pp == 1 else plan
-
-
-def _with_strategy(plan: Plan, **changes: object) -> Plan:
-    overrides = tuple(
-        run.model_copy(
-            update={"strategy": run.strategy.model_copy(update={**changes, "recompute": run.strategy.recompute})}
-        )
-        for run in plan.overrides
-    )
-    default = plan.default_strategy.model_copy(update=changes)
-    return plan.model_copy(update={"default_strategy": default, "overrides": overrides})
-
-
-def _compare(winner: Verdict, change: str, other: Verdict, judge: Judge) -> Neighbour:
-    over = [
-        (rank.total - limit, rank.total, limit)
-        for rank in other.prediction.memory
-        if (limit := judge.room.limit_bytes(rank.rank)) is not None
-    ]
-    if over and max(over)[0] > 0:
-        _, total, limit = max(over)
-        return Neighbour(change, other.plan, None, f"{change}: doesn't fit, {_gib(total)} of {_gib(limit)}")
-    mine, its = winner.prediction, other.prediction
-    slower = its.step_time_s / mine.step_time_s - 1
-    if abs(slower) < LIKE:
-        return Neighbour(change, other.plan, slower, f"{change}: as fast")
-    name, more_s = _largest_difference(mine, its, slower > 0)
-    sign, word = ("more", "slower") if slower > 0 else ("less", "faster")
-    return Neighbour(
-        change, other.plan, slower, f"{change}: {abs(slower):.1%} {word}, {abs(more_s):.3g} s {sign} {name}"
-    )
-
-
-def _largest_difference(mine: Prediction, its: Prediction, grows: bool) -> tuple[str, float]:
-    one, other = _parts(mine), _parts(its)
-    differences = {name: other.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **other}}
-    name = (max if grows else min)(differences, key=lambda part: differences[part])
-    return name, differences[name]
-
-
-def _parts(prediction: Prediction) -> dict[str, float]:
-    parts = prediction.parts
-    waiting = {f"waiting for {axis}": time_s for axis, time_s in parts.communication_s.items()}
-    return {"of computing": parts.compute_s, "bubble": parts.bubble_s, "optimizer": parts.optimizer_s, **waiting}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Families
+from muster.spec.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +49,53 @@ def _family(request: Request, axes: tuple[str, ...], winner: Verdict | None, lim
             room = f", but leaves less than {HEAD_ROOM:.0%} of the memory free" if fuller else ""
             return Family(name, best, f"{best.name} is the best of all{room}")
         slower = best.value / winner.value - 1
-        part, _ = _largest_difference(winner.prediction, best.prediction, True)
+        part, _ = largest_difference(winner.prediction, best.prediction, True)
         return Family(name, best, f"{best.name}, {slower:.1%} behind: more {part}")
     if not found.proven:
         return Family(name, None, f"not settled within {limit_s:g} s")
     if found.closest is not None:
-        return Family(name, None, doesnt_fit(judge, judge.verdict(found.closest)))
+        why = f"doesn't fit: {smallest(judge, judge.verdict(found.closest))}"
+        return Family(name, None, why + _if_offloaded(request, limit_s))
     return Family(name, None, f"no legal plan: {why_illegal(request, axes)}")
 
 
-def doesnt_fit(judge: Judge, verdict: Verdict) -> str:
-    """Why a plan doesn't fit, with its largest terms."""
+OFTEN_BYTES_PER_S = 31.5e9
+"""Of a link to the host that is unknown: PCI Express 4 with 16 lanes."""
+
+
+def _if_offloaded(request: Request, limit_s: float) -> str:
+    """Of a family without a plan that fits: the plan that would, by offload, and what stands against that."""
+    groups: list[NodeGroup] = []
+    against: list[str] = []
+    for group in request.cluster.groups:
+        device, changed = group.device, dict[str, object]()
+        if device.kind == "gpu" and device.rates is None and device.host_bandwidth_bytes_per_s is None:
+            speed = {"host_bandwidth_bytes_per_s": OFTEN_BYTES_PER_S}
+            changed["device"] = device.model_copy(update=speed)
+            against.append(f"if {device.name} reached its host with {OFTEN_BYTES_PER_S / 1e9:g} GB/s, which is unknown")
+        if group.host_memory_bytes is not None:
+            changed["host_memory_bytes"] = None
+            against.append(f"if nodes had more memory than {_size(group.host_memory_bytes)}")
+        groups.append(group.model_copy(update=changed))
+    fixed = dict(request.fixed)
+    if fixed.get("offload") == "none":
+        del fixed["offload"]
+        against = ["if that was allowed"]
+    if not against:
+        return ""
+    cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
+    found = search(replace(request, fixed=fixed, cluster=cluster), 1, limit_s).best
+    return f"; offload would make it fit {against[0]}: {found[0].name}" if found else ""
+
+
+def smallest(judge: Judge, verdict: Verdict) -> str:
+    """What the plan that is over by the least takes, with its largest terms."""
     fullest = max(verdict.prediction.memory, key=lambda rank: rank.total / (judge.room.limit_bytes(rank.rank) or 1))
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
-    shown = " and ".join(f"{_gib(size)} of {name.replace('_', ' ')}" for size, name in terms)
+    shown = " and ".join(f"{_size(size)} of {name.replace('_', ' ')}" for size, name in terms)
     limit = judge.room.limit_bytes(fullest.rank)
-    of = f" of {_gib(limit)}" if limit else ""
-    return f"doesn't fit: the smallest, {verdict.name}, takes {_gib(fullest.total)}{of} ({shown})"
+    of = f" of {_size(limit)}" if limit else ""
+    return f"the smallest, {verdict.name}, takes {_size(fullest.total)}{of} ({shown})"
 
 
 def why_illegal(request: Request, axes: tuple[str, ...]) -> str:
@@ -195,13 +118,22 @@ def why_illegal(request: Request, axes: tuple[str, ...]) -> str:
 
 def _why_fixed_is_illegal(request: Request) -> str:
     """What stands against the parts of a plan that must be, with data parallelism for the rest of the devices."""
-    world = request.cluster.num_devices
+    world, asked = request.cluster.num_devices, request.asked or "what is asked for"
     fields = {name: value for name, value in request.fixed.items() if name in Plan.model_fields}
     strategy = {name: value for name, value in request.fixed.items() if name not in fields}
+    if stages := fields.get("stages"):
+        fields = {"pp": max(1, len(stages) // fields.get("vpp", 1)), **fields}
     cut = prod(fields.get(axis, 1) for axis in ("tp", "pp", "cp", "dp_replicate"))
+    if world % cut and cut < world:
+        return f"with {asked}, {world} devices are not a multiple of {cut}"
+    schedule = fields.get("schedule", "1f1b")
+    if fields.get("pp") == 1 and schedule != "1f1b":
+        return f"with {asked}, schedule {schedule} wants a pipeline of 2 ranks or more, which pp 1 is not"
     plan = request.base.model_copy(
         update={
             "dp_shard": max(1, world // cut),
+            **({"pp": 2, "dp_shard": max(1, world // cut // 2)} if schedule != "1f1b" and "pp" not in fields else {}),
+            "vpp": SCHEDULES[schedule].default_chunks,
             **fields,
             "default_strategy": request.base.default_strategy.model_copy(update=strategy),
         }
@@ -209,8 +141,7 @@ def _why_fixed_is_illegal(request: Request) -> str:
     reasons = problems(plan, request.model, request.workload, world)
     reasons += not_yet(plan) if request.runnable else []
     if reasons:
-        return f"with {request.asked}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
-    asked = request.asked or "what is asked for"
+        return f"with {asked}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
     return f"{asked} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
@@ -218,23 +149,75 @@ def no_plan(request: Request, found: Found, judge: Judge) -> str:
     """Why a search found nothing: which limit binds, and what would relax it."""
     world = request.cluster.num_devices
     if found.closest is not None:
-        return f"no plan fits: {doesnt_fit(judge, judge.verdict(found.closest))}; {relief(request)}"
-    if found.seen["too_large"]:
-        state = state_bytes(request)
-        together = "all of it that may be used" if request.memory_limit_bytes else "all memory together"
-        return (
-            f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_gib(state)},"
-            f" {together} is {_gib(judge.room.usable_bytes)}; {relief(request)}"
-        )
-    return f"no plan is legal for {world} devices: {why_illegal(request, ())}"
+        small = smallest(judge, judge.verdict(found.closest))
+        if not found.proven:
+            return (
+                f"no plan that fits was found in {found.seconds:.0f} s, and not all were looked at: of those that were,"
+                f" {small}; more seconds (--limit) may find one, or {relief(request)}"
+            )
+        return f"no plan fits: {small}; {relief(request)}"
+    if found.seen["too_large"] and _has_plans(request):
+        state, together = state_bytes(request), judge.room.usable_bytes
+        if state > together:
+            of = "all of it that may be used" if _holds_back(request) else "all memory together"
+            least = -(-state * world // together) if together else None
+            return (
+                f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_size(state)},"
+                f" {of} is {_size(together)}; {relief(request, least)}"
+            )
+        return f"no plan fits: {_least(request, judge)}; {relief(request)}"
+    devices = counted(world, "device")
+    return f"no plan is legal for {devices}: {why_illegal(request, ())}{legal_instead(request)}"
 
 
-def relief(request: Request) -> str:
-    """What would make room."""
+def legal_instead(request: Request) -> str:
+    """The least that would make a plan legal: another batch, or less that is asked for. Empty where neither does."""
+    world, batch = request.cluster.num_devices, request.workload.global_batch_size
+    parts = request.asked.split("-") if request.asked else []
+    for left_out in parts:
+        rest = "-".join(part for part in parts if part != left_out)
+        if _has_plans(asking_for(request, rest)):
+            return f"; there are plans without {left_out}"
+    for more in sorted(
+        {max(1, batch // world) * world, -(-batch // world) * world}, key=lambda size: abs(size - batch)
+    ):
+        other = request.workload.model_copy(update={"global_batch_size": more})
+        if more != batch and _has_plans(replace(request, workload=other)):
+            return f"; there are plans for {counted(more, 'sequence')} a step (--global-batch {more})"
+    return ""
+
+
+def _has_plans(request: Request) -> bool:
+    """Whether any plan is legal, as far as the first few hundred orders show."""
+    each = (order for shape in shapes(request) for order in orders(request, shape))
+    return any(next(plans(request, order), None) is not None for order in islice(each, 300))
+
+
+def _least(request: Request, judge: Judge) -> str:
+    """What the plans take whose ranks hold least, even with one micro-batch under way and all of it recomputed."""
+    held = [
+        (judge.room.least_bytes(shape, split), make_plan(request, shape, split))
+        for shape in shapes(request)
+        for split in data_splits(request, shape)
+    ]
+    size, plan = min(held, key=lambda pair: (pair[0], format_plan_name(pair[1])))
+    limit = max(judge.room.limits_bytes)
+    return f"the smallest, {format_plan_name(plan)}, takes at least {_size(size)} of {_size(limit)} on a device"
+
+
+def relief(request: Request, at_least: int | None = None) -> str:
+    """What would make room; `at_least`: so many devices like these."""
     asked = [f"without {request.asked}"] if request.asked else []
-    if request.memory_limit_bytes:
-        asked.append(f"with more than {_gib(request.memory_limit_bytes)} of each device")
-    return "it takes more devices or larger ones" + (f", or a plan {' or '.join(asked)}" if asked else "")
+    if request.memory_limit_bytes and _holds_back(request):
+        asked.append(f"with more than {_size(request.memory_limit_bytes)} of each device")
+    more = f"more devices, at least {at_least:,} such," if at_least else "more devices"
+    return f"it takes {more} or larger ones" + (f", or a plan {' or '.join(asked)}" if asked else "")
+
+
+def _holds_back(request: Request) -> bool:
+    """Whether some device has more memory than may be used of it."""
+    limit = request.memory_limit_bytes
+    return limit is not None and any(limit < (group.device.memory_bytes or inf) for group in request.cluster.groups)
 
 
 def state_bytes(request: Request) -> int:
@@ -243,5 +226,6 @@ def state_bytes(request: Request) -> int:
     return held.resident.parameters + held.resident.optimizer + held.gradients
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _size(size: float) -> str:
+    """GiB with one decimal, or what else says it."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"

@@ -1,5 +1,6 @@
 """What is thought of a plan: bounds, cheap, for what is not simulated, and a prediction for what is."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -212,9 +213,17 @@ class Judge:
             return self._bound(self.shares.bound_s(plan))
         return self._bound_of(plan, self.seconds(plan))
 
+    def bound_with(self, plan: Plan, added_s: Sequence[float]) -> float:
+        """The least value of a plan whose pipeline ranks take so much more for each micro-batch."""
+        if plan.data_shares:  # whose ranks don't all run as many
+            return self.bound(plan)
+        counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.replicas)
+        return self._bound(step_bound_s(plan, self.seconds(plan), counts, np.array(added_s)))
+
     def _bound_of(self, plan: Plan, seconds: PassSeconds) -> float:
         counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.replicas)
-        return self._bound(max(step_bound_s(plan, seconds, counts), trips_bound_s(plan, seconds, counts[0])))
+        passes_s = max(step_bound_s(plan, seconds, counts), trips_bound_s(plan, seconds, counts[0]))
+        return self._bound(max(passes_s, self.room.copies_bound_s(plan, seconds)))
 
     def _bound(self, step_s: float) -> float:
         # How much memory a plan needs is not bounded: every plan may be the one that needs least.

@@ -4,7 +4,9 @@ Each but the last starts Muster's launcher on every node, which starts one proce
 at the first node; its exit code says how the job ended, which torchrun's doesn't.
 """
 
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +30,14 @@ class Job:
     device: str
     run_file: str
     plan_file: str
+    node_order: tuple[int, ...] = ()
+    """The nodes as they are listed, in the order of their ranks; empty where all are alike."""
+    has_gpus: bool = True
 
     def train(self) -> str:
         """The command of a node, without its place."""
-        return f"muster train {self.run_file} --parallel {self.plan_file} --run runs/{self.name}"
+        run_file, plan_file = shlex.quote(self.run_file), shlex.quote(self.plan_file)
+        return f"muster train {run_file} --parallel {plan_file} --run runs/{self.name}"
 
     def launcher(self, first_node: str, node_rank: str) -> str:
         """The command for each node, under Muster's launcher."""
@@ -41,12 +47,42 @@ class Job:
     def torchrun(self, first_node: str) -> str:
         """The command for each node, under torchrun."""
         rendezvous = f"--rdzv-backend c10d --rdzv-endpoint {first_node}:{PORT} --rdzv-id {self.name}"
+        if self.node_order:  # who comes first gets rank 0 there, whichever node it is
+            rendezvous = f'--node-rank "$2" --master-addr {first_node} --master-port {PORT}'
         single = "--standalone" if self.nodes == 1 else f"--nnodes {self.nodes} {rendezvous}"
         return f"torchrun {single} --nproc-per-node {self.devices_per_node} -m -- {self.train()}"
 
 
-def job_of(plan: Plan, cluster: ClusterSpec, name: str, run_file: str, plan_file: str) -> Job:
-    """The job of a plan. Raises InfeasibleError where nodes differ in their number of devices."""
+def job_of(
+    plan: Plan,
+    cluster: ClusterSpec,
+    name: str,
+    run_file: str,
+    plan_file: str,
+    node_order: Sequence[int] | None = None,
+) -> Job:
+    """The job of a plan; `node_order`: of the nodes as they are listed, where they differ. Of `name` is kept what a
+    host's name may be made of, since it becomes one. Raises InfeasibleError as `check_launch`."""
+    check_launch("", cluster)
+    per_node = cluster.groups[0].devices_per_node
+    return Job(
+        re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].rstrip("-"),
+        -(-plan.world_size // per_node),
+        min(per_node, plan.world_size),
+        cluster.device.name,
+        run_file,
+        plan_file,
+        tuple(node_order or ()),
+        cluster.device.kind != "cpu",
+    )
+
+
+LONGEST_NAME = 50
+"""Of a job: with a pod's number it must be a host's name, of at most 63 letters."""
+
+
+def check_launch(kind: str, cluster: ClusterSpec) -> None:
+    """Raises InfeasibleError where no file of this kind can start something on these nodes."""
     sizes = {group.devices_per_node for group in cluster.groups}
     if len(sizes) > 1:
         shown = " and ".join(map(str, sorted(sizes)))
@@ -54,14 +90,28 @@ def job_of(plan: Plan, cluster: ClusterSpec, name: str, run_file: str, plan_file
             f"launch files are for nodes with equal numbers of devices, but these have {shown};"
             " start torchrun on each group with its own --nproc-per-node"
         )
-    per_node = sizes.pop()
-    nodes = -(-plan.world_size // per_node)
-    return Job(name, nodes, min(per_node, plan.world_size), cluster.device.name, run_file, plan_file)
+    devices = sorted({group.device.name for group in cluster.groups})
+    if kind == "skypilot" and len(devices) > 1:
+        raise InfeasibleError(
+            f"SkyPilot gives all nodes of a task the same devices, but these have {' and '.join(devices)};"
+            " expected --launch slurm, kubernetes or torchrun"
+        )
 
 
 def launch_files(kind: str, job: Job) -> dict[str, str]:
-    """File name → text, for one of `LAUNCHERS`."""
-    return LAUNCHERS[kind](job)
+    """File name → text, for one of `LAUNCHERS`. Slurm gives nodes their ranks by the order of their names, which is
+    taken for that of the list; of the others nobody knows which node comes first, so that their files only say it."""
+    files = LAUNCHERS[kind](job)
+    if job.node_order and kind != "slurm":
+        order = " ".join(map(str, job.node_order))
+        note = f"# The plan is for the nodes in this order of those listed: {order}. They must get their ranks so.\n"
+        files = {name: _after_shebang(text, note) for name, text in files.items()}
+    return files
+
+
+def _after_shebang(text: str, note: str) -> str:
+    first, rest = text.split("\n", 1)
+    return f"{first}\n{note}{rest}" if first.startswith("#!") else note + text
 
 
 def write_launch_files(kind: str, job: Job, folder: Path) -> list[Path]:
@@ -75,32 +125,40 @@ def write_launch_files(kind: str, job: Job, folder: Path) -> list[Path]:
 
 
 def _torchrun(job: Job) -> dict[str, str]:
-    lines = ["#!/usr/bin/env bash", f"# Run this on each of {job.nodes} nodes, with the first node's address."]
+    rank = " and its own rank" if job.node_order else ""
+    lines = ["#!/usr/bin/env bash", f"# Run this on each of {job.nodes} nodes, with the first node's address{rank}."]
     if job.nodes == 1:
         lines = lines[:1]
     else:
-        lines += ["first_node=${1:?usage: bash start.sh ADDRESS_OF_THE_FIRST_NODE}"]
-    command = job.torchrun("$first_node")
+        words = "ADDRESS_OF_THE_FIRST_NODE" + (" RANK_OF_THIS_NODE" if job.node_order else "")
+        needed = 2 if job.node_order else 1
+        lines += [f': "${{{needed}:?usage: bash start.sh {words}}}"', "first_node=$1"]
+    command = job.torchrun('"$first_node"')
     return {"start.sh": "\n".join([*lines, "set -euo pipefail", f"exec {command}", ""])}
 
 
 def _slurm(job: Job) -> dict[str, str]:
-    command = job.launcher("$first_node", "$SLURM_NODEID")
+    order, rank = job.node_order, "$SLURM_NODEID"
+    if list(order) != sorted(order):
+        ranks = " ".join(str(order.index(node)) for node in range(len(order)))
+        rank = f'$(echo {ranks} | cut -d " " -f $(($SLURM_NODEID + 1)))'
+    command = job.launcher("$first_node", rank)
+    number = order[0] + 1 if order else 1
+    gpus = f"#SBATCH --gpus-per-node={job.devices_per_node}\n" if job.has_gpus else ""
     text = f"""#!/usr/bin/env bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={job.devices_per_node}
-#SBATCH --exclusive
+{gpus}#SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 # A launcher on each node starts a process for each device. A run that is stopped saves and ends with 75: go on.
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n {number}p)
 export first_node
 status=0
-srun --kill-on-bad-exit=1 bash -c '{command}' || status=$?
+srun --kill-on-bad-exit=1 bash -c {shlex.quote(command)} || status=$?
 if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
@@ -114,7 +172,7 @@ def _kubernetes(job: Job) -> dict[str, str]:
         "image": "IMAGE_WITH_MUSTER",
         "workingDir": "/work",
         "command": ["bash", "-c", f"exec {job.launcher(first, '$JOB_COMPLETION_INDEX')}"],
-        "resources": {"limits": {"nvidia.com/gpu": job.devices_per_node}},
+        **({"resources": {"limits": {_kubernetes_name(job): job.devices_per_node}}} if job.has_gpus else {}),
         "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
     pod = {
@@ -152,12 +210,20 @@ def _kubernetes(job: Job) -> dict[str, str]:
     return {f"{job.name}.yaml": yaml.safe_dump_all([service, batch], sort_keys=False, width=1000)}
 
 
+def _kubernetes_name(job: Job) -> str:
+    """Of the resource that the maker's device plugin offers."""
+    return (
+        "google.com/tpu" if job.device.startswith("tpu") else f"{'amd' if job.device[:2] == 'mi' else 'nvidia'}.com/gpu"
+    )
+
+
 def _skypilot(job: Job) -> dict[str, str]:
     first = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
+    accelerator = _SKY_NAMES.get(job.device, job.device.upper())
     task = {
         "name": job.name,
         "num_nodes": job.nodes,
-        "resources": {"accelerators": f"{_SKY_NAMES.get(job.device, job.device.upper())}:{job.devices_per_node}"},
+        **({"resources": {"accelerators": f"{accelerator}:{job.devices_per_node}"}} if job.has_gpus else {}),
         "workdir": ".",
         "setup": "pip install -c constraints.txt '.[train]'",
         "run": job.launcher(first, "$SKYPILOT_NODE_RANK"),

@@ -2,41 +2,40 @@
 
 Galvatron (arXiv:2211.13878 §4.2) chooses per layer by a dynamic program over discretised memory. Here the states are
 the choices that no other beats in both time and memory, so nothing is rounded and the answer is the best there is.
-Layers that are alike lead to few such states: which of them pays doesn't matter.
+Layers of a stage are alike, so that it is enough to say of each stage how many go each way.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
-
-Name = TypeVar("Name")
+from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """One way to store and compute a layer."""
+    """One way to store and compute a part of the model."""
 
-    name: str
+    name: Any
+    """What the choice is made of."""
     time_s: float
     memory_bytes: float
 
 
 class Choice(NamedTuple):
-    """What was chosen for a run of layers."""
+    """What was chosen for the parts."""
 
     time_s: float
     memory_bytes: float
-    names: tuple[str, ...]
-    """Of the options, layer by layer."""
+    names: tuple[Any, ...]
+    """Of the options, part by part."""
 
 
-def cheapest(layers: Sequence[Sequence[Option]], capacity_bytes: float) -> Choice | None:
-    """The choice of one option for each layer that takes the least time within the capacity; None where none fits.
+def cheapest(parts: Sequence[Sequence[Option]], capacity_bytes: float) -> Choice | None:
+    """The choice of one option for each part that takes the least time within the capacity; None where none fits.
 
     Of choices that take the same time the one with less memory is taken, and of those the first in the order of the
     options.
     """
     front = [Choice(0.0, 0.0, ())]
-    least_after = _least_memory_after(layers)
-    for index, options in enumerate(layers):
+    least_after = _least_memory_after(parts)
+    for index, options in enumerate(parts):
         room = capacity_bytes - least_after[index + 1]
         longer = [
             Choice(
@@ -50,10 +49,10 @@ def cheapest(layers: Sequence[Sequence[Option]], capacity_bytes: float) -> Choic
     return front[0] if front else None
 
 
-def _least_memory_after(layers: Sequence[Sequence[Option]]) -> list[float]:
-    """The least that layers `index` and later can hold."""
+def _least_memory_after(parts: Sequence[Sequence[Option]]) -> list[float]:
+    """The least that parts `index` and later can hold."""
     least = [0.0]
-    for options in reversed(layers):
+    for options in reversed(parts):
         least.append(least[-1] + min(option.memory_bytes for option in options))
     return least[::-1]
 

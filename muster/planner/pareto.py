@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from muster.planner.explain import changes, no_plan
+from muster.planner.explain import no_plan
 from muster.planner.judge import Judge
+from muster.planner.neighbours import changes
 from muster.planner.request import Request
 from muster.planner.search import search
 from muster.planner.space import admitted
@@ -92,7 +93,7 @@ def _around(fastest: Point, judge: Judge, end_s: float) -> list[Point]:
         point = ahead.pop(0)
         if any(_beats(other, point) for other in points):
             continue
-        for _, plan in changes(point.verdict.plan, judge.request):
+        for plan in (change.plan for change in changes(point.verdict.plan, judge.request)):
             if perf_counter() > end_s:
                 return points
             verdict = None if plan in seen else _judged(plan, judge)
@@ -109,7 +110,7 @@ def _judged(plan: Plan, judge: Judge) -> Verdict | None:
     if problems(plan, request.model, request.workload, request.cluster.num_devices) or not admitted(request, plan):
         return None
     try:
-        return judge.verdict(plan) if max(judge.room.over_bytes(plan)) <= 0 else None
+        return judge.verdict(plan) if judge.room.fits(plan) else None
     except InfeasibleError:
         return None
 

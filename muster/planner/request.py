@@ -1,15 +1,17 @@
 """What a plan is searched for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import log2
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import log2, sqrt
 from typing import Any, Literal, get_args
 
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import PRECISIONS, Plan, Precision
+from muster.spec.plan import PRECISIONS, Plan, Precision, Strategy
 from muster.spec.plan_name import said_by
+from muster.spec.schedules import SCHEDULES
 from muster.spec.step_law import SOURCE, non_embedding_parameters, step_law
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
@@ -43,11 +45,16 @@ class Request:
     @property
     def base(self) -> Plan:
         """What all candidates share."""
-        return self.template or Plan(precision=self.precision)
+        return self.template or _plain(self.precision)
 
     def admits(self, name: str, value: object) -> bool:
         """Whether a field may have this value."""
         return self.fixed.get(name, value) == value
+
+
+@lru_cache(maxsize=16)
+def _plain(precision: Precision) -> Plan:
+    return Plan(precision=precision)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -91,32 +98,79 @@ def ask(
     """
     if cluster.num_devices > MOST_DEVICES:
         raise ConfigError(f"--cluster {cluster.name}: expected at most {MOST_DEVICES:,} devices")
-    batch, derived = _batch(model, seq_len, global_batch, tokens)
-    fixed = said_by(fix) if fix else {}
+    batch, derived = _batch(model, seq_len, global_batch, tokens, cluster.num_devices)
+    fixed = fixed_by(fix)
+    schedule = fixed.get("schedule")
+    if schedule and SCHEDULES[schedule].searched:
+        raise ConfigError(
+            f"--fix {fix}: schedule {schedule} is itself searched for, for a plan that is there: leave it out, and give"
+            f" it to the plan that is found (--parallel.schedule {schedule})"
+        )
+    kind = _precision(precision, fixed, fix, cluster)
     request = Request(
         model,
         cluster,
         Workload(seq_len=seq_len, global_batch_size=batch),
         objective,
-        _precision(precision, fixed, fix, cluster),
+        kind,
         fixed,
         fix,
         memory_limit_bytes,
         runnable=runnable,
+        template=_template(fixed, kind),
     )
     return Asked(request, tokens, derived)
 
 
-def _batch(model: ModelSpec, seq_len: int, asked: int | None, tokens: float | None) -> tuple[int, list[str]]:
+def fixed_by(parts: str) -> dict[str, Any]:
+    """The fields that parts of a plan's name say, such as `tp8-z1`; `dp8` is one copy of the model, as it is in a name.
+    Raises ConfigError."""
+    fixed = said_by(parts) if parts else {}
+    return {"dp_replicate": 1, **fixed} if "dp_shard" in fixed else fixed
+
+
+SEARCHED = frozenset(
+    ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "micro_batch_size", "schedule", "axis_order", "stages")
+    + ("data_shares", "zero", "sp", "recompute", "offload")
+)
+"""Fields of a plan, or of its strategy, for which values are tried."""
+
+
+def _template(fixed: Mapping[str, Any], precision: Precision) -> Plan:
+    """A plan with what is asked for and not searched, such as offload or a spread vocabulary."""
+    given = {name: value for name, value in fixed.items() if name not in SEARCHED}
+    strategy = {name: given.pop(name) for name in tuple(given) if name in Strategy.model_fields}
+    own = Strategy().model_copy(update=strategy)
+    return Plan().model_copy(update={**given, "precision": precision, "default_strategy": own})
+
+
+def asking_for(request: Request, parts: str) -> Request:
+    """A request of people that wants these parts instead of those that it wants."""
+    fixed = fixed_by(parts)
+    kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
+    return replace(request, fixed=fixed, asked=parts, precision=kind, template=_template(fixed, kind))
+
+
+def usual_batch(wanted: float, num_devices: int) -> int:
+    """The sequences of a step nearest to what is wanted of those that spread well: powers of two, times the odd part of
+    the number of devices, where the step is not far smaller than that."""
+    odd = num_devices // (num_devices & -num_devices)
+    step = odd if odd < wanted * sqrt(2) else 1
+    return step * 2 ** max(0, round(log2(wanted / step)))
+
+
+def _batch(
+    model: ModelSpec, seq_len: int, asked: int | None, tokens: float | None, num_devices: int
+) -> tuple[int, list[str]]:
     """Sequences of a step, and what was derived."""
     batch, derived = asked, []
     if tokens is not None:
         law = step_law(non_embedding_parameters(model), tokens)
         if batch is None:
-            batch = 2 ** max(0, round(log2(law.batch_tokens / seq_len)))
+            batch = usual_batch(law.batch_tokens / seq_len, num_devices)
             derived.append(f"global batch {batch} sequences, derived ({SOURCE})")
         derived.append(f"learning rate {law.lr:.3g}, derived ({SOURCE})")
-    batch = batch or max(1, 2 ** round(log2(DEFAULT_BATCH_TOKENS / seq_len)))
+    batch = batch or usual_batch(DEFAULT_BATCH_TOKENS / seq_len, num_devices)
     if batch * seq_len > MOST_BATCH_TOKENS:
         raise ConfigError(
             f"a step of {batch:,} sequences of {seq_len:,} tokens: expected at most {MOST_BATCH_TOKENS:,} tokens;"

@@ -2,17 +2,21 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import inf
+from math import gcd, inf
+from operator import itemgetter
 from time import perf_counter
+from typing import TypeVar
 
 from muster.planner.judge import Judge
+from muster.planner.likely import likely_plans, placed
 from muster.planner.placement import is_unequal
 from muster.planner.request import Request
-from muster.planner.space import Order, Split, data_splits, orders, plans, shapes
+from muster.planner.room import Begun
+from muster.planner.space import Order, Shape, Split, data_splits, orders, plans, shapes
 from muster.planner.verdict import Verdict
 from muster.schedule.collector import collector_paused
 from muster.spec.plan import Plan
@@ -21,14 +25,31 @@ from muster.spec.schedules import SCHEDULES
 DIVES = 6
 """Depths of the pipeline that are tried before the search begins."""
 
-GUESSES = 24
-"""Plans that are simulated first where nodes or links differ."""
+DIVE_SHARE = 0.75
+"""Of the time that is left then, what that may take."""
+
+NARROWEST = 2
+"""Degrees of tensor parallelism of which that is done for models with experts."""
+
+LEAST_FILL_S = 4.0
+"""For bounds of all orders, however little time there is: what is tried first is chosen among them."""
+
+LEAST_TRIES = 4
+"""Plans that are simulated first however little time there is."""
 
 TRIES = 3
 """Plans that are tried for each of these, until one fits."""
 
+HOPEFUL = 1.1
+"""A plan that fits is simulated at once where so many times its bound, or what the last one of its schedule took over
+its own, is less than the best time: the sooner a good time is known, the more can be cut."""
+
 ROUNDING = 1e-9
 """A bound that is above a time by no more may be one of the same length, added up in another order."""
+
+
+SEEN = ("shapes", "orders", "opened", "drafts", "too_large", "plans", "fit", "simulated")
+"""What a search counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +66,15 @@ class Ready:
     plan: Plan
 
 
-Node = Order | Opened | Plan | Ready
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """A plan that doesn't fit before more is done, whose bound counts what that takes at least."""
+
+    plan: Plan
+
+
+Row = TypeVar("Row")
+Node = Order | Opened | Plan | Lacking | Ready
 
 
 @dataclass(slots=True)
@@ -59,7 +88,7 @@ class Found:
     closest: Plan | None
     """Of the plans that can't be made to fit, the one that is over by the least."""
     seen: Counter[str] = field(default_factory=Counter)
-    """shapes, orders, opened, drafts, too_large, plans, fit, simulated: how many were looked at."""
+    """How many of each of `SEEN` were looked at."""
     seconds: float = 0.0
     cut: bool = False
     """Whether head-room was given up before all plans that might leave it were looked at."""
@@ -80,39 +109,52 @@ class Found:
 
 
 def search(
-    request: Request, top: int = 5, limit_s: float = inf, judge: Judge | None = None, ceiling: float = inf
+    request: Request,
+    top: int = 5,
+    limit_s: float = inf,
+    judge: Judge | None = None,
+    ceiling: float = inf,
+    seeds: Sequence[Plan] = (),
 ) -> Found:
-    """The `top` best plans for a request; those above `ceiling` need not be found.
+    """The `top` best plans for a request; those above `ceiling` need not be found. `seeds` are simulated first.
 
     A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
     answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
     missed. Where no plan is found that leaves the judge's head-room, that is given up, and the search begins again.
     """
     judge = judge or Judge(request)
-    found = _search(request, judge, top, limit_s, ceiling)
+    found = _search(request, judge, top, seeds, limit_s, ceiling)
     if not found.best and judge.room.head_room and ceiling == inf:
         judge.room.head_room, first = 0.0, found
-        found = _search(request, judge, top, max(limit_s - found.seconds, limit_s / 2), ceiling)
+        found = _search(request, judge, top, seeds, max(limit_s - found.seconds, limit_s / 2), ceiling)
         found.cut = not first.proven
     return found
 
 
-def _search(request: Request, judge: Judge, top: int, limit_s: float, ceiling: float) -> Found:
+def first_look(request: Request, judge: Judge, top: int, limit_s: float, seeds: Sequence[Plan], likely: bool) -> Found:
+    """The best of `seeds`, and if wanted of what is `likely` to be good where nodes or links differ."""
     begin_s = perf_counter()
     with collector_paused():
-        run = _run(request, judge, top, begin_s + limit_s, ceiling)
-    open_bound = run.heap[0][0] if run.heap else inf
+        run = _Run(request, judge, top, inf)
+        run.guess(seeds, likely, begin_s + limit_s)
+    return Found(run.best, 0.0, run.closest[1], run.seen, perf_counter() - begin_s)
+
+
+def _search(request: Request, judge: Judge, top: int, seeds: Sequence[Plan], limit_s: float, ceiling: float) -> Found:
+    begin_s = perf_counter()
+    with collector_paused():
+        run = _Run(request, judge, top, ceiling)
+        run.guess(seeds, not seeds and is_unequal(request.cluster), begin_s + limit_s / 4)
+        run.fill(begin_s + max(limit_s, LEAST_FILL_S))
+        now_s = perf_counter()
+        run.dive(now_s + DIVE_SHARE * (begin_s + limit_s - now_s))
+        while run.heap and not run.is_settled() and perf_counter() < begin_s + limit_s:
+            run.step()
+        if run.unseen and not run.best and ceiling == inf:  # the shapes that there was no time for may have a plan
+            run.fill(inf)
+            run.dive(perf_counter())
+    open_bound = 0.0 if run.unseen else run.heap[0][0] if run.heap else inf
     return Found(run.best, open_bound, run.closest[1], run.seen, perf_counter() - begin_s)
-
-
-def _run(request: Request, judge: Judge, top: int, end_s: float, ceiling: float) -> "_Run":
-    run = _Run(request, judge, top, ceiling)
-    if is_unequal(request.cluster):
-        run.guess()
-    run.dive()
-    while run.heap and not run.is_settled() and perf_counter() < end_s:
-        run.step()
-    return run
 
 
 def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
@@ -124,15 +166,14 @@ def everything(request: Request, judge: Judge) -> Iterator[Verdict]:
                 plan = placed(judge, draft, order)
                 if plan is None:
                     continue
-                fitting, _ = judge.room.made_to_fit(plan)
-                if fitting is not None:
-                    yield judge.verdict(fitting)
+                yield from map(judge.verdict, judge.room.made_to_fit(plan)[0])
 
 
-def placed(judge: Judge, plan: Plan, order: Order) -> Plan | None:
-    """The plan with its layers and shares as the order wants them; None where they are so already."""
-    placed = judge.moved(plan) if order.balanced else plan
-    return judge.shares.given(placed) if order.shares and placed is not None else placed
+def _spread(rows: list[Row]) -> list[Row]:
+    """In an order in which the last ones lie evenly among all, however many are taken: steps of the golden section."""
+    number = len(rows)
+    step = next((each for each in range(round(0.618 * number), number) if gcd(each, number) == 1), 1)
+    return [rows[index * step % number] for index in range(number)]
 
 
 class _Run:
@@ -145,9 +186,21 @@ class _Run:
         self.seen: Counter[str] = Counter()
         self.numbers = count()
         self.heap: list[tuple[float, int, Node]] = []
+        self.loose: dict[str, float] = {}
+        """Schedule → what the last plan that was simulated at once took over its bound."""
+        self.unseen: list[tuple[int, Shape]] = []
+        """Shapes of which no order is on the heap yet, once `fill` began, and their numbers."""
         self.known: set[Plan] = set()
         """Those that were simulated."""
-        for shape in shapes(request):
+
+    def fill(self, end_s: float) -> None:
+        """Puts the orders of all shapes on the heap; after `end_s` only those of the shapes that were looked at."""
+        request, judge = self.request, self.judge
+        if not self.seen["shapes"]:
+            self.unseen = _spread(list(enumerate(shapes(request))))
+        found: list[tuple[int, float, Order]] = []
+        while self.unseen and not (found and perf_counter() > end_s):
+            index, shape = self.unseen.pop()
             self.seen["shapes"] += 1
             splits = data_splits(request, shape)
             fitting = [split for split in splits if judge.room.may_fit(shape, split)]
@@ -155,31 +208,64 @@ class _Run:
                 self.seen["too_large"] += len(splits)
                 continue
             travel = min(judge.travel_bound(shape, split) for split in fitting)
-            for order in orders(request, shape):
-                self._push("orders", max(travel, judge.order_bound(order)), order)
+            found += ((index, max(travel, judge.order_bound(order)), order) for order in orders(request, shape))
+        for _, bound, order in sorted(found, key=itemgetter(0)):
+            self._push("orders", bound, order)
 
-    def guess(self) -> None:
-        """Where nodes or links differ: simulates the likeliest of the plans that cut the model and the batch as finely
-        as can be with one sharding, in orders that keep ranks busy, for each degree of tensor and pipeline
-        parallelism."""
-        guesses: dict[Plan, float] = {}
-        nodes = [node for _, _, node in self.heap if isinstance(node, Order) and node.shape.cp == node.shape.ep == 1]
-        finest = min((node.shape.micro_batch_size for node in nodes), default=1)
-        for node in nodes:
-            if node.shape.micro_batch_size > finest or not (node.shape.pp == 1 or SCHEDULES[node.schedule].splits):
+    def guess(self, seeds: Sequence[Plan], likely: bool, end_s: float) -> None:
+        """Simulates `seeds` and, until `end_s`, what is likely to be good where nodes or links differ."""
+        for plan in seeds:
+            self._try(self.judge.bound(plan), plan)
+        for bound, plan in likely_plans(self.request, self.judge) if likely else ():
+            if self.seen["simulated"] >= LEAST_TRIES and perf_counter() > end_s:
+                break
+            self._try(bound, plan)
+
+    def _try(self, bound: float, plan: Plan) -> None:
+        self.seen["plans"] += 1
+        for fitting in [] if self._beaten(bound) else self._fitting(plan):
+            self._simulate(fitting)
+
+    def dive(self, end_s: float) -> None:
+        """Simulates some of what people would try first, so that bounds have a time to be cut against: the smallest
+        micro-batches, no context parallelism, for each depth of the pipeline, and the widest tensor parallelism, or
+        with experts the narrowest. Searches no longer than to `end_s`."""
+        if self.request.model.moe is not None:
+            self._search_narrow(end_s)
+        if not self.best:
+            self._try_wide()
+
+    def _search_narrow(self, end_s: float) -> None:
+        """Searches first among orders with the narrowest degrees of tensor parallelism, and room for parameters that
+        are gathered once a step: the one that may be best for each depth of the pipeline and schedule."""
+        orders = [node for _, _, node in self.heap if isinstance(node, Order)]
+        narrow = sorted({order.shape.tp for order in orders})[:NARROWEST]
+        least = min(((order.shape.cp, order.shape.micro_batch_size) for order in orders), default=())
+        first: dict[tuple, tuple[float, int, Node]] = {}
+        others: list[tuple[float, int, Node]] = []
+        for row in self.heap:
+            bound, number, order = row
+            others.append(row)
+            if not isinstance(order, Order) or order.shape.tp not in narrow:
                 continue
-            for draft in plans(self.request, node, lambda split: split[0] == 1 and split[2] == "z1"):
-                plan = placed(self.judge, draft, node)
-                if plan is not None:
-                    guesses[plan] = self.judge.bound(plan)
-        for plan in sorted(guesses, key=guesses.__getitem__)[:GUESSES]:
-            fitting = None if self._beaten(guesses[plan]) else self._fitting(plan)
-            if fitting is not None:
-                self._simulate(fitting)
+            shape = order.shape
+            if (shape.cp, shape.micro_batch_size) == least and self.judge.room.may_fit(
+                shape, (1, shape.data, "z1"), order
+            ):
+                self.seen["opened"] += 1
+                others[-1] = max(bound, self.judge.unsharded_bound(order)), number, Opened(order)
+                key = shape.tp, shape.pp, order.schedule, order.balanced
+                first[key] = min(first.get(key, others[-1]), others[-1])
+        self.heap = sorted(first.values())
+        numbers = {number for _, number, _ in self.heap}
+        others = [row for row in others if row[1] not in numbers]
+        while self.heap and len(self.best) < self.top and perf_counter() < end_s:
+            self.step()
+        self.heap += others
+        heapq.heapify(self.heap)
 
-    def dive(self) -> None:
-        """Simulates some of what people would try first, so that bounds have a time to be cut against: the widest
-        tensor parallelism, the smallest micro-batches, no context parallelism, for each depth of the pipeline."""
+    def _try_wide(self) -> None:
+        """Simulates plans with the widest tensor parallelism."""
         likely: dict[int, tuple[float, Order]] = {}
         orders = [
             (bound, node)
@@ -196,14 +282,13 @@ class _Run:
                 likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
         tried: list[list[tuple[float, int, Plan]]] = []
         for _, order in likely.values():
-            fit = plans(self.request, order, partial(self.judge.room.may_fit, order.shape, chunks=order.vpp))
+            fit = plans(self.request, order, partial(self.judge.room.may_fit, order.shape, order=order))
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:DIVES]:
             if len(ready) >= self.top and several[0][0] > max(sorted(ready)[: self.top])[0]:
                 break
-            fitting = next(filter(None, (self._fitting(plan) for _, _, plan in several)), None)
-            if fitting is not None:
+            for fitting in next(filter(None, (self._fitting(plan) for _, _, plan in several)), ()):
                 ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
         for _, _, node in sorted(ready)[: self.top]:
             self._simulate(node.plan)
@@ -216,6 +301,10 @@ class _Run:
         """Takes the node that may be best apart, or simulates it."""
         bound, _, node = heapq.heappop(self.heap)
         if isinstance(node, Order):
+            splits = data_splits(self.request, node.shape)
+            if not any(self.judge.room.may_fit(node.shape, split, node) for split in splits):
+                self.seen["too_large"] += len(splits)
+                return
             self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
         elif isinstance(node, Opened):
             for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
@@ -225,12 +314,14 @@ class _Run:
                     self._push("plans", max(bound, self.judge.bound(plan)), plan)
         elif isinstance(node, Plan):
             self._fit(node, bound)
+        elif isinstance(node, Lacking):
+            self._weigh(node.plan, bound, self._fitting(node.plan))
         else:
             self._simulate(node.plan)
 
     def _is_wanted(self, order: Order, split: Split) -> bool:
         """Whether plans that share parameters and gradients so may fit, and be among the best."""
-        fits = self.judge.room.may_fit(order.shape, split, order.vpp)
+        fits = self.judge.room.may_fit(order.shape, split, order)
         wanted = fits and not self._beaten(self.judge.travel_bound(order.shape, split))
         self.seen["drafts"] += not wanted
         self.seen["too_large"] += not fits
@@ -238,22 +329,55 @@ class _Run:
 
     def _simulate(self, plan: Plan) -> None:
         if plan not in self.known:
-            self.known.add(plan)
-            self.seen["simulated"] += 1
-            self.best = sorted([*self.best, self.judge.verdict(plan)], key=lambda one: one.order)[: self.top]
+            self._value(plan)
+
+    def _value(self, plan: Plan) -> float:
+        """Of a plan that was not simulated yet."""
+        self.known.add(plan)
+        self.seen["simulated"] += 1
+        verdict = self.judge.verdict(plan)
+        self.best = sorted([*self.best, verdict], key=lambda one: one.order)[: self.top]
+        return verdict.value
 
     def _fit(self, plan: Plan, bound: float) -> None:
-        """What fits is simulated when nothing else may be better; what doesn't is given recompute, and so a bound."""
-        fitting = self._fitting(plan)
-        if fitting is not None:
-            self._push("fit", bound if fitting is plan else self.judge.bound(fitting), Ready(fitting))
+        """What doesn't fit is given recompute or offload: at once where what that takes at least doesn't put off the
+        plan, and else when nothing else may be better."""
+        room = self.judge.room
+        begun, over = room.begun(plan)
+        if isinstance(begun, Begun):
+            bound = max(bound, self.judge.bound_with(plan, begun.added_s))
+            if self.heap and bound > self.heap[0][0] and not self._is_hopeful(plan, bound):
+                self._push("lacking", bound, Lacking(plan))
+                return
+            begun = room.finished(begun)
+        self._note(plan, begun, over)
+        self._weigh(plan, bound, begun)
 
-    def _fitting(self, plan: Plan) -> Plan | None:
-        """The plan itself where it fits, else with the cheapest recompute that makes it."""
+    def _is_hopeful(self, plan: Plan, bound: float) -> bool:
+        """Whether a plan with this bound promises to be far better than the best so far."""
+        hope = bound * max(HOPEFUL, self.loose.get(plan.schedule, 0.0))
+        return bound > 0 and len(self.best) == self.top and hope < self.best[-1].value
+
+    def _weigh(self, plan: Plan, bound: float, found: list[Plan]) -> None:
+        """What fits, of `plan`, is simulated when nothing else may be better, or at once where it is hopeful."""
+        for fitting in found:
+            own = bound if fitting is plan else max(bound, self.judge.bound(fitting))
+            if self._is_hopeful(plan, own) and fitting not in self.known:
+                self.seen["fit"] += 1
+                value = self._value(fitting)
+                self.loose[plan.schedule] = value / own
+            else:
+                self._push("fit", own, Ready(fitting))
+
+    def _fitting(self, plan: Plan) -> list[Plan]:
+        """The plan itself where it fits, else with what makes it."""
         fitting, over = self.judge.room.made_to_fit(plan)
-        if fitting is None and over < self.closest[0]:
-            self.closest = over, plan
+        self._note(plan, fitting, over)
         return fitting
+
+    def _note(self, plan: Plan, fitting: list[Plan], over: float) -> None:
+        if not fitting and over < self.closest[0]:
+            self.closest = over, plan
 
     def _push(self, kind: str, bound: float, node: Node) -> None:
         self.seen[kind] += 1

@@ -8,7 +8,7 @@ from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.spec.legal import divisors, not_yet, problems
 from muster.spec.model import ModelSpec
-from muster.spec.plan import AXES, Plan, Recompute, Strategy, Zero
+from muster.spec.plan import AXES, Offload, Plan, Recompute, Strategy, Zero
 from muster.spec.schedules import SCHEDULES
 
 POSITIONS_PER_CP_RANK = 1024
@@ -228,7 +228,13 @@ def make_plan(
             "ep": shape.ep,
             "micro_batch_size": shape.micro_batch_size,
             "axis_order": axis_order,
-            "default_strategy": _strategy(request.base.default_strategy, zero, request.fixed.get("sp", cut), recompute),
+            "default_strategy": _strategy(
+                request.base.default_strategy,
+                zero,
+                request.fixed.get("sp", cut),
+                recompute,
+                request.fixed.get("offload", request.base.default_strategy.offload),
+            ),
             **(more or {}),
         }
     )
@@ -237,10 +243,10 @@ def make_plan(
 _STRATEGIES: dict[tuple[Any, ...], Strategy] = {}
 
 
-def _strategy(base: Strategy, zero: Zero, sp: bool, recompute: Recompute) -> Strategy:
-    key = (base, zero, sp, recompute)
+def _strategy(base: Strategy, zero: Zero, sp: bool, recompute: Recompute, offload: Offload) -> Strategy:
+    key = (base, zero, sp, recompute, offload)
     if key not in _STRATEGIES:
-        _STRATEGIES[key] = base.model_copy(update={"zero": zero, "sp": sp, "recompute": recompute})
+        _STRATEGIES[key] = base.model_copy(update={"zero": zero, "sp": sp, "recompute": recompute, "offload": offload})
     return _STRATEGIES[key]
 
 
@@ -266,10 +272,11 @@ def schedules(request: Request, pp: int) -> list[tuple[str, int]]:
 
 def data_splits(request: Request, shape: Shape) -> list[Split]:
     """All ranks hold copies, all share, or those of one or eight nodes; where nodes or links differ, of any number of
-    nodes that divides theirs, since a block of nodes with fast links may be of any size."""
+    nodes that divides theirs, since a block of nodes with fast links may be of any size; or what is asked for."""
     data = shape.data
     if data == 1:
-        return [(1, 1, request.fixed.get("zero", "z3"))]
+        alone: Split = (1, 1, request.fixed.get("zero", "z3"))
+        return [alone] if _admits_split(request, alone) else []
     found: list[Split] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
     blocks = divisors(request.cluster.num_nodes) if is_unequal(request.cluster) else (1, 8)
@@ -278,7 +285,16 @@ def data_splits(request: Request, shape: Shape) -> list[Split]:
         if not rest and 1 < shard < data and data % shard == 0:
             found.append((data // shard, shard, "z1"))
             found.append((data // shard, shard, "z3"))
-    return found
+    replicate: int = request.fixed.get("dp_replicate", 1)
+    shard: int = request.fixed.get("dp_shard", 1)
+    if replicate * shard == data and (replicate, shard) not in [split[:2] for split in found]:
+        asked: list[Split] = [(replicate, shard, "z1"), (replicate, shard, "z2"), (replicate, shard, "z3")]
+        found += asked
+    return [split for split in found if _admits_split(request, split)]
+
+
+def _admits_split(request: Request, split: Split) -> bool:
+    return all(map(request.admits, ("dp_replicate", "dp_shard", "zero"), split))
 
 
 def axis_orders(request: Request, shape: Shape) -> list[tuple[str, ...]]:

@@ -5,26 +5,45 @@ import numpy as np
 from muster.planner.bound import PassSeconds
 from muster.spec.plan import Plan
 
-_UNDER_WAY = {"1f1b": (1, 0), "zb-h1": (1, 0), "zb-h2": (2, -1)}
-"""Schedule → (a, b): a rank that is the n-th from the end has at most a·n + b micro-batches between the beginning of
-their forward and the end of their backward, as its passes are in this order whatever they take."""
+_UNDER_WAY = {"1f1b": (1, 0), "zb-h1": (1, 0), "zb-h2": (2, -1), "zb-v": (1, 0)}
+"""Schedule → (a, b): at the stage that is the n-th from the end, at most a·n + b micro-batches are between the begin of
+their forward and the end of their backward, as each rank's passes are in this order whatever they take."""
+
+_DELAYED = {"zb-h1": 1, "zb-h2": 2}
+"""Schedule → c: where backwards are split, the n-th stage's weight backward of a micro-batch stands between the end of
+its trip, that which began c·n micro-batches later, and the begin of the trip that may follow that one."""
 
 
 def trips_bound_s(plan: Plan, seconds: PassSeconds, micro_batches: int) -> float:
     """Seconds that a step takes at least; 0 for schedules of which nothing is known.
 
-    A micro-batch that a rank has begun goes through all stages after it and comes back before its backward ends. With
+    A micro-batch that a stage has begun goes through all stages after it and comes back before its backward ends. With
     at most k of them under way at once, m of them take the m-th part of k trips at least (Little's law), after the
-    first one has come to the rank, and before the last gradient has gone back from there to the first stage.
+    first one has come to the stage, and before the last gradient has gone back from there to the first stage. A weight
+    backward that stands between two trips makes the first one longer, but no gradient waits for the last of them.
     """
     if plan.schedule not in _UNDER_WAY or plan.pp == 1:
         return 0.0
     most, more = _UNDER_WAY[plan.schedule]
-    under_way = most * np.arange(plan.pp, 0, -1) + more
-    forward, inputs = seconds.forward, seconds.inputs
+    begun = most * np.arange(plan.depth, 0, -1) + more
+    under_way = np.minimum(begun, micro_batches)
+    forward, inputs, weights = seconds.forward, seconds.inputs, seconds.weights
     through = seconds.come + forward + inputs + seconds.back
     after = np.cumsum(through[::-1])[::-1] - through
     before = np.cumsum(seconds.come + forward) - forward
     back = np.cumsum(seconds.back + inputs) - inputs
-    trips = micro_batches / np.minimum(under_way, micro_batches) * (forward + after + inputs)
-    return float(np.max(before + trips + back)) + seconds.begin[0] + seconds.end[0] + seconds.once
+    trip = forward + after + inputs
+    ends = before + micro_batches / under_way * trip + back + seconds.end[0]
+    if plan.vpp == 1:
+        delayed = _DELAYED.get(plan.schedule, 0) * np.arange(plan.pp)
+        follow = np.maximum(0, micro_batches - delayed)
+        ends = np.maximum(ends, before + (micro_batches * trip + follow * weights) / under_way)
+        # Between two stages: the first one's forward may follow the backward that the second one does after a forward.
+        ahead = begun[:-1] - begun[1:] + 1
+        rounds = np.maximum(0, micro_batches - begun[1:]) // ahead
+        lacking = np.minimum(rounds, -(-delayed[:-1] // ahead))
+        pair = (forward + inputs)[:-1] + through[1:] + weights[:-1]
+        first = before[:-1] + (np.minimum(begun[1:], micro_batches) - 1) * forward[:-1]
+        pairs = first + rounds * pair - lacking * weights[:-1] + (trip + back)[:-1] + seconds.end[0]
+        ends = np.maximum(ends, np.append(pairs, 0.0))
+    return float(np.max(ends)) + seconds.begin[0] + seconds.once

@@ -1,5 +1,6 @@
 """The best plan for a cluster whose nodes or links differ, and what the naive layout would have cost."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -8,13 +9,20 @@ from time import perf_counter
 from muster.planner.judge import Judge
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
-from muster.planner.search import Found, search
+from muster.planner.search import Found, first_look, search
+from muster.planner.verdict import Verdict
 from muster.spec.plan import AXES
 
 ANNEALING_TRIES = 400
 
 MOST_ORDERS = 8
-"""Orders of the nodes that are searched before single ones are exchanged."""
+"""Orders of the nodes that are tried before single ones are exchanged."""
+
+MOST_LOOKED_AT = 3
+"""Of these, for how many it is asked what is likely to be good; with the others that is tried again."""
+
+MOST_LIKELY = 6
+"""Plans that are tried again with each of these orders, and where a search begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +43,52 @@ class Arranged:
 def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     """The best plans, and where nodes differ the best order of the nodes for the first of them.
 
-    Several orders are searched for a part of the time, the best of them for longer, then what exchanging single nodes
-    makes of it.
+    What is likely to be good is simulated for several orders of the nodes. The best of these is searched, then what
+    exchanging single nodes makes of it.
     """
     if not is_unequal(request.cluster):
         judge = Judge(request)
         return Arranged(request, judge, search(request, top, limit_s, judge))
     begin_s = perf_counter()
     naive, best = _as_listed(request, top, limit_s / 5)
+    tried = [naive]
 
     def left_s() -> float:
         return max(limit_s - (perf_counter() - begin_s), limit_s / 10)
 
-    orders = _likely_orders(request, naive)
-    each_s = left_s() / 2 / len(orders)
-    for order in orders:
-        best = _better(best, _searched(request, order, top, each_s, best))
-    if best.found.best:
-        if not best.found.proven and limit_s < inf:
-            best = _better(best, _searched(request, best.order or (), top, left_s() / 2, best))
-        best = _better(best, _annealed(request, best, top, left_s()))
-    return replace(best, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
+    def better(found: Arranged) -> Arranged:
+        tried.append(found.found)
+        return _better(best, found)
+
+    orders, likely, looks = _likely_orders(request, naive), naive.best, list[tuple[float, Look]]()
+    each_s = left_s() * 2 / 3 / min(len(orders), MOST_LOOKED_AT)
+    for number, order in enumerate(orders):
+        look, seeds = Look(request, order), [one.plan for one in likely]
+        anew = number < MOST_LOOKED_AT or not seeds
+        found = first_look(look.request, look.judge, max(top, MOST_LIKELY), each_s, seeds, anew)
+        tried.append(found)
+        looks.append((found.best[0].value if found.best else inf, look))
+        likely = sorted([*found.best, *likely], key=lambda one: one.order)[:MOST_LIKELY]
+    looks.sort(key=lambda pair: pair[0])
+    best = better(_searched(looks[0][1], top, left_s() / 2, best, likely))
+    if best.found.best and (changed := _annealed(request, best, top, left_s())) is not best:
+        best = better(changed)
+    for _, look in looks[1:]:
+        if perf_counter() - begin_s < limit_s:
+            best = better(_searched(look, top, left_s(), best))
+    seen = sum((one.seen for one in tried), Counter[str]())
+    seen["shapes"] = best.found.seen["shapes"]
+    found = replace(best.found, seen=seen, seconds=perf_counter() - begin_s)
+    return replace(best, found=found, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
+
+
+class Look:
+    """A request with its cluster's nodes in some order."""
+
+    def __init__(self, request: Request, order: Sequence[int]) -> None:
+        self.order = tuple(order)
+        self.request = replace(request, cluster=reordered(request.cluster, order))
+        self.judge = Judge(self.request)
 
 
 def _as_listed(request: Request, top: int, limit_s: float) -> tuple[Found, Arranged]:
@@ -75,22 +108,20 @@ def _likely_orders(request: Request, naive: Found) -> list[tuple[int, ...]]:
         plans = [one.plan for one in naive.best]
 
         def bound(order: Sequence[int]) -> float:
-            judge = Judge(replace(request, cluster=reordered(request.cluster, order)))
+            judge = Look(request, order).judge
             return min((judge.bound(plan) for plan in plans), default=0.0)
 
         others = sorted(others, key=bound)[: MOST_ORDERS - 1]
     return [listed, *others]
 
 
-def _searched(
-    request: Request, order: Sequence[int], top: int, limit_s: float, best: Arranged | None = None
-) -> Arranged:
+def _searched(look: Look, top: int, limit_s: float, best: Arranged, likely: Sequence[Verdict] = ()) -> Arranged:
     """With the nodes in an order; what is no better than the `best` so far need not be found."""
-    changed = replace(request, cluster=reordered(request.cluster, order))
-    judge, ceiling = Judge(changed), inf
-    if best is not None and len(best.found.best) == top and best.judge.room.head_room == judge.room.head_room:
+    ceiling = inf
+    if len(best.found.best) == top and best.judge.room.head_room == look.judge.room.head_room:
         ceiling = best.found.best[-1].value
-    return Arranged(changed, judge, search(changed, top, limit_s, judge, ceiling), tuple(order))
+    found = search(look.request, top, limit_s, look.judge, ceiling, [one.plan for one in likely])
+    return Arranged(look.request, look.judge, found, look.order)
 
 
 def _annealed(request: Request, best: Arranged, top: int, limit_s: float) -> Arranged:
@@ -99,14 +130,14 @@ def _annealed(request: Request, best: Arranged, top: int, limit_s: float) -> Arr
 
     def step_s(order: Sequence[int]) -> float:
         if tuple(order) not in known:
-            judge = Judge(replace(request, cluster=reordered(request.cluster, order)))
+            judge = Look(request, order).judge
             late = perf_counter() - begin_s > limit_s / 2
             known[tuple(order)] = inf if late else judge.verdict(plan).prediction.step_time_s
         return known[tuple(order)]
 
     order, _ = annealed(best.order or (), step_s, ANNEALING_TRIES)
     left_s = limit_s - (perf_counter() - begin_s)
-    return best if order == best.order else _searched(request, order, top, left_s, best)
+    return best if order == best.order else _searched(Look(request, order), top, left_s, best, best.found.best)
 
 
 def _better(one: Arranged | None, other: Arranged) -> Arranged:

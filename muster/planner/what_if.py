@@ -74,7 +74,7 @@ def _step_of(plan: Plan, request: Request) -> float | None:
     try:
         judge = Judge(request)
         judge.room.head_room = 0.0
-        return None if max(judge.room.over_bytes(plan)) > 0 else judge.verdict(plan).prediction.step_time_s
+        return judge.verdict(plan).prediction.step_time_s if judge.room.fits(plan) else None
     except InfeasibleError:
         return None
 
@@ -88,7 +88,8 @@ def changed(cluster: ClusterSpec, text: str) -> ClusterSpec:
     for part in text.split(","):
         what, equals, how = (piece.strip() for piece in part.partition("="))
         if not equals or what not in _CHANGES:
-            raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{did_you_mean(what, _CHANGES)}")
+            hint = "" if what in _CHANGES else did_you_mean(what, _CHANGES)
+            raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{hint}")
         cluster = _CHANGES[what](cluster, how, part.strip())
         if cluster.num_devices > MOST_DEVICES:
             raise ConfigError(f"--what-if {text}: expected at most {MOST_DEVICES:,} devices")
@@ -141,7 +142,7 @@ def _failed(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
     """The last nodes of the list are gone."""
     if not how.isdecimal() or not 0 < int(how) < cluster.num_nodes:
         raise ConfigError(
-            f"--what-if {text}: expected a number of nodes from 1 to {cluster.num_nodes - 1}"
+            f"--what-if {text}: expected a number of nodes from 1 to {cluster.num_nodes - 1}, got '{how}'"
             if cluster.num_nodes > 1
             else f"--what-if {text}: {cluster.name} is one node, and nothing is left without it"
         )

@@ -11,9 +11,10 @@ from muster.cost.op_times import OpTimes
 from muster.data.dataset import Samples
 from muster.parallel.world import open_world
 from muster.spec.model import ModelSpec
+from muster.spec.optim import OptimConfig
 from muster.spec.plan import Plan, StageSpec, Strategy, Zero
 from muster.spec.rates import MachineRates
-from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.spec.run import DataConfig, RunConfig, TrainConfig
 from muster.train.trainer import Trainer
 
 LAYERS = (1, 4)

@@ -5,11 +5,11 @@ are joined. Every wait has a limit; free of torch but for the ranks, which are p
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from muster.parallel.network import place
 from muster.probe.doctor import CHECKS, CLOCK_TOLERANCE_S, GIB, Finding, Request, examine
 from muster.spec.errors import MusterError
 from muster.train.nodes.agree import differences, software
 from muster.train.nodes.meet import meet
-from muster.train.nodes.network import place
 from muster.train.nodes.request import NodesRequest
 from muster.train.nodes.team import Over, Team
 

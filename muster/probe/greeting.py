@@ -18,7 +18,7 @@ import torch.distributed as dist
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
 from muster.train.errors import log_path
-from muster.train.launch import launch, launched
+from muster.train.launch import launch, rank_command
 from muster.train.nodes.team import Team
 from muster.train.outcome import Outcome
 from muster.train.worker import leave, main
@@ -53,15 +53,8 @@ def meet_others(team: Team, num_ranks: int, limit_s: float) -> tuple[Outcome, di
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()
         log_path(folder, 0).parent.mkdir()  # each node has a folder of its own here, not the one that a run shares
-        words = ["--world-size", str(num_ranks * team.count)]
-        python = [sys.executable, "-m", "muster.probe.greeting", str(folder)]
-        outcome = launched(
-            lambda rank, store: [*python, "--rank", str(rank), *words, "--store", store],
-            num_ranks,
-            folder,
-            team=team,
-            limit_s=limit_s,
-        )
+        command = rank_command("muster.probe.greeting", folder, num_ranks * team.count)
+        outcome = launch(command, num_ranks, folder, team=team, limit_s=limit_s)
         path = folder / _FOUND
         found = json.loads(path.read_text()) | {"seconds": time.perf_counter() - begin} if path.exists() else {}
         return outcome, found
@@ -71,12 +64,8 @@ def start(num_ranks: int) -> int:
     """Starts the ranks, prints what they found, returns how they ended."""
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()
-        python = [sys.executable, "-m", "muster.probe.greeting", str(folder)]
-
-        def command(rank: int, store: str) -> list[str]:
-            return [*python, "--rank", str(rank), "--world-size", str(num_ranks), "--store", store]
-
-        if code := launch(command, num_ranks, folder):
+        command = rank_command("muster.probe.greeting", folder, num_ranks)
+        if code := launch(command, num_ranks, folder).tell():
             return code
         found = json.loads((folder / _FOUND).read_text())
         print(json.dumps({**found, "seconds": time.perf_counter() - begin}), flush=True)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ from muster.spec.errors import MusterError
 from muster.spec.plan import Precision
 from muster.spec.rates import MachineRates
 from muster.spec.write import replace_text, yaml_text
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 
 _MOST_RANKS = 8
 
@@ -33,12 +32,8 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
         folder = Path(place)
         if quick:
             (folder / QUICK_MARK).touch()
-        python = [sys.executable, "-m", "muster.probe.rank", str(folder)]
-
-        def command(rank: int, store: str) -> list[str]:
-            return [*python, "--rank", str(rank), "--world-size", str(ranks), "--store", store]
-
-        if code := launch(command, ranks, folder):
+        command = rank_command("muster.probe.rank", folder, ranks)
+        if code := launch(command, ranks, folder).tell():
             raise MusterError(f"the profile was not finished: its ranks ended with {code}")
         machine = MachineRates.model_validate_json((folder / RATES).read_text(encoding="utf-8"))
     cluster = cluster_of(machine)

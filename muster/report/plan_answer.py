@@ -4,8 +4,8 @@ from typing import Any
 
 from muster.cost.forecast import HEAD_ROOM
 from muster.planner.answer import Answer
-from muster.planner.explain import families, neighbours
-from muster.planner.search import Found
+from muster.planner.explain import families
+from muster.planner.search import SEEN, Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
@@ -37,7 +37,7 @@ def show_answer(answer: Answer, explain: bool) -> None:
     if any(verdict.not_yet for verdict in found.best):
         print("\n* can't be run yet: " + "; ".join(sorted({line for one in found.best for line in one.not_yet})))
     print("\nWhy the first, and what one change to it would do:")
-    for neighbour in neighbours(found.best[0], answer.arranged.judge):
+    for neighbour in answer.why:
         print(f"  {neighbour.sentence}")
     if explain:
         print("\nThe best of every family:")
@@ -96,13 +96,15 @@ def answer_json(answer: Answer, explain: bool) -> dict[str, Any]:
         "plans": [
             verdict_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)
         ],
-        "why": [
-            {"change": one.change, "slower": one.slower, "sentence": one.sentence}
-            for one in neighbours(found.best[0], answer.arranged.judge)
-        ],
+        "why": [{"change": one.change, "slower": one.slower, "sentence": one.sentence} for one in answer.why],
         "node_order": answer.arranged.order,
         "naive_step_time_s": answer.arranged.naive_step_s,
-        "search": {**found.seen, "seconds": found.seconds, "proven": found.proven, "gap": found.gap},
+        "search": {
+            **{name: found.seen[name] for name in SEEN},
+            "seconds": found.seconds,
+            "proven": found.proven,
+            "gap": found.gap,
+        },
     }
     if explain:
         plain["families"] = [

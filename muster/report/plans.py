@@ -9,6 +9,8 @@ from muster.planner.footprint import Footprint
 from muster.planner.verdict import Verdict
 from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
 from muster.simulate.predict import Prediction
+from muster.spec.plan import Plan
+from muster.spec.plan_name import beyond_name
 
 
 def plan_table(verdicts: Sequence[Verdict]) -> Table:
@@ -32,7 +34,16 @@ def plan_table(verdicts: Sequence[Verdict]) -> Table:
 
 def plan_names(verdicts: Sequence[Verdict]) -> list[str]:
     """A line for each plan; `*` marks what can't be run yet."""
-    return [f"{number}  {one.name}{' *' if one.not_yet else ''}" for number, one in enumerate(verdicts, 1)]
+    return [
+        f"{number}  {one.name}{' *' if one.not_yet else ''}{beside_hash(one.plan, ' ' * (2 + len(str(number))))}"
+        for number, one in enumerate(verdicts, 1)
+    ]
+
+
+def beside_hash(plan: Plan, indent: str = "   ") -> str:
+    """What stands for `+` and a hash at the end of a plan's name, on a line of its own; empty where a name says all."""
+    said = beyond_name(plan)
+    return f"\n{indent}+ {'; '.join(said)}" if said else ""
 
 
 def footprint_table(footprints: Sequence[Footprint]) -> Table:
@@ -42,12 +53,17 @@ def footprint_table(footprints: Sequence[Footprint]) -> Table:
         table.add_row(
             str(number),
             f"{whole.steps:,}",
-            f"{whole.days:.3g}",
+            _days(whole.days),
             "n/a" if whole.usd is None else f"${format_count(whole.usd)}",
             "n/a" if whole.kwh is None else f"{format_count(whole.kwh)} kWh",
             "n/a" if whole.co2_kg is None else f"{format_count(whole.co2_kg / 1000)} t",
         )
     return table
+
+
+def _days(days: float) -> str:
+    """`0.012`, `3.4`, `1,930`."""
+    return f"{days:,.0f}" if days >= 99.5 else f"{days:.3g}" if days >= 0.01 else "< 0.01"
 
 
 def _table(*heads: str) -> Table:

@@ -55,7 +55,13 @@ def _fits(one: Prediction) -> str:
     if limit is None:
         return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if one.fits else "NO"
-    return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}"
+    hosts = (rank for rank in one.forecast.ranks if rank.overfills_host)
+    too_much = max(hosts, key=lambda rank: rank.host_bytes, default=None)
+    host = ""
+    if too_much is not None:
+        share = format_bytes(int(too_much.host_capacity_bytes or 0))
+        host = f"; rank {too_much.rank} offloads {format_bytes(too_much.host_bytes)}, its share of its host is {share}"
+    return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}{host}"
 
 
 def _relief(one: Prediction) -> Iterator[tuple[str, str]]:

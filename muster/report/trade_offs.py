@@ -11,6 +11,7 @@ from muster.report.html import Html, element
 from muster.report.numbers import format_bytes, format_count, format_seconds
 from muster.report.page import page, pairs, section
 from muster.report.palette import SERIES
+from muster.report.plans import beside_hash
 from muster.report.prediction import table
 from muster.report.scales import log_scale
 from muster.report.scatter import SCRIPT, STYLE, Dot, draw_plane
@@ -28,7 +29,7 @@ _MARKS = "123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def front_lines(found: Front) -> list[str]:
     """A line for each plan, numbered as in the table and the picture."""
     return [
-        f"{_mark(index)}  {point.verdict.name}{' *' if point.verdict.not_yet else ''}"
+        f"{_mark(index)}  {point.verdict.name}{' *' if point.verdict.not_yet else ''}{beside_hash(point.verdict.plan)}"
         for index, point in enumerate(found.points)
     ]
 
@@ -161,7 +162,7 @@ def front_json(found: Front) -> dict[str, Any]:
 def what_if_table(cases: Sequence[Case]) -> Table:
     """A row for each case: the best plan's figures, and what the plan without the change would take there."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("what if", no_wrap=True)
+    shown.add_column("what if", overflow="fold")
     for head in ("devices", "step", "speed", "memory", "1B tokens", "same plan"):
         shown.add_column(head, justify="right", no_wrap=True)
     base = cases[0].best
@@ -195,7 +196,7 @@ def _plan_or_why_not(case: Case) -> str:
     if case.best is None:
         return case.why_not
     unproven = f" (another may take {case.gap:.1%} less: --limit gives the search longer)" if case.gap else ""
-    return case.best.name + unproven
+    return case.best.name + beside_hash(case.best.plan) + unproven
 
 
 def what_if_json(cases: Sequence[Case]) -> dict[str, Any]:
@@ -211,6 +212,7 @@ def _case_json(case: Case) -> dict[str, Any]:
         "cluster": case.cluster.name,
         "devices": case.cluster.num_devices,
         "plan": None if best is None else best.name,
+        "hash": None if best is None else best.plan.hash,
         "step_time_s": None if best is None else best.prediction.step_time_s,
         "tokens_per_s": None if best is None else best.prediction.tokens_per_s,
         "memory_bytes": None if best is None else best.peak_bytes,
@@ -219,4 +221,5 @@ def _case_json(case: Case) -> dict[str, Any]:
         "not_yet": None if best is None else best.not_yet,
         "why_not": case.why_not or None,
         "gap": case.gap,
+        "fields": None if best is None else best.plan.model_dump(mode="json"),
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muster.report.page import write_page
-from muster.report.validation_rows import ERRORS, OUTCOMES, STATED, SWEEPS, WORST, Cells, Section, sections
+from muster.report.validation_rows import ERRORS, OUTCOMES, STATED, SWEEPS, TILTS, WORST, Cells, Section, sections
 from muster.validate.sources import source_of
 from muster.validate.summary import Summary
 
@@ -13,7 +13,7 @@ _INTRODUCTION = """\
 
 `muster validate --markdown docs/accuracy.md` wrote this page: every shipped measurement of other teams, predicted and
 compared. `muster validate` prints the same tables, `--json` gives them to programs, `--html FILE` draws predicted
-against measured, and `--csv FILE` takes a table of your own with the columns of `muster/catalog/measurements`.
+against measured, and `--csv FILE` takes a [table of your own](validate.md).
 
 Errors are of the step time, (predicted − measured) / measured; throughputs are turned into times, and FLOP/s by the
 formula that the source counts with. A configuration that was measured over several releases counts once. Configurations
@@ -38,10 +38,15 @@ the counts, *undecided* those where what the row leaves open decides. *balanced*
 """,
     SWEEPS: """\
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster
-ranks those first that leave a tenth of the memory free, then those that fit, each by their predicted time. *first
+ranks those first that leave 12 % of the memory free, then those that fit, each by their predicted time. *first
 reaches* is the throughput of the layout that Muster ranks first as a part of the best measured one, 0 where it ran out
 of memory; *of those that ran* leaves out the layouts that did; *first three reach* is the best of its first three, and
 *best in 3* whether that is the best of all.
+""",
+    TILTS: """\
+Pairs of layouts of one sweep, small ones too, that differ in one axis alone and in the data-parallel ranks that are
+left: how much more the step time was predicted to grow from the first value to the second than it was measured to.
+Above 0 the second is predicted too slow beside the first, in so many of the pairs as the last column says.
 """,
     WORST: "One of each configuration.\n",
 }

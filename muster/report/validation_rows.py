@@ -19,6 +19,10 @@ _PLACES = 4
 """So many places of rows that share a reason are named."""
 
 
+_SWEEPS = 20
+"""Where there are more, those with few layouts are summed up only."""
+
+
 def percent(value: float | None, sign: bool = False) -> str:
     """`7.3 %`, with a sign `−1.2 %`."""
     if value is None:
@@ -27,7 +31,7 @@ def percent(value: float | None, sign: bool = False) -> str:
 
 
 ERRORS, STATED, OUTCOMES = "All rows", "What the rows state", "Does it fit?"
-SWEEPS, WORST, UNREAD = "Sweeps", "The worst rows", "Not predicted"
+SWEEPS, TILTS, WORST, UNREAD = "Sweeps", "Tilts within sweeps", "The worst rows", "Not predicted"
 
 
 class Section(NamedTuple):
@@ -46,6 +50,7 @@ def sections(summary: Summary) -> list[Section]:
         Section(STATED, specified_rows(summary)),
         Section(OUTCOMES, outcome_rows(summary), _near_words(summary)),
         Section(SWEEPS, sweep_rows(summary), sweeps_words(summary)),
+        Section(TILTS, tilt_rows(summary)),
         Section(WORST, worst_rows(summary)),
         Section(UNREAD, unread_rows(summary), _left_out_words(summary)),
     ]
@@ -145,9 +150,15 @@ def sweep_rows(summary: Summary) -> list[Cells]:
                 percent(100 * sweep.three_reach),
                 "yes" if sweep.best_in_first_three else "no",
             )
-            for sweep in summary.sweeps
+            for sweep in _shown_sweeps(summary)
         ),
     ]
+
+
+def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
+    """The smaller ones too, where they aren't many."""
+    every = (*summary.sweeps, *summary.small_sweeps)
+    return every if len(every) <= _SWEEPS else summary.sweeps
 
 
 def sweeps_words(summary: Summary) -> str:
@@ -157,24 +168,41 @@ def sweeps_words(summary: Summary) -> str:
         fewest, most = (pick(sweep.layouts for sweep in small) for pick in (min, max))
         reaches = [sweep.first_reaches for sweep in small]
         words.append(
-            f"Of {len(small)} smaller sweeps, of {fewest} to {most} layouts, what is ranked first reaches"
+            f"Of {_counted(small, 'smaller sweep')}, of {fewest} to {most} layouts, what is ranked first reaches"
             f" {percent(100 * mean(reaches))} on average, at least {percent(100 * min(reaches))}; it is the best in"
             f" {sum(reach == 1.0 for reach in reaches)}."
         )
     return " ".join(words)
 
 
+def _counted(sweeps: Sequence[Sweep], name: str) -> str:
+    return f"{len(sweeps)} {name}{'' if len(sweeps) == 1 else 's'}"
+
+
 def _sweeps_words(sweeps: Sequence[Sweep]) -> str:
+    correlation = mean(sweep.rank_correlation for sweep in sweeps)
     first, ran, three = (
         [getattr(sweep, name) for sweep in sweeps] for name in ("first_reaches", "first_timed_reaches", "three_reach")
     )
     return (
-        f"Of {len(sweeps)} sweeps the mean rank correlation is {mean(sweep.rank_correlation for sweep in sweeps):.2f};"
+        f"Of {_counted(sweeps, 'sweep')} the mean rank correlation is {correlation:.2f};"
         f" what is ranked first reaches {percent(100 * mean(first))} of the best on average (it ran out of memory in"
         f" {first.count(0.0)}), and of the layouts that ran {percent(100 * mean(ran))}, at least"
         f" {percent(100 * min(ran))}; the best of the first three reaches {percent(100 * mean(three))} on average, at"
         f" least {percent(100 * min(three))}, and is the best of all in {percent(100 * three.count(1.0) / len(three))}."
     )
+
+
+def tilt_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each change of an axis."""
+    head = ("axis", "from → to", "pairs", "tilt", "too slow in")
+    return [
+        head,
+        *(
+            (tilt.axis, tilt.change, str(tilt.pairs), percent(tilt.tilt, sign=True), str(tilt.positive))
+            for tilt in summary.tilts
+        ),
+    ]
 
 
 def worst_rows(summary: Summary) -> list[Cells]:

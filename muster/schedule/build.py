@@ -71,9 +71,15 @@ def program_of(
         train=train,
     )
     program = lower(schedule, lowering)
-    if lowering.offload and not any(lanes.get("copy") for lanes in program.ranks):
-        raise InfeasibleError(
-            f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
-            f" {num_micro_batches} micro-batches no activations lie for {LEAST_GAP} passes"
-        )
+    is_longest = num_micro_batches == plan.num_micro_batches(workload)
+    if lowering.offload and is_longest and not any(lanes.get("copy") for lanes in program.ranks):
+        raise nothing_to_offload(plan, num_micro_batches)
     return program
+
+
+def nothing_to_offload(plan: Plan, num_micro_batches: int) -> InfeasibleError:
+    """Why a plan whose activations never lie long enough can't offload them."""
+    return InfeasibleError(
+        f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
+        f" {num_micro_batches} micro-batches no activations lie for {LEAST_GAP} passes"
+    )

@@ -1,6 +1,8 @@
 """Interleaved 1F1B: several stages on each rank, round by round (Narayanan et al. 2021, arXiv:2104.04473, §2.2.2)."""
 
-from muster.schedule.action import Action
+from itertools import chain
+
+from muster.schedule.action import Action, all_passes
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.spec.placement import looped
@@ -41,15 +43,17 @@ def grouped(name: str, setting: Setting, sizes: list[int], warm_ups: list[int]) 
         first += size
     orders = []
     for rank, warm_up in enumerate(warm_ups):
-        forwards = [Action("F", chunk * num_ranks + rank, index) for chunk, index in steps]
-        backwards = [Action("B", (chunks - 1 - chunk) * num_ranks + rank, index) for chunk, index in steps]
-        orders.append(one_by_one(forwards, backwards, warm_up))
+        stages = range(rank, num_ranks * chunks, num_ranks)
+        forward, backward = (
+            [all_passes(kind, stage, setting.num_micro_batches) for stage in own]
+            for kind, own in (("F", stages), ("B", stages[::-1]))
+        )
+        forwards = [forward[chunk][index] for chunk, index in steps]
+        orders.append(one_by_one(forwards, [backward[chunk][index] for chunk, index in steps], warm_up))
     return Schedule(name, looped(num_ranks, chunks), setting.num_micro_batches, tuple(orders))
 
 
 def one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    order = forwards[:warm_up]
-    for index, backward in enumerate(backwards):
-        order += [*forwards[warm_up + index : warm_up + index + 1], backward]
-    return tuple(order)
+    turns = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    return (*forwards[:warm_up], *turns, *backwards[max(0, len(forwards) - warm_up) :])

@@ -6,6 +6,7 @@ pass runs, and come back while the pass before their backward does, so that a ra
 whatever the schedule keeps. What lies shorter than that stays where it is.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from muster.schedule.action import Action
@@ -29,6 +30,36 @@ def offloaded(order: Sequence[Action], stages: Collection[int]) -> Iterator[tupl
             first = forwards.get((stage, micro_batch), place)
             if place - first >= LEAST_GAP:
                 yield first, place
+
+
+def with_copies(order: Sequence[Action], stages: Collection[int]) -> list[Action]:
+    """One rank's order of passes, with OFFLOAD where the memory of what went to the host is free, and RELOAD where that
+    of what comes back is taken."""
+    found = list(offloaded(order, stages))
+    before = {first + PASSES_FOR_COPY + 1: order[first] for first, _ in found}
+    after = {reader - PASSES_FOR_COPY - 1: order[reader] for _, reader in found}
+    actions = []
+    for place, action in enumerate(order):
+        if place in before:
+            actions.append(Action("OFFLOAD", before[place].stage, before[place].micro_batch))
+        actions.append(action)
+        if place in after:
+            actions.append(Action("RELOAD", after[place].stage, after[place].micro_batch))
+    return actions
+
+
+Beside = Counter[tuple[tuple[str, int], tuple[int, ...]]]
+"""(kind, stage) of a pass and the stages whose copies run beside it → how often that is so on a rank."""
+
+
+def passes_beside(order: Sequence[Action], stages: Collection[int]) -> Beside:
+    """What the copies of one rank's `stages` run beside: as long as they last, or the pass where that is longer, passes
+    from the one before it to the one after it."""
+    beside: dict[int, list[int]] = {}
+    for first, reader in offloaded(order, stages):
+        beside.setdefault(first + 1, []).append(order[first].stage)
+        beside.setdefault(reader - 1, []).append(order[first].stage)
+    return Counter((order[place][:2], tuple(sorted(copied))) for place, copied in beside.items())
 
 
 def copies(compute: Sequence[Instruction], stages: Collection[int]) -> tuple[list[Instruction], list[Instruction]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, all_passes
 from muster.schedule.schedule import Schedule
 from muster.schedule.setting import Setting
 from muster.spec.errors import InfeasibleError
@@ -84,10 +84,10 @@ def pipe_of(setting: Setting, placement: Sequence[int]) -> Pipe:
 def schedule_of(pipe: Pipe, passes: Iterable[int], name: str) -> Schedule:
     count, stages = pipe.num_micro_batches, pipe.num_stages
     ranks: list[list[Action]] = [[] for _ in range(pipe.num_ranks)]
+    actions = [action for kind in KINDS for stage in range(stages) for action in all_passes(kind, stage, count)]
+    holders = [ranks[rank] for rank in pipe.placement] * len(KINDS)
     for code in passes:
-        place, micro_batch = divmod(code, count)
-        kind, stage = divmod(place, stages)
-        ranks[pipe.placement[stage]].append(Action(KINDS[kind], stage, micro_batch))
+        holders[code // count].append(actions[code])
     return Schedule(name, pipe.placement, count, tuple(map(tuple, ranks)))
 
 

@@ -1,9 +1,10 @@
 """V-Min, V-Half and V-ZB: one micro-batch's building block, repeated (Qi et al. 2024, arXiv:2405.15362)."""
 
 from dataclasses import replace
+from itertools import product
 
-from muster.schedule.action import Action
-from muster.schedule.blocks import PERIOD, Row, repeated
+from muster.schedule.action import all_passes
+from muster.schedule.blocks import Row, repeated
 from muster.schedule.follow import follow
 from muster.schedule.keep_busy import overtake
 from muster.schedule.pipe import codes_of, orders_of, pipe_of, schedule_of
@@ -46,10 +47,10 @@ def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
     p, count = setting.num_ranks, setting.num_micro_batches
     orders = []
     for rank, kinds in enumerate(repeated(rows, count)):
-        numbers = [iter(range(count)) for _ in range(PERIOD)]
         far = 2 * p - 1 - rank
         stages = (rank, far, far, rank, far, rank)
-        orders.append(tuple(Action("FFIIWW"[kind], stages[kind], next(numbers[kind])) for kind in kinds))
+        passes = [iter(all_passes(name, stage, count)) for name, stage in zip("FFIIWW", stages, strict=True)]
+        orders.append(tuple(next(passes[kind]) for kind in kinds))
     plain = Schedule(name, waves(p, 2), count, tuple(orders))
     timing = time_schedule(plain, setting)
     if max(timing.peak_activation) > setting.memory_limit:
@@ -59,6 +60,9 @@ def _repeated(name: str, setting: Setting, rows: list[Row]) -> Schedule:
     if setting.hop_s and pipe.size < _LARGE:
         bases.append(overtake(plain, setting, pipe.capacity))
     lines = [orders_of(pipe, codes_of(pipe, base)) for base in bases]
-    runs = [run for line in lines for way in _WAYS if (run := follow(pipe, line, *way, timing.makespan_s))]
-    best = min(runs, key=lambda run: run.makespan_s, default=None)
+    best, best_s = None, timing.makespan_s
+    for line, way in product(lines, _WAYS):
+        run = follow(pipe, line, *way, best_s)
+        if run is not None and (best is None or run.makespan_s < best_s):
+            best, best_s = run, run.makespan_s
     return plain if best is None else schedule_of(pipe, best.passes, name)

@@ -13,7 +13,7 @@ from muster.schedule.program import Instruction, Program, ProgramError, meeting
 from muster.simulate.breakdown import spans_of
 from muster.simulate.cores import simulate_on_shared_cores
 from muster.simulate.flights import NONE, SEVERAL, Flights
-from muster.simulate.spans import HOP, RankSpans, time_by_part
+from muster.simulate.spans import HOP, Column, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
 
@@ -24,6 +24,7 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
     * A send begins when its waits are over, the entry before it in its lane has begun and the rank's way out is free
       (`Hop.wire_s`); the receiver has the data `Hop.total_s` later, and both events, the send's and the receive's, show
       that flight.
+    * Copies to and from the host's memory run one after another beside the passes, each when its waits are over.
     * Collectives of a rank run one after another. TIE and NORM end on all their ranks together, their longest
       duration after the last of them has come; their events begin when each rank comes.
     * Where `times.cores` is given, passes, the step and collectives share the cores (see `cores`).
@@ -51,9 +52,9 @@ def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], 
 
 
 def _has_plain_lanes(program: Program) -> bool:
-    """Whether no wait joins transfers with each other or with collectives, and the copy lane is empty."""
+    """Whether no wait joins transfers with each other or with collectives, nor copies with anything but passes."""
     return all(
-        not lanes.get("copy")
+        all(lane == "compute" for _, _, waits in lanes.get("copy", ()) for lane, _ in waits)
         and all(lane == "compute" for _, _, waits in lanes.get("p2p", ()) for lane, _ in waits)
         and all(lane != "p2p" for _, _, waits in lanes.get("collective", ()) for lane, _ in waits)
         for lanes in program.ranks
@@ -89,6 +90,8 @@ class _Simulation:
         self.ready: list[Walk] = []
         self.awaited: list[list[int]] = [[] for _ in program.ranks]
         """Per rank and pass, the transfer that it waits for."""
+        self.copied: list[list[tuple[int, int]]] = [[] for _ in program.ranks]
+        """Per rank, (pass, copy) where the one waits for the other."""
         self.together_s: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
         """Per rank and collective, from when to when all its ranks took part."""
 
@@ -138,7 +141,17 @@ class _Simulation:
             readers, transfers = self._received(rank)
             idle_since_s = np.append(0.0, end_s)[readers]
             waits.append((HOP, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
+            waits += self._copy_waits(rank, idle_since_s=np.append(0.0, end_s))
             yield RankSpans(compute_s, begin_s, end_s, waits)
+
+    def _copy_waits(self, rank: int, idle_since_s: Column) -> Iterator[tuple[str, Column, Column]]:
+        """By kind, when a rank stood still before a pass for the copy that this waits for."""
+        copies = self.program.ranks[rank].get("copy", ())
+        begin_s, end_s = (np.array(times_s[rank]["copy"]) for times_s in (self.begin_s, self.end_s))
+        for kind in ("OFFLOAD", "RELOAD") if copies else ():
+            found = [pair for pair in self.copied[rank] if copies[pair[1]].action.kind == kind]
+            readers, own = np.array(found, int).reshape(-1, 2).T
+            yield kind, np.maximum(begin_s[own], idle_since_s[readers]), end_s[own]
 
     def _received(self, rank: int) -> tuple[list[int], list[int]]:
         """Which of a rank's passes wait for a transfer, and for which; one that waits for several stands there for each
@@ -165,6 +178,7 @@ class _Simulation:
         while sends_after[next_send] < 0:
             self._send(rank, sends[next_send], time_s)
             next_send += 1
+        copy_end_s = self.end_s[rank]["copy"]
         awaited = self.awaited[rank] = self.flights.awaited(rank, compute)
         for number, (transfer, duration_s) in enumerate(zip(awaited, self._durations_s(compute), strict=True)):
             if transfer >= 0:
@@ -183,12 +197,27 @@ class _Simulation:
                         while len(collective_end_s) <= index:
                             yield NONE
                         time_s = max(time_s, collective_end_s[index])
+                    elif lane == "copy":
+                        self.copied[rank].append((number, index))
+                        self._copy(rank, index + 1)
+                        time_s = max(time_s, copy_end_s[index])
             begin(time_s)
             time_s += duration_s
             end(time_s)
             while sends_after[next_send] == number:
                 self._send(rank, sends[next_send], time_s)
                 next_send += 1
+        self._copy(rank, len(self.program.ranks[rank].get("copy", ())))
+
+    def _copy(self, rank: int, count: int) -> None:
+        """The first `count` copies of a rank, as far as they aren't done: they wait for passes that are over."""
+        begin_s, end_s = self.begin_s[rank]["copy"], self.end_s[rank]["copy"]
+        compute_end_s = self.end_s[rank]["compute"]
+        for action, _, waits in self.program.ranks[rank].get("copy", ())[len(end_s) : count]:
+            if any(index >= len(compute_end_s) for _, index in waits):
+                raise ProgramError("the program never comes to its end; the checker says why")
+            begin_s.append(max([0.0, *end_s[-1:], *(compute_end_s[index] for _, index in waits)]))
+            end_s.append(begin_s[-1] + self.times.of(action))
 
     def _send(self, rank: int, transfer: int, ready_s: float) -> None:
         begin_s = max(ready_s, self.out_free_s[rank])

@@ -1,6 +1,13 @@
-"""The base of every type that is read from a file."""
+"""The base of every type that is read from a file, and numbers in it."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Portion = Annotated[float, Field(ge=0, le=1)]
 
 
 class Frozen(BaseModel):

@@ -20,10 +20,17 @@ class NodeGroup(Frozen):
     """Join nodes; None for a node that stands alone."""
     domain_nodes: PositiveInt = 1
     """Nodes that `intra` joins into one fabric, such as the 18 trays of NVL72."""
+    host_memory_bytes: PositiveInt | None = None
+    """Of a node, beside its devices' own: what offloaded activations may lie in; None where it is unknown."""
 
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def host_share_bytes(self) -> float | None:
+        """Of a node's memory, what each of its devices may offload to; None where it is unknown."""
+        return None if self.host_memory_bytes is None else self.host_memory_bytes / self.devices_per_node
 
     @property
     def domain_devices(self) -> int:
@@ -69,7 +76,11 @@ class ClusterSpec(Frozen):
             raise ValueError("tiers go from the nearest to the farthest: their nodes must not become fewer")
         matrix = self.node_bandwidth_bytes_per_s
         if matrix is not None and any(len(row) != self.num_nodes for row in (matrix, *matrix)):
-            raise ValueError(f"node_bandwidth_bytes_per_s must have {self.num_nodes} rows and columns, one per node")
+            wrong = next((row for row in matrix if len(row) != self.num_nodes), matrix[0] if matrix else ())
+            raise ValueError(
+                f"node_bandwidth_bytes_per_s must have {self.num_nodes} rows and columns, one per node,"
+                f" got {len(matrix)} rows, one of {len(wrong)} columns"
+            )
         return self
 
     @property
@@ -129,7 +140,10 @@ def single_device(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
     """A machine of `num_devices` such devices, in the node that they usually come in, or joined by memory."""
     intra = device.node.intra if device.node else MEMORY
     nics = device.node.nics if device.node else None
-    group = NodeGroup(num_nodes=1, devices_per_node=num_devices, device=device, intra=intra, nics=nics)
+    host = device.node.host_memory_bytes if device.node else None
+    group = NodeGroup(
+        num_nodes=1, devices_per_node=num_devices, device=device, intra=intra, nics=nics, host_memory_bytes=host
+    )
     return ClusterSpec(name=f"{num_devices}x{device.name}", groups=(group,))
 
 

@@ -138,6 +138,7 @@ class NodeShape(Frozen):
     intra: LinkSpec
     nics: Nics | None = None
     domain_nodes: PositiveInt = 1
+    host_memory_bytes: PositiveInt | None = None
 
 
 DeviceSpec.model_rebuild()

@@ -23,9 +23,21 @@ class Shape:
         for key in path.split(".") if path else ():
             if schema is None:
                 return None
-            child = schema["items"] if key.isdigit() and "items" in schema else self.keys(schema).get(key)
-            schema = self._resolve(child)
+            schema = self._resolve(self._child(schema, key))
         return schema
+
+    def _child(self, schema: Schema, key: str) -> Schema | None:
+        """What may stand under a key of a mapping, or at a place of a list, also of one that may be null."""
+        if key in (known := self.keys(schema)):
+            return known[key]
+        for option in schema.get("anyOf", [schema]):
+            option = self._resolve(option) or {}
+            if key.isdigit() and option.get("type") == "array":
+                places = option.get("prefixItems", [])
+                return places[int(key)] if int(key) < len(places) else option.get("items")
+            if isinstance(option.get("additionalProperties"), dict):
+                return option["additionalProperties"]
+        return None
 
     def keys(self, schema: Schema) -> dict[str, Schema]:
         """The keys of a mapping, also of one that may be null."""
@@ -84,10 +96,11 @@ def config_error(error: ValidationError, shape: Shape, origins: Mapping[str, str
 
     `origins` says where the value under each path comes from; `prefix` is the path at which validation began.
     """
-    return ConfigError("\n".join(_sentence(one, shape, origins, prefix) for one in error.errors()))
+    return ConfigError("\n".join(sentence(one, shape, origins, prefix) for one in error.errors()))
 
 
-def _sentence(error: Mapping[str, Any], shape: Shape, origins: Mapping[str, str], prefix: str) -> str:
+def sentence(error: Mapping[str, Any], shape: Shape, origins: Mapping[str, str], prefix: str = "") -> str:
+    """What is wrong, for one of a ValidationError's errors: key, what is expected, and the value."""
     path = ".".join([*filter(None, [prefix]), *map(str, error["loc"])])
     schema = shape.at(path) or {}
     origin = _origin(path, origins)

@@ -1,10 +1,10 @@
 """Clusters from a preset, a short name such as `64xh100`, or a file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -13,9 +13,11 @@ from muster.catalog import names, read
 from muster.spec.cluster import ClusterSpec, NodeGroup, single_device
 from muster.spec.device import DeviceSpec, LinkSpec, NodeShape
 from muster.spec.errors import ConfigError
+from muster.spec.explain import Shape, sentence
 from muster.spec.suggest import did_you_mean
 
 _SHORT = re.compile(r"(-?\d+)\s*[x×*]\s*([A-Za-z][\w.-]*)")
+Kind = TypeVar("Kind")
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -52,7 +54,7 @@ def load_device(name: str) -> DeviceSpec:
             f"there is no device '{name}'{did_you_mean(name.lower(), known)} (there are {', '.join(names('devices'))})"
         )
     file = known[name.lower()]
-    return _device(_mapping(read("devices", file), f"device {file}"), f"device {file}")
+    return _device(_mapping(read("devices", file), f"device {file}"), Place(f"device {file}"))
 
 
 @cache
@@ -61,7 +63,7 @@ def load_link(name: str) -> LinkSpec:
     links = _mapping(read("links", "links"), "links")
     if name not in links:
         raise ConfigError(f"there is no link '{name}'{did_you_mean(name, links)} (there are {', '.join(links)})")
-    return _validated(LinkSpec, {"name": name, **links[name]}, f"link {name}")
+    return _validated(LinkSpec, {"name": name, **links[name]}, Place(f"link {name}"))
 
 
 @cache
@@ -84,7 +86,7 @@ def _groups(count: int, name: str) -> list[NodeGroup]:
     if node is None:
         return list(single_device(device, count).groups)
     full, rest = divmod(count, node.devices)
-    shape = {"device": device, "intra": node.intra, "nics": node.nics, "domain_nodes": node.domain_nodes}
+    shape = {"device": device, **_usual_node(node)}
     groups = [NodeGroup(num_nodes=full, devices_per_node=node.devices, **shape)] if full else []
     return groups + ([NodeGroup(num_nodes=1, devices_per_node=rest, **shape)] if rest else [])
 
@@ -103,60 +105,94 @@ def _from_file(path: Path) -> ClusterSpec:
     return _build(_mapping(text, str(path)), str(path))
 
 
+class Place(NamedTuple):
+    """Where something stands: a file, and the dotted path of keys in it."""
+
+    file: str
+    path: str = ""
+
+    def key(self, name: str) -> "Place":
+        """What stands under a key of this."""
+        return Place(self.file, f"{self.path}.{name}" if self.path else name)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.path}" if self.path else self.file
+
+
 def _build(data: dict[str, Any], where: str) -> ClusterSpec:
     """A cluster from a file's keys; `devices: 64xh100` stands for groups."""
-    data = dict(data)
-    if isinstance(short := data.pop("devices", None), str):
-        data["groups"] = load_cluster(short).groups
-    elif isinstance(data.get("groups"), list):
-        data["groups"] = [_group(group, where) for group in data["groups"]]
-    for tier in data.get("tiers") or ():
+    data, file = dict(data), Place(where)
+    if "devices" in data:
+        short = data.pop("devices")
+        if "groups" in data:
+            raise ConfigError(f"{where}: devices stands in the place of groups: leave one of them out")
+        if not isinstance(short, str):
+            raise ConfigError(f"{file.key('devices')}: expected devices such as 64xh100, got {short!r}")
+        data["groups"] = _named(load_cluster, short, file.key("devices")).groups
+    elif "groups" not in data:
+        raise ConfigError(f"{where}: expected groups of nodes, or devices such as 64xh100 in their place")
+    elif isinstance(data["groups"], list):
+        data["groups"] = [_group(group, file.key(f"groups.{index}")) for index, group in enumerate(data["groups"])]
+    tiers = data.get("tiers")
+    for index, tier in enumerate(tiers if isinstance(tiers, list) else ()):
         if isinstance(tier, dict) and "link" in tier:
-            tier["link"] = _link(tier["link"], where)
+            tier["link"] = _link(tier["link"], file.key(f"tiers.{index}.link"))
     return _checked(where, **data)
 
 
-def _group(data: Any, where: str) -> Any:
+def _group(data: Any, place: Place) -> Any:
     """One group: what it doesn't say of its nodes is as the device usually comes."""
     if not isinstance(data, dict):
         return data
-    device = data.get("device")
-    device = load_device(device) if isinstance(device, str) else _device(device, where)
+    if "device" not in data:
+        raise ConfigError(f"{place.key('device')}: missing, expected a device such as h100")
+    device, at = data["device"], place.key("device")
+    device = _named(load_device, device, at) if isinstance(device, str) else _device(device, at)
     usual: dict[str, Any] = {}
     if isinstance(device, DeviceSpec) and device.node is not None:
-        node = device.node
-        usual = {
-            "devices_per_node": node.devices,
-            "intra": node.intra,
-            "nics": node.nics,
-            "domain_nodes": node.domain_nodes,
-        }
-    own = {key: _link(value, where) if key == "intra" else value for key, value in data.items()}
+        usual = {"devices_per_node": device.node.devices, **_usual_node(device.node)}
+    return usual | _joined(data, place) | {"device": device}
+
+
+def _joined(data: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The keys of a node, with the links that join its devices, and it to others."""
+    own = {key: _link(value, place.key(key)) if key == "intra" else value for key, value in data.items()}
     if isinstance(nics := own.get("nics"), dict) and "link" in nics:
-        own["nics"] = nics | {"link": _link(nics["link"], where)}
-    return usual | own | {"device": device}
+        own["nics"] = nics | {"link": _link(nics["link"], place.key("nics.link"))}
+    return own
 
 
-def _device(data: Any, where: str) -> Any:
+def _usual_node(node: NodeShape) -> dict[str, Any]:
+    """What a group takes over from the node that its devices usually come in."""
+    return {name: getattr(node, name) for name in ("intra", "nics", "domain_nodes", "host_memory_bytes")}
+
+
+def _device(data: Any, place: Place) -> Any:
     if not isinstance(data, dict):
         return data
     data = dict(data)
     if isinstance(node := data.get("node"), dict):
-        node = {key: _link(value, where) if key == "intra" else value for key, value in node.items()}
-        if isinstance(nics := node.get("nics"), dict):
-            node["nics"] = nics | {"link": _link(nics.get("link"), where)}
-        data["node"] = _validated(NodeShape, node, where)
-    return _validated(DeviceSpec, data, where)
+        data["node"] = _validated(NodeShape, _joined(node, place.key("node")), place.key("node"))
+    return _validated(DeviceSpec, data, place)
 
 
-def _link(data: Any, where: str) -> Any:
+def _link(data: Any, place: Place) -> Any:
     """A link by name, or `{like: NAME, …}` with what is different, or written out."""
     if isinstance(data, str):
-        return load_link(data)
-    if isinstance(data, dict) and isinstance(like := data.get("like"), str):
+        return _named(load_link, data, place)
+    if isinstance(data, dict) and "like" in data:
         other = {key: value for key, value in data.items() if key != "like"}
-        return _validated(LinkSpec, {**load_link(like).model_dump(), **other}, where)
+        like = _named(load_link, str(data["like"]), place.key("like"))
+        return _validated(LinkSpec, {**like.model_dump(), **other}, place)
     return data
+
+
+def _named(load: Callable[[str], Kind], name: str, place: Place) -> Kind:
+    """What has this name; a wrong one is told with its place."""
+    try:
+        return load(name)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _mapping(text: str, where: str) -> dict[str, Any]:
@@ -167,27 +203,21 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected 'key: value' lines, got {str(data)[:40]!r}")
+        raise ConfigError(
+            f"{where}: expected 'key: value' lines, got {'nothing' if data is None else repr(str(data)[:40])}"
+        )
     return dict(data)
 
 
 def _checked(where: str, **data: Any) -> ClusterSpec:
-    return _validated(ClusterSpec, data, where)
+    return _validated(ClusterSpec, data, Place(where))
 
 
-def _validated(kind: Any, data: Any, where: str) -> Any:
+def _validated(kind: Any, data: Any, place: Place) -> Any:
     """`data` as `kind`, or one sentence about the first thing that is wrong with it."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        place = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = f"there is no such key{did_you_mean(str(first['loc'][-1]), _keys(kind))}"
-        raise ConfigError(f"{where}: {place + ': ' if place else ''}{message[:1].lower()}{message[1:]}") from None
-
-
-def _keys(kind: Any) -> list[str]:
-    kinds = [kind, NodeGroup, DeviceSpec, LinkSpec] if kind is ClusterSpec else [kind]
-    return [key for each in kinds for key in each.model_fields]
+        told = sentence(first, Shape(kind), {})
+        raise ConfigError(f"{place}{'.' if place.path and first['loc'] else ': '}{told}") from None

@@ -1,6 +1,7 @@
 """What is trained: the shape of a decoder."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 from typing import Literal
 
@@ -88,7 +89,7 @@ class ModelSpec(Frozen):
     def _derive(cls, data: object) -> object:
         if isinstance(data, dict) and data.get("num_heads"):
             data = {"num_kv_heads": data["num_heads"], **data}
-            if data.get("hidden_size"):
+            with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # what is no number is told by its key
                 data = {"head_dim": int(data["hidden_size"]) // int(data["num_heads"]), **data}
         return data
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.spec.layout import TensorLayout
+from muster.spec.optim import OPTIMIZERS, OptimConfig
 from muster.spec.parts import part_of
-from muster.spec.run import OPTIMIZERS, OptimConfig
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 

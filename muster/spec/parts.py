@@ -87,6 +87,15 @@ def part_of(kind: Kind, name: str, own: Iterable[str] = ()) -> Any:
     raise ConfigError(f"there is no {kind} '{name}'{did_you_mean(name, known)} ({there})")
 
 
+def known_part(kind: Kind, name: str, own: tuple[str, ...] = ()) -> str:
+    """The name. Raises ValueError where no plugin registers a part of it."""
+    try:
+        part_of(kind, name, own)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
 def has_registered(file: Path) -> bool:
     """Whether a file has registered anything."""
     return any(part.file == file for part in _PARTS.values())

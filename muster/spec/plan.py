@@ -225,7 +225,7 @@ class Plan(Frozen):
     @property
     def depth(self) -> int:
         """Stages of one replica."""
-        return max(1, self.num_stages // self.replicas)
+        return max(1, self.pp * self.vpp // SCHEDULES[self.schedule].default_replicas)
 
     def is_first(self, stage: int) -> bool:
         """Whether a stage has the embedding."""
@@ -293,6 +293,10 @@ class Plan(Frozen):
             return _even_runs(num_layers, self.depth)[stage % self.depth]
         start = sum(s.layers for s in self.stages[: stage % self.depth])
         return range(start, start + self.stages[stage % self.depth].layers)
+
+    def layer_counts(self, num_layers: int) -> list[int]:
+        """How many layers each stage of one replica has, of a model with `num_layers`."""
+        return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.depth)
 
     def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
         """The layers of one stage whose activations may wait in the host's memory."""

@@ -1,7 +1,7 @@
 """A plan's short name: `dp2x8-tp4-pp4v2-mb1-szbv-rsel-bf16` ↔ Plan."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -85,6 +85,34 @@ def format_plan_name(plan: Plan) -> str:
     except ConfigError:  # a number with more digits than a name takes
         sayable = False
     return name if sayable else f"{name}+{plan.hash}"
+
+
+def beyond_name(plan: Plan) -> list[str]:
+    """What of a plan its short name can't say, in a few words each: empty where it says all."""
+    default, said = plan.default_strategy, []
+    if plan.axis_order != _DEFAULTS.axis_order:
+        used = [axis for axis in plan.axis_order if getattr(plan, axis) > 1]
+        said.append(f"axes, outermost first: {', '.join(used)}")
+    layers: dict[str, list[str]] = {}
+    for run in plan.overrides:
+        end = run.start + run.count - 1
+        layers.setdefault(_differing(run.strategy, default), []).append(
+            str(end) if run.count == 1 else f"{run.start}–{end}"
+        )
+    for words, runs in layers.items():
+        said.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
+    if shown := _differing(default, Strategy(), ("attention", "tp_overlap")):
+        said.append(shown)
+    known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
+    said += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
+    if any(stage.ranks or stage.mesh for stage in plan.stages):
+        said.append("stages with ranks or degrees of their own")
+    return [*said, *(["an order that was searched for"] if plan.order else [])]
+
+
+def _differing(one: Strategy, other: Strategy, names: Iterable[str] = tuple(Strategy.model_fields)) -> str:
+    values = {name: getattr(one, name) for name in names if getattr(one, name) != getattr(other, name)}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 def _words(plan: Plan) -> list[str]:
@@ -184,5 +212,5 @@ def _suggestion(token: str) -> str:
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_words()]
-    numbered = [word + (number[0] if number else "") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
+    numbered = [word + (number[0] if number else "N") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
     return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

@@ -22,8 +22,11 @@ def read_count(text: str, flag: str) -> float:
 
 
 def read_bytes(text: str, flag: str) -> int:
-    """`70GB`, `512M`. Raises ConfigError, which names the flag."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B?", text.strip().upper())
-    if match is None or not float(match[1]):
-        raise ConfigError(f"{flag}: expected a size such as 70GB, got '{text}'")
-    return int(float(match[1]) * _FACTORS[match[2]])
+    """`70GB`, `512M`, `2GiB`, `900B`. Raises ConfigError, which names the flag."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)", text.strip().upper())
+    size = 0
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise ConfigError(f"{flag}: expected a size such as 70GB or 2GiB, got '{text}'")
+    return size

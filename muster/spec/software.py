@@ -45,6 +45,10 @@ class Software(Frozen):
     compact: bool = False
     """Under selective recompute: inputs of products are kept in fp8, and up-projections of latent attention are made
     again, too (arXiv:2412.19437 §3.2.3, §3.3.3; `muster.cost.compact_memory`)."""
+    reduces_whole: bool = False
+    """Under z1 each rank's gradients are put together, cast to float32, all-reduced and copied back, as if every rank
+    updated all parameters (Aleph Alpha's scaling: allreduce.py, optimizer.py); else each rank gets the sum of its part
+    alone, in the dtype of the sum."""
     overlap_reduce: bool = True
     """Gradients are reduced while the last micro-batch's backward runs."""
     overlap_gather: bool = True

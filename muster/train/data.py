@@ -13,6 +13,7 @@ from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer, load_tokenizer
 from muster.report.stores import skipped_words
 from muster.spec.errors import ConfigError
+from muster.spec.legal import counted
 from muster.spec.model import ModelSpec
 from muster.spec.run import DataConfig, RunConfig
 
@@ -71,6 +72,17 @@ def data_lines(config: RunConfig, dataset: Samples) -> list[str]:
             f"{part.name} {part.weight / total:.1%}: {line}" for line in data_lines(own, dataset.sources[part.name])
         ]
     return lines
+
+
+def too_few_lines(config: RunConfig, dataset: Samples) -> list[str]:
+    """Why a run takes no validation loss, where its data are too few for the one that was asked for."""
+    held_out, batch = dataset.num_held_out_samples, config.train.global_batch_size
+    if not config.eval.batches or not config.data.held_out or held_out >= batch:
+        return []
+    return [
+        f"eval: no validation loss, since {counted(held_out, 'held-out sample')} don't fill a batch of {batch}: give"
+        " data.held_out more, or set eval.batches to 0"
+    ]
 
 
 def epochs_line(config: RunConfig, dataset: Samples) -> str:

@@ -25,14 +25,13 @@ from muster.simulate.timeline import Event, Timeline, timeline_to_json
 from muster.spec.generation import Sampling
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import RunConfig
+from muster.train.data import tokenizer_of
 from muster.train.metrics import finite, write_text
-from muster.train.text import Request, find_source, make_texts
+from muster.train.text import Request, find_source, make_texts, sample_prompt
 from muster.train.trainer import Trainer
 from muster.train.validation import ALL, validate, validation_row, validation_text
 
 MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
-SAMPLE_PROMPT = "def "
 
 
 def announce(trainer: Trainer, predicted: Timeline) -> None:
@@ -64,7 +63,7 @@ def finish(
     timelines = {"version": 1, "predicted": timeline_to_json(predicted), "measured": timeline_to_json(measured)}
     write_text(run_dir / "timeline.json", json.dumps(timelines))
     write_text(run_dir / "result.json", json.dumps(_result(losses, rows)))
-    sample = _sample(config, run_dir)
+    prompt, sample = _sample(trainer, run_dir)
     notes = [waiting_text(metrics)] if metrics else []
     if ALL in losses:
         notes.append(validation_text(losses))
@@ -77,7 +76,7 @@ def finish(
         measured=measured,
         comparison=rows,
         validation_loss=losses.get(ALL),
-        sample_prompt=SAMPLE_PROMPT,
+        sample_prompt=prompt,
         sample_text=sample,
         notes=[MFU_NOTE, *notes],
     )
@@ -88,7 +87,7 @@ def finish(
         console.print(note, soft_wrap=True)
     if sample:
         console.print("sample:", style="bold")
-        console.print(SAMPLE_PROMPT + sample, markup=False)
+        console.print(prompt + sample, markup=False)
     console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
     return losses
 
@@ -161,18 +160,20 @@ def _comparison(
     return rows
 
 
-def _sample(config: RunConfig, run_dir: Path) -> str:
-    """Text that the trained model writes, read back from the last checkpoint as one whole model."""
+def _sample(trainer: Trainer, run_dir: Path) -> tuple[str, str]:
+    """A prompt, and what the trained model writes after it, read back from the last checkpoint as one whole model."""
+    config = trainer.config
     if not config.train.sample_tokens:
-        return ""
+        return "", ""
+    prompt = sample_prompt(trainer.dataset, tokenizer_of(config.data), config.train.seq_len)
     request = Request(
         source=find_source(run_dir),
         plan=Plan(precision="fp32"),
-        prompts=(SAMPLE_PROMPT[: config.train.seq_len],),
+        prompts=(prompt,),
         tokens=config.train.sample_tokens,
         sampling=Sampling(seed=config.seed),
     )
-    return make_texts(request, torch.device("cpu"))[0]
+    return prompt, make_texts(request, torch.device("cpu"))[0]
 
 
 def _facts(trainer: Trainer, metrics: Sequence[dict], started_at: float) -> RunFacts:

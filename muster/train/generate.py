@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from muster.parallel.world import open_world, pick_device
 from muster.spec.errors import ConfigError, MusterError
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 from muster.train.text import Request, make_texts
 from muster.train.worker import leave, main
 
@@ -32,13 +31,9 @@ def run_request(request: Request) -> Sequence[str]:
         raise ConfigError("muster generate starts the processes of its plan itself: run it without torchrun")
     folder = Path(tempfile.mkdtemp(prefix="muster-generate-"))
     (folder / REQUEST).write_text(request.model_dump_json())
-    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.generate", str(folder)]
     size = request.plan.world_size
-
-    def command(rank: int, store: str) -> list[str]:
-        return [*python, "--rank", str(rank), "--world-size", str(size), "--store", store]
-
-    if launch(command, size, folder) != 0:
+    command = rank_command("muster.train.generate", folder, size)
+    if launch(command, size, folder).tell() != 0:
         raise MusterError(f"no text was made; what the ranks said is in {folder}")
     texts = json.loads((folder / TEXTS).read_text())
     shutil.rmtree(folder)

@@ -3,17 +3,18 @@
 import contextlib
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
+from muster.parallel.network import family_of, place
 from muster.spec.errors import MusterError
 from muster.train.errors import error_path, hang_path, log_path
 from muster.train.job import POLL_S, Job
 from muster.train.nodes.job import NodeJob
-from muster.train.nodes.network import family_of, place
 from muster.train.nodes.request import rank_environment
 from muster.train.nodes.team import Team
 from muster.train.outcome import Outcome
@@ -27,45 +28,31 @@ def launch(
     num_ranks: int,
     run_dir: Path,
     grace_s: float = 5.0,
-    port: int = 0,
-    hang_s: float | None = None,
-    team: Team | None = None,
-) -> int:
-    """Runs `command_for_rank(rank, "host:port of the store")` for every rank and returns the job's exit code.
-
-    0: all ranks finished; 75: they stopped because they were asked to; otherwise the code of the rank that failed
-    first, with one sentence on standard error. The other ranks then have `grace_s` seconds to end by themselves.
-    When for `hang_s` seconds no rank begins anything, the one that the others wait for is named, and all are killed.
-    Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`; `run_dir/exit.json` keeps the
-    outcome. SIGTERM and SIGINT are passed on once as SIGTERM; a SIGINT after that kills. No rank outlives this call.
-
-    With a `team` each node's launcher calls this for its own `num_ranks` ranks, of a run directory that all share; all
-    say, and return, the same. Must run in the main thread. Raises MusterError when the port is taken, the run directory
-    can't be written or a rank can't be started.
-    """
-    return launched(command_for_rank, num_ranks, run_dir, grace_s, port, hang_s, team).tell()
-
-
-def launched(
-    command_for_rank: Callable[[int, str], list[str]],
-    num_ranks: int,
-    run_dir: Path,
-    grace_s: float = 5.0,
-    port: int = 0,
     hang_s: float | None = None,
     team: Team | None = None,
     limit_s: float | None = None,
 ) -> Outcome:
-    """As `launch`, but returns how the job ended and says nothing; after `limit_s` seconds the ranks are killed."""
+    """Runs `command_for_rank(rank, "host:port of the store")` for every rank and returns how the job ended.
+
+    Code 0: all ranks finished; 75: they stopped because they were asked to; otherwise that of the rank that failed
+    first. The other ranks then have `grace_s` seconds to end by themselves. When for `hang_s` seconds no rank begins
+    anything, the one that the others wait for is named, and all are killed; after `limit_s` seconds they are in any
+    case. Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`; `run_dir/exit.json` keeps the
+    outcome. SIGTERM and SIGINT are passed on once as SIGTERM; a SIGINT after that kills. No rank outlives this call.
+
+    With a `team` each node's launcher calls this for its own `num_ranks` ranks, of a run directory that all share; all
+    return the same. Must run in the main thread. Raises MusterError when the run directory can't be written or a rank
+    can't be started.
+    """
     if team is None:
         _clear(run_dir)
-        store = open_store(port)
+        store = open_store()
         job, address = Job(run_dir, grace_s, hang_s), place(store.host, store.port)
         ranks, environment = range(num_ranks), {}
     else:
         if team.is_hub:
             _clear(run_dir)
-            store = open_store(0, team.address)
+            store = open_store(address=team.address)
             address = place(store.host, store.port)
             team.tell("start", store=address)
         else:
@@ -85,6 +72,12 @@ def launched(
     if job.writes:
         outcome.write(run_dir)
     return outcome
+
+
+def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
+    """What starts a rank whose module calls `worker.main`, from the rank's number and the store's place."""
+    python = [sys.executable, "-X", "faulthandler", "-m", module, str(folder)]
+    return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
 
 
 def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:

@@ -8,7 +8,6 @@ The losses' chunks are those of a GPU: a CPU's are so small that following them 
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,12 +32,13 @@ from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.model import ModelSpec
+from muster.spec.optim import OptimConfig
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from muster.spec.run import DataConfig, RunConfig, TrainConfig
 from muster.spec.workload import Workload
 from muster.train.ahead import Share
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 from muster.train.trainer import Trainer
 from muster.train.worker import leave, main
 
@@ -77,12 +77,8 @@ def account_really(model: ModelSpec, plan: Plan, workload: Workload) -> list[Acc
     with TemporaryDirectory(prefix="memory-check-") as place:
         folder = Path(place)
         (folder / _REQUEST).write_text(config.model_dump_json())
-        python = [sys.executable, "-m", "muster.train.memory_check", place]
-
-        def command(rank: int, store: str) -> list[str]:
-            return [*python, "--rank", str(rank), "--world-size", str(plan.world_size), "--store", store]
-
-        if launch(command, plan.world_size, folder):
+        command = rank_command("muster.train.memory_check", folder, plan.world_size)
+        if launch(command, plan.world_size, folder).tell():
             raise MusterError(f"the ranks of plan {format_plan_name(plan)} failed; see the messages above")
         found = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.world_size))
         return [Accounting(**one) for one in found]

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from muster.spec.load import Resolved, derived_lines, with_steps, write_resolved
 from muster.spec.plan import Plan
 from muster.spec.run import RunConfig
 from muster.spec.write import replace_text, yaml_text
-from muster.train.data import data_lines, epochs_line, open_dataset
+from muster.train.data import data_lines, epochs_line, open_dataset, too_few_lines
 from muster.train.drift import refuse_drift, refuse_other_data
 from muster.train.errors import STOPPED, error_path
 from muster.train.nodes.request import NodesRequest
@@ -38,6 +38,8 @@ from muster.train.track import TENSORBOARD, WANDB, require_trackers
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
+WORKER = "muster.train.worker"
+"""The module of a rank that trains."""
 PREPARE_LIMIT = timedelta(days=1)
 """How long rank 0 may build the token store; when it fails, torchrun ends the ranks that wait."""
 
@@ -78,16 +80,10 @@ def train(resolved: Resolved, options: TrainOptions) -> int:
     with claimed(options.run_dir, resolved.config.train.mirror):
         if not prepare(resolved, chosen, options):
             return 0
-        from muster.train.launch import launch
+        from muster.train.launch import launch, rank_command
 
-        command = worker_command(options.run_dir, plan.world_size)
-        return launch(command, plan.world_size, options.run_dir, hang_s=resolved.config.train.hang_s)
-
-
-def worker_command(run_dir: Path, world_size: int) -> Callable[[int, str], list[str]]:
-    """The command of a rank, from its number and the store's place."""
-    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.worker", str(run_dir)]
-    return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
+        command = rank_command(WORKER, options.run_dir, plan.world_size)
+        return launch(command, plan.world_size, options.run_dir, hang_s=resolved.config.train.hang_s).tell()
 
 
 def refuse_worlds_of_one(nodes: NodesRequest | None = None) -> None:
@@ -161,7 +157,7 @@ def prepare(resolved: Resolved, chosen: Chosen, options: TrainOptions) -> bool:
         print(f"data: {line}")
     if config.train.epochs is not None:
         print(epochs_line(config, dataset))
-    for line in (*derived_lines(resolved), *chosen.lines, *_unpredicted(config)):
+    for line in (*too_few_lines(config, dataset), *derived_lines(resolved), *chosen.lines, *_unpredicted(config)):
         print(line)
     if position is not None:
         refuse_other_data(run_dir, dataset, position.counters, options.allow_changes)

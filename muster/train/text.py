@@ -12,6 +12,9 @@ from muster.checkpoint.folder import find_latest
 from muster.checkpoint.initial import load_initial
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.piece import Piece
+from muster.data.dataset import Dataset, Samples
+from muster.data.mixed import MixedDataset
+from muster.data.tokenizer import Tokenizer
 from muster.model.sample import generate
 from muster.parallel.axis import TensorAxis
 from muster.parallel.generation import decoder_for_text, join_words
@@ -24,6 +27,9 @@ from muster.spec.plan import Plan
 from muster.spec.plugins import require_unchanged
 from muster.spec.run import DataConfig
 from muster.train.data import tokenizer_of
+
+_PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
+"""Characters of a sample's prompt at most, and tokens that they take at most."""
 
 
 class Source(Frozen):
@@ -106,6 +112,19 @@ def _converted(path: Path) -> Source:
         plan=Plan.model_validate(directory.plan or {}),
         data=data,
     )
+
+
+def sample_prompt(dataset: Samples, tokenizer: Tokenizer, context: int) -> str:
+    """The first words of a text that the model hasn't learnt from, for a sample of what it writes."""
+    own = next(iter(dataset.sources.values())) if isinstance(dataset, MixedDataset) else dataset
+    assert isinstance(own, Dataset)
+    text = tokenizer.decode(own.beginning(_PROMPT_TOKENS).tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
+    prompt = text[:_PROMPT_LENGTH]
+    if len(prompt) < len(text) and (words := prompt.rpartition(" ")[0].strip()):
+        prompt = words
+    while len(tokenizer.encode(prompt)) > context:
+        prompt = prompt[:-1]
+    return prompt if prompt.strip() else "\n"
 
 
 def make_texts(request: Request, device: torch.device, axis: TensorAxis | None = None) -> list[str]:

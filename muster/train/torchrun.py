@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from muster.parallel.network import family_of, own_interface, resolve
 from muster.parallel.whereabouts import share_page
 from muster.planner.auto import choose_plan
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.load import Resolved
 from muster.train.errors import STOPPED, guard, read_error, write_exit
-from muster.train.nodes.network import family_of, own_interface, resolve
 from muster.train.run import PREPARE_LIMIT, TrainOptions, claimed, prepare
 from muster.train.shared_disk import require_shared
-from muster.train.watcher import WatchJob
+from muster.train.watcher import WatchJob, attempt_in
 from muster.train.worker import leave, run_rank
 
 
@@ -106,7 +106,9 @@ def start_watch(run_dir: Path, hang_s: float, store: dist.Store, rank: int, worl
         store.set("watchers meet at", str(_free_port(host)))
     port = int(store.get("watchers meet at")) if world_size > per_node else 0
     ranks = [tuple(json.loads(store.get(f"watched {rank + index}"))) for index in range(per_node)]
-    job = WatchJob(str(run_dir), hang_s, world_size, node, world_size // per_node, host, port, ranks)
+    job = WatchJob(
+        str(run_dir), hang_s, world_size, node, world_size // per_node, host, port, ranks, attempt_in(run_dir)
+    )
     # In a session of its own, so that it is there to the end, whatever ends the ranks.
     command = [sys.executable, "-m", "muster.train.watcher", json.dumps(asdict(job))]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -51,6 +51,16 @@ class WatchJob:
     """Where its watcher listens."""
     ranks: list[tuple[int, int, int]]
     """Of this node: number, process, file descriptor of its page."""
+    attempt: int
+    """What `attempt_in` said of the run directory when the ranks began."""
+
+
+def attempt_in(run_dir: Path) -> int:
+    """A number that differs between attempts in one run directory: each writes its configuration anew. 0: none has."""
+    try:
+        return (run_dir / "config.yaml").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class _Rank:
@@ -188,8 +198,8 @@ class Watch:
             key=lambda error: (not error.primary, error.time),
             default=None,
         )
-        if not self._is_judge:
-            return
+        if not self._is_judge or attempt_in(self._run_dir) != self._job.attempt:
+            return  # a launcher that starts ranks again may have done so by now: their end is another's to tell
         if self._found is not None and (self._hangs or cause is None or not cause.primary):
             self._say(self._found.rank, self._found.host, f" {self._found.sentence}", 1)
         elif cause is not None and not (self._run_dir / "exit.json").exists():

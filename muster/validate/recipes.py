@@ -70,6 +70,8 @@ class Job:
     def held(self) -> dict[str, Any]:
         """Fields of a plan, or of its default strategy, that the planner keeps too."""
         said = said_by(self.recipe.held) if self.recipe.held else {}
+        if "recompute" in said:
+            said["offload"] = "none"  # the software of its time had neither
         return {**said, "precision": self.plan.precision}
 
     @cached_property

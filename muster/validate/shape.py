@@ -2,8 +2,8 @@
 
 The rule, in this order:
 
-1. A name that the catalogue knows (`LLAMA3-70B`, `Qwen3-30B-A3B`) gives what widths can't say: norms, biases, the width
-   of a head, experts' details. The row's own widths stand where both say one.
+1. A name that the catalogue knows (`LLAMA3-70B`, `Qwen/Qwen3-30B-A3B`) gives what the row's widths leave open: those
+   that are empty, norms, biases, the width of a head, experts' details. The row's own stand where both say one.
 2. Otherwise families are told apart by name. GPT's (GPT, GPT-2, GPT-3, OPT, BLOOM, Megatron) have LayerNorm, learned
    positions, GELU, biases and a tied head; MPT's the same without biases; Nemotron's LayerNorm, rotary positions,
    squared ReLU and no biases. What is left is Llama-style.
@@ -19,12 +19,16 @@ from pydantic import ValidationError
 from muster.catalog import names, read
 from muster.spec.model import ModelSpec
 from muster.spec.model_parts import MoeSpec
+from muster.spec.suggest import did_you_mean
 from muster.validate.reading import UnreadableError
 from muster.validate.table import Row
 
 _GPT = re.compile(r"^(gpt(?!-?oss)|opt|bloom|megatron|turing|mt-nlg)", re.IGNORECASE)
 _MPT = re.compile(r"^mpt", re.IGNORECASE)
 _NEMOTRON = re.compile(r"^nemotron", re.IGNORECASE)
+
+_LATER = re.compile(r"^meta-|[-_ ](hf|base|instruct|chat|v\d(\.\d)?)\b", re.IGNORECASE)
+"""What owners put before and after the name of a shape."""
 
 _GPT_STYLE: dict[str, object] = {
     "norm": "layer",
@@ -42,15 +46,18 @@ _NEMOTRON_STYLE: dict[str, object] = {"norm": "layer", "activation": "relu", "ga
 
 def model_of(row: Row) -> ModelSpec:
     """The model of a row. Raises UnreadableError."""
-    for column in ("hidden", "layers", "heads", "ffn_hidden", "vocab", "seq_len"):
-        if getattr(row, column) is None:
-            raise UnreadableError(f"{column} is empty")
+    assert row.seq_len is not None
     known = _known(row.model_name)
-    if known is not None and known.hidden_size == row.hidden and known.num_heads == row.heads:
+    if known is not None and row.hidden in (None, known.hidden_size) and row.heads in (None, known.num_heads):
         widths = _widths(row)
         if known.moe is not None:
-            del widths["intermediate_size"]  # a table's is that of an expert
+            widths.pop("intermediate_size", None)  # a table's is that of an expert
         return _made(known.model_dump() | widths)
+    for column in ("hidden", "layers", "heads", "ffn_hidden", "vocab"):
+        if getattr(row, column) is None:
+            hint = did_you_mean(row.model_name.lower(), names("models"))
+            unknown = f", and the catalogue has no model '{row.model_name}'{hint}" if known is None else ""
+            raise UnreadableError(f"{column} is empty{unknown}")
     fields = _widths(row) | _style(row) | _experts(row)
     model = _made(fields)
     if model.gated and row.params_b and not row.n_experts:
@@ -62,7 +69,8 @@ def model_of(row: Row) -> ModelSpec:
 
 
 def _widths(row: Row) -> dict[str, object]:
-    return {
+    """What the row says of them."""
+    said = {
         "name": row.model_name,
         "vocab_size": row.vocab,
         "hidden_size": row.hidden,
@@ -72,6 +80,7 @@ def _widths(row: Row) -> dict[str, object]:
         "intermediate_size": row.ffn_hidden,
         "max_positions": row.seq_len,
     }
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _style(row: Row) -> dict[str, object]:
@@ -101,13 +110,15 @@ def _made(fields: dict[str, object]) -> ModelSpec:
 
 @cache
 def _known(name: str) -> ModelSpec | None:
-    """The catalogue's model of that name, whatever its hyphens, dots and what stands in parentheses."""
-    plain = _plain(re.sub(r"\(.*?\)", "", name))
-    for entry in names("models"):
-        if _plain(entry) == plain:
-            fields = yaml.safe_load(read("models", entry))
-            fields.pop("version", None)
-            return ModelSpec.model_validate(fields)
+    """The catalogue's model of that name, whatever its owner, its hyphens and dots, what stands in parentheses and what
+    it was trained for afterwards."""
+    own = re.sub(r"\(.*?\)", "", name).strip().rpartition("/")[2]
+    for words in (own, _LATER.sub("", own)):
+        for entry in names("models"):
+            if _plain(entry) == _plain(words):
+                fields = yaml.safe_load(read("models", entry))
+                fields.pop("version", None)
+                return ModelSpec.model_validate(fields)
     return None
 
 

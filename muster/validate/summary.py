@@ -25,6 +25,7 @@ from muster.validate.score import (
 from muster.validate.sources import source_of
 from muster.validate.sweeps import FEWEST_LAYOUTS, LEAST_LAYOUTS, Sweep, sweeps_of
 from muster.validate.table import Row, parse_table, read_table
+from muster.validate.tilts import Tilt, tilts_of
 
 _BASELINE = "calculon_baseline"
 _WORST = 15
@@ -61,6 +62,7 @@ class Summary:
     sweeps: tuple[Sweep, ...]
     small_sweeps: tuple[Sweep, ...]
     """Those with fewer layouts than a sweep needs."""
+    tilts: tuple[Tilt, ...]
     worst: tuple[Result, ...]
 
     @property
@@ -102,7 +104,8 @@ def summarize(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Sum
     overall = group_of(results, [*others, *left_out] if left_out else [])
     small = sweeps_of(results, FEWEST_LAYOUTS, LEAST_LAYOUTS - 1)
     wrong = worst(results, _WORST)
-    return Summary(tuple(results), overall, by_source, tuple(sweeps_of(results)), tuple(small), tuple(wrong))
+    sweeps, tilts = tuple(sweeps_of(results)), tuple(tilts_of(results))
+    return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong))
 
 
 def _of_source(results: Sequence[Result], name: str) -> list[Result]:
@@ -153,6 +156,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "by_source": {name: _group_json(group) for name, group in summary.by_source.items()},
         "sweeps": _sweeps_json(summary.sweeps),
         "small_sweeps": _sweeps_json(summary.small_sweeps),
+        "tilts": [asdict(tilt) for tilt in summary.tilts],
         "worst": [_row_json(result) for result in summary.worst],
         "unpredicted": [{"row": result.row.place, "why": result.reason} for result in summary.unpredicted],
         "left_out": summary.left_out,

@@ -45,18 +45,24 @@ class Sweep:
 
 def sweeps_of(results: Iterable[Result], least: int = LEAST_LAYOUTS, most: float = inf) -> list[Sweep]:
     """Every sweep with `least` to `most` timed layouts."""
+    groups = sweep_groups(results).items()
+    return [sweep for key, group in groups if (sweep := _sweep(key, group, least, most)) is not None]
+
+
+def sweep_groups(results: Iterable[Result]) -> dict[tuple[object, ...], list[Result]]:
+    """The layouts of each sweep that ran or are known not to have."""
     groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
     for result in results:
         if result.answer is not None and result.succeeded is not None:
             groups[tuple(getattr(result.row, name) for name in _SAME)].append(result)
-    return [sweep for key, group in groups.items() if (sweep := _sweep(key, group, least, most)) is not None]
+    return groups
 
 
 def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int, most: float) -> Sweep | None:
-    timed = _one_of_each([result for result in group if result.is_predicted])
+    timed = one_of_each([result for result in group if result.is_predicted])
     if not least <= len(timed) <= most:
         return None
-    failed = _one_of_each([result for result in group if result.succeeded is False])
+    failed = one_of_each([result for result in group if result.succeeded is False])
     measured = [_measured(result) for result in timed]
     best_s = min(measured)
     ranked = sorted((*timed, *failed), key=_rank)
@@ -79,7 +85,7 @@ def _rank(result: Result) -> tuple[bool, bool, float]:
     return answer.fits is False, full, answer.step_time_s
 
 
-def _one_of_each(results: Sequence[Result]) -> list[Result]:
+def one_of_each(results: Sequence[Result]) -> list[Result]:
     """One row for each plan: of a layout measured twice, the first."""
     found: dict[str, Result] = {}
     for result in results:

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,19 @@ _INTEGERS = (
 _FLOATS = ("params_b", "peak_mem_gb")
 _WORDS = (
     *("source", "url_or_repo", "model_name", "ffn_hidden", "gpu", "intra_link", "inter_link", "zero", "sp"),
-    *("recompute", "precision", "schedule", "attn_kernel", "metric", "value", "notes"),
+    *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "notes"),
 )
-_OPTIONAL = ("compile", "async_tp", "software")
+NEEDED = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
+"""Columns that a table must have; a column that it lacks is one that no row states."""
 COLUMNS = (
     *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
     *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
     *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
     *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
 )
-"""The header, in its usual order; only `compile`, `async_tp` and `software` may be left out."""
+"""All that a header may name, in their usual order; others are passed over."""
+
+_OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory", re.IGNORECASE)
 
 LARGEST = 10**9
 """No degree, width or batch of a table is larger."""
@@ -102,10 +106,13 @@ def read_table(path: Path) -> list[Row]:
 
 
 def parse_table(text: str, file: str) -> list[Row]:
-    """The rows of a table's text; `file` is its name in messages."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    """The rows of a table's text; `file` is its name in messages. Cells are parted by commas, or by what the header has
+    instead: semicolons or tabs."""
+    first = text.partition("\n")[0]
+    delimiter = next((mark for mark in ",;\t" if mark in first), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
-        header = [name.strip() for name in next(reader, [])]
+        header = [name.strip().lower() for name in next(reader, [])]
         _check_header(header, file)
         rows = list(_rows(reader, header, file))
     except csv.Error as error:
@@ -118,11 +125,15 @@ def parse_table(text: str, file: str) -> list[Row]:
 def _check_header(header: list[str], file: str) -> None:
     if not header:
         raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
-    missing = [name for name in COLUMNS if name not in header and name not in _OPTIONAL]
+    absent = [name for name in COLUMNS if name not in header]
+    spare = [name for name in header if name not in COLUMNS]
+    missing = [name for name in NEEDED if name in absent]
     if missing:
-        spare = [name for name in header if name not in COLUMNS]
         hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
         raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
+    for name in spare:
+        if hint := did_you_mean(name, absent):
+            raise ConfigError(f"{file}:1: no column is called '{name}'{hint}")
     twice = [name for name in COLUMNS if header.count(name) > 1]
     if twice:
         raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
@@ -142,14 +153,18 @@ def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator
 
 def _row(cells: dict[str, str], file: str, line: int, number: int) -> Row:
     where = f"{file}:{line}"
-    fields: dict[str, object] = {name: cells.get(name, "") for name in (*_WORDS, *_OPTIONAL)}
+    cells = dict.fromkeys(COLUMNS, "") | cells
+    fields: dict[str, object] = {name: cells[name] for name in _WORDS}
     fields |= {name: _whole(cells[name], name, where) for name in _INTEGERS}
     fields |= {name: _real(cells[name], name, where) for name in _FLOATS}
     # "768 per expert": the number alone is the width.
     fields["ffn_hidden"] = _whole(cells["ffn_hidden"].split(" per ")[0], "ffn_hidden", where)
-    is_outcome = cells["metric"] == "outcome"
-    fields["value"] = None if is_outcome else _real(cells["value"], "value", where)
-    fields["outcome"] = cells["value"] if is_outcome else ""
+    fields["source"] = cells["source"] or file
+    said = cells["value"]
+    if cells["metric"] == "outcome" or _OUT_OF_MEMORY.search(said):
+        fields |= {"metric": "outcome", "value": None, "outcome": said}
+    else:
+        fields |= {"value": _real(said, "value", where), "outcome": ""}
     return Row(file=file, line=line, number=number, **fields)  # type: ignore[arg-type]
 
 

@@ -12,10 +12,10 @@ from muster.validate.reading import UnreadableError
 _YES, _NO = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
-    (r"none|off|no|false", "none"),
+    (r"none|off|no|false|0", "none"),
     (r"selective \((per op sac|sac|repo default)\)", "alternate"),
     (r"selective( \(attention core\))?|attention|core.?attn", "attention"),
-    (r"full\b.*|uniform|block|true|yes", "full"),
+    (r"full\b.*|uniform|block|true|yes|1", "full"),
 )
 """Patterns of the whole text; selective is Megatron-LM's (attention's core) unless it names torchtitan's SAC."""
 
@@ -97,13 +97,18 @@ def sharding_of(text: str) -> Sharding | None:
     size = int(group[1]) if group else None
     if re.search(r"fsdp=false", lower):
         return Sharding("z1", size)
-    if re.search(r"zero-?2|shard_grad_op|\bz2\b", lower):
+    if size is None and re.search(r"hsdp|hybrid", lower):
+        raise UnreadableError(f"zero '{text}' doesn't say how many ranks share a copy: expected e.g. 'FSDP within 8'")
+    stage = re.search(r"(?:zero|stage|z)[-_ =]*(?:stage[-_ =]*)?([0-3])\b|^([0-3])$", lower)
+    if re.search(r"shard_grad_op", lower):
         return Sharding("z2", size)
-    if re.search(r"fsdp|zero-?3|full_shard|\bz3\b|^3\b", lower):
+    if re.search(r"fsdp|full_shard|hsdp|hybrid", lower):
         return Sharding("z3", size)
-    if re.search(r"zero-?1|zero1|distributed optimizer|^1\b|\bz1\b", lower):
+    if re.search(r"distributed optimizer", lower):
         return Sharding("z1", size)
-    if re.search(r"none|ddp|^0$|zero-?0", lower):
+    if stage and (number := stage[1] or stage[2]) != "0":
+        return Sharding(f"z{number}", size)  # type: ignore[arg-type]
+    if stage or re.search(r"none|ddp|^(no|false|off)$", lower):
         return Sharding("z1", 1)
     raise UnreadableError(f"zero '{text}' is none of none, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP")
 

@@ -14,6 +14,7 @@ from muster.checkpoint.memory import wire
 from muster.checkpoint.memory.folder import CopyFolder, Head
 from muster.checkpoint.memory.nodes import Nodes
 from muster.checkpoint.write import file_name, list_path
+from muster.parallel.network import own_host
 from muster.spec.errors import InfeasibleError, MusterError
 
 T = TypeVar("T")
@@ -36,11 +37,13 @@ class Copies:
         mark, address, problem = "", ("", 0, ""), None
         try:
             mark = folder.open()
-            self._server = wire.Server(folder.path, wire.own_host(towards))
+            self._server = wire.Server(folder.path, own_host(towards))
             address = self._server.address
         except OSError as error:
             place = error.filename or folder.path
             problem = f"no copies can be made in {place}: {error.strerror or error} (rank {rank}): see train.copies_dir"
+        except MusterError as error:
+            problem = f"no copies can be made: {error} (rank {rank})"
         told = gather((mark, tuple(address), problem))
         if problems := [text for _, _, text in told if text]:
             raise MusterError(problems[0])

@@ -5,17 +5,16 @@ know the launch's secret word gets nothing, and a file can only be one of a step
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
 import socket
-import struct
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from muster.parallel.network import Reception, family_of
 
 LIMIT_S = 120.0
 """How long a connection may stand still."""
@@ -38,22 +37,9 @@ class Server:
     def __init__(self, root: Path, host: str) -> None:
         """Listens on any port of this host's address `host`. Raises OSError."""
         self._root, self._word = root, secrets.token_hex(16)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self.address = Address(host, self._listener.getsockname()[1], self._word)
-        threading.Thread(target=self._accept, name="copies", daemon=True).start()
-
-    def close(self) -> None:
-        """Takes no further connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="copies", daemon=True).start()
+        listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
+        self.address = Address(host, listener.getsockname()[1], self._word)
+        self.close = Reception(listener, self._serve, "copies").close
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # the other side sees that the connection ends
@@ -137,27 +123,3 @@ def _object(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def own_host(towards: str) -> str:
-    """The address at which those who reach `towards`, the host of the launcher's store, find this machine.
-
-    Where GLOO_SOCKET_IFNAME says which network the training takes, that one's. Raises OSError.
-    """
-    if towards in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _address_of(interface.split(",")[0])
-    family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing, but chooses the way
-        host = probe.getsockname()[0]
-    # The host of the store may know its own name as an address that nobody else can reach.
-    return socket.gethostbyname(socket.gethostname()) if host.startswith("127.") else host
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface (SIOCGIFADDR, netdevice(7)). Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
-    return socket.inet_ntoa(found[20:24])

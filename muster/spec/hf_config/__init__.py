@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.explain import Shape, sentence
 from muster.spec.hf_config import dense, experts
 from muster.spec.hf_config.dense import Config
 from muster.spec.model import ModelSpec
@@ -79,9 +80,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: missing, expected it of model_type {kind}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(sentence(error.errors()[0], Shape(ModelSpec), {})) from None
 
 
 def hf_config(spec: ModelSpec) -> dict[str, Any]:

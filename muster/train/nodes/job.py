@@ -97,7 +97,7 @@ class NodeJob(Job):
 
     def _lose(self, node: int, sentence: str) -> None:
         if line := self._team.lines.pop(node, None):
-            line.close()
+            line.close(wait_s=0)  # nobody listens there, and the nodes that are left wait for this one's word
         if node in self._ends or self._verdict is not None:
             return
         member = self._team.members[node]

@@ -6,13 +6,14 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 Message = dict[str, Any]
 LONGEST = 1 << 24
 """Bytes of a line; what is longer comes from no launcher."""
-_CLOSE_LIMIT_S = 2.0
-"""How long a line that is closed may take to send what was said."""
+CLOSE_LIMIT_S = 2.0
+"""How long lines that are closed may take to send what was said."""
 
 
 class Line:
@@ -37,10 +38,14 @@ class Line:
         """Sends a message, soon; to one who is gone, nothing."""
         self._outbox.put(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
-    def close(self) -> None:
-        """Lets the other end see that this one is gone, after what was said."""
+    def finish(self) -> None:
+        """Lets the other end see, after what was said, that nothing more will be."""
         self._outbox.put(None)
-        self._sender.join(_CLOSE_LIMIT_S)
+
+    def close(self, wait_s: float = CLOSE_LIMIT_S) -> None:
+        """Finishes, waits so long until all is sent, and closes."""
+        self.finish()
+        self._sender.join(max(0.0, wait_s))
         self._connection.close()
 
     def _send(self) -> None:
@@ -61,6 +66,15 @@ class Line:
                 elif message["kind"] != "beat":
                     self._inbox.put((self.who, message))
         self._inbox.put((self.who, {"kind": "gone"}))
+
+
+def close_all(lines: Collection[Line]) -> None:
+    """Closes lines together: to wait for one whose network is cut takes no time from the others."""
+    limit = time.monotonic() + CLOSE_LIMIT_S
+    for line in lines:
+        line.finish()
+    for line in lines:
+        line.close(limit - time.monotonic())
 
 
 def read_line(connection: socket.socket, limit_s: float) -> Message | None:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from muster.parallel.network import Reception, family_of, own_interface, place, resolve
 from muster.spec.errors import MusterError
 from muster.train.errors import STOPPED
 from muster.train.nodes.line import Line, Message, read_line
-from muster.train.nodes.network import family_of, own_interface, place, resolve
 from muster.train.nodes.reach import Doorstep
 from muster.train.nodes.request import NodesRequest, data_interface, listening_address
 from muster.train.nodes.team import Member, Over, Team, error_of
@@ -95,20 +96,8 @@ def _reception(team: Team) -> Iterator[None]:
             f"could not listen on {place(address, request.port)} ({getattr(error, 'strerror', None) or error}): another"
             " launcher may be node 0 here already, or give all nodes another port in --rendezvous"
         ) from None
-
-    def receive() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=_greet, args=(team, connection), daemon=True).start()
-
-    threading.Thread(target=receive, name="reception", daemon=True).start()
-    try:
+    with contextlib.closing(Reception(listener, partial(_greet, team), "reception")):
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
 
 
 _entering = threading.Lock()

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from muster.train.nodes.network import family_of
+from muster.parallel.network import Reception, family_of
 
 LIMIT_S = 8.0
 """For each connection."""
@@ -21,24 +21,15 @@ class Doorstep:
 
     def __init__(self, node: int, address: str) -> None:
         self._node = node
-        self._listener = socket.socket(family_of(address))
-        self._listener.bind((address, 0))
-        self._listener.listen(1024)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._answer, name="doorstep", daemon=True).start()
+        listener = socket.socket(family_of(address))
+        listener.bind((address, 0))
+        listener.listen(1024)
+        self.port: int = listener.getsockname()[1]
+        self.close = Reception(listener, self._answer, "doorstep").close
 
-    def _answer(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.sendall(b"muster node %d\n" % self._node)
-
-    def close(self) -> None:
-        """Answers no more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"muster node %d\n" % self._node)
 
 
 def reach(others: Mapping[str, tuple[int, str, int]], own_address: str) -> dict[str, str]:

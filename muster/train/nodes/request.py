@@ -3,8 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from muster.spec.errors import MusterError
-from muster.train.nodes.network import (
+from muster.parallel.network import (
     Interface,
     interface_towards,
     interfaces,
@@ -14,6 +13,7 @@ from muster.train.nodes.network import (
     place,
     resolve,
 )
+from muster.spec.errors import MusterError
 
 PORT = 29400
 """Where the first node listens if nobody says otherwise: torchrun's choice, too."""

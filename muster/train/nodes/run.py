@@ -14,7 +14,7 @@ from muster.train.nodes.agree import ranks_here, require_same, training
 from muster.train.nodes.meet import meet
 from muster.train.nodes.request import NodesRequest
 from muster.train.nodes.team import Over, Team, error_of
-from muster.train.run import PREPARE_LIMIT, TrainOptions, claimed, prepare, require_device, worker_command
+from muster.train.run import PREPARE_LIMIT, WORKER, TrainOptions, claimed, prepare, require_device
 from muster.train.shared_disk import find_mark, leave_mark
 
 _LOOK_LIMIT = timedelta(hours=2)
@@ -39,10 +39,11 @@ def train_on_nodes(resolved: Resolved, options: TrainOptions, nodes: NodesReques
                 team.expect("ready", _LOOK_LIMIT.total_seconds())
             else:
                 _follow(team, resolved, options)
-            from muster.train.launch import launch
+            from muster.train.launch import launch, rank_command
 
-            command = worker_command(options.run_dir, ranks * nodes.count)
-            return launch(command, ranks, options.run_dir, hang_s=resolved.config.train.hang_s, team=team)
+            command = rank_command(WORKER, options.run_dir, ranks * nodes.count)
+            hang_s = resolved.config.train.hang_s
+            return launch(command, ranks, options.run_dir, hang_s=hang_s, team=team).tell()
     except Over as over:
         if over.code == 0:
             print(over.reason)

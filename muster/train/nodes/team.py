@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muster.parallel.network import Interface, place
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.train.errors import STOPPED
-from muster.train.nodes.line import Line, Message
-from muster.train.nodes.network import Interface, place
+from muster.train.nodes.line import Line, Message, close_all
 from muster.train.nodes.reach import Doorstep, reach
 from muster.train.nodes.request import NodesRequest
 
@@ -150,8 +150,7 @@ class Team:
         """Ends what was begun."""
         self._closed.set()
         self.doorstep.close()
-        for line in self.lines.values():
-            line.close()
+        close_all(self.lines.values())
 
     def raise_if_over(self, node: int, message: Message) -> None:
         """Raises where a message says that the job can't go on: Over by node 0's word, MusterError by another's."""

@@ -31,16 +31,6 @@ class PaddedDataset(Samples):
     def seq_len(self) -> int:
         return self._own.seq_len
 
-    @property
-    def parts(self) -> dict[str, Samples]:
-        return {}
-
-    def train_batch(self, first: int, count: int) -> Batch:
-        return self.rows(np.arange(first, first + count))
-
-    def held_out_batch(self, first: int, count: int) -> Batch:
-        return self._own.held_out_batch(first, count)
-
     def rows(self, index: np.ndarray, held_out: bool = False) -> Batch:
         """Padded to whole sequences, whatever `lengths` its own have: hidden states are compared place by place."""
         batch = self._own.rows(index, held_out)

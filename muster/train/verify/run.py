@@ -1,6 +1,5 @@
 """Runs a few steps of a run under several plans, each on its own processes, and compares each with one process."""
 
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
 from muster.train.errors import STOPPED, read_error
-from muster.train.launch import launch
+from muster.train.launch import launch, rank_command
 from muster.train.run import require_device
 from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
@@ -102,16 +101,12 @@ def _verdict(config: RunConfig, plan: Plan, reference: Reference, tolerance: flo
 
 def _run(folder: Path, num_ranks: int) -> str | None:
     """Runs the plan in `folder`; why it failed, or None. A rank's traceback goes to standard error."""
-    python = [sys.executable, "-X", "faulthandler", "-m", "muster.train.verify.rank", str(folder)]
-
-    def command(rank: int, store: str) -> list[str]:
-        return [*python, "--rank", str(rank), "--world-size", str(num_ranks), "--store", store]
-
-    if launch(command, num_ranks, folder) == 0:
+    command = rank_command("muster.train.verify.rank", folder, num_ranks)
+    outcome = launch(command, num_ranks, folder)
+    if outcome.tell() == 0:
         return None
-    outcome = json.loads((folder / "exit.json").read_text())
-    if outcome["rank"] is None:
+    if outcome.rank is None:
         raise KeyboardInterrupt  # no rank is the cause of the end: it was asked for
-    if (error := read_error(folder, outcome["rank"])) is not None:
+    if (error := read_error(folder, outcome.rank)) is not None:
         print(error.traceback, end="", file=sys.stderr)
-    return outcome["reason"]
+    return outcome.reason

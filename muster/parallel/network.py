@@ -1,8 +1,12 @@
 """Addresses, names and interfaces of this machine, as the kernel has them; free of torch."""
 
+import contextlib
+import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from muster.spec.errors import ConfigError, MusterError
@@ -13,6 +17,9 @@ _ADDRESS, _DONE = 20, 3
 _OF_LINK, _LOCAL = 1, 2
 """IFA_ADDRESS and IFA_LOCAL: the latter is this machine's own on a link between two."""
 RESOLVE_LIMIT_S = 20.0
+_ACCEPT_PAUSE_S = 0.1
+_ANYWHERE = "192.0.2.1"
+"""An address that is nobody's (RFC 5737): the route to it is the default one."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,24 @@ def interface_towards(address: str) -> Interface:
     return found
 
 
+def own_host(towards: str) -> str:
+    """The address at which those who reach `towards`, a name or address of one of the job's machines, find this one:
+    never one that stands for a machine itself, unless `towards` or this machine has no other.
+
+    Where GLOO_SOCKET_IFNAME says which network the training takes, that one's. Raises OSError, MusterError.
+    """
+    if towards == "localhost" or is_loopback(towards):
+        return "127.0.0.1"
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return named_interface(names.split(",")[0], "GLOO_SOCKET_IFNAME").address
+    for place in (resolve(towards), _ANYWHERE):  # a machine's own name may be 127.0.1.1 to itself, as Debian has it
+        with contextlib.suppress(OSError):
+            found = interface_towards(place).address
+            if not is_loopback(found):
+                return found
+    return next((one.address for one in interfaces() if not is_loopback(one.address)), "127.0.0.1")
+
+
 def named_interface(name: str, origin: str) -> Interface:
     """The interface of that name; `origin` says who named it. Raises ConfigError where there is none with an
     address."""
@@ -117,3 +142,26 @@ def family_of(address: str) -> socket.AddressFamily:
 def place(address: str, port: int) -> str:
     """`10.0.0.1:29400`, `[fd00::1]:29400`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+class Reception:
+    """Gives each connection that comes to `serve`, in a thread of its own, until `close`."""
+
+    def __init__(self, listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+        self._listener, self._serve, self._name = listener, serve, name
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no further connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while self._listener.fileno() >= 0:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # one that is gone again (ECONNABORTED), or no file is left to open for now (EMFILE)
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name=self._name, daemon=True).start()

@@ -1,0 +1,84 @@
+"""Why the best plan is the best: each line about one change is true, and compares like with like."""
+
+import pytest
+
+from muster.api.verbs import plan, predict
+from muster.planner.neighbours import Neighbour, neighbours
+from muster.planner.unequal import Arranged
+
+
+def _why(model: str, cluster: str, **asked) -> tuple[Arranged, dict[str, Neighbour]]:
+    arranged = plan(model, cluster, **asked).answer.arranged
+    return arranged, {one.change: one for one in neighbours(arranged.found.best[0], arranged.judge)}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked"),
+    [
+        ("8xh100", {"global_batch": 16, "fix": "cp1"}),
+        ("7xh100", {"global_batch": 28}),
+        ("8xh100", {"global_batch": 1, "seq_len": 8192}),
+        ("8xh100", {"global_batch": 32, "fix": "cp1-pp2", "objective": "cost"}),
+    ],
+)
+def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, asked):
+    arranged, found = _why("llama3-8b", cluster, **asked)
+    best, request = arranged.found.best[0], arranged.request
+    assert arranged.found.proven
+    assert len(found) >= 4
+    for one in found.values():
+        alone = predict(
+            request.model,
+            request.cluster,
+            one.plan,
+            global_batch=request.workload.global_batch_size,
+            seq_len=request.workload.seq_len,
+        )
+        if one.slower is None:
+            limits = [arranged.judge.room.limit_bytes(rank.rank) or 0 for rank in alone.memory]
+            assert any(rank.total > limit for rank, limit in zip(alone.memory, limits, strict=True)), one.sentence
+            assert "doesn't fit" in one.sentence
+        else:
+            assert alone.step_time_s / best.prediction.step_time_s - 1 == pytest.approx(one.slower)
+            assert one.slower > -1e-9, one.sentence
+
+
+def test_another_schedule_keeps_the_layers_where_they_suit_it():
+    arranged, found = _why("llama3-8b", "7xh100", global_batch=112, fix="pp7-mb2", top=2, memory="71GiB")
+    first, second = arranged.found.best
+    assert first.plan.stages
+    assert second.plan.stages
+    assert second.plan.schedule != first.plan.schedule
+    other = found[f"schedule {second.plan.schedule}"]
+    assert other.plan == second.plan
+
+
+def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
+    arranged, found = _why("llama3-8b", "8xh100", global_batch=1, fix="tp4")
+    best = arranged.found.best[0].plan
+    assert best.tp == 4
+    assert best.mesh(0).data_ranks == 1
+    assert all(one.plan.world_size == 8 for one in found.values())
+    assert any(change.startswith("tp 8 and ") for change in found)
+
+
+def test_what_does_not_fit_is_compared_with_the_recompute_that_it_needs():
+    arranged, found = _why("llama3-8b", "7xh100", global_batch=256, fix="pp7-mb2", top=1, memory="71GiB")
+    deeper = found["schedule interleaved"]
+    assert not arranged.found.best[0].plan.overrides
+    assert deeper.slower is not None
+    assert deeper.slower > 0
+    assert "with what makes it fit" in deeper.sentence
+    assert deeper.plan.overrides
+
+
+def test_where_memory_is_what_counts_its_difference_is_said():
+    _, found = _why("tiny", "4xh100", global_batch=8, seq_len=256, objective="memory", fix="cp1-dp4")
+    assert any("memory" in one.sentence for one in found.values())
+
+
+def test_changes_that_there_is_no_time_for_are_named():
+    arranged, known = _why("tiny", "4xh100", seq_len=256, global_batch=16)
+    late = neighbours(arranged.found.best[0], arranged.judge, limit_s=0.0)
+    assert known.keys() <= {one.change for one in late}
+    assert all(one.verdict is None and one.sentence.endswith("not looked at within --limit") for one in late)

@@ -1,0 +1,71 @@
+"""What `muster plan` answers where constraints bind, and what it fills in where nothing is said."""
+
+import re
+from math import inf
+
+import pytest
+
+from muster.cli.main import main
+from muster.planner.explain import no_plan
+from muster.planner.judge import Judge
+from muster.planner.request import ask, usual_batch
+from muster.planner.search import Found, search
+from muster.planner.space import Shape, make_plan
+from muster.spec.load_cluster import load_cluster
+from muster.spec.named_model import load_model
+from muster.spec.plan_name import format_plan_name
+
+
+def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(capsys) -> None:
+    asked = ["plan", "--model", "llama2-13b", "--cluster", "8xh100", "--fix", "z1-tp1-pp1-cp1"]
+    assert main(asked) == 3
+    message = capsys.readouterr().err
+    least, limit = map(float, re.findall(r"([\d.]+) GiB", message))
+    assert least > limit == pytest.approx((load_cluster("8xh100").device.memory_bytes or 0) / 2**30, abs=0.1)
+    assert "dp8" in message
+
+
+def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_none(monkeypatch) -> None:
+    asked = ask(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
+    judge = Judge(asked.request)
+    closest = make_plan(asked.request, Shape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
+    stopped = Found([], 1.0, closest)
+    assert not stopped.proven
+    assert "not all were looked at" in no_plan(asked.request, stopped, judge)
+    assert no_plan(asked.request, Found([], inf, closest), judge).startswith("no plan fits: the smallest, tp8-")
+
+
+def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
+    asked = ask(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
+    best = search(asked.request, 1).best[0].plan
+    assert best.spread_vocab
+    assert best.post_validation
+    assert best.default_strategy.offload == "activations"
+    one_copy = ask(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2").request
+    assert {plan.plan.dp_replicate for plan in search(one_copy, 5).best} == {1}
+    copies = ask(load_model("tiny"), load_cluster("8xh100"), 256, 8, fix="dp4x2-z2").request
+    assert format_plan_name(search(copies, 1).best[0].plan).startswith("dp4x2-mb1-z2")
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "batch"),
+    [(8, 1024, 1024), (7, 1024, 896), (24, 1024, 768), (1000, 1024, 1000), (4480, 1024, 1120), (16381, 1024, 1024)],
+)
+def test_a_usual_step_spreads_over_the_devices(devices: int, wanted: float, batch: int) -> None:
+    assert usual_batch(wanted, devices) == batch
+
+
+def test_an_interrupted_search_says_so(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("muster.planner.answer.answer_to", interrupted)
+    assert main(["plan", "--model", "tiny", "--cluster", "2xh100"]) == 130
+    assert capsys.readouterr().err.startswith("muster: interrupted before there was an answer")
+
+
+@pytest.mark.parametrize(("memory", "said"), [("60GB", True), ("200GB", False)])
+def test_more_of_each_device_is_advised_only_where_there_is_more(capsys, memory: str, said: bool) -> None:
+    assert main(f"plan --model llama3-70b --cluster 2xa100 --memory {memory}".split()) == 3
+    message = capsys.readouterr().err
+    assert ("or a plan with more than" in message) == ("may be used" in message) == said

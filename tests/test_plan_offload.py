@@ -1,0 +1,264 @@
+"""The planner's choice between keeping, recomputing and offloading activations, layer by layer."""
+
+import json
+from dataclasses import replace
+from itertools import chain, combinations_with_replacement, product
+
+import pytest
+
+from muster.cli.main import main
+from muster.cost.activations import offloaded_bytes
+from muster.cost.forecast import forecast
+from muster.cost.walk import orders_of
+from muster.planner.explain import families
+from muster.planner.fit import MODES, Way, with_layer_ways, with_way
+from muster.planner.judge import Judge
+from muster.planner.neighbours import neighbours
+from muster.planner.request import Request
+from muster.planner.room import Begun
+from muster.planner.search import everything, search
+from muster.report.prediction import prediction_lines
+from muster.schedule.build import program_of
+from muster.schedule.program import Program
+from muster.simulate.predict import predict
+from muster.spec.cluster import ClusterSpec
+from muster.spec.load_cluster import load_cluster
+from muster.spec.model import ModelSpec
+from muster.spec.plan import LayerRun, Plan, Strategy
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+
+MODEL = ModelSpec(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=8, intermediate_size=2816, name="small")
+WORK = Workload(seq_len=4096, global_batch_size=12)
+WAYS = [Way(*pair) for pair in product(MODES, ("none", "activations"))]
+
+
+def cluster(devices: int, host_bytes_per_s: float | None, host_memory_bytes: int | None) -> ClusterSpec:
+    """H100s of a node, whose host is so fast and large."""
+    found = load_cluster(f"{devices}xh100")
+    device = found.device.model_copy(update={"host_bandwidth_bytes_per_s": host_bytes_per_s})
+    changed = {"device": device, "host_memory_bytes": host_memory_bytes}
+    return found.model_copy(update={"groups": (found.groups[0].model_copy(update=changed),)})
+
+
+def pipeline(host_bytes_per_s: float = 63e9, host_memory_bytes: int | None = None, **fixed) -> Request:
+    """One micro-batch is a sequence, and every device a pipeline rank."""
+    own = {"pp": 2, "schedule": "gpipe", "micro_batch_size": 1, "tp": 1, "cp": 1, **fixed}
+    return Request(MODEL, cluster(own["pp"], host_bytes_per_s, host_memory_bytes), WORK, fixed=own)
+
+
+def choices(plan: Plan) -> list[Plan]:
+    """Each of the ways for each layer; layers of one stage are alike."""
+    of_stage = [list(combinations_with_replacement(WAYS, MODEL.num_layers // plan.pp))] * plan.pp
+    chosen = (dict(enumerate(chain.from_iterable(stages))) for stages in product(*of_stage))
+    plans = [with_layer_ways(plan, ways, WAYS, MODEL.num_layers) for ways in chosen]
+    return [one for one in plans if plan.pp == 2 or moves(one, 0) or moves(one, 1) or not offloads(one)]
+
+
+def moves(plan: Plan, layer: int) -> bool:
+    return plan.strategy(layer).offload != "none"
+
+
+def offloads(plan: Plan) -> bool:
+    return any(moves(plan, layer) for layer in range(MODEL.num_layers))
+
+
+@pytest.mark.parametrize(("host_bytes_per_s", "schedule"), [(63e9, "gpipe"), (12e9, "gpipe"), (20e9, "1f1b")])
+def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
+    """For falling limits of memory, what the search finds is no slower than the best of all plans that fit and differ
+    in nothing else."""
+    request = pipeline(host_bytes_per_s, schedule=schedule, pp=2 if schedule == "gpipe" else 4)
+    judge = Judge(request)
+    plain = search(request, 1, judge=judge).best[0].plan
+    over = {plan: max(judge.room.over_bytes(plan)) for plan in choices(plain)}
+    least, most = min(over.values()), over[plain]
+    chosen = []
+    for part in (0.9, 0.6, 0.3, 0.1, 0.0):
+        limit = least + part * (most - least) + 1 + (judge.room.limit_bytes(0) or 0)
+        own = Judge(replace(request, memory_limit_bytes=int(limit)))
+        found = search(own.request, 1, judge=own).best[0]
+        for plan, its_over in over.items():
+            if its_over <= least + part * (most - least) and own.bound(plan) < found.value:
+                assert own.verdict(plan).value >= found.value * (1 - 1e-9), (part, plan, found.plan)
+        chosen.append(found.plan)
+    assert any(map(offloads, chosen))
+
+
+def tight(request: Request, part: float) -> Request:
+    """With so little memory that a plan without recompute lacks this part of what the smallest of all plans saves."""
+    judge = Judge(request)
+    plain = search(request, 1, judge=judge).best[0].plan
+    over = {plan: max(judge.room.over_bytes(plan)) for plan in choices(plain)}
+    limit = over[plain] - part * (over[plain] - min(over.values())) + 1 + (judge.room.limit_bytes(0) or 0)
+    return replace(request, memory_limit_bytes=int(limit))
+
+
+def without(request: Request) -> Request:
+    return replace(request, fixed={**request.fixed, "offload": "none"})
+
+
+def test_a_plan_that_nothing_else_makes_fit_offloads() -> None:
+    request = tight(pipeline(12e9), 1.0)
+    assert offloads(search(request, 1).best[0].plan)
+    assert not search(without(request), 1).best
+    for other, said in (
+        (without(request), "if that was allowed: pp2-mb1-sgpipe-"),
+        (replace(request, cluster=cluster(2, 12e9, 2**20)), "if nodes had more memory than 1 MiB: pp2-mb1-sgpipe-"),
+        (replace(request, cluster=cluster(2, None, None)), "if h100-sxm reached its host with 31.5 GB/s, which is un"),
+    ):
+        family = next(one for one in families(other, None) if one.name == "data × pp")
+        assert "doesn't fit" in family.sentence
+        assert f"; offload would make it fit {said}" in family.sentence
+
+
+def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
+    """Of a wide model a layer computes long for what it keeps, so that copies are hidden."""
+    request = tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})), 0.4)
+    found, other = search(request, 1).best[0], search(without(request), 1).best[0]
+    assert offloads(found.plan)
+    assert found.value < other.value
+    said = {one.change: one.sentence for one in neighbours(found, Judge(request))}
+    assert "slower" in said["no offload"] or "doesn't fit" in said["no offload"]
+
+
+def test_no_more_is_offloaded_than_the_host_holds() -> None:
+    request = tight(pipeline(), 0.9)
+    found = search(request, 1).best[0].plan
+    assert offloads(found)
+    sizes = {stage: offloaded_bytes(MODEL, found, WORK, stage) for stage in (0, 1)}
+    program = program_of(found, MODEL, WORK)
+    held = max(order.away_bytes(sizes) for order in orders_of(program))
+    assert held == max(peak_away(program, rank, sizes) for rank in (0, 1))
+    for part, fits in ((1.01, True), (0.99, False)):
+        host = cluster(2, 63e9, int(2 * held * part))
+        assert ("its share of its host" in prediction_lines_of(request, host, found)) == (not fits)
+        judge = Judge(replace(request, cluster=host))
+        assert judge.room.fits(found) == fits
+        assert judge.verdict(found).prediction.fits == fits
+        again = search(judge.request, 1).best
+        assert [one.plan for one in again] == [found] if fits else found not in [one.plan for one in again]
+
+
+def prediction_lines_of(request: Request, host: ClusterSpec, plan: Plan) -> str:
+    return "\n".join(prediction_lines(predict(MODEL, plan, request.workload, host)))
+
+
+def peak_away(program: Program, rank: int, sizes: dict[int, int]) -> int:
+    """Followed pass by pass."""
+    copied = {item.action[1:3] for item in program.ranks[rank].get("copy", ())}
+    away, most = set(), 0
+    for item in program.ranks[rank]["compute"]:
+        pair = item.action[1:3]
+        if pair in copied and item.action.kind in ("F", "B"):
+            away ^= {pair}
+            most = max(most, sum(sizes[stage] for stage, _ in away))
+    return most
+
+
+@pytest.mark.parametrize(
+    "name", ["pp4-oact", "pp4v2-sinterleaved-oact-rsel", "dp2-pp2v2-szbv-oact-z1", "pp2-sgpipe-oact"]
+)
+def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
+    """And no bound is above the simulated time, however slow the link."""
+    plan = parse_plan_name(name).model_copy(update={"precision": "bf16"})
+    model = MODEL.model_copy(update={"num_layers": 8})
+    run = LayerRun(start=0, count=1, strategy=Strategy(zero=plan.default_strategy.zero))
+    for own, host_bytes_per_s in product((plan, plan.model_copy(update={"overrides": (run,)})), (63e9, 5e9)):
+        judge = Judge(Request(model, cluster(plan.world_size, host_bytes_per_s, None), WORK, memory_limit_bytes=2**33))
+        program = program_of(own, model, WORK)
+        found = forecast(model, own, WORK, judge.request.cluster, program)
+        assert judge.room.over_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
+        verdict = judge.verdict(own)
+        assert judge.bound(own) <= verdict.value * (1 + 1e-9)
+        assert judge.room.copies_bound_s(own, judge.seconds(own)) > 0.4 * verdict.value or host_bytes_per_s > 5e9
+
+
+def test_offload_that_is_asked_for_is_in_every_plan(capsys) -> None:
+    arguments = "plan --model tiny --cluster 4xh100 --seq-len 256 --global-batch 16 --fix oact --json"
+    assert main(arguments.split()) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans
+    assert all("-oact" in one["plan"] for one in plans)
+
+
+def test_search_and_enumeration_agree_where_plans_offload() -> None:
+    request = tight(pipeline(), 0.5)
+    request = replace(request, fixed={"cp": 1, "tp": 1, "pp": 2, "schedule": "gpipe"})
+    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:3]
+    found = search(request, 3)
+    assert [verdict.order for verdict in found.best] == expected
+    assert any(offloads(one.plan) for one in found.best)
+
+
+def test_a_rank_with_too_few_micro_batches_to_offload_keeps_them() -> None:
+    """Its share of the data is so small that nothing lies long enough; the ranks with more offload all the same."""
+    host, work = cluster(4, 12e9, None), Workload(seq_len=4096, global_batch_size=8)
+    plan = parse_plan_name("dp2-pp2-sgpipe-oact-z1-bf16").model_copy(update={"data_shares": (7, 1)})
+    most, least = (program_of(plan, MODEL, work, data=data) for data in (0, 1))
+    assert any(lanes.get("copy") for lanes in most.ranks)
+    assert not any(lanes.get("copy") for lanes in least.ranks)
+    plain = plan.model_copy(update={"default_strategy": Strategy(zero="z1")})
+    assert predict(MODEL, plan, work, host).step_time_s >= predict(MODEL, plain, work, host).step_time_s
+
+
+def lacking(model: ModelSpec, plan: Plan, host: ClusterSpec, work: Workload) -> None:
+    """For falling limits, the bound of a plan that doesn't fit is above nothing that is made of it."""
+    request = Request(model, host, work, memory_limit_bytes=2**36)
+    over = [max(Judge(request).room.over_bytes(with_way(plan, Way(mode)))) for mode in ("full", "none")]
+    seen = 0
+    for part in (-0.2, -0.06, 0.1, 0.4, 0.8):
+        judge = Judge(replace(request, memory_limit_bytes=int(2**36 + over[0] + part * (over[1] - over[0])) + 1))
+        begun, _ = judge.room.begun(plan)
+        if not isinstance(begun, Begun):
+            continue
+        for fitting in judge.room.finished(begun):
+            assert judge.bound_with(plan, begun.added_s) <= judge.verdict(fitting).value * (1 + 1e-9), (part, fitting)
+            seen += 1
+    assert seen
+
+
+def test_the_bound_of_what_lacks_room_holds_where_copies_are_waited_for() -> None:
+    model = MODEL.model_copy(update={"hidden_size": 4096, "num_layers": 5, "intermediate_size": 11264})
+    plan = parse_plan_name("pp4-sgpipe-bf16")
+    lacking(model, plan, cluster(4, 5e9, None), Workload(seq_len=4096, global_batch_size=32))
+
+
+def test_the_bound_of_what_lacks_room_holds_where_data_lie_unevenly() -> None:
+    kinds = [load_cluster(name).groups[0].model_copy(update={"devices_per_node": 2}) for name in ("8xh100", "8xa100")]
+    host = load_cluster("8xh100").model_copy(update={"groups": tuple(kinds)})
+    plan = parse_plan_name("dp2-pp2-z1-bf16").model_copy(
+        update={"data_shares": (3, 1), "axis_order": ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
+    )
+    lacking(MODEL, plan, host, Workload(seq_len=4096, global_batch_size=8))
+
+
+def test_a_host_is_filled_where_head_room_is_given_up() -> None:
+    judge = Judge(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
+    plan = parse_plan_name("pp2-sgpipe-oact-bf16")
+    kept = judge.room.host_over_bytes(plan)
+    judge.room.head_room = 0.0
+    assert judge.room.host_over_bytes(plan) < kept
+
+
+def test_recompute_of_attention_alone_may_be_asked_for_where_it_does_not_fit():
+    request = pipeline(recompute="attention")
+    fits = search(request, 1).best[0]
+    most = max(rank.total for rank in fits.prediction.memory)
+    found = search(replace(request, memory_limit_bytes=int(0.9 * most)), 1).best[0].plan
+    assert all(found.strategy(layer).recompute == "attention" for layer in range(MODEL.num_layers))
+    assert offloads(found)
+
+
+@pytest.mark.parametrize("name", ["dp2-mb1-z1-bf16", "pp4-mb2-bf16", "dp2-pp2v2-mb1-z1-sinterleaved-bf16"])
+@pytest.mark.parametrize("host_bytes_per_s", [None, 63e9])
+def test_a_plan_is_made_to_fit_wherever_recomputing_all_does(name: str, host_bytes_per_s: float | None) -> None:
+    """Where logits are most of what a pass holds, layers free less of its peak than they keep."""
+    model, plan = MODEL.model_copy(update={"vocab_size": 32000, "hidden_size": 2048}), parse_plan_name(name)
+    work = Workload(seq_len=2048, global_batch_size=48)
+    request = Request(model, cluster(plan.world_size, host_bytes_per_s, None), work, memory_limit_bytes=2**36)
+    over = [max(Judge(request).room.over_bytes(with_way(plan, Way(mode)))) for mode in ("full", "none")]
+    assert over[0] < over[1]
+    room = Judge(replace(request, memory_limit_bytes=int(2**36 + over[0]) + 1)).room
+    found, _ = room.made_to_fit(plan)
+    assert found
+    assert all(map(room.fits, found))
