@@ -38,6 +38,12 @@ def wait_for(path):
     while not path.exists():
         time.sleep(0.001)
 
+def state_of(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
 def body():
     child = subprocess.Popen(["sleep", "1000"]) if mode in ("wait", "child") else None
     (run_dir / "ready.tmp").with_suffix(f".{rank}").write_text(f"{os.getpid()} {child.pid if child else os.getpid()}")
@@ -64,7 +70,8 @@ def body():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         number = (run_dir / "ready-1").read_text().split()[0]
-        while os.path.exists(f"/proc/{number}/exe"):
+        # A dying process loses its memory and files before the launcher can see that it is dead: wait for that.
+        while state_of(number) not in "ZX":
             time.sleep(0.001)
         raise MusterError("something is odd")
     if mode == "exits" and rank == 1:

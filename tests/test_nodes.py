@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -398,22 +399,24 @@ def folders(tmp_path: Path) -> list[Path]:
     return made
 
 
-def both(nodes: Network, tmp_path: Path, *words: str | Path, late_s: float = 0.0, **more: Any) -> list[Ended]:
-    """The same command on both nodes, from its start to its end."""
+def both(nodes: Network, tmp_path: Path, *words: str | Path, late: str = "", **more: Any) -> list[Ended]:
+    """The same command on both nodes, from its start to its end; node 1 starts once node 0 has said `late`."""
     places = folders(tmp_path)
     with nodes.launcher(0, *words, cwd=places[0], **more) as first:
-        time.sleep(late_s)
+        heard = first.hear(late) if late else ""
         with nodes.launcher(1, *words, cwd=places[1], **more) as second:
-            return [first.wait(), second.wait()]
+            ended = first.wait()
+            return [replace(ended, out=heard + ended.out), second.wait()]
 
 
 def test_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) -> None:
     words = (*TINY, "--parallel", "dp2-mb12", "--train.steps", "4", "--data.cache", tmp_path / "cache")
+    waiting = "waiting for 1 of 2 nodes: node 1\n"
     alone = train(*words, "--run", tmp_path / "alone")
     assert alone.code == 0, alone.err
-    first, second = both(nodes, tmp_path, *words, "--run", tmp_path / "run", late_s=1.0)
+    first, second = both(nodes, tmp_path, *words, "--run", tmp_path / "run", late=waiting)
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", ""), (first, second)
-    assert "waiting for 1 of 2 nodes: node 1\n" in first.out
+    assert first.out.startswith(waiting)
     assert "nodes: node 0 on node-a, node 1 on node-b; ranks meet through 10.77.1.1 on cable" in first.out
     assert second.out.splitlines() == ["node 1 on node-b has joined node 0 on node-a, which shows how the job goes on"]
     assert losses(tmp_path / "run") == losses(tmp_path / "alone"), "bit for bit"

@@ -87,6 +87,17 @@ class Command:
         while not file.exists():
             self.be_patient(f"no {file}")
 
+    def hear(self, line: str) -> str:
+        """Returns what it has said since it was last heard, once that ends with `line`."""
+        assert self.process.stdout is not None
+        heard = ""
+        for said in iter(self.process.stdout.readline, ""):
+            heard += said
+            if said == line:
+                return heard
+        ended = self.wait()
+        raise AssertionError(f"no {line!r} before it ended with {ended.code}\n{heard}\n{ended.err}")
+
     def wait_for_step(self, step: int) -> None:
         """Returns once this command has written down `step`, or a later one."""
         assert self._run is not None
