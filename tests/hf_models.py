@@ -63,6 +63,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+READ_ONLY: dict[str, dict[str, Any]] = {
+    "gpt_oss": SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "seed_oss": SIZES | {"model_type": "seed_oss", "head_dim": 12},
+    "ministral": SIZES | {"model_type": "ministral", "sliding_window": 7, "head_dim": 8},
+    "phi3": SIZES | {"model_type": "phi3", "pad_token_id": None, "eos_token_id": None},
+    "qwen2_moe": SIZES
+    | {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"shared_expert_intermediate_size": 20},
+    "deepseek_v2": CONFIGS["deepseek_v3"]
+    | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "kimi_k2": CONFIGS["deepseek_v3"] | {"model_type": "kimi_k2", "n_group": 1},
+    "dots1": SIZES | _EXPERTS | {"model_type": "dots1", "head_dim": 8},
+}
+"""Families of which no configuration is written."""
 DENSE = [name for name in CONFIGS if name not in ("mixtral", "qwen3_moe", "deepseek_v3")]
 
 

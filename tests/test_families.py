@@ -2,17 +2,21 @@
 
 import json
 
+import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
 
+from muster.checkpoint.directory import open_directory, weights_of
 from muster.checkpoint.families import hf_shapes, is_derived, links_of
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.hf_config import hf_config, spec_from_hf
+from muster.spec.hf_config import FAMILIES, hf_config, spec_from_hf
+from muster.spec.hf_config.others import NEAREST
 from muster.spec.layout import Box
 from muster.spec.load import load_run
 from muster.spec.model import ModelSpec, parameters
 from muster.spec.named_model import load_model
-from tests.hf_models import CONFIGS, random_model
+from tests.hf_models import CONFIGS, READ_ONLY, SIZES, random_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,11 +63,25 @@ def test_fused_and_stacked_tensors_are_boxes():
         ({"hidden_act": "mish"}, "hidden_act 'mish' is unknown, expected one of silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, expected 1.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is unknown"),
-        ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: expected one mapping for all"),
+        ({"model_type": "gpt2", "n_embd": None}, "n_embd: expected a whole number, got None"),
+        (
+            {"model_type": "gpt2", "n_embd": 30, "n_head": 4, "n_layer": "x"},
+            "n_layer: expected a whole number >= 1, got 'x'",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is more"),
+        ({"model_type": "gpt_oss", "num_local_experts": 0, "num_experts_per_tok": 3}, "num_local_experts: expected a"),
+        ({"model_type": "ministral", "sliding_window": 8, "layer_types": ["chunked"] * 3}, "got a layer of chunked"),
+        ({"model_type": "ministral", "sliding_window": 8, "layer_types": []} | {"num_hidden_layers": "3"}, "whole"),
+        ({"model_type": "glm4_moe"}, "heads that are turned by the position only in part; nearest is 'dots1'"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "of model_type 'mistral', as a conf"),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "'llama4_text' is not known: it has"),
         ({"vocab_size": "many"}, "vocab_size: "),
         ({"hidden_size": None}, "hidden_size: expected a whole number >= 1, got None"),
         ({"hidden_size": "big"}, "hidden_size: expected a whole number >= 1, got 'big'"),
-        ({"num_attention_heads": 0}, "num_heads: expected a whole number >= 1, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a whole number >= 1, got 0"),
     ],
 )
 def test_what_is_wrong_with_a_configuration(changes, sentence, tmp_path):
@@ -73,6 +91,81 @@ def test_what_is_wrong_with_a_configuration(changes, sentence, tmp_path):
         load_model(f"hf:{tmp_path}")
     assert "\n" not in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_a_family_that_is_only_read_has_all_its_parameters(name):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = READ_ONLY[name]
+    theirs = config | {"model_type": "deepseek_v3" if name == "kimi_k2" else name}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
+    biases = [one for key, one in model.named_buffers() if key.endswith(".e_score_correction_bias")]
+    assert spec_from_hf(config).num_parameters == sum(one.numel() for one in [*model.parameters(), *biases])
+
+
+GPT_OSS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+"""What the config.json of openai/gpt-oss-20b and of -120b both say."""
+
+
+@pytest.mark.parametrize(("name", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
+@pytest.mark.parametrize("listed", [True, False])
+def test_gpt_oss_is_the_catalogue_s(name, layers, experts, listed, tmp_path):
+    types = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if listed else {}
+    config = GPT_OSS | {"num_hidden_layers": layers, "num_local_experts": experts} | types
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert load_model(f"hf:{tmp_path / name}") == load_model(name)
+
+
+def test_windows_are_those_that_are_listed():
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert spec_from_hf(READ_ONLY["ministral"] | {"layer_types": kinds}).window_layers == (1,)
+    assert spec_from_hf(READ_ONLY["ministral"]).window_layers is None
+    assert spec_from_hf(READ_ONLY["dots1"] | {"sliding_window": 5, "max_window_layers": 2}).window_layers == (2,)
+
+
+def test_every_family_that_is_refused_names_one_that_is_read():
+    assert not FAMILIES.keys() & NEAREST.keys()
+    for kind, (nearest, _) in NEAREST.items():
+        assert nearest in FAMILIES
+        with pytest.raises(ConfigError, match=f"'{kind}' is not known: it has .*; nearest is '{nearest}'"):
+            spec_from_hf(SIZES | {"model_type": kind})
+
+
+def test_weights_that_lie_joined_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(READ_ONLY["phi3"]))
+    safetensors.numpy.save_file({"model.norm.weight": np.ones(32, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(InfeasibleError, match="'phi3', whose joined weights have no map"):
+        weights_of(open_directory(tmp_path))
 
 
 def test_a_directory_that_is_none(tmp_path):

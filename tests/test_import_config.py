@@ -162,7 +162,7 @@ def test_what_can_not_be_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("a.toml", TITAN.replace("8B", "9B"), "give --model M"),
         ("a.yaml", "{", "no YAML"),
         ("a.yaml", "a: 1", "expected the YAML of a nanotron training"),
-        ("a.yaml", NANOTRON.replace("num_attention_heads: 8", "num_attention_heads: 3"), "num_heads 3"),
+        ("a.yaml", NANOTRON.replace("num_attention_heads: 8", "num_attention_heads: 3"), "num_attention_heads 3"),
         (".", "", "can't read"),
     ],
 )

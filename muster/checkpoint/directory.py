@@ -25,8 +25,8 @@ from muster.checkpoint.linked import RenamedTensors, check_shapes
 from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.mapping import from_hf, from_links
 from muster.checkpoint.tensors import Tensors
-from muster.spec.errors import ConfigError, MusterError
-from muster.spec.hf_config import load_hf_model
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.hf_config import FAMILIES, load_hf_model
 from muster.spec.model import ModelSpec, parameters
 
 Format = Literal["muster", "hf", "dcp"]
@@ -89,6 +89,7 @@ def weights_of(directory: Directory) -> Tensors:
     if spec is None:
         raise ConfigError(f"{directory.folder} doesn't say what model it holds: give --model, such as --model tiny")
     if directory.format == "hf":
+        _require_separate(directory.folder)
         return from_hf(directory.stored, spec, directory.folder)
     if directory.format == "megatron":
         stacked = not any(name.startswith("decoder.layers.0.") for name in directory.stored.kinds)
@@ -112,6 +113,16 @@ def state_of(directory: Directory) -> Tensors:
         names = {f"{group}/{rest}": name for name in directory.stored.kinds for group, rest in [_split(name)] if group}
         return RenamedTensors(directory.stored, names)
     return RenamedTensors(weights, {f"model/{name}": name for name in weights.kinds})
+
+
+def _require_separate(folder: Path) -> None:
+    """Raises InfeasibleError where a Hugging Face directory holds its weights in a form that no map knows."""
+    kind = read_json(folder / CONFIG).get("model_type")
+    if kind in FAMILIES and FAMILIES[kind].fused:
+        raise InfeasibleError(
+            f"{folder} holds a model_type {kind!r}, whose joined weights have no map: it can be planned, predicted and"
+            " trained from the beginning, its weights are not read"
+        )
 
 
 _PREFIX = {"muster": "model/", "dcp": "model."}

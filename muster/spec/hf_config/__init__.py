@@ -4,8 +4,9 @@ What is written is in the words that every version of `transformers` reads.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.explain import Shape, sentence
 from muster.spec.hf_config import dense, experts
-from muster.spec.hf_config.dense import Config
+from muster.spec.hf_config.dense import KEYS, Config
+from muster.spec.hf_config.others import NEAREST
 from muster.spec.model import ModelSpec
 from muster.spec.suggest import did_you_mean
 
@@ -29,8 +31,12 @@ class Family:
     architecture: str
     read: Callable[[Config], dict[str, Any]]
     """Fields of a ModelSpec."""
-    write: Callable[[ModelSpec], dict[str, Any]]
-    """Keys of a config.json, which may say less than the ModelSpec does."""
+    write: Callable[[ModelSpec], dict[str, Any]] | None = None
+    """Keys of a config.json, which may say less than the ModelSpec does; None: it is only read."""
+    keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
+    """The key behind a field of a ModelSpec, where it has another name."""
+    fused: bool = False
+    """Its weights lie joined in fewer tensors, for which there is no map."""
 
 
 FAMILIES = {
@@ -38,10 +44,20 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", dense.read_mistral, dense.write_windowed),
     "qwen2": Family("Qwen2ForCausalLM", dense.read_qwen2, dense.write_qwen),
     "qwen3": Family("Qwen3ForCausalLM", dense.read_qwen3, dense.write_qwen),
-    "gpt2": Family("GPT2LMHeadModel", dense.read_gpt2, dense.write_gpt2),
-    "mixtral": Family("MixtralForCausalLM", experts.read_mixtral, experts.write_mixtral),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.read_qwen3_moe, experts.write_qwen3_moe),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", experts.read_deepseek_v3, experts.write_deepseek_v3),
+    "gpt2": Family("GPT2LMHeadModel", dense.read_gpt2, dense.write_gpt2, dense.GPT2_KEYS),
+    "mixtral": Family("MixtralForCausalLM", experts.read_mixtral, experts.write_mixtral, experts.MIXTRAL_KEYS),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.read_qwen3_moe, experts.write_qwen3_moe, experts.QWEN_KEYS),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", experts.read_deepseek_v3, experts.write_deepseek_v3, experts.DEEPSEEK_KEYS
+    ),
+    "seed_oss": Family("SeedOssForCausalLM", dense.read_seed_oss),
+    "ministral": Family("MinistralForCausalLM", dense.read_ministral),
+    "phi3": Family("Phi3ForCausalLM", dense.read_mistral, fused=True),
+    "gpt_oss": Family("GptOssForCausalLM", experts.read_gpt_oss, keys=experts.MIXTRAL_KEYS),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.read_qwen2_moe, keys=experts.QWEN_KEYS),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", experts.read_deepseek_v2, keys=experts.DEEPSEEK_KEYS),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", experts.read_deepseek_v3, keys=experts.DEEPSEEK_KEYS),
+    "dots1": Family("Dots1ForCausalLM", experts.read_dots1, keys=experts.DEEPSEEK_KEYS),
 }
 """By `model_type`."""
 
@@ -70,17 +86,38 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        hint = did_you_mean(str(kind), FAMILIES)
-        raise ConfigError(f"model_type {kind!r} is no family that is known{hint} (there are {', '.join(FAMILIES)})")
+        raise ConfigError(_unknown(config))
     for key, expected in _FIXED.items():
-        if config.get(key, expected) != expected:
+        if config.get(key) not in (None, expected):
             raise ConfigError(f"{key} is {config[key]!r}, expected {expected!r}: nothing else is known")
     try:
         return ModelSpec.model_validate({"name": name, **FAMILIES[kind].read(config)})
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: missing, expected it of model_type {kind}") from None
     except ValidationError as error:
-        raise ConfigError(sentence(error.errors()[0], Shape(ModelSpec), {})) from None
+        said = sentence(error.errors()[0], Shape(ModelSpec), {})
+        raise ConfigError(_in_words_of(said, FAMILIES[kind].keys)) from None
+
+
+def _unknown(config: Config) -> str:
+    """Why a configuration of no family is refused, and what comes nearest."""
+    kind, part = config.get("model_type"), config.get("text_config")
+    inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
+    if inner in FAMILIES:
+        return (
+            f"model_type {kind!r} is more than a decoder, which is all that is known; nearest is the decoder in it: save"
+            f" its text_config, of model_type {inner!r}, as a config.json of its own"
+        )
+    if (found := next((name for name in (inner, kind) if name in NEAREST), None)) is not None:
+        nearest, more = NEAREST[found]
+        return f"model_type {found!r} is not known: it has {more}; nearest is {nearest!r}, which has not"
+    hint = did_you_mean(str(kind), FAMILIES)
+    return f"model_type {kind!r} is no family that is known{hint} (there are {', '.join(FAMILIES)})"
+
+
+def _in_words_of(sentence: str, keys: Mapping[str, str]) -> str:
+    """A sentence about fields of a ModelSpec, about the keys that they were read from."""
+    return re.sub(r"\b[a-z_]+(\.[a-z_]+)?\b", lambda word: keys.get(word[0], word[0]), sentence)
 
 
 def hf_config(spec: ModelSpec) -> dict[str, Any]:
@@ -90,6 +127,8 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
     """
     nearest: tuple[int, str, list[str]] | None = None
     for kind, family in FAMILIES.items():
+        if family.write is None:
+            continue
         config = {"architectures": [family.architecture], "model_type": kind, **family.write(spec)}
         try:
             lost = _differences(spec, spec_from_hf(config, spec.name))
@@ -102,7 +141,7 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
     assert nearest is not None
     _, kind, lost = nearest
     raise InfeasibleError(
-        f"model {spec.name} is of no Hugging Face family that is known: nearest is {kind}, which can't say its"
+        f"model {spec.name} is of no Hugging Face family that can be written: nearest is {kind}, which can't say its"
         f" {', '.join(lost)}"
     )
 

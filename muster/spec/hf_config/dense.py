@@ -1,4 +1,4 @@
-"""The dense families: Llama, Mistral, Qwen2 and Qwen3, which share nearly all words, and GPT-2."""
+"""The dense families: Llama, Mistral, Qwen2, Qwen3, Seed-OSS and Phi-3, which share nearly all words, and GPT-2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +15,9 @@ _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "rel
 # ----------------------------------------------------------------------------------------------------------------------
 # What Llama and its descendants share
 
+SLIDING = "sliding_attention"
+"""In `layer_types`, a layer with a window."""
+
 _SHARED = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -22,12 +25,21 @@ _SHARED = {
     "num_attention_heads": "num_heads",
     "intermediate_size": "intermediate_size",
 }
+_OPTIONAL = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim", "initializer_range": "init_std"}
+
+KEYS = {field: key for key, field in (_SHARED | _OPTIONAL).items()} | {
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+    "qkv_bias": "attention_bias",
+    "out_bias": "attention_bias",
+}
+"""The key of a config.json behind a field of a ModelSpec; others have the field's own name."""
 
 
 def read_llama(config: Config) -> dict[str, Any]:
     fields = {field: config[key] for key, field in _SHARED.items()}
-    optional = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim", "initializer_range": "init_std"}
-    fields |= {field: config[key] for key, field in optional.items() if config.get(key) is not None}
+    fields |= {field: config[key] for key, field in _OPTIONAL.items() if config.get(key) is not None}
     return fields | {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tied_embeddings": config.get("tie_word_embeddings", False),
@@ -56,8 +68,16 @@ def write_llama(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _activation(name: str) -> str:
-    if name not in _ACTIVATIONS:
+def whole(config: Config, key: str) -> int:
+    """A count that others are made of. Raises KeyError where it is missing, ConfigError where it is none."""
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key}: expected a whole number, got {value!r}")
+    return value
+
+
+def _activation(name: object) -> str:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"hidden_act {name!r} is unknown, expected one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
@@ -83,7 +103,12 @@ _ROPE_OF = {
 
 def _read_rope(config: Config) -> dict[str, Any]:
     """From `rope_parameters`, or as it was before transformers 5, from `rope_theta` and `rope_scaling`."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    found = config.get(said) or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise ConfigError(f"{said}: expected one mapping for all layers, got {found!r}")
+    if (part := found.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError(f"{said}.partial_rotary_factor is {part!r}, expected 1.0: nothing else is known")
     theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
@@ -124,13 +149,32 @@ def read_qwen3(config: Config) -> dict[str, Any]:
     return read_llama(config) | {"qk_norm": True} | _read_layer_types(config)
 
 
+def read_seed_oss(config: Config) -> dict[str, Any]:
+    biases = {"qkv_bias": config.get("attention_bias", True), "out_bias": config.get("attention_out_bias", False)}
+    return read_llama({"head_dim": 128, **config}) | biases
+
+
+def read_ministral(config: Config) -> dict[str, Any]:
+    return read_llama(config) | read_windows(config, [SLIDING] * whole(config, "num_hidden_layers"))
+
+
 def _read_layer_types(config: Config) -> dict[str, Any]:
     """Which layers have a window: a list, or all from `max_window_layers` on."""
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+    if not config.get("use_sliding_window"):
         return {}
-    count, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
-    types = config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
-    layers = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    count, first = whole(config, "num_hidden_layers"), config.get("max_window_layers", 28)
+    return read_windows(config, [SLIDING if layer >= first else "" for layer in range(count)])
+
+
+def read_windows(config: Config, usual: list[str]) -> dict[str, Any]:
+    """The window of those layers that `layer_types` says have one; `usual` is what it says where it is left out."""
+    if config.get("sliding_window") is None:
+        return {}
+    types, count = config.get("layer_types") or usual, whole(config, "num_hidden_layers")
+    if len(types) != count or (other := {*types} - {SLIDING, "full_attention", ""}):
+        what = f"{len(types)} layers" if len(types) != count else f"a layer of {other.pop()}"
+        raise ConfigError(f"layer_types: expected {SLIDING} or full_attention for {count} layers, got {what}")
+    layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
     if not layers:
         return {}
     window = {"sliding_window": config["sliding_window"]}
@@ -148,8 +192,20 @@ def write_qwen(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "init_std": "initializer_range",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+
 def read_gpt2(config: Config) -> dict[str, Any]:
-    hidden = config["n_embd"]
+    hidden = whole(config, "n_embd")
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": hidden,

@@ -1,17 +1,34 @@
-"""The families with experts: Mixtral, Qwen3-MoE, DeepSeek-V3."""
+"""The families with experts: Mixtral, Qwen2-MoE and Qwen3-MoE, DeepSeek-V2 and V3 (which Kimi-K2 is), dots.llm1, gpt-oss."""
 
 from typing import Any
 
+from muster.spec.errors import ConfigError
 from muster.spec.hf_config.dense import (
+    KEYS,
+    SLIDING,
     Config,
     read_llama,
     read_mistral,
+    read_qwen2,
     read_qwen3,
+    read_windows,
+    whole,
     write_llama,
     write_qwen,
     write_windowed,
 )
 from muster.spec.model import ModelSpec
+
+MIXTRAL_KEYS = KEYS | {"moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"}
+MIXTRAL_KEYS |= {"moe.expert_size": "intermediate_size"}
+QWEN_KEYS = KEYS | {
+    "moe.num_experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.expert_size": "moe_intermediate_size",
+    "moe.shared_size": "shared_expert_intermediate_size",
+    "moe.every": "decoder_sparse_step",
+    "moe.norm_top_k": "norm_topk_prob",
+}
 
 
 def read_mixtral(config: Config) -> dict[str, Any]:
@@ -27,15 +44,39 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
+def read_gpt_oss(config: Config) -> dict[str, Any]:
+    """Its experts have biases always, and every second layer a window, the first too (arXiv:2508.10925 §2.2)."""
+    moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"], "router_bias": True}
+    usual = [SLIDING if layer % 2 == 0 else "full_attention" for layer in range(whole(config, "num_hidden_layers"))]
+    bias = config.get("attention_bias", True)
+    return read_llama({"rms_norm_eps": 1e-5, "head_dim": 64, **config}) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": True,
+        "attention_sinks": True,
+        "moe": moe | {"expert_size": config["intermediate_size"]},
+        **read_windows(config, usual),
+    }
+
+
+def read_qwen2_moe(config: Config) -> dict[str, Any]:
+    shared = {"shared_size": config["shared_expert_intermediate_size"], "shared_gate": True}
+    biased = {"qkv_bias": config.get("qkv_bias", True)}
+    return read_qwen2(config) | biased | {"moe": _qwen_experts(config) | shared}
+
+
 def read_qwen3_moe(config: Config) -> dict[str, Any]:
-    moe = {
+    return read_qwen3(config) | {"moe": _qwen_experts(config)}
+
+
+def _qwen_experts(config: Config) -> dict[str, Any]:
+    return {
         "num_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
         "expert_size": config["moe_intermediate_size"],
         "every": config.get("decoder_sparse_step", 1),
         "norm_top_k": config.get("norm_topk_prob", False),
     }
-    return read_qwen3(config) | {"moe": moe}
 
 
 def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
@@ -61,6 +102,9 @@ _ROUTING = {
     "n_group": "num_groups",
     "topk_group": "top_groups",
 }
+_UNSAID = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+_UNSAID |= {"n_group": 1, "topk_group": 1}
+"""What is meant where DeepSeek-V2 and dots.llm1 don't say it."""
 _LATENT = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -70,18 +114,55 @@ _LATENT = {
 }
 
 
+DEEPSEEK_KEYS = KEYS | {f"moe.{field}": key for key, field in _ROUTING.items()}
+DEEPSEEK_KEYS |= {f"mla.{field}": key for key, field in _LATENT.items()} | {"mtp_layers": "num_nextn_predict_layers"}
+
+
 def read_deepseek_v3(config: Config) -> dict[str, Any]:
-    moe = {field: config[key] for key, field in _ROUTING.items()}
-    mla = {field: config[key] for key, field in _LATENT.items()}
-    moe["shared_size"] = (config.get("n_shared_experts") or 0) * moe["expert_size"]
-    moe |= {"router": "sigmoid", "router_bias": True}
-    return read_llama(config) | {
-        "num_kv_heads": config["num_attention_heads"],
-        "head_dim": mla["nope_head_dim"] + mla["rope_head_dim"],
-        "moe": moe,
-        "mla": mla,
+    routing = {field: config[key] for key, field in _ROUTING.items()}
+    return _latent(config) | {
+        "moe": routing | _shared(config) | {"router": "sigmoid", "router_bias": True},
         "mtp_layers": config.get("num_nextn_predict_layers", 0),
     }
+
+
+def read_deepseek_v2(config: Config) -> dict[str, Any]:
+    """Its experts are chosen by the softmax alone: of all (`greedy`), or of the groups with the best ones."""
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy") or config.get("scoring_func", "softmax") != "softmax":
+        raise ConfigError(
+            f"topk_method is {method!r} of scores by {config.get('scoring_func', 'softmax')!r}: nothing"
+            " but greedy and group_limited_greedy by softmax is known"
+        )
+    routing = {**_UNSAID, **config} | ({"n_group": 1, "topk_group": 1} if method == "greedy" else {})
+    return _latent(config) | {"moe": {field: routing[key] for key, field in _ROUTING.items()} | _shared(config)}
+
+
+def read_dots1(config: Config) -> dict[str, Any]:
+    said = {**_UNSAID, **config}
+    routing = {field: said[key] for key, field in _ROUTING.items()}
+    first, count = config.get("max_window_layers", 62), whole(config, "num_hidden_layers")
+    windows = read_windows(config, [SLIDING if layer >= first else "" for layer in range(count)])
+    moe = routing | _shared(config) | {"router": "sigmoid", "router_bias": True}
+    return read_llama(config) | {"qk_norm": True, "moe": moe} | windows
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Latent attention, of whose turned and other numbers queries and keys are made."""
+    mla = {field: config[key] for key, field in _LATENT.items()}
+    return read_llama(config) | {
+        "num_kv_heads": config["num_attention_heads"],
+        "head_dim": whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim"),
+        "mla": mla,
+    }
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"moe_layer_freq is {config['moe_layer_freq']!r}, expected 1: nothing else is known")
+    if not config.get("n_shared_experts"):
+        return {}
+    return {"shared_size": whole(config, "n_shared_experts") * whole(config, "moe_intermediate_size")}
 
 
 def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
