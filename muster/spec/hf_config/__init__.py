@@ -105,8 +105,8 @@ def _unknown(config: Config) -> str:
     inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
     if inner in FAMILIES:
         return (
-            f"model_type {kind!r} is more than a decoder, which is all that is known; nearest is the decoder in it: save"
-            f" its text_config, of model_type {inner!r}, as a config.json of its own"
+            f"model_type {kind!r} is more than a decoder, which is all that is known; nearest is the decoder in it:"
+            f" save its text_config, of model_type {inner!r}, as a config.json of its own"
         )
     if (found := next((name for name in (inner, kind) if name in NEAREST), None)) is not None:
         nearest, more = NEAREST[found]

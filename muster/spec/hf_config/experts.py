@@ -1,4 +1,4 @@
-"""The families with experts: Mixtral, Qwen2-MoE and Qwen3-MoE, DeepSeek-V2 and V3 (which Kimi-K2 is), dots.llm1, gpt-oss."""
+"""The families with experts: Mixtral, Qwen2-MoE and 3, DeepSeek-V2 and V3 (which Kimi-K2 is), dots.llm1, gpt-oss."""
 
 from typing import Any
 
