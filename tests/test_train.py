@@ -99,6 +99,7 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
         "MFU",
     ):
         assert words in whole_ended.out
+    assert " a step" not in whole_ended.out, "one time is said of a step: that of the run's own passes"
     assert whole_ended.err == ""
 
 

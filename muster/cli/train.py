@@ -94,6 +94,6 @@ def _show(resolved: "Resolved", nproc: int | None, run_dir: Path, nodes: "NodesR
     if plan.data_shares:
         print("         as many micro-batches run on the data-parallel ranks with the largest data_shares")
     print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
-    for line in chosen.lines:
+    for line in (*chosen.lines, *filter(None, [chosen.step_line])):
         print(line)
     print(f"run      {run_dir} (dry run: nothing is written)")

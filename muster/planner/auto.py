@@ -33,7 +33,9 @@ class Chosen:
 
     plan: Plan
     lines: tuple[str, ...] = ()
-    """Nothing where the plan was given."""
+    """Nothing where the plan was given. No step time: a run says that of the passes that it times before it begins."""
+    step_line: str | None = None
+    """What a step takes by the times that the plan was chosen by, for those who start no run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,12 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
         assert refusal is not None
         raise refusal
     verdict, machine = best
-    return Chosen(_as_asked(verdict.plan, config.parallel), tuple(_lines(verdict, machine)))
+    step_ms = verdict.prediction.step_time_s * 1e3
+    step_line = (
+        f"      {step_ms:,.4g} ms a step by these times; a run times its passes anew before it begins, and says what"
+        " they come to"
+    )
+    return Chosen(_as_asked(verdict.plan, config.parallel), tuple(_lines(verdict, machine)), step_line)
 
 
 def _require_parts_run(config: RunConfig) -> None:
@@ -206,10 +213,10 @@ def _data_parallel(request: Request) -> Plan:
 
 
 def _lines(verdict: Verdict, machine: _Machine) -> Iterator[str]:
-    peak, step_s = verdict.peak_bytes, verdict.prediction.step_time_s
+    peak = verdict.peak_bytes
     size = f"{peak / 2**30:,.3g} GiB" if peak >= 2**30 else f"{peak / 2**20:,.3g} MiB"
     yield (
         f"plan: {format_plan_name(verdict.plan)} for {counted(verdict.plan.world_size, 'process')}, the fastest that"
-        f" can be run: {step_s * 1e3:,.4g} ms a step, {size} on the fullest rank"
+        f" can be run, {size} on the fullest rank"
     )
-    yield f"      planned for {machine.source}"
+    yield f"      chosen for {machine.source}"

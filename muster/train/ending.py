@@ -38,9 +38,8 @@ def announce(trainer: Trainer, predicted: Timeline) -> None:
     """Prints the plan and its predicted step time."""
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
-    print(
-        f"predicted step: {format_seconds(predicted.makespan_s)}, {breakdown(predicted).bubble_fraction:.0%} of it idle"
-    )
+    step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
+    print(f"predicted step: {step}, {idle:.0%} of it idle, by passes timed here just now")
     print(MFU_NOTE)
 
 
