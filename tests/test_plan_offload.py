@@ -8,7 +8,7 @@ import pytest
 
 from muster.cli.main import main
 from muster.cost.activations import offloaded_bytes
-from muster.cost.forecast import forecast
+from muster.cost.forecast import forecast, host_shares_bytes
 from muster.cost.walk import orders_of
 from muster.planner.explain import families
 from muster.planner.fit import MODES, Way, with_layer_ways, with_way
@@ -137,6 +137,26 @@ def test_no_more_is_offloaded_than_the_host_holds() -> None:
         assert judge.verdict(found).prediction.fits == fits
         again = search(judge.request, 1).best
         assert [one.plan for one in again] == [found] if fits else found not in [one.plan for one in again]
+
+
+def test_each_node_s_memory_limits_what_its_own_ranks_offload() -> None:
+    """Two nodes of one device each, of which one has next to no memory beside it."""
+    request = tight(pipeline(), 0.9)
+    plan = with_layer_ways(search(request, 1).best[0].plan, {0: Way("none", "activations")}, WAYS, MODEL.num_layers)
+    wide = cluster(2, 63e9, None)
+    own = wide.groups[0].model_copy(update={"devices_per_node": 1, "host_memory_bytes": 2**40})
+    small = own.model_copy(update={"host_memory_bytes": 2**20})
+    for groups, fits in (((own, small), True), ((small, own), False)):
+        mixed = wide.model_copy(update={"groups": groups})
+        room = Judge(replace(request, cluster=mixed, memory_limit_bytes=None)).room
+        assert (room.host_over_bytes(plan) <= 0) == fits
+        found = forecast(MODEL, plan, WORK, mixed, program_of(plan, MODEL, WORK))
+        assert found.fits == fits
+    both = parse_plan_name("dp2-pp1-mb1-z1").model_copy(update={"axis_order": plan.axis_order})
+    assert host_shares_bytes(both, mixed) == [2**20], "of ranks on both nodes the least"
+    again = search(replace(request, cluster=wide.model_copy(update={"groups": (own, small)})), 1).best[0].plan
+    assert moves(again, 0)
+    assert not moves(again, 3)
 
 
 def prediction_lines_of(request: Request, host: ClusterSpec, plan: Plan) -> str:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from muster.cost.device_memory import device_terms
 from muster.cost.holdings import layer_kind
@@ -30,6 +31,7 @@ layouts of arXiv:2311.05610, sheets that don't ship included, 3 of 45 whose fore
 out of it, but 5 of 15 of those from there to 90 %."""
 
 
+Numbers = NDArray[np.intp]
 Alike = dict[Hashable, StageMemory]
 """By `kind_of_stage`."""
 
@@ -50,7 +52,7 @@ class RankForecast:
     host_bytes: int = 0
     """What it has in its host's memory at most, of what it offloads."""
     host_capacity_bytes: float | None = None
-    """A device's share of that memory; None where it is unknown."""
+    """A device's share of that memory, the least of these ranks; None where it is unknown."""
 
     @property
     def overfills_host(self) -> bool:
@@ -103,6 +105,7 @@ def forecast(
     """
     found, known = [], {}
     orders, tightest = orders_of(program), _tightest_ranks(plan, cluster)
+    shares = host_shares_bytes(plan, cluster)
     for pp_rank, stages in enumerate(_stages_by_rank(model, plan, workload, cluster, software, kernels)):
         at, terms = walk(orders[pp_rank], stages, known)
         rank = tightest[pp_rank]
@@ -111,7 +114,8 @@ def forecast(
         terms += device_terms(group.device, plan, pp_rank, terms.total - fixed)
         away = orders[pp_rank].away_bytes({stage: own.offloaded.total for stage, own in stages.items()})
         count, capacity = plan.mesh(pp_rank).ranks, group.device.memory_bytes
-        found.append(RankForecast(pp_rank, rank, count, at, terms, capacity, away, group.host_share_bytes))
+        share = None if shares[pp_rank] == inf else shares[pp_rank]
+        found.append(RankForecast(pp_rank, rank, count, at, terms, capacity, away, share))
     return MemoryForecast(tuple(found))
 
 
@@ -137,21 +141,39 @@ def peak_bytes(
     return found
 
 
+def host_shares_bytes(plan: Plan, cluster: ClusterSpec) -> list[float]:
+    """Of each pipeline rank, what each of its ranks may have in its host's memory: the least of their shares; infinite
+    where none is known."""
+    shares = np.array([group.host_share_bytes or inf for group in cluster.groups])
+    if cluster.is_uniform:
+        return [float(shares[0])] * plan.pp
+    return [float(np.min(shares[groups])) for groups in _groups_of(_held_ranks(plan), cluster)]
+
+
 def _tightest_ranks(plan: Plan, cluster: ClusterSpec) -> list[int]:
     """Of each pipeline rank, the first of its ranks whose device has the least memory."""
-    if plan.is_uniform:
-        sizes = axis_sizes(plan)
-        ranks = np.arange(plan.world_size).reshape(tuple(sizes.values()))
-        held = list(np.moveaxis(ranks, list(sizes).index("pp"), 0).reshape(plan.pp, -1))
-    else:
-        ends = list(accumulate(plan.mesh(pp_rank).ranks for pp_rank in range(plan.pp)))
-        held = [np.arange(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    held = _held_ranks(plan)
     if cluster.is_uniform:
         return [int(ranks[0]) for ranks in held]
     memory = np.array([group.device.memory_bytes or inf for group in cluster.groups])
-    ends = np.cumsum([group.num_devices for group in cluster.groups])
-    groups = [np.searchsorted(ends, ranks % cluster.num_devices, "right") for ranks in held]
+    groups = _groups_of(held, cluster)
     return [int(ranks[np.argmin(memory[own])]) for ranks, own in zip(held, groups, strict=True)]
+
+
+def _held_ranks(plan: Plan) -> list[Numbers]:
+    """The ranks that hold each pipeline rank's stages."""
+    if plan.is_uniform:
+        sizes = axis_sizes(plan)
+        ranks = np.arange(plan.world_size).reshape(tuple(sizes.values()))
+        return list(np.moveaxis(ranks, list(sizes).index("pp"), 0).reshape(plan.pp, -1))
+    ends = list(accumulate(plan.mesh(pp_rank).ranks for pp_rank in range(plan.pp)))
+    return [np.arange(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _groups_of(held: Sequence[Numbers], cluster: ClusterSpec) -> list[Numbers]:
+    """The group of nodes that each of some ranks stands in."""
+    ends = np.cumsum([group.num_devices for group in cluster.groups])
+    return [np.searchsorted(ends, ranks % cluster.num_devices, "right") for ranks in held]
 
 
 def _stages_by_rank(

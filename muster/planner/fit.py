@@ -51,7 +51,7 @@ class HostLink:
     """Of each rank, what its copies run beside."""
     copy_s: Sequence[Callable[[float], float]]
     """Of each stage, what so many bytes take one way."""
-    room_bytes: float
+    room_bytes: Sequence[float]
     """What each rank may have in its host's memory."""
 
     def beside_of(self, rank: int, stage: int) -> list[tuple[tuple[str, int], int, int]]:
@@ -253,7 +253,7 @@ def layers_of(
             resident = host.orders[rank].resident[stage]
             copied = [round(sizes[way.recompute]) if way.moves else 0 for way in ways]
             beside = [(passes_s(*key), copies, count / micro_batches) for key, copies, count in own]
-            share = host.room_bytes / plan.placement[: plan.depth].count(rank)
+            share = host.room_bytes[rank] / plan.placement[: plan.depth].count(rank)
             waits = partial(_waited_s, host.copy_s[stage], beside, share / max(1, live))
         elif not all(way.moves for way in ways):
             # Nothing lies long enough to be copied: no layer is said to be.

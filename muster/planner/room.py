@@ -9,7 +9,7 @@ from math import inf
 
 from muster.cost.activations import offloaded_bytes
 from muster.cost.device_memory import FRAGMENTED_SHARE, device_terms
-from muster.cost.forecast import HEAD_ROOM, Alike, peak_bytes
+from muster.cost.forecast import HEAD_ROOM, Alike, host_shares_bytes, peak_bytes
 from muster.cost.own_memory import Least, least_held
 from muster.cost.plan_times import host_copy_s, plan_setting
 from muster.cost.walk import RankOrder, order_of_schedule, orders_of
@@ -144,12 +144,13 @@ class Room:
         ]
 
     def host_over_bytes(self, plan: Plan) -> float:
-        """What the fullest rank has in its host's memory beyond its share of that; 0 where nothing is there."""
+        """What a rank has in its host's memory beyond its share of that, at most; 0 where nothing is there."""
         offloads = self._offloads(plan)
-        if not offloads or self._host_share_bytes == inf:
+        shares = self._host_shares_bytes(plan) if offloads else []
+        if min(shares, default=inf) == inf:
             return 0.0
         sizes = {stage: offloaded_bytes(self.request.model, plan, self.request.workload, stage) for stage in offloads}
-        return max(order.away_bytes(sizes) for order in self._orders_of(plan)) - self._host_share_bytes
+        return max(order.away_bytes(sizes) - share for order, share in zip(self._orders_of(plan), shares, strict=True))
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan has room on its devices, and what it offloads beside them."""
@@ -225,11 +226,9 @@ class Room:
             ]
         return None
 
-    @property
-    def _host_share_bytes(self) -> float:
-        """Of its host's memory, what a device may have; of devices that differ, the least."""
-        shares = [group.host_share_bytes or inf for group in self.request.cluster.groups]
-        return min(shares) * (1 - self.head_room)
+    def _host_shares_bytes(self, plan: Plan) -> list[float]:
+        """Of each pipeline rank, what its ranks may have in their hosts' memory."""
+        return [share * (1 - self.head_room) for share in host_shares_bytes(plan, self.request.cluster)]
 
     def copies_bound_s(self, plan: Plan, seconds: PassSeconds) -> float:
         """What a step of the plan takes at least for what it offloads; 0 where nothing is known of that."""
@@ -257,7 +256,7 @@ class Room:
             self._orders_by_rank(plan, frozenset(range(plan.depth))),
             beside,
             [partial(host_copy_s, setting.device(stage)) for stage in range(plan.depth)],
-            self._host_share_bytes,
+            self._host_shares_bytes(plan),
         )
 
     def _needs_program(self, plan: Plan) -> bool:
