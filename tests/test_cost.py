@@ -8,7 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from muster.cost.flops import forward_flops_per_token, train_flops_per_token
-from muster.cost.memory import MemoryTerms, activation_bytes, gathered_bytes, rank_memory, stage_memory
+from muster.cost.memory import MemoryTerms
+from muster.cost.own_memory import OTHER_KERNELS, own_stage
+from muster.cost.rank_memory import activation_bytes, rank_memory, stage_terms
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
@@ -121,7 +123,13 @@ def test_count_saved_bytes_counts_storages_once_and_leaves_parameters_out():
 def terms(plan: Plan, dp_shard: int = 0) -> MemoryTerms:
     """What the first stage of the small model takes, without activations."""
     at = Coordinates(pp=0, dp_replicate=0, dp_shard=dp_shard, cp=0, tp=0)
-    return stage_memory(SMALL, plan, Workload(seq_len=8, global_batch_size=8), 0, at, live_micro_batches=0)
+    return stage_terms(SMALL, plan, Workload(seq_len=8, global_batch_size=8), 0, at, live_micro_batches=0)
+
+
+def gathered(plan: Plan, stage: int = 0) -> int:
+    """Most bytes of gathered parameters that a stage of the small model has within a forward."""
+    held = own_stage(SMALL, plan, Workload(seq_len=8, global_batch_size=8), stage, OTHER_KERNELS)
+    return held.gathered + max(moment.extra.gathered_parameters for moment in held.moments["F"])
 
 
 def test_one_rank_holds_everything_once():
@@ -130,7 +138,8 @@ def test_one_rank_holds_everything_once():
     assert found == MemoryTerms(4 * count, 0, 4 * count, 8 * count, 0)
     assert found.total == 16 * count
     assert terms(Plan(precision="fp64")).total == 32 * count
-    assert terms(Plan(precision="bf16")) == MemoryTerms(4 * count, 2 * count, 4 * count, 8 * count, 0)
+    assert terms(Plan(precision="bf16")) == MemoryTerms(4 * count, 0, 4 * count, 8 * count, 0)
+    assert (gathered(Plan(precision="fp32")), gathered(Plan(precision="bf16"))) == (0, 2 * count)
 
 
 @pytest.mark.parametrize("zero", ["z1", "z2", "z3"])
@@ -143,8 +152,7 @@ def test_sharding_by_level(zero, replicate):
     assert sum(rank.optimizer for rank in ranks) == 8 * count
     assert sum(rank.gradients for rank in ranks) == 4 * count * (4 if zero == "z1" else 1)
     layer = (count - 2 * 97 * 32 - 32) // 4
-    gathered = count - (2 * layer if zero == "z3" else 0)
-    assert {rank.gathered_parameters for rank in ranks} == {2 * gathered}
+    assert gathered(plan) == 2 * (count - (2 * layer if zero == "z3" else 0))
     # 97 rows in 4 parts: the last has 22, the others 25.
     assert ranks[0].parameters - ranks[3].parameters == 4 * 2 * 3 * 32
 
@@ -152,22 +160,24 @@ def test_sharding_by_level(zero, replicate):
 def test_z3_gathers_the_two_largest_neighbours():
     plan = Plan(pp=2, dp_shard=2, precision="fp32", stages=(StageSpec(layers=1), StageSpec(layers=3)))
     layer = (SMALL.num_parameters - 2 * 97 * 32 - 32) // 4
-    assert gathered_bytes(SMALL, plan, 0) == 4 * (97 * 32 + layer)
-    assert gathered_bytes(SMALL, plan, 1) == 4 * (97 * 32 + 32 + 2 * layer)
+    assert gathered(plan) == 4 * (97 * 32 + layer)
+    assert gathered(plan, 1) == 4 * (97 * 32 + 32 + 2 * layer)
 
 
 def test_z3_gathers_buckets_and_those_ahead():
     layer, rest = (SMALL.num_parameters - 2 * 97 * 32 - 32) // 4, 2 * 97 * 32 + 32
     for bucket, ahead, layers in ((1, 1, 2), (1, 2, 3), (2, 1, 4), (3, 1, 4)):
         plan = Plan(dp_shard=2, precision="fp32", bucket_layers=bucket, prefetch_buckets=ahead)
-        assert gathered_bytes(SMALL, plan, 0) == 4 * (rest + layers * layer)
+        assert gathered(plan) == 4 * (rest + layers * layer)
 
 
 def test_replicas_keep_whole_gradients_and_a_gathered_copy():
     found = terms(Plan(dp_replicate=2, precision="fp32"))
     assert found.gradients == found.parameters == 4 * SMALL.num_parameters
-    z1 = terms(Plan(dp_replicate=2, precision="fp32", default_strategy=Strategy(zero="z1")))
-    assert z1.gathered_parameters == 4 * SMALL.num_parameters
+    assert (
+        gathered(Plan(dp_replicate=2, precision="fp32", default_strategy=Strategy(zero="z1")))
+        == 4 * SMALL.num_parameters
+    )
 
 
 def test_stages_add_up_and_a_tied_embedding_counts_on_both_ends():
@@ -184,7 +194,7 @@ def test_a_rank_holds_all_its_stages():
     workload = Workload(seq_len=8, global_batch_size=8)
     plan = Plan(pp=2, vpp=2, precision="fp32")
     at = Coordinates(1, 0, 0, 0, 0)
-    parts = [stage_memory(SMALL, plan, workload, stage, at, 3) for stage in (1, 3)]
+    parts = [stage_terms(SMALL, plan, workload, stage, at, 3) for stage in (1, 3)]
     assert rank_memory(SMALL, plan, workload, 1, 3) == parts[0] + parts[1]
     assert rank_memory(SMALL, plan, workload, 1, {1: 3, 3: 3}).total == parts[0].total + parts[1].total
 

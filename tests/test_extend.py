@@ -13,7 +13,7 @@ import torch
 import muster
 from muster.cli.main import main
 from muster.cost.flops import forward_flops_per_token
-from muster.cost.memory import activation_bytes
+from muster.cost.rank_memory import activation_bytes
 from muster.data.prepare import Preparation, prepare
 from muster.data.tokenizer import load_tokenizer
 from muster.model.decoder import Decoder

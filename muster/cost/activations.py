@@ -1,21 +1,15 @@
 """What one micro-batch leaves behind in a layer, for every kind of layer and of recompute.
 
-Dense layers are those of `muster.cost.memory`, which follow the runtime tensor by tensor; what the runtime can't do yet
-(experts, latent and linear attention, cp, ep, unfused attention) follows the same rule: kept is what a linear layer, a
-norm or a kernel with a derivative of its own reads in its backward, once.
+Dense layers follow `muster.model` tensor by tensor; what the runtime can't do yet (experts, latent and linear
+attention, cp, ep, unfused attention) follows the same rule: kept is what a linear layer, a norm or a kernel with a
+derivative of its own reads in its backward, once.
 """
 
 from dataclasses import dataclass
 
-from muster.cost.memory import (
-    attention_saved_bytes,
-    compute_bytes,
-    mlp_saved_bytes,
-    norm_saved_bytes,
-    own_widths,
-    wide_bytes,
-)
+from muster.cost.memory import compute_bytes, wide_bytes
 from muster.cost.own_layer import own_largest_bytes, own_layer_bytes
+from muster.spec.layout import shard_rows, tensor_slice
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan, Precision, Recompute
 from muster.spec.workload import Workload
@@ -23,7 +17,7 @@ from muster.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """What a pass over one micro-batch works on, on the first rank of a stage."""
+    """What a pass over one micro-batch works on, on one rank of a stage."""
 
     own: ModelSpec
     """The model as wide as the rank computes it."""
@@ -55,22 +49,38 @@ class PassSizes:
         return self.tokens * self.own.moe.top_k * self.mesh.etp // self.mesh.tp
 
 
-def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> PassSizes:
-    """Of the first rank of a stage; context parallelism cuts every sequence (arXiv:2310.01889)."""
+def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> PassSizes:
+    """Of a stage's `tp_index`-th tensor-parallel rank, the first of which never has less than another; context
+    parallelism cuts every sequence (arXiv:2310.01889)."""
     mesh = plan.mesh(stage)
     tokens = plan.rows(stage) * workload.seq_len // mesh.cp
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
-    own, hidden_tokens = own_widths(spec, mesh.tp, 0), tokens // mesh.tp if sp else tokens
+    own, hidden_tokens = _own_widths(spec, mesh.tp, tp_index), tokens // mesh.tp if sp else tokens
     return PassSizes(own, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)
 
 
-def layer_bytes(
-    sizes: PassSizes, layer: int, recompute: Recompute, attention: str = "flash", seq_len: int | None = None
-) -> int:
-    """What a layer keeps from its forward to its backward. `seq_len` is needed for unfused attention.
+def _own_widths(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
+    """The model as wide as rank `index` of `tp` computes it."""
 
-    attention (arXiv:2205.05198 §5): without the scores, or what flash attention keeps of them. alternate (torchtitan's
-    selective checkpointing by operation): the input, every second matrix product's output, attention's output.
+    def rows(name: str, count: int) -> int:
+        return tensor_slice(spec, f"layers.0.{name}.weight", (count, spec.hidden_size), tp, index)[0].size[0]
+
+    widths = {
+        "num_heads": rows("attn.q", spec.num_heads * spec.head_dim) // spec.head_dim,
+        "num_kv_heads": rows("attn.k", spec.num_kv_heads * spec.head_dim) // spec.head_dim,
+        "intermediate_size": rows("mlp.gate", spec.intermediate_size),
+        "vocab_size": rows("head", spec.vocab_size),
+    }
+    return spec.model_copy(update=widths)
+
+
+def layer_bytes(sizes: PassSizes, layer: int, recompute: Recompute, attention: str = "flash") -> int:
+    """What a layer keeps from its forward to its backward.
+
+    full: its input alone. selective: neither what the two norms nor what the gated linear unit gives to the linear
+    layers after it (`muster.model.recompute`). attention (arXiv:2205.05198 §5): without the scores, or what flash
+    attention keeps of them. alternate (torchtitan's selective checkpointing by operation): the input, every second
+    matrix product's output, attention's output.
     """
     own, tokens, precision = sizes.own, sizes.tokens, sizes.precision
     if (kept := _plugin_bytes(sizes, recompute)) is not None:
@@ -79,7 +89,7 @@ def layer_bytes(
         return sizes.hidden_bytes
     if recompute == "alternate":
         return sizes.hidden_bytes + _alternate_bytes(sizes, layer)
-    scores = score_bytes(sizes, seq_len or 0) if attention != "flash" else 0
+    scores = score_bytes(sizes) if attention != "flash" else 0
     norms = 2 * norm_saved_bytes(own, sizes.hidden_tokens, precision)
     total = norms + mixing_bytes(sizes, layer) + mlp_bytes(sizes, layer)
     if recompute == "attention":
@@ -99,15 +109,15 @@ def offloaded_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int)
     """What goes to the host's memory of one micro-batch of a stage, on its first rank."""
     sizes = pass_sizes(spec, plan, workload, stage)
     return sum(
-        layer_bytes(sizes, layer, own.recompute, own.attention, workload.seq_len)
+        layer_bytes(sizes, layer, own.recompute, own.attention)
         for layer in plan.offloaded_layers(stage, spec.num_layers)
         for own in (plan.strategy(layer),)
     )
 
 
-def score_bytes(sizes: PassSizes, seq_len: int) -> int:
+def score_bytes(sizes: PassSizes) -> int:
     """The softmax of unfused attention, which weighs the values and is needed again by its own derivative."""
-    return sizes.tokens * sizes.own.num_heads * seq_len * compute_bytes(sizes.precision)
+    return sizes.tokens * sizes.own.num_heads * sizes.seq_len * compute_bytes(sizes.precision)
 
 
 def mixing_bytes(sizes: PassSizes, layer: int) -> int:
@@ -173,3 +183,43 @@ def _alternate_bytes(sizes: PassSizes, layer: int) -> int:
         sizes.precision
     )
     return tokens * attention + product_bytes(sizes, layer) + sizes.hidden_bytes
+
+
+def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
+    """A norm's input and its statistics per token (LayerNorm has a mean besides), and its output as the input of the
+    linear layers after it."""
+    statistics = 2 if spec.norm == "layer" else 1
+    return tokens * (2 * spec.hidden_size * compute_bytes(precision) + statistics * wide_bytes(precision))
+
+
+def attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
+    """q and k after their rotation, v, the output, and flash attention's log-sum-exp per head (arXiv:2205.14135); with
+    norms of q and k also what goes into these, and a statistic per head.
+
+    The output is the input of the linear layer after it too, and counts once.
+    """
+    width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    statistics = spec.num_heads
+    if spec.qk_norm:
+        width += (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        statistics += spec.num_heads + spec.num_kv_heads
+    return tokens * (width * compute_bytes(precision) + statistics * wide_bytes(precision))
+
+
+def mlp_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
+    """gate if there is one, up, and what comes of them as the input of the last linear layer; the activation of gate is
+    computed again."""
+    return tokens * (3 if spec.gated else 2) * spec.intermediate_size * compute_bytes(precision)
+
+
+def loss_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
+    """The gradient of the logits, which the loss makes in its forward, in the dtype of the logits."""
+    return tokens * spec.vocab_size * compute_bytes(precision)
+
+
+def word_bytes(spec: ModelSpec, plan: Plan, workload: Workload, pp_rank: int) -> int:
+    """What a rank keeps of one micro-batch from S to T where the vocabulary is spread: the softmax over its words,
+    a factor for each rank and a weight by position, all as sums are kept, and the hidden state."""
+    positions, wide = plan.rows(0) * workload.seq_len, wide_bytes(plan.precision)
+    words = shard_rows(spec.vocab_size, plan.pp, pp_rank)[1]
+    return positions * ((words + plan.pp + 1) * wide + spec.hidden_size * compute_bytes(plan.precision))

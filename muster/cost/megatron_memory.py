@@ -35,7 +35,6 @@ class _Megatron:
 
     def __init__(self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, software: Software) -> None:
         self.spec, self.plan, self.stage, self.software = spec, plan, stage, software
-        self.seq_len = workload.seq_len
         self.size = compute_bytes(plan.precision)
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
         self.held = stage_holdings(spec, plan, stage)
@@ -130,7 +129,7 @@ class _Megatron:
         """What attention keeps of its scores: what multiplies the values, in the compute dtype, and what softmax and
         dropout need. Fused, the softmax's output is that factor; unfused it is in float32, and cast. Dropout keeps a
         mask of a byte; its output is the factor then, and the cast isn't kept (arXiv:2205.05198 §4.1)."""
-        numbers = score_bytes(self.sizes, self.seq_len) // self.size
+        numbers = score_bytes(self.sizes) // self.size
         softmax = _WIDE if self.software.attention == "unfused" else 0 if not self.software.dropout else self.size
         return numbers * (self.size + softmax + self.software.dropout)
 
@@ -218,7 +217,7 @@ class _Megatron:
         its output."""
         if self.plan.strategy(layer).attention == "flash":
             return 0
-        numbers = score_bytes(self.sizes, self.seq_len) // self.size
+        numbers = score_bytes(self.sizes) // self.size
         if self.software.attention != "unfused":
             return numbers * (1 if self.software.dropout else 2) * self.size
         return numbers * 3 * _WIDE - self._scores()

@@ -6,20 +6,23 @@ Follows the runtime buffer by buffer; `muster memory-check` holds it against PyT
 
 from dataclasses import dataclass
 
-from muster.cost.activations import PassSizes, layer_bytes, mlp_bytes, offloaded_bytes, pass_sizes, product_bytes
-from muster.cost.holdings import Held, StageHoldings, stage_holdings
-from muster.cost.memory import (
-    MemoryTerms,
-    compute_bytes,
+from muster.cost.activations import (
+    PassSizes,
+    layer_bytes,
     loss_saved_bytes,
+    mlp_bytes,
     norm_saved_bytes,
-    wide_bytes,
+    offloaded_bytes,
+    pass_sizes,
+    product_bytes,
     word_bytes,
 )
+from muster.cost.holdings import Held, StageHoldings, stage_holdings
+from muster.cost.memory import MemoryTerms, compute_bytes, wide_bytes
 from muster.cost.stage_memory import Moment, StageMemory
 from muster.spec.layout import has_words, shard_rows
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
 
 _GATHERING = "gathering embedding and head"
@@ -94,7 +97,7 @@ class _Own:
         self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, kernels: Kernels, state_numbers: float
     ) -> None:
         self.spec, self.plan, self.stage, self.kernels = spec, plan, stage, kernels
-        self.workload, self.seq_len = workload, workload.seq_len
+        self.workload = workload
         self.state_numbers = state_numbers
         self.size, self.wide = compute_bytes(plan.precision), wide_bytes(plan.precision)
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
@@ -174,10 +177,10 @@ class _Own:
     # ------------------------------------------------------------------------------------------------------------------
     # Kept by micro-batch
 
-    def _layer(self, layer: int, how: str = "") -> int:
+    def _layer(self, layer: int, how: Recompute | None = None) -> int:
+        """Of one layer; `how`: if it were recomputed so, not as the plan says."""
         strategy = self.plan.strategy(layer)
-        recompute = how or strategy.recompute
-        return layer_bytes(self.sizes, layer, recompute, strategy.attention, self.seq_len)  # type: ignore[arg-type]
+        return layer_bytes(self.sizes, layer, how or strategy.recompute, strategy.attention)
 
     def kept(self) -> MemoryTerms:
         total = sum(self._layer(layer) for layer in self.layers)

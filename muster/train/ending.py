@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import muster
-from muster.cost.memory import rank_memory
+from muster.cost.rank_memory import rank_memory
 from muster.parallel.op_profile import Profile
 from muster.report.data import ComparisonRow, ReportData, RunFacts
 from muster.report.numbers import format_seconds
