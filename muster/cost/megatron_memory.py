@@ -71,20 +71,12 @@ class _Megatron:
         stored = shard if self.zero == "z3" else whole
         summed = whole if self.zero == "z1" else shard
         weights = stored * self.size if self.size < _WIDE else 0
-        buffers = sum(self.sizes.hidden_bytes for end in self._ends() if not end)
+        buffers = self.plan.receives(self.stage) + self.plan.sends(self.stage)
         return MemoryTerms(
             parameters=weights + shard * _WIDE,
             gradients=summed * self.software.gradient_bytes,
             optimizer=shard * 2 * self.software.moment_bytes,
-            communication=buffers,
-        )
-
-    def _ends(self) -> tuple[bool, bool]:
-        """Whether nothing comes from another rank before the stage, and after it."""
-        plan, stage, own = self.plan, self.stage, self.plan.pp_rank(self.stage)
-        return (
-            plan.is_first(stage) or plan.pp_rank(stage - 1) == own,
-            plan.is_last(stage) or plan.pp_rank(stage + 1) == own,
+            communication=buffers * self.sizes.hidden_bytes,
         )
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from muster.cost.activations import offloaded_bytes
 from muster.cost.forecast import kind_of_stage
-from muster.cost.own_memory import own_kept
+from muster.cost.own_storage import own_kept
 from muster.cost.walk import RankOrder
 from muster.planner.bound import PassSeconds
 from muster.planner.layers import Choice, Option, cheapest

@@ -10,7 +10,7 @@ from math import inf
 from muster.cost.activations import offloaded_bytes
 from muster.cost.device_memory import FRAGMENTED_SHARE, device_terms
 from muster.cost.forecast import HEAD_ROOM, Alike, host_shares_bytes, peak_bytes
-from muster.cost.own_memory import Least, least_held
+from muster.cost.own_storage import Least, least_held
 from muster.cost.plan_times import host_copy_s, plan_setting
 from muster.cost.walk import RankOrder, order_of_schedule, orders_of
 from muster.planner.bound import PassSeconds

@@ -262,6 +262,14 @@ class Plan(Frozen):
         """The pipeline rank that holds a stage; raises as `placement`."""
         return self.placement[stage]
 
+    def receives(self, stage: int) -> bool:
+        """Whether a stage's input comes from another rank."""
+        return not self.is_first(stage) and self.pp_rank(stage - 1) != self.pp_rank(stage)
+
+    def sends(self, stage: int) -> bool:
+        """Whether a stage's output goes to another rank."""
+        return not self.is_last(stage) and self.pp_rank(stage + 1) != self.pp_rank(stage)
+
     def tied_stage(self, stage: int) -> int | None:
         """The other end of a stage's replica, if the stage is one and they lie on two ranks: the holder of a tied
         weight's other copy."""
