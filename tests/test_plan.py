@@ -9,12 +9,13 @@ from muster.schedule.check import check
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import RUNNABLE_RECOMPUTE, not_yet, problems
+from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.model import ModelSpec
 from muster.spec.nearest import nearest_legal, require_runnable
 from muster.spec.plan import LayerRun, Mesh, Plan, StageSpec, Strategy
 from muster.spec.plan_name import beyond_name, format_plan_name, parse_plan_name
+from muster.spec.runnable import RUNNABLE_RECOMPUTE, not_yet
 from muster.spec.schedules import SCHEDULES, place
 from muster.spec.workload import Workload
 

@@ -16,9 +16,10 @@ from muster.spec import machine as here
 from muster.spec.cluster import ClusterSpec, single_device
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import not_yet, problems
+from muster.spec.legal import problems
 from muster.spec.load import load_run
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.runnable import not_yet
 from muster.spec.write import yaml_text
 
 

@@ -33,7 +33,7 @@ from muster.planner.space import orders, plans, shapes
 from muster.planner.unequal import arrange
 from muster.schedule.build import program_of, schedule_of
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems, strategies_of
+from muster.spec.legal import problems
 from muster.spec.load import load_plan
 from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
@@ -144,7 +144,7 @@ def test_plans_that_have_nothing_to_offload_recompute_instead() -> None:
     found = search(Request(load_model("llama3-8b"), load_cluster("8xh100"), workload, fixed=fixed), 3)
     assert found.proven
     assert found.best
-    assert all(strategy.offload == "none" for one in found.best for strategy in strategies_of(one.plan))
+    assert all(strategy.offload == "none" for one in found.best for strategy in one.plan.strategies)
 
 
 @pytest.mark.soak

@@ -10,10 +10,11 @@ from muster.checkpoint.folder import find_latest
 from muster.schedule.build import program_of
 from muster.schedule.check import check
 from muster.schedule.program import ProgramError, parse_program
-from muster.spec.legal import not_yet, problems
+from muster.spec.legal import problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.runnable import not_yet
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 

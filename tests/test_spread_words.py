@@ -17,12 +17,12 @@ from muster.schedule.spread_words import WordTimes
 from muster.simulate.simulator import simulate
 from muster.spec.errors import InfeasibleError
 from muster.spec.layout import stage_layouts
-from muster.spec.legal import not_yet
 from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
 from muster.spec.nearest import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.runnable import not_yet
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 

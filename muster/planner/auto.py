@@ -12,7 +12,7 @@ from muster.planner.search import Found, search
 from muster.planner.verdict import Verdict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import asked_world_size, counted, require_runnable_model
+from muster.spec.legal import asked_world_size
 from muster.spec.load import Resolved, derived_lines
 from muster.spec.machine import PROFILE, found_machine, gpu_names, measured_machine, usable_cores, with_processes
 from muster.spec.nearest import require_runnable
@@ -22,6 +22,8 @@ from muster.spec.parts import part_of
 from muster.spec.plan import Plan, Strategy
 from muster.spec.plan_name import format_plan_name
 from muster.spec.run import RunConfig
+from muster.spec.runnable import require_runnable_model
+from muster.spec.sizes import counted
 
 LIMIT_S = 30.0
 """At most, for models and numbers of processes far beyond one machine: what is small takes tenths of a second."""

@@ -13,10 +13,12 @@ from muster.planner.search import Found, search
 from muster.planner.space import MODEL_AXES, data_splits, make_plan, orders, plans, shapes
 from muster.planner.verdict import Verdict
 from muster.spec.cluster import NodeGroup
-from muster.spec.legal import counted, not_yet, problems
+from muster.spec.legal import problems
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.runnable import not_yet
 from muster.spec.schedules import SCHEDULES
+from muster.spec.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from muster.planner.space import admitted
 from muster.planner.verdict import Verdict
 from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet, problems, strategies_of
+from muster.spec.legal import problems
 from muster.spec.plan import LayerRun, Plan
+from muster.spec.runnable import not_yet
 
 LIKE = 0.005
 """Plans closer than this part of the step are called alike."""
@@ -94,9 +95,9 @@ def _all_changes(plan: Plan, request: Request) -> Iterator[Change]:
     for mode in ("none", "full"):
         if plan.overrides or mode != plan.default_strategy.recompute:
             yield Change(f"recompute {mode}", _everywhere(plan, recompute=mode), refits=False)
-    if any(strategy.offload != "none" for strategy in strategies_of(plan)):
+    if any(strategy.offload != "none" for strategy in plan.strategies):
         yield Change("no offload", _everywhere(plan, offload="none"), refits=False)
-    if plan.pp > 1 and any(strategy.offload != "activations" for strategy in strategies_of(plan)):
+    if plan.pp > 1 and any(strategy.offload != "activations" for strategy in plan.strategies):
         yield Change("offload of all layers", _everywhere(plan, offload="activations"), refits=False)
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
         if plan.pp > 1 and (schedule, chunks) != (plan.schedule, plan.vpp):

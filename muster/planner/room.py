@@ -23,8 +23,8 @@ from muster.schedule.offload import Beside, passes_beside
 from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet
 from muster.spec.plan import Plan
+from muster.spec.runnable import not_yet
 
 _TRIES = 4
 """Recompute and offload free what they are said to free but for what other moments of a pass hold; then they must free

@@ -6,9 +6,10 @@ from typing import Any
 
 from muster.planner.placement import is_unequal
 from muster.planner.request import Request
-from muster.spec.legal import divisors, not_yet, problems
+from muster.spec.legal import divisors, problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import AXES, Offload, Plan, Recompute, Strategy, Zero
+from muster.spec.runnable import not_yet
 from muster.spec.schedules import SCHEDULES
 
 POSITIONS_PER_CP_RANK = 1024

@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from muster.simulate.predict import Prediction
-from muster.spec.legal import not_yet
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.runnable import not_yet
 
 
 class Standing(NamedTuple):

@@ -9,7 +9,7 @@ from muster.planner.search import SEEN, Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
-from muster.spec.legal import counted
+from muster.spec.sizes import counted
 
 
 def show_answer(answer: Answer, explain: bool) -> None:

@@ -15,7 +15,7 @@ from muster.report.plans import beside_hash
 from muster.report.prediction import table
 from muster.report.scales import log_scale
 from muster.report.scatter import SCRIPT, STYLE, Dot, draw_plane
-from muster.spec.legal import counted
+from muster.spec.sizes import counted
 
 _ROWS = 14
 """Lines of the picture in the terminal."""

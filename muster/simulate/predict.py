@@ -20,10 +20,11 @@ from muster.simulate.spans import BUBBLE, HOP
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import asked_world_size, counted, problems
+from muster.spec.legal import asked_world_size, problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.sizes import counted
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 

@@ -6,10 +6,11 @@ from pydantic import Field, NonNegativeInt
 
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import not_yet, problems, require_runnable_model
+from muster.spec.legal import problems
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.runnable import not_yet, require_runnable_model
 from muster.spec.workload import Workload
 
 

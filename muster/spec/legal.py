@@ -1,92 +1,15 @@
-"""What is wrong with a plan, and what can't be run yet."""
+"""Why a plan can't hold for a model, a batch and a number of processes: one sentence for each reason."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import isqrt
 
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.own_model import own_model
-from muster.spec.plan import AXES, Mesh, Plan, Strategy
+from muster.spec.plan import AXES, Mesh, Plan
 from muster.spec.schedules import SCHEDULES
+from muster.spec.sizes import counted
 from muster.spec.workload import Workload
-
-RUNNABLE_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-RUNNABLE_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-RUNNABLE_RECOMPUTE = ("none", "selective", "full")
-
-_NOT_YET: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
-    ("context parallelism (cp > 1)", lambda plan: _any_mesh(plan, "cp")),
-    ("expert parallelism (ep > 1)", lambda plan: _any_mesh(plan, "ep")),
-    ("tensor parallelism of experts (etp > 1)", lambda plan: _any_mesh(plan, "etp")),
-    (
-        "offload of the optimizer's state (it stays on the device, which makes the step)",
-        lambda plan: any(s.offload in ("optimizer", "all") for s in strategies_of(plan)),
-    ),
-    (
-        "recompute of attention alone or of every second product (the runtime knows none, selective and full)",
-        lambda plan: any(s.recompute not in RUNNABLE_RECOMPUTE for s in strategies_of(plan)),
-    ),
-    (
-        "unfused attention (the runtime's scores stay within one kernel)",
-        lambda plan: any(s.attention != "flash" for s in strategies_of(plan)),
-    ),
-    (
-        "a sharding level of its own for some layers (a stage is gathered and reduced as a whole)",
-        lambda plan: len({s.zero for s in strategies_of(plan)}) > 1,
-    ),
-    (
-        "an sp or tp_overlap of its own for some layers (all layers of a stage hand on the same part of the sequence)",
-        lambda plan: len({(s.sp, s.tp_overlap) for s in strategies_of(plan)}) > 1,
-    ),
-    ("a stage with a list of its own ranks", lambda plan: any(stage.ranks is not None for stage in plan.stages)),
-    (
-        "compile with a schedule whose backward is split (what waits for W is not the compiler's to see)",
-        lambda plan: plan.compile and plan.splits,
-    ),
-    ("fp8 (it wants torchao's scaled products and a GPU that has them)", lambda plan: plan.precision == "fp8"),
-    (
-        "spread_vocab with tensor parallelism (the words are cut over the pipeline ranks alone)",
-        lambda plan: plan.spread_vocab and _any_mesh(plan, "tp"),
-    ),
-    (
-        "spread_vocab with stages of their own kind (each word's rows have one holder on every pipeline rank)",
-        lambda plan: plan.spread_vocab and not plan.is_uniform,
-    ),
-    (
-        "spread_vocab under z3 (each rank's words would be gathered for every single pass of theirs)",
-        lambda plan: plan.spread_vocab and plan.mesh(0).data_ranks > 1 and plan.default_strategy.zero == "z3",
-    ),
-    (
-        "spread_vocab with compile (it has not been held to one process)",
-        lambda plan: plan.spread_vocab and plan.compile,
-    ),
-    (
-        "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
-        lambda plan: plan.post_validation and plan.precision == "fp16",
-    ),
-    (
-        "post_validation with spread_vocab (all ranks look up words together when a step begins)",
-        lambda plan: plan.post_validation and plan.spread_vocab,
-    ),
-    (
-        "post_validation with data_shares (it has not been held to one process)",
-        lambda plan: plan.post_validation and bool(plan.data_shares),
-    ),
-    (
-        "selective recompute with compile (the compiler chooses itself what is cheap to make again)",
-        lambda plan: plan.compile and any(s.recompute == "selective" for s in strategies_of(plan)),
-    ),
-)
-"""What the runtime can't do: a line goes when the work behind it is done."""
-
-_NO_MODEL_YET: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
-    ("a mixture of experts", lambda model: model.moe is not None),
-    ("latent attention (mla)", lambda model: model.mla is not None),
-    ("linear attention", lambda model: model.linear_attention is not None),
-    ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
-    ("attention sinks", lambda model: model.attention_sinks),
-)
-"""What of a model the runtime can't do; such a model can be planned and predicted."""
 
 
 def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
@@ -107,19 +30,6 @@ def problems(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) 
         _plugin(plan, model),
     )
     return [problem for check in checks for problem in check]
-
-
-def not_yet(plan: Plan) -> list[str]:
-    """One sentence for each thing in the plan that the runtime can't do yet."""
-    return [f"{what} can't be run yet" for what, wanted in _NOT_YET if wanted(plan)]
-
-
-def require_runnable_model(model: ModelSpec) -> None:
-    """Raises InfeasibleError where the runtime can't do something that the model has."""
-    if found := [what for what, wanted in _NO_MODEL_YET if wanted(model)]:
-        raise InfeasibleError(
-            f"model {model.name} can be planned and predicted, but not run yet: it has {' and '.join(found)}"
-        )
 
 
 def asked_world_size(plan: Plan) -> int:
@@ -258,14 +168,14 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
     """What the layers of a plugin don't say that they can."""
     if (own := own_model(model)) is None:
         return
-    if _any_mesh(plan, "tp") and not own.tensor_parallel:
+    if plan.cuts("tp") and not own.tensor_parallel:
         yield (
             f"model {own.name} doesn't say that tensor parallelism can cut its layers (tensor_parallel=True, which"
             " wants `spread` and `join` around their products): legal is tp 1"
         )
-    if _any_mesh(plan, "cp"):
+    if plan.cuts("cp"):
         yield f"cp cuts sequences, across which the layers of model {own.name} can't look: legal is cp 1"
-    if others := {s.recompute for s in strategies_of(plan)} - {"none", "full"}:
+    if others := {s.recompute for s in plan.strategies} - {"none", "full"}:
         yield f"recompute {others.pop()} knows Muster's own layers, not those of model {own.name}: legal are none, full"
 
 
@@ -282,7 +192,7 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
 
 def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
     """Widths, heads and sequences that don't divide by the axes that cut them."""
-    for mesh in _meshes(plan):
+    for mesh in plan.meshes:
         legal = [
             tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)
         ]
@@ -302,7 +212,7 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
-    if plan.pp == 1 and any(s.offload in ("activations", "all") for s in strategies_of(plan)):
+    if plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies):
         yield "offload of activations moves them while other stages' passes run, but pp is 1"
     if plan.post_validation and plan.pp == 1:
         yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
@@ -312,37 +222,16 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
         yield f"spread_vocab weaves the words' passes into those of one replica, but schedule {plan.schedule} runs two"
     if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
         yield f"spread_vocab over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
-    if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in strategies_of(plan)):
+    if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies):
         yield "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
-    if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in _meshes(plan)):
+    if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.meshes):
         yield "sp cuts sequences over the tp ranks, but tp is 1"
-
-
-def _any_mesh(plan: Plan, axis: str) -> bool:
-    return any(getattr(mesh, axis) > 1 for mesh in _meshes(plan))
-
-
-def _meshes(plan: Plan) -> list[Mesh]:
-    """The meshes of all stages, each different one once."""
-    meshes = [plan.mesh(stage) for stage in range(len(plan.stages) or 1)]
-    return list({str(mesh): mesh for mesh in meshes}.values())
-
-
-def strategies_of(plan: Plan) -> list[Strategy]:
-    """The default and those of some layers."""
-    return [plan.default_strategy, *(run.strategy for run in plan.overrides)]
 
 
 def divisors(number: int) -> list[int]:
     """Rising, with 1 and the number itself."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 process`, `2 processes`."""
-    plural = thing + ("es" if thing.endswith("s") else "s")
-    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def _are(number: int) -> str:

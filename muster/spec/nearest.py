@@ -4,22 +4,12 @@ from collections.abc import Iterator
 from math import log2
 
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import (
-    RUNNABLE_AXES,
-    RUNNABLE_PRECISIONS,
-    RUNNABLE_RECOMPUTE,
-    counted,
-    divisors,
-    layer_problems,
-    not_yet,
-    problems,
-    require_runnable_model,
-    schedules_for,
-    strategies_of,
-)
+from muster.spec.legal import divisors, layer_problems, problems, schedules_for
 from muster.spec.model import ModelSpec
 from muster.spec.plan import AXES, LayerRun, Plan, Recompute, Strategy
 from muster.spec.plan_name import format_plan_name
+from muster.spec.runnable import RUNNABLE_AXES, RUNNABLE_PRECISIONS, RUNNABLE_RECOMPUTE, not_yet, require_runnable_model
+from muster.spec.sizes import counted
 from muster.spec.workload import Workload
 
 
@@ -107,7 +97,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                 and plan.precision != "fp16",
                 "compile": plan.compile
                 and not plan.spread_vocab
-                and not any(s.recompute == "selective" for s in strategies_of(plan))
+                and not any(s.recompute == "selective" for s in plan.strategies)
                 and not plan.splits,
             }
         )

@@ -288,6 +288,21 @@ class Plan(Frozen):
             return own
         return _mesh(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, self.etp)
 
+    @property
+    def meshes(self) -> list[Mesh]:
+        """Those of all stages, each different one once."""
+        meshes = [self.mesh(stage) for stage in range(len(self.stages) or 1)]
+        return list({str(mesh): mesh for mesh in meshes}.values())
+
+    def cuts(self, axis: str) -> bool:
+        """Whether some stage has several ranks on an axis."""
+        return any(getattr(mesh, axis) > 1 for mesh in self.meshes)
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The default and those of some layers."""
+        return [self.default_strategy, *(run.strategy for run in self.overrides)]
+
     def strategy(self, layer: int) -> Strategy:
         """How one layer is stored and computed; the last override that covers it wins."""
         for run in reversed(self.overrides):

@@ -1,4 +1,4 @@
-"""Numbers as people write them: `15T` tokens, `70GB`."""
+"""Numbers as people write them: `15T` tokens, `70GB`, `2 processes`."""
 
 import re
 
@@ -30,3 +30,9 @@ def read_bytes(text: str, flag: str) -> int:
     if size < 1:
         raise ConfigError(f"{flag}: expected a size such as 70GB or 2GiB, got '{text}'")
     return size
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 process`, `2 processes`."""
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number:,} {thing if number == 1 else plural}"

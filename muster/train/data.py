@@ -13,9 +13,9 @@ from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer, load_tokenizer
 from muster.report.stores import skipped_words
 from muster.spec.errors import ConfigError
-from muster.spec.legal import counted
 from muster.spec.model import ModelSpec
 from muster.spec.run import DataConfig, RunConfig
+from muster.spec.sizes import counted
 
 
 def open_dataset(config: RunConfig, run_dir: Path) -> Samples:

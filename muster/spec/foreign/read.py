@@ -16,8 +16,9 @@ from muster.spec.foreign.megatron import read_megatron
 from muster.spec.foreign.nanotron import read_nanotron
 from muster.spec.foreign.torchtitan import read_torchtitan
 from muster.spec.layers import unflatten
-from muster.spec.legal import not_yet, problems
+from muster.spec.legal import problems
 from muster.spec.run import RunConfig
+from muster.spec.runnable import not_yet
 from muster.spec.write import yaml_text
 
 _STAND_INS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}

@@ -10,10 +10,11 @@ from typing import Any
 
 import muster
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import asked_world_size, counted
+from muster.spec.legal import asked_world_size
 from muster.spec.load import Resolved
 from muster.spec.machine import gpu_names
 from muster.spec.plan_name import format_plan_name
+from muster.spec.sizes import counted
 from muster.train.nodes.team import Member, Team
 
 
