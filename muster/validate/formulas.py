@@ -13,7 +13,8 @@ TIME_METRICS = (
 """Step times and throughputs: every source means the same by them."""
 FLOP_METRICS = ("TFLOPs_per_gpu", "model_TFLOPs_per_gpu", "MFU_pct")
 """What depends on how FLOPs are counted."""
-MEMORY_METRICS = ("peak_memory_gb",)
+UNTIMED_METRICS = ("outcome", "peak_memory_gb")
+"""Of a run, but not of its speed."""
 OTHER_METRICS = (
     "activation_memory_pct_of_TP_baseline",
     "single_layer_forward_time_ms",

@@ -12,7 +12,7 @@ from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
-from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, step_time_s
+from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
 from muster.validate.sources import Source, source_of, with_facts
@@ -59,7 +59,7 @@ class Result:
         metric = self.row.metric
         if metric in FLOP_METRICS:
             return source_of(self.row.source).formula is not None
-        return metric in TIME_METRICS or (metric not in OTHER_METRICS and metric not in ("outcome", "peak_memory_gb"))
+        return metric in TIME_METRICS or metric not in (*OTHER_METRICS, *UNTIMED_METRICS)
 
     @property
     def answer(self) -> Answer | None:
@@ -113,7 +113,7 @@ def _result(row: Row, ask: Predictor, known: dict[str, Answer | str], left_out: 
     try:
         if row.metric in OTHER_METRICS:
             raise UnreadableError(f"{row.metric} is of a part of a step: not scored")
-        if row.metric not in (*TIME_METRICS, *FLOP_METRICS, "outcome", "peak_memory_gb"):
+        if row.metric not in (*TIME_METRICS, *FLOP_METRICS, *UNTIMED_METRICS):
             raise UnreadableError(
                 f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"
             )
