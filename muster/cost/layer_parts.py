@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from muster.cost.collectives import Group, all_gather_s, all_reduce_s, reduce_scatter_s
-from muster.cost.kernels import grouped_matmul_s, matmul_s, number_bytes, stream_s
+from muster.cost.kernels import grouped_matmul_s, matmul_s, stream_s
+from muster.cost.memory import compute_bytes
 from muster.cost.spent import Spent
 from muster.spec.device import DeviceSpec
 from muster.spec.model import ModelSpec
@@ -51,7 +52,7 @@ class LayerSetting:
     @cached_property
     def act(self) -> int:
         """Bytes of a number of the hidden state."""
-        return max(2, number_bytes(self.precision))
+        return compute_bytes(self.precision)
 
     @cached_property
     def linear_precision(self) -> Precision:

@@ -10,6 +10,7 @@ from muster.cost.activations import offloaded_bytes
 from muster.cost.collectives import Group, all_reduce_s, message_s
 from muster.cost.kernels import matmul_s, stream_s
 from muster.cost.measured import measured_times
+from muster.cost.memory import compute_bytes
 from muster.cost.op_times import Hop, OpTimes
 from muster.cost.places import PlanSetting, known_of
 from muster.cost.stage_times import StageTimes, example_times
@@ -129,7 +130,7 @@ def data_ranks_by_kind(setting: PlanSetting, links: bool = True) -> dict[Hashabl
 
 def once_s(setting: PlanSetting, examples: Sequence[StageTimes]) -> tuple[float, float]:
     """Seconds of NORM and STEP: of the rank that takes longest. `examples`: as of `example_times`."""
-    owned = np.array([at.owned_numel for at in examples])[setting.alike.which]
+    owned = np.array([at.parameters.owned_numel for at in examples])[setting.alike.which]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
     if setting.cluster.is_uniform:
         most = [(setting.cluster.device, float(np.max(held)))]
@@ -160,7 +161,7 @@ def _between_stages(setting: PlanSetting, stage: int, at: StageTimes) -> Iterato
         yield "TIE", all_reduce_s(pair, words * gradient_bytes)
     if plan.replicas > 1 and stage < plan.depth:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.depth))
-        yield "MERGE", all_reduce_s(pair, at.numel / parts * gradient_bytes)
+        yield "MERGE", all_reduce_s(pair, at.parameters.numel / parts * gradient_bytes)
 
 
 HOST_EFFICIENCY = 0.8
@@ -226,7 +227,7 @@ def _stage_hop(setting: PlanSetting, stage: int) -> tuple[Hop, Hop] | None:
 def _hop(setting: PlanSetting, pair: Group, source: int, mesh: Mesh, sp: bool) -> Hop:
     split = mesh.tp if sp or setting.software.split_p2p else 1
     tokens = setting.rows(source) * setting.workload.seq_len / mesh.cp / split
-    size = tokens * setting.model.hidden_size * max(2, _bytes(setting.plan))
+    size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
     return Hop(message_s(pair, size), size / _wire(pair))
 
 
@@ -234,7 +235,7 @@ def _cut_hop(setting: PlanSetting, source: int, target: int) -> Hop:
     """Between stages that may cut a micro-batch differently: a rank may send to several, and receive from several, over
     one way out and one way in. All of it has to come through the busiest of these."""
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
-    position_bytes = setting.model.hidden_size * max(2, _bytes(plan)) / plan.mesh(target).cp
+    position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).cp
     for message in stage_messages(setting.model, plan, setting.workload.seq_len, source, target):
         pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
         wire_s = size / _wire(pair)
@@ -243,10 +244,6 @@ def _cut_hop(setting: PlanSetting, source: int, target: int) -> Hop:
         seconds["in", message.target] += wire_s
     busiest_s = max(seconds.values(), default=0.0)
     return Hop(start_s + busiest_s, busiest_s)
-
-
-def _bytes(plan: Plan) -> int:
-    return {"fp64": 8, "fp32": 4}.get(plan.precision, 2)
 
 
 def _wire(group: Group) -> float:

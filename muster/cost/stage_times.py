@@ -1,18 +1,16 @@
-"""How long the passes and collectives of one stage take."""
+"""How long the passes of one stage take, and what it does once a step."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from math import log2, prod
+from math import log2
 
-from muster.cost.collectives import Group, all_gather_s, all_reduce_s, broadcasts_s, message_s, reduce_scatter_s
-from muster.cost.kernels import stream_s
+from muster.cost.collectives import Group, all_gather_s, message_s
 from muster.cost.layer_parts import LayerPasses, LayerSetting
 from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
 from muster.cost.places import LayerKind, PlanSetting
-from muster.cost.spent import CONTENTION, Spent
-from muster.spec.model import layer_parameters, stage_parameters
+from muster.cost.spent import Spent
+from muster.cost.stage_parameters import StageParameters
 
 WAITING = 0.005
 """Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest, where data-parallel
@@ -24,12 +22,8 @@ WAITING_BY_LAYER = 0.01
 step: 0.7 to 2.5 % (llm-foundry's tables of A100 and H100, torchtitan's of H100 and H200)."""
 
 
-_WIDE = 4
-"""Bytes of a number in float32."""
-
-
 class StageTimes:
-    """The passes and collectives of one stage.
+    """The passes of one stage, and its collectives.
 
     A search asks for thousands of plans that differ in little. What a stage's passes take depends on its layers, how
     they are stored and computed, and how far apart the ranks lie that it communicates with, but not on which stage of
@@ -80,9 +74,14 @@ class StageTimes:
         )
 
     @cached_property
+    def parameters(self) -> StageParameters:
+        """What it has of the model, and how that travels."""
+        return StageParameters(self.setting, self.stage)
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """By kind: the passes, and what happens once a step."""
-        return self.passes_s | dict(self.step_kinds(self.passes_s))
+        return self.passes_s | dict(self.parameters.step_kinds(self.passes_s))
 
     @property
     def passes_s(self) -> dict[str, float]:
@@ -108,7 +107,7 @@ class StageTimes:
             waiting = WAITING if self.zero == "z1" else WAITING_BY_LAYER
             slower, spent = 1 + waiting * log2(self.setting.num_nodes), dict(self.passes())
             seconds = {kind: slower * one.seconds(self.launch_s) for kind, one in spent.items()}
-            alike = self.travel_s(self.layers) == (0, 0) and len(self._counts) == 1
+            alike = self.parameters.travel_s(self.layers) == (0, 0) and len(self._counts) == 1
             later = self.setting.plan.is_last(self.stage) and self.setting.model.mtp_layers > 0
             launched = all(spent[kind].compute_s >= spent[kind].kernels * self.launch_s for kind in ("B", "I"))
             waits_s = {kind: one.waits_s for kind, one in spent.items()}
@@ -123,12 +122,10 @@ class StageTimes:
         own = self.mesh.etp, self.mesh.ep, setting.rows(self.stage), self.strategy, self.data.size > 1
         return *setting.shared, *setting.signature(self.stage)[1:], *own, *places
 
-    # -- passes
-
     def passes(self) -> Iterator[tuple[str, Spent]]:
         """(kind, what it spends) of F, B, I and W."""
         forward, inputs, weights, again = self._whole()
-        gather_s, reduce_s = self.travel_s(self.layers)
+        gather_s, reduce_s = self.parameters.travel_s(self.layers)
         backward = again + inputs + weights
         if not self.setting.software.overlap_p2p:
             forward, again = self._sent(forward, 1), self._sent(again, -1)
@@ -222,92 +219,6 @@ class StageTimes:
             total.wait("tp", all_gather_s(tp, size))
         return total
 
-    # -- parameters
-
-    @cached_property
-    def numel(self) -> float:
-        """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
-        plan, model, known, mesh = self.setting.plan, self.setting.model, self.setting.known, self.mesh
-        first, last = plan.is_first(self.stage), plan.is_last(self.stage)
-        key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.spread_vocab and plan.pp
-        if key not in known.numels:
-            ends = stage_parameters(model, range(0), first, last)
-            known.numels[key] = sum(self._part(name, shape) for name, shape in ends)
-        layers = self.layers[:1] if known.layers_alike else self.layers
-        return known.numels[key] + sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
-
-    def _layer_numel(self, layer: int) -> float:
-        model, known = self.setting.model, self.setting.known.numels
-        mesh = self.mesh
-        key = model.has_experts(layer), model.has_linear_attention(layer), mesh.tp, mesh.ep, mesh.etp
-        if key not in known:
-            known[key] = sum(self._part(name, shape) for name, shape in layer_parameters(model, layer))
-        return known[key]
-
-    def _part(self, name: str, shape: Sequence[int]) -> float:
-        if len(shape) == 1:
-            return prod(shape)
-        if ".experts." in name:
-            return prod(shape) / (self.mesh.ep * self.mesh.etp)
-        words = name in ("embed.weight", "head.weight")
-        return prod(shape) / self.mesh.tp / (self.setting.plan.pp if words and self.setting.plan.spread_vocab else 1)
-
-    @property
-    def owned_numel(self) -> float:
-        """Numbers that the rank's optimizer updates."""
-        return self.numel / self.data.size
-
-    def travel_s(self, layers: range) -> tuple[float, float]:
-        """Of one micro-batch, beside the passes of some layers: z3 gathers their parameters, in the dtype of the
-        compute; z2 and z3 reduce their gradients, and add these up over replicas."""
-        gather_s = reduce_s = 0.0
-        if self.zero == "z1":
-            return gather_s, reduce_s
-        # A kind of layer is told by the first layer that is of it.
-        for kind, count in Counter(self.setting.known.layers[layers.start : layers.stop]).items():
-            numel = self._layer_numel(kind)
-            if self.zero == "z3":
-                gather_s += count * (all_gather_s(self.data, numel * self.at.act) + self._parts_s())
-            size = numel * self.setting.software.gradient_bytes
-            replicas_s = all_reduce_s(self.replicas, size / self.data.size)
-            reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._parts_s())
-        return gather_s, reduce_s
-
-    def _parts_s(self) -> float:
-        """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
-        a collective for each."""
-        if not self.setting.software.gathers_parts:
-            return 0.0
-        tensors = sum(1 for _ in layer_parameters(self.setting.model, 0))
-        return tensors * (self.data.size * self.device.launch_s + all_gather_s(self.data, 1.0))
-
-    # -- once a step
-
-    def step_kinds(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-        """(kind, seconds) of what happens to a stage once a step, beside passes that take `seconds`."""
-        software = self.setting.software
-        gradients = self.numel * software.gradient_bytes
-        reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
-        if software.reduces_whole:
-            reduce_s = self._whole_reduce_s()
-        gather = broadcasts_s if software.broadcast_updates else all_gather_s
-        gather_s = gather(self.data, self.numel * self.at.act)
-        buckets = max(1, len(self.layers))
-        beside_s = seconds["B"] if software.overlap_reduce else 0.0
-        yield "REDUCE", _left_s(reduce_s, beside_s, buckets)
-        yield "UNSHARD", _left_s(gather_s, seconds["F"] if software.overlap_gather else 0.0, buckets)
-        norms = 2 * self.setting.model.hidden_size * (len(self.layers) + 1)
-        yield "SYNC", all_reduce_s(self.at.tp, norms * software.gradient_bytes)
-
-    def _whole_reduce_s(self) -> float:
-        """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and
-        copied to where they came from."""
-        if self.data.size * self.replicas.size == 1:
-            return 0.0
-        numel, size = self.numel, self.setting.software.gradient_bytes
-        copies_s = stream_s(self.device, numel * (6 * size + 2 * (size + _WIDE)))
-        return copies_s + all_reduce_s(self.data, numel * _WIDE) + all_reduce_s(self.replicas, numel * _WIDE)
-
 
 def stage_times(setting: PlanSetting) -> list[StageTimes]:
     """Of every stage of the plan; the same object where stages are alike."""
@@ -318,13 +229,3 @@ def stage_times(setting: PlanSetting) -> list[StageTimes]:
 def example_times(setting: PlanSetting) -> list[StageTimes]:
     """Of a stage of each kind (`PlanSetting.alike`)."""
     return [StageTimes(setting, stage) for stage in setting.alike.examples]
-
-
-def _left_s(travels_s: float, beside_s: float, buckets: int) -> float:
-    """What is left of something that travels in buckets beside a pass: the last bucket, what the pass doesn't hide, and
-    what it slows the pass down."""
-    if beside_s <= 0:
-        return travels_s
-    last_s = travels_s / buckets
-    hidden_s = min(travels_s - last_s, beside_s)
-    return travels_s - hidden_s + CONTENTION * hidden_s

@@ -202,7 +202,7 @@ class Judge:
 
     def _travels_s(self, at: StageTimes) -> float:
         """What travels for all layers, wherever they lie; parameters are gathered for the forward and the backward."""
-        gather_s, reduce_s = at.travel_s(range(self.request.model.num_layers))
+        gather_s, reduce_s = at.parameters.travel_s(range(self.request.model.num_layers))
         return 2 * gather_s + reduce_s
 
     def bound(self, plan: Plan) -> float:
