@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -262,6 +263,16 @@ def _imports(path: Path) -> Iterator[str]:
 def test_every_room_has_a_floor():
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms == set(FLOORS)
+
+
+def test_the_architecture_page_has_every_room_and_names_files_that_exist():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (`.*?`) \|", page, re.MULTILINE)
+    assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)/`", rooms)} == FLOORS
+    files = {path.as_posix() for folder in (PACKAGE, PACKAGE.parent / "docs") for path in folder.rglob("*.py")}
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(named) > 100
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
 
 
 @pytest.mark.parametrize("room", [room for room, floor in FLOORS.items() if floor <= 5] + ["api", "cli"])

@@ -64,13 +64,25 @@ def plan(
     InfeasibleError, with what binds, where there is none."""
     if require_whole("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
         raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
-    asked = asked_for(model, cluster, seq_len, global_batch, tokens, objective, precision, fix, memory, runnable)
+    asked = asked_for(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        tokens=tokens,
+        objective=objective,
+        precision=precision,
+        fix=fix,
+        memory=memory,
+        runnable=runnable,
+    )
     return Plans(answer_to(asked, top, limit_s))
 
 
 def asked_for(
     model: str | Path | ModelSpec,
     cluster: str | Path | ClusterSpec,
+    *,
     seq_len: int | None,
     global_batch: int | None,
     tokens: float | str | None,
@@ -93,12 +105,12 @@ def asked_for(
         cluster_of(cluster),
         usual_seq_len(seq_len, spec),
         require_whole("global_batch", global_batch),
-        None if tokens is None else read_count(str(tokens), "--tokens"),
-        objective,
-        precision,
-        fix,
-        None if memory is None else read_bytes(str(memory), "--memory"),
-        runnable,
+        tokens=None if tokens is None else read_count(str(tokens), "--tokens"),
+        objective=objective,
+        precision=precision,
+        fix=fix,
+        memory_limit_bytes=None if memory is None else read_bytes(str(memory), "--memory"),
+        runnable=runnable,
     )
 
 

@@ -164,14 +164,14 @@ def _asked(args: argparse.Namespace) -> "Asked":
     return asked_for(
         args.model,
         args.cluster,
-        args.seq_len,
-        args.global_batch,
-        args.tokens,
-        args.objective,
-        args.precision,
-        "-".join(args.fix or ()),
-        args.memory,
-        args.runnable,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        tokens=args.tokens,
+        objective=args.objective,
+        precision=args.precision,
+        fix="-".join(args.fix or ()),
+        memory=args.memory,
+        runnable=args.runnable,
     )
 
 

@@ -84,6 +84,7 @@ def ask(
     cluster: ClusterSpec,
     seq_len: int,
     global_batch: int | None = None,
+    *,
     tokens: float | None = None,
     objective: Objective = "time",
     precision: str | None = None,
