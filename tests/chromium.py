@@ -41,7 +41,7 @@ def find_chromium() -> str | None:
 class Browser:
     """One browser process with an own, empty profile."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = 240.0) -> None:
         self.timeout_s = timeout_s
         self.events: list[dict[str, Any]] = []
         self._target = ""

@@ -45,7 +45,7 @@ class Rank:
         self._meetings += 1
         keys = [f"gather/{self._meetings}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], pickle.dumps(value))
-        self.store.wait(keys, timedelta(seconds=60))
+        self.store.wait(keys, timedelta(seconds=300))
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def launch(self, run_id: str | None = None) -> None:
@@ -64,10 +64,10 @@ class Rank:
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
         self.saver.begin(Target(None, step, info, Keep(), in_memory=True), pieces, copy=beside)
         self.saver.wait_copied()
-        assert beside or self.saver.wait(60)
+        assert beside or self.saver.wait(300)
         for piece in pieces:
             piece.tensor.fill_(-1)
-        assert self.saver.wait(60)
+        assert self.saver.wait(300)
         self.gather(None)
         return self.saver.problem
 

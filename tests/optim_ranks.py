@@ -194,7 +194,7 @@ def run_members(
 ) -> tuple[list[Optimizer], list[int]]:
     """Muon for each member's layouts, after `steps` steps, and the numbers each sent; raises what a member raises."""
     size = len(layouts)
-    barrier, table, sent = threading.Barrier(size, timeout=20), [None] * size, [0] * size
+    barrier, table, sent = threading.Barrier(size, timeout=120), [None] * size, [0] * size
 
     def member(index: int) -> Optimizer:
         try:

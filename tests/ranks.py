@@ -41,7 +41,7 @@ _GRACE_S = 1.0
 """How long the other ranks may go on after one has failed, so that all of them can say why."""
 
 
-def run_ranks(num_ranks: int, target: str, payload: Any = None, timeout_s: float = 120) -> list[Any]:
+def run_ranks(num_ranks: int, target: str, payload: Any = None, timeout_s: float = 600) -> list[Any]:
     """What `target` ("package.module:function" or "path/to/file.py:function") returned on each rank.
 
     Raises AssertionError with the end of every rank's output when one fails or `timeout_s` have passed.
@@ -61,7 +61,7 @@ def run_ranks(num_ranks: int, target: str, payload: Any = None, timeout_s: float
 
 @contextlib.contextmanager
 def started(
-    folder: Path, num_ranks: int, target: str, payload: Any = None, timeout_s: float = 120
+    folder: Path, num_ranks: int, target: str, payload: Any = None, timeout_s: float = 600
 ) -> Iterator["_Nursery"]:
     """Ranks at work, who write to `folder`. What is left of them at the end of the context is killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -104,7 +104,7 @@ def chains(rank: int, size: int, store: dist.Store, payload: dict[str, Any]) -> 
                     result = link.go_on(world, plan)
             if rank == 0:
                 store.set(f"told-{generation}", str(link.step))
-            store.wait([f"told-{generation}"], timedelta(seconds=100))
+            store.wait([f"told-{generation}"], timedelta(seconds=300))
             link.step = int(store.get(f"told-{generation}"))
             if result is not None:
                 results.append(result)

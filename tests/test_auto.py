@@ -183,10 +183,12 @@ def test_exact_agrees_with_a_known_optimum():
     assert prove_exact(setting).gap.makespan_s == pytest.approx(30.6)
 
 
-def test_exact_says_how_far_it_is_where_time_runs_out():
+@pytest.mark.parametrize("limit_s", [1e-3, 0.5])
+def test_exact_says_how_far_it_is_where_time_runs_out(limit_s: float):
+    """Also before the solver has any bound."""
     pytest.importorskip("ortools")
     setting = Setting.of_shares(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
-    proof = exact.prove(setting, make_schedule("auto", setting), limit_s=0.5)
+    proof = exact.prove(setting, make_schedule("auto", setting), limit_s)
     assert not proof.gap.proven
     assert proof.gap.share > 0
     assert str(proof.gap).startswith("at most ")

@@ -49,7 +49,7 @@ class Ranks:
     def __init__(self, count: int) -> None:
         self.count = count
         self._texts: list[str | None] = [None] * count
-        self._barrier = threading.Barrier(count, timeout=20)
+        self._barrier = threading.Barrier(count, timeout=120)
 
     def each(self, action: Callable[[int], Any]) -> list[Any]:
         """Runs `action` on every rank at once; returns what it returned or raised."""
@@ -408,8 +408,8 @@ for step in range(1, 100000):
 def test_a_saver_that_is_really_killed_loses_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], cwd=Path(__file__).parents[1])
     try:
-        limit = time.monotonic() + 60
-        while not (folder_of(tmp_path, 9).exists() or folder_of(tmp_path, 10).exists()):
+        limit = time.monotonic() + 300
+        while max(map(step_of, checkpoints(tmp_path)), default=0) < 9:  # only the last is kept, so no single step
             assert process.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.001)

@@ -34,7 +34,7 @@ sys.exit(code)
 def without_torch(folder: Path, *arguments: str) -> tuple[int, str, list[str]]:
     """Exit code, standard output, and the lines on standard error, of a command line where torch is not installed."""
     command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, env=ENVIRONMENT)
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
@@ -232,7 +232,7 @@ def test_output_that_nobody_reads_is_no_error():
     nobody, output = os.pipe()
     os.close(nobody)
     command = [sys.executable, "-m", "muster", "program", "dp1", "--train.global_batch_size=2000"]
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60)
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300)
     os.close(output)
     assert (done.returncode, done.stderr) == (1, "")
 

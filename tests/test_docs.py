@@ -116,7 +116,7 @@ def run(command: Command, folder: Path) -> None:
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        timeout=200,
+        timeout=600,
     )
     said = f"`{command.text}` ended with {done.returncode} and printed\n{done.stdout}"
     assert done.returncode == command.exit_code, f"{said}\nexpected exit code {command.exit_code}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_a_check_that_hangs_or_fails_is_a_problem_of_its_own(
     assert lines[0] == ("PROBLEM disk       no answer within 1 s: the file system hangs; choose another with --run")
     assert lines[1] == "PROBLEM memory     the check failed (OSError: no such thing)"
     assert lines[2] == "2 problems"
+
+
+def test_a_slow_disk_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "clocks")
+    utime = os.utime
+    monkeypatch.setattr(doctor.os, "utime", lambda path: utime(path, (107, 107)))
+    for after, level in ((110.0, "ok"), (107.0, "ok"), (104.0, "problem")):
+        times = iter([100.0, after])
+        monkeypatch.setattr(doctor, "time", SimpleNamespace(time=lambda times=times: next(times)))
+        assert findings(Request(tmp_path))["clocks"].level == level
 
 
 def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,6 @@ def test_prompts_that_do_not_fit_are_refused():
 # Runs
 
 
-@pytest.mark.timeout(200)
 def test_two_ranks_write_what_one_writes(whole: Path) -> None:
     for found in run_ranks(2, "tests.generation:compare", {"run": str(whole)}):
         assert found["difference"] < 1e-10 * found["largest"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_only_what_should_be_short_can_hang() -> None:
 
 def test_time_without_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 101.0, 103.0, 1103.0, 1104.0, 1109.0])
-    monkeypatch.setattr("muster.train.watch.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("muster.train.watch.time", SimpleNamespace(monotonic=lambda: next(times)))
     watched = Watched(0)
     found = [watched.look(None).still_s for _ in range(5)]
     watched.page.close()
@@ -260,7 +261,7 @@ ON_NODE_B = {
 
 def end_under_torchrun(run: Path, process: subprocess.Popen) -> dict:
     """exit.json, once the ranks and all who watched them have ended: they hold the ends of its output."""
-    out, _ = process.communicate(timeout=180)
+    out, _ = process.communicate(timeout=600)
     assert (run / "exit.json").exists(), out[-3000:]
     return json.loads((run / "exit.json").read_text())
 
@@ -310,4 +311,4 @@ def test_faults_on_another_node_that_another_launcher_started_are_named(fault: s
         assert re.search(rf"^rank 1 on node-b:? {ON_NODE_B[fault].replace(HOST, 'node-a')}", end["reason"]), end
         if fault == "dead":
             ranks[1].kill()
-        ranks[1].communicate(timeout=60)
+        ranks[1].communicate(timeout=600)

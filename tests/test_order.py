@@ -123,7 +123,6 @@ def test_the_exact_schedule_is_kept_too() -> None:
     check(program_of(plan, MODEL, WORKLOAD))
 
 
-@pytest.mark.timeout(200)
 def test_a_run_keeps_the_order_that_it_measured(tmp_path: Path) -> None:
     """It finds it once, and goes on with it."""
     run = tmp_path / "run"

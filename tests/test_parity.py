@@ -215,7 +215,6 @@ def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> No
                 assert planned == counted, (case, term)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:
     """In float64, for every plan: the first step's gradients, its loss, and the validation loss after it."""
@@ -225,7 +224,6 @@ def test_gradients_equal_one_process(num_ranks: int, cache: Path) -> None:
 SAMPLE_SIZE = {1: 2, 2: 3, 4: 2, 8: 1}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_losses_equal_one_process(num_ranks: int, cache: Path) -> None:
     """In float32, over 20 steps, for a sample of the plans."""
@@ -233,7 +231,6 @@ def test_losses_equal_one_process(num_ranks: int, cache: Path) -> None:
     check_parity(num_ranks, [case | {"precision": "fp32"} for case in cases], cache)
 
 
-@pytest.mark.timeout(300)
 def test_compiled_blocks_equal_one_process(cache: Path) -> None:
     """In float64; a compilation takes seconds, so one plan stands for all in make test."""
     check_parity(2, [COMPILED[0] | {"precision": "fp64", "steps": 1, "layers": 2}], cache)
@@ -262,7 +259,6 @@ def test_words_on_8_ranks_equal_one_process(cache: Path) -> None:
     check_parity(8, [case | {"precision": "fp64", "steps": 1} for case in SPREAD_OVER_8], cache)
 
 
-@pytest.mark.timeout(300)
 def test_twice_the_same_bits(cache: Path) -> None:
     plans = ["dp2-pp2-z1", "dp2-pp2-z1", "dp2-pp2-z3-sgpipe", "dp2-pp2-z3-sgpipe"]
     found = run(4, [{"plan": plan, "steps": 5} for plan in plans], cache)
@@ -270,7 +266,6 @@ def test_twice_the_same_bits(cache: Path) -> None:
     assert found[2] == found[3]
 
 
-@pytest.mark.timeout(300)
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
     faults |= {"lost reload": "pp2-sgpipe-oact", "ranks count alike": "dp2-z1-share3.1"}

@@ -27,7 +27,7 @@ WORKLOAD = Workload(seq_len=8, global_batch_size=8)
 def run(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[list[dict[str, Any]]]:
     """Per case, what each rank found."""
     payload = {"cases": cases, "folder": str(folder)}
-    by_rank = run_ranks(num_ranks, "tests.post_validation:run_cases", payload, timeout_s=280)
+    by_rank = run_ranks(num_ranks, "tests.post_validation:run_cases", payload)
     return [[found[index] for found in by_rank] for index in range(len(cases))]
 
 
@@ -45,7 +45,6 @@ def check_same(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> Non
         assert [step for step, told in enumerate(waiting[0]["told"], 1) if told[3]] == [11]
 
 
-@pytest.mark.timeout(300)
 def test_to_the_bit_as_with_waiting(tmp_path: Path) -> None:
     """And one that can't take its steps back is found out."""
     cases = [{"plan": "pp2v2-szbv", "tied": True}, {"plan": "pp2-szbh2"}, {"plan": "pp2", "fault": "not restored"}]
@@ -66,7 +65,6 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{key: row.get(key) for key in keys} for row in rows]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_saves_stops_and_gives_up_as_with_waiting(tmp_path: Path) -> None:
     """Stopped in the middle, gone on, and ended by a step that is skipped."""
     common = {"layers": 2, "save_every": 4, "max_skipped": 1, "factors": {"5": 1e4, "11": float("nan")}}

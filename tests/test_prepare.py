@@ -309,7 +309,7 @@ WORKER = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from muster.data.prepare import _alone_in_process
-work = "import time; print('at work', flush=True); time.sleep(5); print('outlived it', flush=True)"
+work = "import time; print('at work', flush=True); time.sleep(100); print('outlived it', flush=True)"
 ProcessPoolExecutor(1, get_context("spawn"), _alone_in_process).submit(exec, work).result()
 """
 

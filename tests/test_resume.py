@@ -32,11 +32,11 @@ def chain(draw: random.Random, optim: str, precision: str, pairs: int, most: int
     }
 
 
-def run(tmp_path: Path, chains: list[dict], most: int, timeout_s: float = 280) -> list[list[dict]]:
+def run(tmp_path: Path, chains: list[dict], most: int) -> list[list[dict]]:
     cache = str(tmp_path / "cache")
     open_data(small_run(), cache)
     payload = {"chains": chains, "cache": cache, "root": str(tmp_path / "checkpoints")}
-    return run_ranks(most, "tests.resume:chains", payload, timeout_s)[0]
+    return run_ranks(most, "tests.resume:chains", payload)[0]
 
 
 def check(chains: list[dict], found: list[list[dict]]) -> int:

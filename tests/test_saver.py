@@ -45,7 +45,7 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     gate, take = threading.Event(), Staging.take
 
     def slowly(staging: Staging, *arguments: Any) -> None:
-        assert gate.wait(60)
+        assert gate.wait(300)
         take(staging, *arguments)
 
     monkeypatch.setattr(Staging, "take", slowly)
@@ -67,9 +67,9 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     stepping.join(0.2)
     assert order == [], "the step waits with its change"
     gate.set()
-    stepping.join(60)
+    stepping.join(300)
     assert order == ["changed"]
-    assert saver.wait(60)
+    assert saver.wait(300)
     saver.close()
     assert saver.problem is None
     assert (read_full(tmp_path / "checkpoints/step-00000001", "model/w") == 3).all()
@@ -102,7 +102,7 @@ def test_random_kills_of_savers_lose_nothing(seed: int, tmp_path: Path) -> None:
     """200 kills over four long-lived launches of 2 to 4 ranks."""
     size = 2 + seed % 3
     payload = {"root": str(tmp_path / "checkpoints"), "seed": random.randrange(10**6), "kills": 50}
-    found = run_ranks(size, "tests.saver_ranks:random_kills", payload, timeout_s=280)
+    found = run_ranks(size, "tests.saver_ranks:random_kills", payload)
     assert sum(rank["kills"] for rank in found) >= 48, found
     assert 5 <= found[0]["failed"] <= 50, f"the kills met saves at work: {found}"
 
@@ -123,7 +123,7 @@ def test_kills_of_whole_jobs_lose_nothing(tmp_path: Path) -> None:
 
 def kill_a_job(folder: Path, payload: dict, before: int) -> None:
     with started(folder, 2, "tests.saver_ranks:saves_for_ever", payload) as ranks:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 300
         while int(Path(payload["saved"]).read_text() or 0) <= before:
             assert not ranks.end_within(0.005), (folder / "output-0.txt").read_text()
             assert time.monotonic() < limit

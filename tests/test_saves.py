@@ -83,7 +83,7 @@ def test_ranks_that_come_late_are_waited_for_without_a_collective() -> None:
     def come(rank: int) -> list[Any]:
         sleep(0.2 * rank)
         world = cast(Any, SimpleNamespace(rank=rank, size=3, store=store))  # there is no process group
-        return World.exchange_within(world, "save 1", (rank, None), timedelta(seconds=30))
+        return World.exchange_within(world, "save 1", (rank, None), timedelta(seconds=300))
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(come, range(3))) == [[[0, None], [1, None], [2, None]]] * 3

@@ -132,7 +132,7 @@ def test_colours_are_for_terminals(colour):
     variables = {"PYTHONPATH": str(PACKAGE.parent), "TERM": "xterm-256color", "COLUMNS": "80"}
     variables |= {"FORCE_COLOR": "1"} if colour else {"FORCE_COLOR": "1", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "muster", "schedule", "1f1b", "--ranks", "2", "--microbatches", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, timeout=300, check=True)
     assert ("\x1b[38;" in done.stdout) == colour
     assert "F0" in done.stdout
 

@@ -1,6 +1,7 @@
 """From text to a token store: sources, the byte tokenizer, and stores that are damaged, raced for or unwritable."""
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -215,7 +216,7 @@ def test_processes_that_race_all_end_with_the_same_store(tmp_path):
         assert racer.stdin is not None
         racer.stdin.write("\n")
         racer.stdin.flush()
-    answers = {racer.communicate(timeout=60)[0] for racer in racers}
+    answers = {racer.communicate(timeout=300)[0] for racer in racers}
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     assert len(answers) == 1
     assert len(names_in(tmp_path / "cache")) == 1
@@ -260,6 +261,25 @@ def test_an_interrupted_build_without_a_finished_shard_leaves_nothing(text, tmp_
     with pytest.raises(KeyboardInterrupt):
         build_store(str(text), tmp_path / "cache" / "store", TOKENIZER, progress=interrupt)
     assert names_in(tmp_path / "cache") == set()
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "another at work"])
+def test_one_that_is_stopped_before_it_holds_the_lock_leaves_what_another_makes(another, text, tmp_path, monkeypatch):
+    cache, flock, stops = tmp_path / "cache", fcntl.flock, [KeyboardInterrupt]
+
+    def interrupted(file, how: int) -> None:
+        if stops:
+            raise stops.pop()
+        flock(file, how)
+
+    with contextlib.ExitStack() as held:
+        if another:
+            (cache / "store.partial").mkdir(parents=True)
+            flock(held.enter_context((cache / "store.partial/lock").open("w")), fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build_store(str(text), cache / "store", TOKENIZER)
+    assert names_in(cache) == ({"store.partial"} if another else set())
 
 
 def test_a_store_of_schema_1_still_opens(store):

@@ -111,13 +111,12 @@ def test_the_hash_is_that_of_the_samples_in_their_order(whole: Path) -> None:
     assert sample_hash(whole) == stream.state + "\n"
 
 
-def test_again_it_is_finished(whole: Path, whole_ended: Ended) -> None:
+def test_again_it_is_finished(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     again = train("--preset", "tiny", "--run", whole)
     assert (again.code, again.err) == (0, "")
     assert "is finished: all of its 20 steps are done" in again.out
     assert f"report: {whole}/report.html" in again.out
-    assert again.seconds < whole_ended.seconds
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
@@ -129,10 +128,11 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
     """Killed with two ranks, then a rank of four killed, stopped with two, ended with one: the same run."""
     run, draw = whole.with_name("survivor"), random.Random(1)
     command = [*TINY, "--run", run, "--train.save_every", "3"]
-    with Command(*command, "--nproc", "2") as job:
+    last = draw.randint(4, 6)
+    with Command(*command, "--nproc", "2", hold_after=[last]) as job:
         job.wait_for(run / "plan.yaml")
         assert_one_sentence(train(*command, "--fresh"), 1, f"another job is running in {run}", "--run")
-        job.wait_for_step(draw.randint(4, 6))
+        job.wait_for_step(last)
         ranks = list(job.ranks().values())
         assert len(ranks) == 2
     assert_gone(ranks)
@@ -148,14 +148,13 @@ def test_a_run_survives_whatever_ends_its_processes(whole: Path) -> None:
 
 
 def kill_a_rank(run: Path, command: list, at_step: int, victim: int) -> None:
-    with Command(*command) as job:
+    with Command(*command, hold_after=[at_step]) as job:
         job.wait_for_step(at_step)
         ranks = job.ranks()
         assert len(ranks) == 4
         os.kill(ranks[victim], signal.SIGKILL)
-        killed_at = time.monotonic()
+        job.go_on(at_step)
         ended = job.wait()
-        assert time.monotonic() - killed_at < 10
     reason = f"rank {victim} on {HOST} was killed by signal 9 (SIGKILL)"
     assert_one_sentence(ended, 1, f"error: {reason}")
     assert (exit_of(run)["code"], exit_of(run)["reason"]) == (1, reason)
@@ -164,9 +163,10 @@ def kill_a_rank(run: Path, command: list, at_step: int, victim: int) -> None:
 
 def stop(run: Path, command: list, at_step: int, victim: int) -> None:
     """One rank alone is asked to stop, as by the machine that it is on."""
-    with Command(*command) as job:
+    with Command(*command, hold_after=[at_step]) as job:
         job.wait_for_step(at_step)
         os.kill(job.ranks()[victim], signal.SIGTERM)
+        job.go_on(at_step)
         ended = job.wait()
     assert (ended.code, ended.err) == (75, "")
     assert exit_of(run)["code"] == 75
@@ -180,11 +180,11 @@ def stop(run: Path, command: list, at_step: int, victim: int) -> None:
 def test_torchrun_stops_and_goes_on(whole: Path) -> None:
     run = whole.with_name("torchrun")
     command = [*TINY, "--run", run]
-    with Command(*command, torchrun=2) as job:
+    with Command(*command, torchrun=2, hold_after=[4]) as job:
         job.wait_for(run / "plan.yaml")
         assert_one_sentence(train(*command, "--fresh"), 1, f"another job is running in {run}")
         job.wait_for_step(4)
-        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(signal.SIGTERM)  # which torchrun passes on, to who is held up too
         assert job.wait().code != 0
     assert exit_of(run)["code"] == 75
     assert 4 <= steps(run)[-1] < 20
@@ -239,6 +239,6 @@ def test_a_run_survives_any_kill(seed: int, whole: Path) -> None:
                     os.kill(draw.choice(list(ranks.values())), draw.choice([signal.SIGKILL, signal.SIGTERM]))
                 job.wait()
         if ranks:
-            assert_gone(list(ranks.values()), within_s=30)  # a rank that still starts hears of it once it runs
+            assert_gone(list(ranks.values()))
     assert train(*TINY, "--run", run, "--train.save_every", "5").code == 0
     assert_same_training(run, whole)

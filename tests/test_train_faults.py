@@ -320,17 +320,19 @@ def test_a_disk_that_turns_read_only_is_one_sentence_and_loses_nothing(small_dis
 
 def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
     run = whole.with_name("vanishing")
-    with Command(*TINY, "--run", run, "--train.save_every", "1") as job:
+    with Command(*TINY, "--run", run, "--train.save_every", "1", hold_after=[4, 19]) as job:
+        job.wait_for_step(4)
         job.wait_for(run / "checkpoints/latest")
         (run / "checkpoints").rename(run / "away")
         (run / "checkpoints").write_text("not a folder")
         kept = find_latest(run / "away")
-        job.wait_for_step(steps(run)[-1] + 5)
+        job.go_on(4)
+        (said,) = job.hear("was not saved: could not write ").splitlines()[-1:]
         (run / "checkpoints").unlink()
+        job.go_on(19)
         ended = job.wait()
     assert (ended.code, ended.err) == (0, "")
-    assert "was not saved: could not write " in ended.out
-    assert "; the training goes on, and it is tried again after step " in ended.out
+    assert "; the training goes on, and it is tried again after step " in said
     assert kept is None or problem_of(kept) is None, "what was saved before is untouched"
     assert problem_of(run / "checkpoints/step-00000020") is None
     assert_same_training(run, whole)

@@ -84,7 +84,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
         open_dataset(config, place)
         write_resolved(Resolved(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
         asked.append({"folder": str(place), "bug": case.get("bug")})
-    run_ranks(2, "tests.verify_ranks:run_cases", {"cases": asked}, timeout_s=280)
+    run_ranks(2, "tests.verify_ranks:run_cases", {"cases": asked})
     found, references = [], {}
     for index, case in enumerate(cases):
         config, precision = config_of(case, folder), case.get("precision", "fp32")
@@ -96,7 +96,6 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     return found
 
 
-@pytest.mark.timeout(300)
 def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[Verdict]) -> None:
     for case, verdict in zip(SOUND, verdicts, strict=False):
         assert verdict.agrees, (case, verdict_sentence(verdict))
@@ -106,7 +105,6 @@ def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[Verdict]) -> Non
         )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("index", range(len(SOWN)), ids=[str(case["bug"]) for case in SOWN])
 def test_a_sown_bug_is_found(index: int, verdicts: list[Verdict]) -> None:
     case, verdict = SOWN[index], verdicts[len(SOUND) + index]
@@ -162,7 +160,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-@pytest.mark.timeout(300)
 def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
     strict = ["--tolerance", "1e-30", "--precision", "fp64", "--steps", "1", "--json"]
     plans = ["--parallel.micro_batch_size", "12", "--against", "pp2-sauto", "dp1"]
@@ -178,7 +175,6 @@ def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path, capfd
     assert list(temporary.glob("muster-*")) == []
 
 
-@pytest.mark.timeout(300)
 def test_an_interrupt_ends_the_ranks_and_leaves_nothing(temporary: Path) -> None:
     command = [sys.executable, "-m", "muster", "verify", "--preset", "tiny", "--train.seq_len", "512"]
     # Whoever runs the tests in the background of a script makes all they start deaf to SIGINT.
@@ -188,7 +184,7 @@ def test_an_interrupt_ends_the_ranks_and_leaves_nothing(temporary: Path) -> None
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in said
     assert list(temporary.glob("muster-*")) == []

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 180.0
-"""How long a command may take at most, on a machine with much else to do."""
+LIMIT_S = 600.0
+"""How long a command may take at most, on a slow machine with much else to do."""
 AT_ONCE = ("--train.async_save", "false")
 """A step that is fast may find the last save under way, and then saves later: with this, each saves where it should."""
 QUICK = ("--eval.batches", "1", "--train.sample_tokens", "0")
@@ -33,7 +35,10 @@ class Ended:
 
 
 class Command:
-    """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun."""
+    """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun.
+
+    It makes no row of metrics after those of the steps `hold_after` until it may `go_on`, or is asked to stop.
+    """
 
     def __init__(
         self,
@@ -43,17 +48,22 @@ class Command:
         before: Sequence[str] = (),
         cwd: Path | None = None,
         verb: str = "train",
+        hold_after: Sequence[int] = (),
     ) -> None:
         # Without `--`, torchrun would take --run for its own --run-path.
-        elastic = ("-m", "torch.distributed.run", "--nproc-per-node", str(torchrun), "-m", "--")
+        elastic = ("-m", "torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(torchrun))
+        elastic += ("-m", "--")
         python = [sys.executable, *(elastic if torchrun else ("-m",)), "muster", verb]
         run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else None
         self._run, self._old_rows = run, rows_of(run) if run else []
         self._started = time.monotonic()
+        self._words = tempfile.TemporaryDirectory(prefix="held-")
+        held = {"HELD_AFTER": " ".join(map(str, hold_after)), "HELD_IN": self._words.name} if hold_after else {}
+        path = f"{ROOT}/tests/held{os.pathsep}{ROOT}" if hold_after else str(ROOT)
         self.process = subprocess.Popen(
             [*before, *python, *map(str, arguments)],
             cwd=cwd or ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **held, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -66,6 +76,11 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._words.cleanup()
+
+    def go_on(self, step: int) -> None:
+        """Lets it make what follows a step of `hold_after`."""
+        (Path(self._words.name) / str(step)).touch()
 
     def kill(self) -> None:
         """SIGKILL for the whole process group."""
@@ -87,16 +102,16 @@ class Command:
         while not file.exists():
             self.be_patient(f"no {file}")
 
-    def hear(self, line: str) -> str:
-        """Returns what it has said since it was last heard, once that ends with `line`."""
+    def hear(self, words: str) -> str:
+        """Returns what it has said since it was last heard, once there is a line with `words`."""
         assert self.process.stdout is not None
         heard = ""
         for said in iter(self.process.stdout.readline, ""):
             heard += said
-            if said == line:
+            if words in said:
                 return heard
         ended = self.wait()
-        raise AssertionError(f"no {line!r} before it ended with {ended.code}\n{heard}\n{ended.err}")
+        raise AssertionError(f"no {words!r} before it ended with {ended.code}\n{heard}\n{ended.err}")
 
     def wait_for_step(self, step: int) -> None:
         """Returns once this command has written down `step`, or a later one."""
@@ -121,6 +136,12 @@ class Command:
                 if "--rank" in words:
                     found[int(words[words.index("--rank") + 1])] = int(child)
         return found
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def train(*arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None = None) -> Ended:

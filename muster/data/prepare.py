@@ -4,6 +4,7 @@ While it is written, the store is `DIRECTORY.partial`; a shard whose `shard-N.js
 holds the lock in it; others wait, and open what it made.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -91,6 +92,9 @@ def prepare(what: Preparation, directory: Path, progress: Progress | None = None
             f"the token store {directory} can't be written: {error.strerror}; free space there or set data.cache to"
             " another directory"
         ) from error
+    except BaseException:
+        _tidy(folder)
+        raise
     store = TokenStore.open(directory, what.tokenizer)
     if store.header.key not in (None, key):
         raise ConfigError(f"{directory} already holds a store of other text; delete it or choose another directory")
@@ -152,10 +156,6 @@ def _prepare(planned: _Planned, key: str, folder: Path, directory: Path, progres
         _finish(planned, key, folder)
     except ConfigError:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except BaseException:
-        if not list(folder.glob("shard-*.json")):  # nothing to go on from
-            shutil.rmtree(folder, ignore_errors=True)
         raise
     for path in [job, *folder.glob("shard-*.json"), *folder.glob("starts-*.bin")]:
         path.unlink()
@@ -289,6 +289,14 @@ def _finish(planned: _Planned, key: str, folder: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One builder at a time
+
+
+def _tidy(folder: Path) -> None:
+    """Removes a folder in which nothing is finished that could be gone on from, unless another builder is at work."""
+    with contextlib.suppress(OSError), (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not list(folder.glob("shard-*.json")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

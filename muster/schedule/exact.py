@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from muster.schedule.bound import Gap
+from muster.schedule.bound import Gap, lower_bound_s
 from muster.schedule.critical import begin_s, depth, source
 from muster.schedule.pipe import Pipe, pipe_of, schedule_of
 from muster.schedule.schedule import Schedule
@@ -53,7 +53,8 @@ def prove(setting: Setting, start: Schedule, limit_s: float = 60.0) -> Proof:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds, solver.parameters.num_workers = limit_s, os.cpu_count() or 1
     status = solver.solve(model.model)
-    bound_s = solver.best_objective_bound * model.unit_s
+    # A solver without time for a bound says 0.
+    bound_s = max(solver.best_objective_bound * model.unit_s, lower_bound_s(pipe))
     best = replace(start, name="exact")
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         passes = sorted(range(pipe.size), key=lambda code: (solver.value(model.begin[code]), depth(pipe, code)))
