@@ -1,23 +1,21 @@
 """Where the ranks of a plan lie on a cluster: the groups of its axes, the devices of its stages."""
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from muster.cost.collectives import Group, all_reduce_s, make_group, message_s
 from muster.cost.kernels import sustained_flops_per_s
-from muster.cost.layer_parts import LayerPasses
+from muster.cost.known import Known, LayerKind, StageKinds
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.mesh import axis_sizes
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Mesh, Plan, Strategy
+from muster.spec.plan import Mesh, Plan
 from muster.spec.software import Software
 from muster.spec.workload import Workload
 
@@ -40,7 +38,7 @@ class PlanSetting:
     cluster: ClusterSpec
     software: Software
     world_size: int
-    known: "Known"
+    known: Known
     data: int | None = None
     """The data-parallel rank whose pipeline is meant; None: of each stage's ranks and links the slowest."""
 
@@ -151,21 +149,21 @@ class PlanSetting:
         return self._where(stage), within == 0, within == self.depth - 1, self._kinds[within]
 
     @cached_property
-    def alike(self) -> "Alike":
+    def alike(self) -> StageKinds:
         """Which stages have equal signatures."""
         return self._pattern(("stages", self.is_uniform, *self._kinds), self.signature)
 
     @cached_property
-    def hops_alike(self) -> "Alike":
+    def hops_alike(self) -> StageKinds:
         """Which stages are as far from the one before; those with none before, or one on the same rank, are alike."""
         return self._pattern(("hops", self.depth), self._hop_signature)
 
-    def _pattern(self, key: tuple, signature_of: Callable[[int], Hashable]) -> "Alike":
+    def _pattern(self, key: tuple, signature_of: Callable[[int], Hashable]) -> StageKinds:
         key = *key, self.period, self.placement, *self._first_ranks
         if key not in self.known.patterns:
             numbers: dict[Hashable, int] = {}
             which = [numbers.setdefault(signature_of(stage), len(numbers)) for stage in range(len(self.placement))]
-            self.known.patterns[key] = Alike([which.index(number) for number in numbers.values()], np.array(which))
+            self.known.patterns[key] = StageKinds([which.index(number) for number in numbers.values()], np.array(which))
         return self.known.patterns[key]
 
     def _hop_signature(self, stage: int) -> tuple[int, ...]:
@@ -205,7 +203,7 @@ class PlanSetting:
             return [len(layers) for layers in self.layers]
         return [self.known.layers[layers.start : layers.stop] for layers in self.layers]
 
-    def layer_kind(self, layer: int) -> "LayerKind":
+    def layer_kind(self, layer: int) -> LayerKind:
         """What a layer's times depend on besides where it lies."""
         model = self.model
         return LayerKind(
@@ -293,15 +291,6 @@ class PlanSetting:
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 
-class Alike(NamedTuple):
-    """Stages sorted into kinds."""
-
-    examples: list[int]
-    """A stage of each."""
-    which: NDArray[np.intp]
-    """Of each stage, its kind."""
-
-
 class Place(NamedTuple):
     """What a stage's ranks are, and the groups in which they communicate."""
 
@@ -314,53 +303,8 @@ class Place(NamedTuple):
     ep: Group
 
 
-@dataclass(frozen=True)
-class Known:
-    """What many plans for a model on a cluster share."""
-
-    groups: dict[tuple, Group]
-    passes: dict[tuple, LayerPasses]
-    wholes: dict[tuple, Any]
-    """The same without what travels beside them."""
-    numels: dict[tuple, float]
-    devices: dict[tuple, DeviceSpec]
-    stages: dict[tuple, Any]
-    """What `muster.cost.stage_times` remembers of passes."""
-    patterns: dict[tuple, Alike]
-    layers: tuple[int, ...]
-    """Of each layer of the model a number that tells it from others, whatever the plan does with single ones."""
-
-    @cached_property
-    def layers_alike(self) -> bool:
-        """Whether nothing does."""
-        return len(set(self.layers)) == 1
-
-
-_RECENT: deque[tuple[ModelSpec, int, ClusterSpec, Software, Known]] = deque(maxlen=8)
-
-
-def known_of(model: ModelSpec, seq_len: int, cluster: ClusterSpec, software: Software) -> Known:
-    """What is known from recent calls for the same objects: a search asks for thousands of plans."""
-    for its_model, its_len, its_cluster, its_software, known in _RECENT:
-        if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == software:
-            return known
-    layers = range(model.num_layers)
-    kinds = [(model.has_experts(one), model.has_linear_attention(one), model.window(one)) for one in layers]
-    numbers = tuple(kinds.index(kind) for kind in kinds)
-    _RECENT.append((model, seq_len, cluster, software, Known({}, {}, {}, {}, {}, {}, {}, numbers)))
-    return _RECENT[-1][-1]
-
-
-class LayerKind(NamedTuple):
-    """What tells layers apart that take different times."""
-
-    strategy: Strategy
-    experts: bool
-    linear_attention: bool
-    window: int | None
-
-
 def strides_of(sizes: dict[str, int]) -> dict[str, int]:
+    """How many ranks lie between neighbours on each axis; `sizes`: outermost first."""
     strides, stride = {}, 1
     for axis in reversed(sizes):
         strides[axis], stride = stride, stride * sizes[axis]

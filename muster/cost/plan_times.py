@@ -9,10 +9,11 @@ import numpy as np
 from muster.cost.activations import offloaded_bytes
 from muster.cost.collectives import Group, all_reduce_s, message_s
 from muster.cost.kernels import matmul_s, stream_s
+from muster.cost.known import known_of
 from muster.cost.measured import measured_times
 from muster.cost.memory import compute_bytes
 from muster.cost.op_times import Hop, OpTimes
-from muster.cost.places import PlanSetting, known_of
+from muster.cost.places import PlanSetting
 from muster.cost.stage_times import StageTimes, example_times
 from muster.spec.boundary import stage_messages
 from muster.spec.cluster import ClusterSpec

@@ -6,9 +6,10 @@ from functools import cached_property
 from math import log2
 
 from muster.cost.collectives import Group, all_gather_s, message_s
+from muster.cost.known import LayerKind
 from muster.cost.layer_parts import LayerPasses, LayerSetting
 from muster.cost.layer_time import embedding_passes, head_passes, layer_passes
-from muster.cost.places import LayerKind, PlanSetting
+from muster.cost.places import PlanSetting
 from muster.cost.spent import Spent
 from muster.cost.stage_parameters import StageParameters
 
@@ -164,7 +165,7 @@ class StageTimes:
         return forward, inputs, weights, again
 
     @cached_property
-    def _counts(self) -> dict["LayerKind", int]:
+    def _counts(self) -> dict[LayerKind, int]:
         """The kinds of its layers, and how many there are of each."""
         model, plan = self.setting.model, self.setting.plan
         layers = list(self.layers)
@@ -182,10 +183,10 @@ class StageTimes:
         return counts
 
     @cached_property
-    def _example(self) -> dict["LayerKind", int]:
+    def _example(self) -> dict[LayerKind, int]:
         return {}
 
-    def _layer_passes(self, kind: "LayerKind") -> LayerPasses:
+    def _layer_passes(self, kind: LayerKind) -> LayerPasses:
         known, plan = self.setting.known.passes, self.setting.plan
         places = tuple(map(id, (self.device, *self.place[-3:])))
         key = kind, plan.precision, plan.rows(self.stage), self.mesh.etp, self.data.size > 1, places
