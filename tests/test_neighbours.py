@@ -1,9 +1,14 @@
 """Why the best plan is the best: each line about one change is true, and compares like with like."""
 
+from math import inf
+
 import pytest
 
-from muster.api.verbs import plan, predict
-from muster.planner.neighbours import Neighbour, neighbours
+from muster.api.verbs import asked_for, plan, predict
+from muster.planner.explain import families
+from muster.planner.judge import Judge
+from muster.planner.neighbours import Neighbour, changed_plans, neighbours
+from muster.planner.search import _Run
 from muster.planner.unequal import Arranged
 
 
@@ -82,3 +87,36 @@ def test_changes_that_there_is_no_time_for_are_named():
     late = neighbours(arranged.found.best[0], arranged.judge, limit_s=0.0)
     assert known.keys() <= {one.change for one in late}
     assert all(one.verdict is None and one.sentence.endswith("not looked at within --limit") for one in late)
+
+
+def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
+    request = asked_for("qwen2.5-7b", "8xa100-40", 4096, 128, None, "time", None, "cp1", None, False).request
+    run = _Run(request, judge := Judge(request), 5, inf)
+    run.fill(inf)
+    run.dive(0.0)
+    first = run.best[0]
+    run.climb(inf)
+    best = run.best[0]
+    assert best.value < 0.97 * first.value, "what is tried first is not the best, or this shows nothing"
+    assert all(judge.verdict(plan).value >= best.value for plan in changed_plans(best.plan, judge))
+
+
+def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
+    request = asked_for("tiny", "4xh100", 256, 16, None, "time", None, "", None, False).request
+    run = _Run(request, Judge(request), 5, inf)
+    run.fill(inf)
+    run.dive(0.0)
+    run.best = run.best[-1:]
+    assert run._is_hopeful(run.best[0].plan, run.best[0].value / 2)
+    assert not run._is_hopeful(run.best[0].plan, run.best[0].value)
+
+
+def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
+    found = plan("tiny", "4xh100", seq_len=256, global_batch=16).answer
+    slow = found.arranged.found.best[-1]
+    said = families(found.request, slow)
+    assert [one for one in said if one.best and one.best.value < slow.value]
+    assert not [one.sentence for one in said if one.sentence.endswith("is the best of all")]
+    assert any("better than the first" in one.sentence for one in said)
+    fast = families(found.request, found.arranged.found.best[0])
+    assert sum(one.sentence.endswith("is the best of all") for one in fast) == 1

@@ -69,3 +69,15 @@ def test_more_of_each_device_is_advised_only_where_there_is_more(capsys, memory:
     assert main(f"plan --model llama3-70b --cluster 2xa100 --memory {memory}".split()) == 3
     message = capsys.readouterr().err
     assert ("or a plan with more than" in message) == ("may be used" in message) == said
+
+
+def test_a_number_and_a_device_without_an_x_are_named_with_it(capsys):
+    assert main(["plan", "--model", "tiny", "--cluster", "64h100"]) == 2
+    assert "did you mean '64xh100'?" in capsys.readouterr().err
+
+
+def test_what_pareto_does_not_go_with_is_named(capsys):
+    assert main(["plan", "--model", "tiny", "--cluster", "4xh100", "--pareto", "--explain"]) == 2
+    assert "--pareto compares plans, and doesn't go with --explain: leave that out" in capsys.readouterr().err
+    assert main(["plan", "--model", "tiny", "--cluster", "4xh100", "--pareto", "--what-if", "nodes=x2"]) == 2
+    assert "--pareto compares plans, and doesn't go with --what-if: leave that out" in capsys.readouterr().err

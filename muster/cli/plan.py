@@ -97,10 +97,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     require(args, {"model": "llama3-8b", "cluster": "64xh100"})
     others = [flag for flag in ("output", "launch", "explain") if getattr(args, flag)]
     if (args.pareto or args.what_if) and (others or (args.pareto and args.what_if)):
-        raise ConfigError(
-            f"--{'pareto' if args.pareto else 'what-if'} compares plans, and goes with neither --pareto, --what-if,"
-            " --output, --launch nor --explain: leave that out"
-        )
+        mine = "pareto" if args.pareto else "what-if"
+        given = [*(["what-if"] if mine == "pareto" and args.what_if else []), *others]
+        raise ConfigError(f"--{mine} compares plans, and doesn't go with --{', --'.join(given)}: leave that out")
     if args.html and not args.pareto:
         raise ConfigError(f"--html {args.html} is the page of --pareto: give that too")
     if args.run_file and not args.launch:

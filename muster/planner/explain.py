@@ -10,7 +10,7 @@ from muster.planner.judge import Judge
 from muster.planner.neighbours import largest_difference
 from muster.planner.request import Request, asking_for
 from muster.planner.search import Found, search
-from muster.planner.space import MODEL_AXES, data_splits, make_plan, orders, plans, shapes
+from muster.planner.space import MODEL_AXES, axes_of, data_splits, make_plan, orders, plans, shapes
 from muster.planner.verdict import Verdict
 from muster.spec.cluster import NodeGroup
 from muster.spec.legal import problems
@@ -43,9 +43,15 @@ def families(request: Request, winner: Verdict | None, limit_s: float = 2.0) -> 
 def _family(request: Request, axes: tuple[str, ...], winner: Verdict | None, limit_s: float) -> Family:
     name = " × ".join(("data", *axes)) if axes else "data alone"
     judge = Judge(request)
-    found = search(request, 1, limit_s, judge)
+    own = winner is not None and request.axes == axes_of(winner.plan)
+    found = search(request, 1, limit_s, judge, seeds=[winner.plan] if winner and own else ())
     if found.best:
         best = found.best[0]
+        if winner is not None and best.value < winner.value and best.plan != winner.plan:
+            ahead = 1 - best.value / winner.value
+            return Family(
+                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (--limit)"
+            )
         if winner is None or best.value <= winner.value:
             fuller = not judge.room.head_room and request.memory_limit_bytes is None
             room = f", but leaves less than {HEAD_ROOM:.0%} of the memory free" if fuller else ""

@@ -184,6 +184,18 @@ def _judged(winner: Verdict, change: Change, judge: Judge) -> Neighbour:
     return _compared(winner, change.words, fitting[0], judge, note)
 
 
+def changed_plans(plan: Plan, judge: Judge) -> Iterator[Plan]:
+    """The plans that one change to a plan leads to, with what makes them fit, as far as they are searched for."""
+    request = judge.request
+    for change in changes(plan, request):
+        if change.refits and _may_refit(request):
+            try:
+                found = judge.room.made_to_fit(_bare(_with_layers_moved(plan, change.plan, judge), request))[0]
+            except InfeasibleError:
+                continue
+            yield from (one for one in found if admitted(request, one))
+
+
 def _may_refit(request: Request) -> bool:
     """Whether recompute is the search's to choose by layer."""
     return "recompute" not in request.fixed and request.objective != "memory" and not request.base.overrides

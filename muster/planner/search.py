@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from muster.planner.judge import Judge
 from muster.planner.likely import likely_plans, placed
+from muster.planner.neighbours import changed_plans
 from muster.planner.placement import is_unequal
 from muster.planner.request import Request
 from muster.planner.room import Begun
@@ -43,6 +44,13 @@ TRIES = 3
 HOPEFUL = 1.1
 """A plan that fits is simulated at once where so many times its bound, or what the last one of its schedule took over
 its own, is less than the best time: the sooner a good time is known, the more can be cut."""
+
+CLIMB_AT, CLIMBED_AT = 0.5, 0.75
+"""Of the time: when a search that isn't settled looks at likely plans and at what single changes make of the best, and
+until when."""
+
+MOST_KINDS = 100
+"""Of the shapes then, how many: room for each is looked for, which takes a few hundredths of a second."""
 
 ROUNDING = 1e-9
 """A bound that is above a time by no more may be one of the same length, added up in another order."""
@@ -148,8 +156,10 @@ def _search(request: Request, judge: Judge, top: int, seeds: Sequence[Plan], lim
         run.fill(begin_s + max(limit_s, LEAST_FILL_S))
         now_s = perf_counter()
         run.dive(now_s + DIVE_SHARE * (begin_s + limit_s - now_s))
-        while run.heap and not run.is_settled() and perf_counter() < begin_s + limit_s:
-            run.step()
+        run.walk(begin_s + CLIMB_AT * limit_s)
+        if not run.is_settled():
+            run.climb(begin_s + CLIMBED_AT * limit_s)
+        run.walk(begin_s + limit_s)
         if run.unseen and not run.best and ceiling == inf:  # the shapes that there was no time for may have a plan
             run.fill(inf)
             run.dive(perf_counter())
@@ -266,36 +276,77 @@ class _Run:
 
     def _try_wide(self) -> None:
         """Simulates plans with the widest tensor parallelism."""
-        likely: dict[int, tuple[float, Order]] = {}
-        orders = [
+        rows = self._usual_orders()
+        least = min(((-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) for _, order in rows), default=())
+        wide = [
+            (bound, order)
+            for bound, order in rows
+            if (-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) == least
+        ]
+        self._try_each(wide, lambda shape: shape.pp, DIVES, inf)
+
+    def _usual_orders(self) -> list[tuple[float, Order]]:
+        """Of those on the heap that nothing was made of yet, the ones with layers evenly on stages and whole
+        backwards, and their bounds."""
+        return [
             (bound, node)
             for bound, _, node in self.heap
             if isinstance(node, Order) and not node.balanced and not node.shares and not SCHEDULES[node.schedule].splits
         ]
-        least = min(
-            ((-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) for _, order in orders), default=()
-        )
-        for bound, order in orders:
-            shape = order.shape
-            if (-shape.tp, shape.cp, shape.micro_batch_size) == least:
-                bound = max(bound, self.judge.unsharded_bound(order))
-                likely[shape.pp] = min(likely.get(shape.pp, (inf, order)), (bound, order), key=lambda pair: pair[0])
+
+    def _try_each(
+        self, rows: Iterable[tuple[float, Order]], kind: Callable[[Shape], Hashable], most: int, end_s: float
+    ) -> None:
+        """Simulates the best of what the likeliest orders of each kind of shape lead to: of `most` kinds, until
+        `end_s`."""
+        likely: dict[Hashable, tuple[float, Order]] = {}
+        for bound, order in rows:
+            own = kind(order.shape)
+            bound = max(bound, self.judge.unsharded_bound(order))
+            likely[own] = min(likely.get(own, (inf, order)), (bound, order), key=itemgetter(0))
         tried: list[list[tuple[float, int, Plan]]] = []
         for _, order in likely.values():
             fit = plans(self.request, order, partial(self.judge.room.may_fit, order.shape, order=order))
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
-        for several in sorted(filter(None, tried))[:DIVES]:
-            if len(ready) >= self.top and several[0][0] > max(sorted(ready)[: self.top])[0]:
+        for several in sorted(filter(None, tried))[:most]:
+            if perf_counter() > end_s or (len(ready) >= self.top and several[0][0] > max(sorted(ready)[: self.top])[0]):
                 break
             for fitting in next(filter(None, (self._fitting(plan) for _, _, plan in several)), ()):
                 ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
-        for _, _, node in sorted(ready)[: self.top]:
-            self._simulate(node.plan)
+        for bound, _, node in sorted(ready)[: self.top]:
+            if not self._beaten(bound):
+                self._simulate(node.plan)
 
     def is_settled(self) -> bool:
         """Whether nothing that is left can be among the best."""
-        return self._beaten(self.heap[0][0])
+        return not self.heap or self._beaten(self.heap[0][0])
+
+    def walk(self, end_s: float) -> None:
+        """Goes through the heap until nothing that is left can be among the best, or it is `end_s`."""
+        while not self.is_settled() and perf_counter() < end_s:
+            self.step()
+
+    def climb(self, end_s: float) -> None:
+        """Simulates until `end_s` the likeliest plan of each shape that was not looked at, then what one change makes
+        of the best, and of the better one that it may find. In a search that has no time for its proof this finds good
+        plans sooner than their bounds do."""
+        self._try_each(
+            self._usual_orders(),
+            lambda shape: (shape.tp, shape.pp, shape.cp, shape.micro_batch_size),
+            MOST_KINDS,
+            end_s,
+        )
+        begun: Plan | None = None
+        while self.best and self.best[0].plan != begun:
+            begun = self.best[0].plan
+            for plan in changed_plans(begun, self.judge):
+                if self.judge.bound(plan) < self.best[0].value:
+                    self._simulate(plan)
+                if self.best[0].plan != begun or perf_counter() > end_s:
+                    break
+            if perf_counter() > end_s:
+                return
 
     def step(self) -> None:
         """Takes the node that may be best apart, or simulates it."""
@@ -356,7 +407,7 @@ class _Run:
     def _is_hopeful(self, plan: Plan, bound: float) -> bool:
         """Whether a plan with this bound promises to be far better than the best so far."""
         hope = bound * max(HOPEFUL, self.loose.get(plan.schedule, 0.0))
-        return bound > 0 and len(self.best) == self.top and hope < self.best[-1].value
+        return bound > 0 and bool(self.best) and hope < self.best[-1].value
 
     def _weigh(self, plan: Plan, bound: float, found: list[Plan]) -> None:
         """What fits, of `plan`, is simulated when nothing else may be better, or at once where it is hopeful."""

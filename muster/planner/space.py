@@ -42,6 +42,11 @@ Split = tuple[int, int, Zero]
 """dp_replicate, dp_shard and sharding level."""
 
 
+def axes_of(plan: "Plan | Shape") -> frozenset[str]:
+    """The model's axes that a plan uses."""
+    return frozenset(axis for axis in MODEL_AXES if getattr(plan, axis) > 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What cuts the model and the batch. All plans of a shape multiply the same matrices on each rank."""
@@ -56,7 +61,7 @@ class Shape:
     @property
     def axes(self) -> frozenset[str]:
         """The model's axes that are in use."""
-        return frozenset(axis for axis in MODEL_AXES if getattr(self, axis) > 1)
+        return axes_of(self)
 
     def __str__(self) -> str:
         degrees = {"dp": self.data, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}

@@ -77,6 +77,8 @@ def _searched(found: Found) -> str:
         return text + "no other can be better than the first"
     if found.cut:
         return text + f"stopped there: another may leave {HEAD_ROOM:.0%} of the memory free"
+    if found.gap >= 1:  # nothing is known of what memory the others need
+        return text + "stopped there: another may be better (--limit gives it longer)"
     return text + f"stopped there: another may be better by up to {found.gap:.1%}"
 
 

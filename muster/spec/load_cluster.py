@@ -39,8 +39,10 @@ def load_cluster(text: str) -> ClusterSpec:
         return _checked(f"cluster {text}", name=text, groups=groups)
     if text.lower() in _device_names():
         return single_device(load_device(text))
+    missing = re.fullmatch(r"(\d+)\s*([A-Za-z][\w.-]*)", text)
+    near = f"; did you mean '{missing[1]}x{missing[2]}'?" if missing and missing[2].lower() in _device_names() else None
     raise ConfigError(
-        f"there is no cluster '{text}'{did_you_mean(text, [*names('clusters'), *_device_names()])}"
+        f"there is no cluster '{text}'{near or did_you_mean(text, [*names('clusters'), *_device_names()])}"
         f" (give a number of devices as in 64xh100, a file, or one of {', '.join(names('clusters'))})"
     )
 
