@@ -8,7 +8,7 @@ import argparse
 from time import process_time
 
 from muster.planner.request import Request
-from muster.planner.search import search
+from muster.planner.unequal import arrange
 from muster.spec.load_cluster import load_cluster
 from muster.spec.named_model import load_model
 from muster.spec.workload import Workload
@@ -45,7 +45,7 @@ def main() -> None:
         workload = Workload(seq_len=seq_len, global_batch_size=batch)
         request = Request(load_model(model), load_cluster(cluster), workload, precision=precision)
         begin_s = process_time()
-        found = search(request, args.top, args.limit)
+        found = arrange(request, args.top, args.limit).found
         used_s = process_time() - begin_s
         end = "proven" if found.proven else f"may be better by {found.gap:.1%}"
         best = f"{found.best[0].name}, {found.best[0].prediction.step_time_s:.3f} s" if found.best else "nothing found"

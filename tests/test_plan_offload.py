@@ -13,6 +13,7 @@ from muster.cost.walk import orders_of
 from muster.planner.explain import families
 from muster.planner.fit import MODES, Way, with_layer_ways, with_way
 from muster.planner.judge import Judge
+from muster.planner.lean import leanest
 from muster.planner.neighbours import neighbours
 from muster.planner.request import Request
 from muster.planner.room import Begun
@@ -119,6 +120,34 @@ def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     assert found.value < other.value
     said = {one.change: one.sentence for one in neighbours(found, Judge(request))}
     assert "slower" in said["no offload"] or "doesn't fit" in said["no offload"]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3])
+def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) -> None:
+    """Copies that nothing waits for leave more room than is needed; of all choices by layer none that fits and is no
+    slower copies less, and what is answered simulates like what was found."""
+    wide = MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})
+    request = tight(replace(pipeline(900e9), model=wide), part)
+    judge = Judge(request)
+    found = search(request, 1, judge=judge)
+    plan, value = found.best[0].plan, found.best[0].value
+    (lean,) = leanest(found, judge).best
+    assert copied(wide, lean.plan) < copied(wide, plan)
+    assert lean.value == pytest.approx(value, rel=1e-9)
+    assert judge.room.fits(lean.plan)
+    assert leanest(replace(found, best=[lean]), judge).best == [lean]
+    for other in choices(with_way(plan, Way("none"))):
+        if copied(wide, other) < copied(wide, lean.plan) and judge.room.fits(other):
+            assert judge.verdict(other).value > value * (1 + 1e-9), other
+    for same in (replace(request, objective="memory"), replace(request, fixed={**request.fixed, "offload": "none"})):
+        own = Judge(same)
+        before = search(same, 1, judge=own)
+        assert leanest(before, own).best == before.best
+
+
+def copied(model: ModelSpec, plan: Plan) -> int:
+    """In a step's micro-batch, by all stages."""
+    return sum(offloaded_bytes(model, plan, WORK, stage) for stage in range(plan.num_stages))
 
 
 def test_no_more_is_offloaded_than_the_host_holds() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from muster.planner.explain import no_plan
 from muster.planner.judge import Judge
+from muster.planner.lean import leanest
 from muster.planner.request import Request
 from muster.planner.search import Found, search
 from muster.planner.verdict import Verdict
@@ -98,7 +99,7 @@ def _choose(resolved: Resolved, world_size: int | None, nodes: int) -> Chosen:
         machine = _machine(count, nodes, measured)
         request = request_of(resolved, machine.cluster)
         judge = Judge(request)
-        found = search(request, 1, LIMIT_S, judge)
+        found = leanest(search(request, 1, LIMIT_S, judge), judge)
         if not found.best:
             refusal = refusal or _refusal(request, found, judge)
         elif (own := (not judge.room.head_room, found.best[0].prediction.step_time_s)) < standing:

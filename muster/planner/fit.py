@@ -28,6 +28,9 @@ MOST_COUNTS = 25_000
 """Ways to deal the layers of a stage to what may be done with them that are all looked at; where there are more, those
 with at most three at once, as many as a linear program with these limits takes."""
 
+ROUNDING = 1e-9
+"""Times that differ by no more are the same, added up in another order."""
+
 
 class Way(NamedTuple):
     """What is done with the activations of a layer."""
@@ -102,20 +105,46 @@ class Layers:
     def options(self, ways: Sequence[int]) -> list[Option]:
         """How many layers may go each of some ways, and whether copies are waited for, by what that takes: those that
         no other beats in time and memory."""
+        dealt = self._dealt(ways)
+        return self._unbeaten(dealt, dealt.time_s, np.isfinite(dealt.time_s))
+
+    def leaner(self, ways: Sequence[int], chosen: NDArray[np.int64]) -> list[Option]:
+        """Of what takes no longer than one choice, by the bytes that it copies: those that no other beats in these and
+        memory."""
+        dealt = self._dealt(ways)
+        most_s = dealt.time_s[np.flatnonzero((dealt.counts == chosen).all(axis=1))[0]]
+        return self._unbeaten(dealt, dealt.copied_bytes, dealt.time_s <= most_s * (1 + ROUNDING))
+
+    def _dealt(self, ways: Sequence[int]) -> "Dealt":
         counts = _counts(len(self.held), len(ways))
         time_s, memory, copied = (
             counts @ np.array([column[way] for way in ways])
             for column in (self.time_s, self.memory_bytes, self.copied_bytes)
         )
         sizes, places = np.unique(copied, return_inverse=True)
-        time_s = time_s + np.array([self.waited_s(size) for size in sizes.tolist()])[places.reshape(-1)]
+        waited_s = np.array([self.waited_s(size) for size in sizes.tolist()])[places.reshape(-1)]
+        return Dealt(counts, time_s + waited_s, memory, copied, waited_s > 0)
+
+    def _unbeaten(self, dealt: "Dealt", cost: NDArray, wanted: NDArray[np.bool_]) -> list[Option]:
         found, least = [], inf
-        for index in np.lexsort((memory, time_s)).tolist():
-            if memory[index] < least and time_s[index] < inf:
-                least = memory[index]
-                name = counts[index], self.waited_s(int(copied[index])) > 0
-                found.append(Option(name, float(time_s[index]), float(least)))
+        for index in np.lexsort((dealt.memory_bytes, cost)).tolist():
+            if dealt.memory_bytes[index] < least and wanted[index]:
+                least = dealt.memory_bytes[index]
+                name = dealt.counts[index], bool(dealt.waits[index])
+                found.append(Option(name, float(cost[index]), float(least)))
         return found
+
+
+class Dealt(NamedTuple):
+    """All ways to deal the layers of a stage, a row each."""
+
+    counts: NDArray[np.int64]
+    """How many go each way."""
+    time_s: NDArray
+    """As `Layers.time_s`, and what is waited for copies."""
+    memory_bytes: NDArray
+    copied_bytes: NDArray
+    waits: NDArray[np.bool_]
 
 
 class Fitter:
@@ -141,11 +170,27 @@ class Fitter:
     def fitted(self, over_bytes: Sequence[float], ways: Sequence[Way]) -> Plan | None:
         """The plan with the cheapest of these ways for each layer that frees `over_bytes` on each pipeline rank; None
         where none frees enough."""
-        chosen: dict[int, Way] = {}
-        self.waits, self.freed_bytes = False, []
+        choices = self._choices(over_bytes, ways)
+        return None if choices is None else self._plan_of(choices, ways)
+
+    def leaner(self, over_bytes: Sequence[float], ways: Sequence[Way]) -> Plan | None:
+        """The plan that `fitted` gives for as much, but of all that take no stage longer the one that copies least.
+
+        To copy less makes no pass wait for more, so that it is no slower, and what is copied for nothing stays.
+        """
         choices = self._choices(over_bytes, ways)
         if choices is None:
             return None
+        places, found = tuple(map(self.ways.index, ways)), list[Choice]()
+        for own, choice, over in zip(self.ranks, choices, over_bytes, strict=True):
+            options = [layers.leaner(places, name[0]) for layers, name in zip(own, choice.names, strict=True)]
+            found.append(cheapest(options, _base_bytes(own) - over) or choice)
+        return self._plan_of(found, ways)
+
+    def _plan_of(self, choices: Sequence[Choice], ways: Sequence[Way]) -> Plan:
+        """With what was chosen for each pipeline rank."""
+        chosen: dict[int, Way] = {}
+        self.waits, self.freed_bytes = False, []
         for own, choice in zip(self.ranks, choices, strict=True):
             self.freed_bytes.append(_base_bytes(own) - choice.memory_bytes)
             for layers, (counts, waits) in zip(own, choice.names, strict=True):

@@ -17,7 +17,7 @@ from muster.planner.bound import PassSeconds
 from muster.planner.deferred import least_fullest, put_off
 from muster.planner.fit import MODES, Fitter, HostLink, Way, layers_of, with_way
 from muster.planner.request import Request
-from muster.planner.space import Order, Shape, Split, make_plan
+from muster.planner.space import Order, Shape, Split, make_plan, recomputes
 from muster.schedule.build import nothing_to_offload, schedule_of
 from muster.schedule.offload import Beside, passes_beside
 from muster.schedule.program import Program
@@ -197,7 +197,8 @@ class Room:
         fitter, found = begun.fitter, list[Plan]()
         ways = list(fitter.ways)
         for wanted in [ways, [way for way in ways if way.offload == "none"]] if begun.both else [ways]:
-            changed = self._fitted(fitter, begun.over_bytes, wanted, begun.alike) if len(wanted) > 1 else None
+            fitted = self._fitted(fitter, begun.over_bytes, wanted, begun.alike) if len(wanted) > 1 else None
+            changed = fitted and fitted[0]
             if changed is not None and changed not in found:
                 found.append(changed)
             if changed is not None and not fitter.waits:
@@ -211,7 +212,10 @@ class Room:
         fits = fitter.all_again > 0 and not (self.request.runnable and not_yet(changed)) and self.fits(changed)
         return [changed] if fits else []
 
-    def _fitted(self, fitter: Fitter, over_bytes: list[float], ways: list[Way], alike: Alike) -> Plan | None:
+    def _fitted(
+        self, fitter: Fitter, over_bytes: list[float], ways: list[Way], alike: Alike
+    ) -> tuple[Plan, list[float]] | None:
+        """The plan with the cheapest of some ways for each layer, and what its ranks had to be told to free."""
         over = list(over_bytes)
         for _ in range(_TRIES):
             changed = fitter.fitted(over, ways)
@@ -219,12 +223,33 @@ class Room:
                 return None
             left = self.over_bytes(changed, alike)
             if max(left) <= 0:
-                return changed if self.host_over_bytes(changed) <= 0 else None
-            over = [
-                max(one + more, freed + 1) if more > 0 else one
-                for one, more, freed in zip(over, left, fitter.freed_bytes, strict=True)
-            ]
+                return (changed, over) if self.host_over_bytes(changed) <= 0 else None
+            over = _corrected(over, left, fitter.freed_bytes)
         return None
+
+    def leaner(self, plan: Plan) -> Plan:
+        """Of a plan that was made to fit, the one that copies as little as takes no longer, by what is known of its
+        passes; the plan itself where that is so already, or where as much as can be is to be freed."""
+        request = self.request
+        if request.objective == "memory" or not self._offloads(plan):
+            return plan
+        begun, _ = self.begun(with_way(plan, Way(recomputes(request)[0])))
+        if not isinstance(begun, Begun) or not begun.both:
+            return plan
+        fitter, ways = begun.fitter, list(begun.fitter.ways)
+        fitted = self._fitted(fitter, begun.over_bytes, ways, begun.alike)
+        if fitted is None or fitted[0] != plan:
+            return plan
+        _, over = fitted
+        for _ in range(_TRIES):
+            changed = fitter.leaner(over, ways)
+            if changed is None or changed == plan:
+                break
+            left = self.over_bytes(changed, begun.alike)
+            if max(left) <= 0 and self.host_over_bytes(changed) <= 0:
+                return changed
+            over = _corrected(over, left, fitter.freed_bytes)
+        return plan
 
     def _host_shares_bytes(self, plan: Plan) -> list[float]:
         """Of each pipeline rank, what its ranks may have in their hosts' memory."""
@@ -314,3 +339,8 @@ class Room:
             own = [[stage for stage, one in enumerate(schedule.placement) if one == rank] for rank in range(plan.pp)]
             self._beside[key] = tuple(map(passes_beside, schedule.ranks, own))
         return self._beside[key]
+
+
+def _corrected(over: list[float], left: list[float], freed: list[float]) -> list[float]:
+    """What ranks must free, where some still lack what is `left` although they were said to free so much."""
+    return [max(one + more, own + 1) if more > 0 else one for one, more, own in zip(over, left, freed, strict=True)]

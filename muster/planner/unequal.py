@@ -7,6 +7,7 @@ from math import inf
 from time import perf_counter
 
 from muster.planner.judge import Judge
+from muster.planner.lean import leanest
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
 from muster.planner.search import Found, first_look, search
@@ -48,7 +49,7 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     """
     if not is_unequal(request.cluster):
         judge = Judge(request)
-        return Arranged(request, judge, search(request, top, limit_s, judge))
+        return Arranged(request, judge, leanest(search(request, top, limit_s, judge), judge))
     begin_s = perf_counter()
     naive, best = _as_listed(request, top, limit_s / 5)
     tried = [naive]
@@ -78,7 +79,7 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
             best = better(_searched(look, top, left_s(), best))
     seen = sum((one.seen for one in tried), Counter[str]())
     seen["shapes"] = best.found.seen["shapes"]
-    found = replace(best.found, seen=seen, seconds=perf_counter() - begin_s)
+    found = replace(leanest(best.found, best.judge), seen=seen, seconds=perf_counter() - begin_s)
     return replace(best, found=found, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
 
 
