@@ -15,6 +15,7 @@ from muster.report.validation_markdown import validation_markdown
 from muster.report.validation_page import write_validation_page
 from muster.report.validation_rows import sections
 from muster.spec.errors import ConfigError
+from muster.spec.load_cluster import load_link
 from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
 from muster.validate.predicted import Answer, Result, results_of
 from muster.validate.reading import UnreadableError
@@ -275,6 +276,8 @@ def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):
         ("4x100Gb RoCE per node", 8, 12.5e9, 4),
         ("400Gb/s RDMA per GPU", 8, 50e9, 8),
         ("25 GB/s InfiniBand per GPU", 4, 25e9, 4),
+        ("4x100Gb Omni-Path per node", 8, 12.5e9, 4),
+        ("100 Gbps OPA", 4, 12.5e9, 4),
     ],
 )
 def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
@@ -282,6 +285,33 @@ def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
     nics = setting_of(row(**changes)).cluster.groups[0].nics
     assert nics is not None
     assert (nics.link.bandwidth_bytes_per_s, nics.count) == (rate_bytes_per_s, count)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": "my sheet", "url_or_repo": "https://github.com/Aleph-Alpha/NeurIPS-WANT-submission"},
+        {"source": "Hagemann 2023 (arXiv:2311.05610)"},
+        {"source": "", "software": "Aleph Alpha scaling"},
+    ],
+)
+def test_a_program_is_known_by_what_a_row_cites(changes):
+    case = setting_of(row(**changes)).cases[0]
+    assert case.software.reduces_whole
+    assert not setting_of(row(source="my sheet")).cases[0].software.reduces_whole
+
+
+def test_the_name_of_a_source_goes_before_what_its_rows_cite():
+    case = setting_of(row(source="InternEvo", url_or_repo="github:Aleph-Alpha/scaling")).cases[0]
+    assert case.software.broadcast_updates
+    assert not case.software.reduces_whole
+
+
+@pytest.mark.parametrize("text", ["4x100Gb Omni-Path per node", "100 Gbps OPA", "Intel OmniPath 100Gb"])
+def test_omni_path_is_not_taken_for_infiniband(text):
+    nics = setting_of(row(inter_link=text)).cluster.groups[0].nics
+    assert nics is not None
+    assert nics.link.efficiency == load_link("omnipath").efficiency
 
 
 @pytest.mark.parametrize(
@@ -455,7 +485,7 @@ def test_spearman_shares_ranks():
 
 def test_every_shipped_row_can_be_read_or_says_why():
     rows = shipped_tables()
-    assert len(rows) == 1156
+    assert len(rows) == 1208
     reasons = set()
     for one in rows:
         try:

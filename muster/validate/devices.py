@@ -18,6 +18,7 @@ _RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb
 _BY_RATE = {
     "infiniband": {100: "ib-edr", 200: "ib-hdr", 400: "ib-ndr", 800: "ib-xdr"},
     "roce": {100: "roce-100g", 200: "roce-200g", 400: "roce-400g"},
+    "omni-path": {100: "omnipath"},
     "ethernet": {10: "eth-10g", 25: "eth-25g", 100: "eth-100g", 400: "eth-400g"},
 }
 
@@ -108,6 +109,8 @@ def _network(text: str, gbit_per_s: float, usual: Nics | None) -> LinkSpec:
     kind = "infiniband"
     if "roce" in text or "rdma" in text:
         kind = "roce"
+    elif re.search(r"omni|\bopa\b", text):
+        kind = "omni-path"
     elif re.search(r"eth|efa|slingshot|tcp", text):
         kind = "ethernet"
     elif not re.search(r"\bib\b|infiniband|hdr|ndr|edr|xdr|cx-?\d", text) and usual and usual.link.kind in _BY_RATE:

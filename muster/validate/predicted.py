@@ -15,7 +15,7 @@ from muster.spec.workload import Workload
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
 from muster.validate.reading import UnreadableError
 from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.sources import Source, source_of, with_facts
+from muster.validate.sources import Source, source_of_row, with_facts
 from muster.validate.table import Row
 
 NEAR = 0.05
@@ -58,7 +58,7 @@ class Result:
         """Whether it counts as a row: a step time, a throughput, or FLOP/s that a shipped formula turns into one."""
         metric = self.row.metric
         if metric in FLOP_METRICS:
-            return source_of(self.row.source).formula is not None
+            return source_of_row(self.row).formula is not None
         return metric in TIME_METRICS or metric not in (*OTHER_METRICS, *UNTIMED_METRICS)
 
     @property
@@ -119,7 +119,7 @@ def _result(row: Row, ask: Predictor, known: dict[str, Answer | str], left_out: 
             )
         setting = setting_of(row)
         if left_out:
-            setting = _uncalibrated(setting, source_of(row.source))
+            setting = _uncalibrated(setting, source_of_row(row))
         measured_s = _measured_s(row, setting) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
         answers = tuple(_remembered(setting, case, ask, known) for case in setting.cases)
     except UnreadableError as error:
@@ -179,7 +179,7 @@ def _measured_s(row: Row, setting: Setting) -> float:
     mfu_peak = device.flops_per_s("bf16") or 0.0
     if row.metric == "MFU_pct" and not mfu_peak:
         raise UnreadableError(f"the peak of {device.name} is unknown, of which {row.metric} is a part")
-    found_s = step_time_s(with_facts(row), setting.model, setting.workload, source_of(row.source).formula, mfu_peak)
+    found_s = step_time_s(with_facts(row), setting.model, setting.workload, source_of_row(row).formula, mfu_peak)
     if not peaks:
         return found_s
     mfu = least_flops(setting.model, setting.workload) / (found_s * max(peaks.values()) * setting.cluster.num_devices)

@@ -22,7 +22,7 @@ from muster.spec.workload import Workload
 from muster.validate.devices import cluster_of
 from muster.validate.reading import UnreadableError
 from muster.validate.shape import model_of
-from muster.validate.sources import Source, source_of, with_facts
+from muster.validate.sources import Source, source_of_row, with_facts
 from muster.validate.table import Row
 from muster.validate.words import (
     Pipeline,
@@ -68,7 +68,7 @@ class Setting:
 
 def setting_of(row: Row) -> Setting:
     """A row as values. Raises UnreadableError, one sentence, where it can't be had."""
-    source, row = source_of(row.source), with_facts(row)
+    source, row = source_of_row(row), with_facts(row)
     model = model_of(row)
     if source.tied is not None:
         model = model.model_copy(update={"tied_embeddings": source.tied})

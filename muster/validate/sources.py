@@ -19,6 +19,8 @@ class Source(Frozen):
     """Facts, usual choices and the software of one source; the file's first lines say what each key means."""
 
     match: str = ""
+    also: str = ""
+    """Words that tell it in a row of another source: in `source`, `url_or_repo` or `software`."""
     title: str = ""
     facts: dict[str, str] = {}
     usual: dict[str, str] = {}
@@ -57,8 +59,22 @@ def source_of(name: str) -> Source:
     return next((source for source in sources() if re.match(source.match, name)), Source())
 
 
+def source_of_row(row: Row) -> Source:
+    """The entry that serves a row: that of its `source`, else the first whose program or publication it names."""
+    return _source_of(row.source, row.url_or_repo, row.software)
+
+
+@cache
+def _source_of(name: str, *words: str) -> Source:
+    found, text = source_of(name), " ".join((name, *words))
+    if found.match:
+        return found
+    named = (source for source in sources() if source.also and re.search(source.also, text, re.IGNORECASE))
+    return next(named, found)
+
+
 def with_facts(row: Row) -> Row:
     """The row with the columns filled that its source states elsewhere."""
-    source = source_of(row.source)
+    source = source_of_row(row)
     empty = {column: text for column, text in source.facts.items() if getattr(row, column) in ("", None)}
     return replace(row, **{column: int(text) if column in NUMBERS else text for column, text in empty.items()})

@@ -22,7 +22,7 @@ from muster.validate.score import (
     outcome_of,
     worst,
 )
-from muster.validate.sources import source_of
+from muster.validate.sources import source_of_row
 from muster.validate.sweeps import FEWEST_LAYOUTS, LEAST_LAYOUTS, Sweep, sweeps_of
 from muster.validate.table import Row, parse_table, read_table
 from muster.validate.tilts import Tilt, tilts_of
@@ -91,7 +91,7 @@ def validate(path: Path | None = None, predictor: Predictor | None = None) -> Su
     Raises ConfigError where the table can't be read.
     """
     rows = shipped_tables() if path is None else read_table(path)
-    used = [row for row in rows if source_of(row.source).without]
+    used = [row for row in rows if source_of_row(row).without]
     return summarize(results_of(rows, predictor), results_of(used, predictor, left_out=True))
 
 
