@@ -4,17 +4,26 @@ from math import inf
 
 import pytest
 
-from muster.api.verbs import asked_for, plan, predict
+from muster.api.verbs import plan, predict
 from muster.planner.explain import families
 from muster.planner.judge import Judge
 from muster.planner.neighbours import Neighbour, changed_plans, neighbours
+from muster.planner.request import Request
 from muster.planner.search import _Run
 from muster.planner.unequal import Arranged
+from muster.spec.load_cluster import load_cluster
+from muster.spec.named_model import load_model
+from muster.spec.workload import Workload
 
 
 def _why(model: str, cluster: str, **asked) -> tuple[Arranged, dict[str, Neighbour]]:
     arranged = plan(model, cluster, **asked).answer.arranged
     return arranged, {one.change: one for one in neighbours(arranged.found.best[0], arranged.judge)}
+
+
+def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -> Request:
+    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    return Request(load_model(model), load_cluster(cluster), workload, fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,7 @@ def test_changes_that_there_is_no_time_for_are_named():
 
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
-    request = asked_for("qwen2.5-7b", "8xa100-40", 4096, 128, None, "time", None, "cp1", None, False).request
+    request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
     run = _Run(request, judge := Judge(request), 5, inf)
     run.fill(inf)
     run.dive(0.0)
@@ -102,7 +111,7 @@ def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
 
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
-    request = asked_for("tiny", "4xh100", 256, 16, None, "time", None, "", None, False).request
+    request = _request("tiny", "4xh100", 256, 16)
     run = _Run(request, Judge(request), 5, inf)
     run.fill(inf)
     run.dive(0.0)
