@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from muster.data.dataset import Batch, Dataset, Packing, Samples
 from muster.data.prepare import Preparation, open_or_prepare
+from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.model.decoder import Decoder
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import _Recipe
 from muster.optim.lr import learning_rate
-from muster.parallel import tensor
+from muster.parallel import op_profile, tensor
 from muster.parallel.axis import TensorAxis
 from muster.parallel.deferred import WeightWork
 from muster.parallel.offload import Offload
@@ -106,22 +107,21 @@ def small_run(
 
 
 def open_data(config: RunConfig, cache: str) -> Dataset:
-    """Once for all cases, since it looks at every file of the source."""
-    return _open_data(config.model_dump_json(), cache)
+    source, packing = config.data.source, config.data.packing
+    store = _open_store("short" if packing == "none" else source, config.data.max_bytes, cache)
+    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out, packing)
 
 
 @lru_cache
-def _open_data(config_json: str, cache: str) -> Dataset:
-    config = RunConfig.model_validate_json(config_json)
-    source, packing = config.data.source, config.data.packing
-    if packing == "none":
+def _open_store(source: str, max_bytes: int | None, cache: str) -> TokenStore:
+    """Once for all cases, since it looks at every file of the source; `short`: rows of a few letters."""
+    if source == "short":
         source = f"{cache}/short.jsonl"
         draft = Path(f"{source}.{os.getpid()}")
         draft.write_text(short_documents())
         with suppress(FileExistsError):  # another rank was the first
             os.link(draft, source)
-    store = open_or_prepare(Preparation(source, ByteTokenizer(), config.data.max_bytes), Path(cache))
-    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out, packing)
+    return open_or_prepare(Preparation(source, ByteTokenizer(), max_bytes), Path(cache))
 
 
 def short_documents() -> str:
@@ -273,7 +273,8 @@ def run_case(
     noise = patch("muster.parallel.stage.initial_value", start_value)
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault](), noise:
         trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
-        found = trainer.profile() if profile else None
+        with patch.multiple(op_profile, REPEATS=2, PASS_REPEATS=1):  # as often as all of it is done once
+            found = trainer.profile() if profile else None
         if found and (order := measured_order(config, full_plan, world, found)):
             trainer.take_order(order)
         memory = _memory(trainer, found) if found else {}

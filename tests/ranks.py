@@ -66,12 +66,12 @@ def started(
     """Ranks at work, who write to `folder`. What is left of them at the end of the context is killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "payload.json").write_text(json.dumps(payload))
-    nursery = _nursery()
-    nursery.start(_Job(str(folder), num_ranks, store.port, target, timeout_s, dict(os.environ), os.getcwd()))
+    ranks = nursery()
+    ranks.start(_Job(str(folder), num_ranks, store.port, target, timeout_s, dict(os.environ), os.getcwd()))
     try:
-        yield nursery
+        yield ranks
     finally:
-        nursery.finish()
+        ranks.finish()
 
 
 class _Job(NamedTuple):
@@ -114,6 +114,11 @@ class _Nursery:
         """Whether the ranks end within so many seconds from now."""
         return bool(select.select([self._answers], [], [], seconds)[0])
 
+    def serve_commands(self, place: str) -> None:
+        """Returns once the socket `place` takes commands, until this process ends: see forks.py."""
+        self._asks.write(json.dumps(place).encode() + b"\n")
+        self._answer()
+
     def finish(self) -> None:
         """Afterwards nothing of the launch is left running; `exit_code` says how it ended."""
         with contextlib.suppress(ProcessLookupError):
@@ -130,7 +135,7 @@ class _Nursery:
         self._process.wait()
 
 
-_nursery = functools.cache(_Nursery)
+nursery = functools.cache(_Nursery)
 
 
 def _tail(folder: Path, rank: int) -> str:
@@ -158,12 +163,25 @@ def _serve() -> None:
     importlib.import_module("torch._dynamo")
     importlib.import_module("muster.train.loop")
     for line in sys.stdin:
-        job = _Job(*json.loads(line))
+        asked = json.loads(line)
+        if isinstance(asked, str):
+            _serve_commands(asked)
+            continue
+        job = _Job(*asked)
         parent = _fork(Path(job.folder) / "parent.txt", partial(_raise_ranks, job))
         with contextlib.suppress(OSError):  # it may have done it, or be gone
             os.setpgid(parent, parent)
         print(parent, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]), flush=True)
+
+
+def _serve_commands(place: str) -> None:
+    listening, ready = os.pipe()
+    _fork(Path(os.devnull), partial(importlib.import_module("tests.forks").serve, place, ready))
+    os.close(ready)
+    os.read(listening, 1)
+    os.close(listening)
+    print(0, flush=True)
 
 
 def _raise_ranks(job: _Job) -> int:

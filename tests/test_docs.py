@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from muster.cli.main import VERBS
 from muster.schedule.action import KINDS
 from muster.spec.errors import ConfigError
 from muster.spec.plan_name import parse_plan_name
+from tests.forks import interpreter_words, words_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,23 +89,26 @@ def commands_of(block: str) -> Iterator[Command]:
 # Running
 
 
-def check_page(text: str, folder: Path) -> None:
-    """Runs a page's commands in `folder`. Raises AssertionError where it isn't as the page says."""
+def check_page(text: str, folder: Path, muster: list[str] | None = None) -> None:
+    """Runs a page's commands in `folder`, `muster` by the words `muster`: None, without an interpreter of their own.
+
+    Raises AssertionError where it isn't as the page says.
+    """
     for part in parts_of(text):
         if isinstance(part, File):
             (folder / part.name).write_text(part.text)
             continue
         tool = part.words[0]
         if tool == "muster" or tool in SHELL_TOOLS:
-            run(part, folder)
+            run(part, folder, muster)
         else:
             assert tool in CHECKS, f"`{part.text}`: this test knows nothing of {tool}"
             CHECKS[tool](part, folder)
 
 
-def run(command: Command, folder: Path) -> None:
+def run(command: Command, folder: Path, muster: list[str] | None = None) -> None:
     # With the interpreter of the tests, whatever `muster` may be on the path.
-    function = f'muster() {{ {shlex.quote(sys.executable)} -m muster "$@"; }}\n'
+    function = f'muster() {{ {shlex.join(muster or words_of())} "$@"; }}\n'
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(
         ["bash", "-c", function + command.text],
@@ -192,7 +195,14 @@ CHECKS = {
 
 @pages
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    check_page(page.read_text(), tmp_path)
+    """The page that a newcomer follows as he runs it, the others without starting an interpreter for each process."""
+    check_page(page.read_text(), tmp_path, interpreter_words() if page.name == "first-run.md" else None)
+
+
+@pytest.mark.soak
+@pages
+def test_the_commands_of_a_page_print_what_it_shows_as_a_person_runs_them(page: Path, tmp_path: Path) -> None:
+    check_page(page.read_text(), tmp_path, interpreter_words())
 
 
 @pytest.mark.parametrize(

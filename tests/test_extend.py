@@ -35,6 +35,7 @@ from muster.spec.run import RunConfig
 from muster.spec.schedules import SCHEDULES
 from muster.spec.workload import Workload
 from muster.train.drift import differences, refuse_drift
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -70,9 +71,8 @@ def test_no_example_is_longer_than_40_lines():
 
 def test_the_python_example_trains_with_every_part_and_goes_on_under_another_plan(tmp_path):
     """Two ranks, then one, with a model, a schedule, an optimizer, a data set, a loss and a step of its own."""
-    command = [sys.executable, str(EXAMPLES / "python_api.py"), str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = forks.run(tmp_path / "run", program=EXAMPLES / "python_api.py", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "True True [1, 2, 3, 4] report.html"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

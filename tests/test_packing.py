@@ -29,6 +29,7 @@ from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from tests import forks
 from tests.train_runs import AT_ONCE, Command, rows_of, sample_hash, train
 
 TOKENIZER = ByteTokenizer()
@@ -328,11 +329,10 @@ def run_file(
     return folder / "run.yaml"
 
 
-def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path, capsys):
+def test_a_packed_mixture_trains_alike_under_every_plan(stores, tmp_path):
     plans = ["tp2-sp-pp2-rfull-mb2"]
-    code = main(["verify", str(run_file(tmp_path, stores)), "--against", *plans, "--steps", "1"])
-    said = capsys.readouterr()
-    assert code == 0, said.out + said.err
+    done = forks.run("verify", run_file(tmp_path, stores), "--against", *plans, "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsys):

@@ -33,6 +33,7 @@ from muster.train.verify.rank import WatchedTrainer
 from muster.train.verify.reference import Reference
 from muster.train.verify.run import TOLERANCES, for_comparison
 from muster.train.verify.sketch import Sketches
+from tests import forks
 from tests.parity import small_run
 from tests.ranks import ROOT, run_ranks
 
@@ -160,14 +161,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path) -> None:
     strict = ["--tolerance", "1e-30", "--precision", "fp64", "--steps", "1", "--json"]
     plans = ["--parallel.micro_batch_size", "12", "--against", "pp2-sauto", "dp1"]
-    assert main(["verify", "--preset", "tiny", *plans, *strict]) == 1
-    out, err = capfd.readouterr()
-    found = json.loads(out)
+    done = forks.run("verify", "--preset", "tiny", *plans, *strict)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
     assert [plan["plan"].partition("+")[0] for plan in found["plans"]] == ["dp1-mb12-fp64", "pp2-mb12-sauto-fp64"]
-    assert "running plan 2 of 2: pp2-mb12-sauto-fp64+" in err
+    assert "running plan 2 of 2: pp2-mb12-sauto-fp64+" in done.stderr
     for plan in found["plans"]:
         assert len(plan["losses"]) == len(plan["reference_losses"]) == 1
         assert max(plan["gradients"].values()) < 1e-12

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.forks import interpreter_words, words_of
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600.0
 """How long a command may take at most, on a slow machine with much else to do."""
@@ -38,6 +40,7 @@ class Command:
     """A running `muster train`, under Muster's own launcher or as `torchrun` processes of torchrun.
 
     It makes no row of metrics after those of the steps `hold_after` until it may `go_on`, or is asked to stop.
+    `forked`, it starts sooner (see forks.py), but can't be held up or stopped, and has no `ranks`.
     """
 
     def __init__(
@@ -49,11 +52,12 @@ class Command:
         cwd: Path | None = None,
         verb: str = "train",
         hold_after: Sequence[int] = (),
+        forked: bool = False,
     ) -> None:
         # Without `--`, torchrun would take --run for its own --run-path.
-        elastic = ("-m", "torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(torchrun))
-        elastic += ("-m", "--")
-        python = [sys.executable, *(elastic if torchrun else ("-m",)), "muster", verb]
+        elastic = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+        elastic += ["--nproc-per-node", str(torchrun), "-m", "--", "muster"]
+        python = elastic if torchrun else words_of() if forked else interpreter_words()
         run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else None
         self._run, self._old_rows = run, rows_of(run) if run else []
         self._started = time.monotonic()
@@ -61,7 +65,7 @@ class Command:
         held = {"HELD_AFTER": " ".join(map(str, hold_after)), "HELD_IN": self._words.name} if hold_after else {}
         path = f"{ROOT}/tests/held{os.pathsep}{ROOT}" if hold_after else str(ROOT)
         self.process = subprocess.Popen(
-            [*before, *python, *map(str, arguments)],
+            [*before, *python, verb, *map(str, arguments)],
             cwd=cwd or ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **held, **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -146,7 +150,7 @@ def free_port() -> int:
 
 def train(*arguments: str | Path, torchrun: int = 0, env: dict[str, str] | None = None) -> Ended:
     """Runs one command to its end."""
-    with Command(*arguments, torchrun=torchrun, env=env) as command:
+    with Command(*arguments, torchrun=torchrun, env=env, forked=not torchrun) as command:
         return command.wait()
 
 
@@ -206,7 +210,8 @@ def whole_run(folder: Path) -> tuple[Path, Ended]:
     with open(shared / "whole.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():
-            ended = train("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE)
+            with Command("--preset", "tiny", "--run", run, "--train.save_every", "5", *AT_ONCE) as command:
+                ended = command.wait()
             assert ended.code == 0, ended.err
             said.write_text(json.dumps(asdict(ended)))
     return run, Ended(**json.loads(said.read_text()))
