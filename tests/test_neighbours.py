@@ -5,12 +5,13 @@ from math import inf
 import pytest
 
 from muster.api.verbs import plan, predict
+from muster.planner.answer import _step_ahead
 from muster.planner.explain import families
 from muster.planner.judge import Judge
 from muster.planner.neighbours import Neighbour, changed_plans, neighbours
 from muster.planner.request import Request
 from muster.planner.search import _Run
-from muster.planner.unequal import Arranged
+from muster.planner.unequal import Arranged, arrange
 from muster.spec.load_cluster import load_cluster
 from muster.spec.named_model import load_model
 from muster.spec.workload import Workload
@@ -129,3 +130,15 @@ def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
     assert any("better than the first" in one.sentence for one in said)
     fast = families(found.request, found.arranged.found.best[0])
     assert sum(one.sentence.endswith("is the best of all") for one in fast) == 1
+
+
+def test_a_stopped_search_takes_the_better_plans_beside_its_first():
+    request = _request("tiny", "4xh100", 256, 16)
+    arranged = arrange(request, 2, 1e-6)
+    first = arranged.found.best[0]
+    assert not arranged.found.proven
+    _step_ahead(arranged, 2)
+    best = arranged.found.best
+    assert len(best) == 2
+    assert len({one.plan for one in best}) == 2
+    assert best[0].value < first.value
