@@ -15,7 +15,9 @@ import pytest
 
 from muster.spec.errors import ConfigError, MusterError
 from muster.train.errors import STOPPED, describe, guard, read_error
+from muster.train.job import _look, _Rank
 from muster.train.launch import launch, open_store
+from muster.train.watch import Watched, state_of
 from tests.ranks import run_ranks
 from tests.train_runs import LIMIT_S
 
@@ -255,6 +257,36 @@ def test_a_killed_rank_ends_all_who_would_wait_for_it(tmp_path: Path, capfd: pyt
     assert code == 1
     assert exit_of(run)["reason"] == f"rank 2 on {HOST} was killed by signal 9 (SIGKILL)"
     assert capfd.readouterr().err.splitlines()[-1] == f"error: rank 2 on {HOST} was killed by signal 9 (SIGKILL)"
+
+
+DYING = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+input()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_that_still_dies_is_not_seen_alive() -> None:
+    """Its main thread has ended, as when it is killed, and another has not yet."""
+    process, watched = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE), Watched(0)
+    assert process.stdin is not None
+    rank = _Rank(0, process, watched, seen_alive=0.0)
+    try:
+        _look(rank)
+        assert rank.seen_alive > 0
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        while (state := state_of(process.pid)) != "Z":
+            assert state != "X"
+            time.sleep(0.001)
+        rank.seen_alive = 0.0
+        _look(rank)
+        assert (rank.seen_alive, rank.code) == (0.0, None)
+    finally:
+        process.kill()
+        process.wait()
+        watched.page.close()
 
 
 def test_children_of_ranks_end_with_them(script: Path, tmp_path: Path) -> None:

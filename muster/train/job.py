@@ -17,6 +17,8 @@ from muster.train.outcome import Outcome, RankEnd, conclude, end_of
 from muster.train.watch import LOOK_S, Watched, hangs
 
 POLL_S = 0.05
+_EXITING = 0x4
+"""Linux's mark, among a thread's flags, of one that exits."""
 _REAP_LIMIT_S = 10.0
 """How long a killed process may take to disappear; only one that hangs in the kernel needs more."""
 
@@ -164,11 +166,21 @@ def _look(rank: _Rank) -> None:
     """Sees whether the process has ended; if so, kills what is left of its group and then lets its number go."""
     pid, now = rank.process.pid, time.time()
     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        rank.seen_alive = now
+        if not _is_dying(pid):
+            rank.seen_alive = now
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     rank.code = rank.process.wait()
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether its main thread has begun to exit. Until the last thread has, it can't be waited for; but its connections
+    may be closed by then, so that others feel that it is gone."""
+    try:
+        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _EXITING)
+    except OSError:
+        return True
 
 
 def _code(rank: _Rank) -> int:
