@@ -127,6 +127,30 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
     assert found.gap == 0
 
 
+def test_what_is_tried_before_the_search_counts_as_searched() -> None:
+    """On unequal nodes, in a search that ends at once."""
+    request = Request(SMALL, load_cluster("2xh100+2xa100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 2})
+    found = search(request, 1, 0.0)
+    assert found.seen["drafts"] >= found.seen["simulated"] > 0
+
+
+def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
+    request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1})
+    least = search(replace(request, objective="memory"), 1).best[0].peak_bytes
+    device = request.cluster.device.model_copy(update={"memory_bytes": int(least / 0.95)})
+    groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
+    tight = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}))
+    both, alone = search(tight, 1), []
+    for room in (HEAD_ROOM, 0.0):
+        judge = Judge(tight)
+        judge.room.head_room = room
+        alone.append(planner_search._search(tight, judge, 1, (), inf, inf))
+    assert not alone[0].best
+    assert both.seen["simulated"] == sum(one.seen["simulated"] for one in alone)
+    assert both.seen["drafts"] == sum(one.seen["drafts"] for one in alone)
+    assert both.seen["shapes"] == alone[1].seen["shapes"]
+
+
 def test_plans_without_time_to_offload_are_passed_over() -> None:
     plain = Plan(pp=2, default_strategy=Strategy(offload="activations"))
     with pytest.raises(InfeasibleError, match="nothing to move"):

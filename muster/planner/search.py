@@ -135,8 +135,16 @@ def search(
     if not found.best and judge.room.head_room and ceiling == inf:
         judge.room.head_room, first = 0.0, found
         found = _search(request, judge, top, seeds, max(limit_s - found.seconds, limit_s / 2), ceiling)
-        found.cut = not first.proven
+        found.cut, found.seconds = not first.proven, first.seconds + found.seconds
+        found.seen = all_seen(found, [first, found])
     return found
+
+
+def all_seen(last: Found, found: Sequence[Found]) -> Counter[str]:
+    """What several searches looked at in all, of shapes what the `last` one did: they are the same in each."""
+    seen = sum((one.seen for one in found), Counter[str]())
+    seen["shapes"] = last.seen["shapes"]
+    return seen
 
 
 def first_look(request: Request, judge: Judge, top: int, limit_s: float, seeds: Sequence[Plan], likely: bool) -> Found:
@@ -202,6 +210,8 @@ class _Run:
         """Shapes of which no order is on the heap yet, once `fill` began, and their numbers."""
         self.known: set[Plan] = set()
         """Those that were simulated."""
+        self.early: set[Plan] = set()
+        """Those that were looked at before their order was opened."""
 
     def fill(self, end_s: float) -> None:
         """Puts the orders of all shapes on the heap; after `end_s` only those of the shapes that were looked at."""
@@ -233,8 +243,13 @@ class _Run:
 
     def _try(self, bound: float, plan: Plan) -> None:
         self.seen["plans"] += 1
+        self._note_early([plan])
         for fitting in [] if self._beaten(bound) else self._fitting(plan):
             self._simulate(fitting)
+
+    def _note_early(self, plans: Sequence[Plan]) -> None:
+        self.seen["drafts"] += len({*plans} - self.early)
+        self.early.update(plans)
 
     def dive(self, end_s: float) -> None:
         """Simulates some of what people would try first, so that bounds have a time to be cut against: the smallest
@@ -306,7 +321,8 @@ class _Run:
             likely[own] = min(likely.get(own, (inf, order)), (bound, order), key=itemgetter(0))
         tried: list[list[tuple[float, int, Plan]]] = []
         for _, order in likely.values():
-            fit = plans(self.request, order, partial(self.judge.room.may_fit, order.shape, order=order))
+            fit = list(plans(self.request, order, partial(self.judge.room.may_fit, order.shape, order=order)))
+            self._note_early(fit)
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:most]:
@@ -359,7 +375,7 @@ class _Run:
             self._push("opened", max(bound, self.judge.unsharded_bound(node)), Opened(node))
         elif isinstance(node, Opened):
             for draft in plans(self.request, node.order, partial(self._is_wanted, node.order)):
-                self.seen["drafts"] += 1
+                self.seen["drafts"] += draft not in self.early
                 plan = placed(self.judge, draft, node.order)
                 if plan is not None:
                     self._push("plans", max(bound, self.judge.bound(plan)), plan)

@@ -1,6 +1,5 @@
 """The best plan for a cluster whose nodes or links differ, and what the naive layout would have cost."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -10,7 +9,7 @@ from muster.planner.judge import Judge
 from muster.planner.lean import leanest
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
-from muster.planner.search import Found, first_look, search
+from muster.planner.search import Found, all_seen, first_look, search
 from muster.planner.verdict import Verdict
 from muster.spec.plan import AXES
 
@@ -77,8 +76,7 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     for _, look in looks[1:]:
         if perf_counter() - begin_s < limit_s:
             best = better(_searched(look, top, left_s(), best))
-    seen = sum((one.seen for one in tried), Counter[str]())
-    seen["shapes"] = best.found.seen["shapes"]
+    seen = all_seen(best.found, tried)
     found = replace(leanest(best.found, best.judge), seen=seen, seconds=perf_counter() - begin_s)
     return replace(best, found=found, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
 
