@@ -248,7 +248,7 @@ class _Run:
             self._simulate(fitting)
 
     def _note_early(self, plans: Sequence[Plan]) -> None:
-        self.seen["drafts"] += len({*plans} - self.early)
+        self.seen["drafts"] += len(set(plans) - self.early)
         self.early.update(plans)
 
     def dive(self, end_s: float) -> None:
