@@ -14,17 +14,20 @@ settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.register_profile("drawn", deadline=None)
 
 LONGEST = (
-    "test_docs.py",
     "test_parity.py",
     "test_train.py",
-    "test_train_faults.py",
+    "test_docs.py",
+    "test_nodes.py",
     "test_verify.py",
-    "test_auto.py",
-    "test_precision.py",
     "test_planner.py",
-    "test_generate.py",
-    "test_order.py",
-    "test_post_validation.py",
+    "test_trade_offs.py",
+    "test_traffic.py",
+    "test_train_faults.py",
+    "test_memory_copies.py",
+    "test_packing.py",
+    "test_resume.py",
+    "test_auto.py",
+    "test_hang.py",
     "test_launch.py",
 )
 """The files that take longest come first: one that a test process begins last would keep the others waiting."""
