@@ -10,7 +10,7 @@ import pytest
 from muster.schedule.resolve import resolved
 from muster.spec.plan_name import parse_plan_name
 from tests.parity import small_run
-from tests.plans import unequal
+from tests.plans import timed_order, unequal
 from tests.ranks import run_ranks
 
 CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "chunked"}}
@@ -88,6 +88,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-vocab", "tied": True, "packing": "none"},
         {"plan": "tp2-sp-mb2", "family": "gpt2", "packing": "none"},
         {"plan": "dp2-z1-share3.1", "packing": "none"},
+        {"plan": "pp2v2-sauto-keep3", "changes": timed_order(2, 2, 8), "tied": True, "profile": True},
     ],
     4: [
         {"plan": "pp4"},
@@ -95,6 +96,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp4-sauto-rfull", "profile": True},
         {"plan": "dp2-pp2v2-sauto-keep1.5-z1", "tied": True, "profile": True},
         {"plan": "dp2-pp2-z2-sauto-vocab"},
+        {"plan": "dp2-pp2v3-z1-sauto-keep3", "layers": 6, "changes": timed_order(2, 3, 4), "tied": True},
         {"plan": "pp4-sexact"},
         {"plan": "pp4-vocab", "z_loss": 0.1, "profile": True},
         {"plan": "pp4-szbh1-vocab-rfull", "tied": True},

@@ -186,11 +186,19 @@ def _time_passes(stage: DecoderStage, clock: _Clock, backwards: list[str]) -> in
 
 
 def _measure_hop(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], Route]) -> float:
-    """Seconds from a send's start until its receiver has the activation: half a round trip between the first two."""
+    """Seconds from a send's start until its receiver has the activation: half a round trip between the first two stages
+    that follow each other on two ranks."""
+    plan, own = world.plan, world.at.pp
     world.barrier()
-    if world.plan.pp == 1 or world.at.pp > 1:
+    if plan.pp == 1:
         return 0.0
-    route, buffer = routes[world.at.pp, 1 - world.at.pp], stages[world.at.pp].receive_buffer(0).zero_()
+    first = next(stage for stage in range(plan.num_stages) if plan.pp_rank(stage) != plan.pp_rank(stage + 1))
+    ends = [plan.pp_rank(first), plan.pp_rank(first + 1)]
+    if own not in ends:
+        return 0.0
+    begins = own == ends[0]
+    stage, other = (first, first + 1) if begins else (first + 1, first)
+    route, buffer = routes[stage, other], stages[stage].receive_buffer(0).zero_()
 
     def send() -> None:
         for work, _ in route.send(buffer):
@@ -199,10 +207,10 @@ def _measure_hop(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
     times = []
     for _ in range(6):
         start_s = perf_counter()
-        if world.at.pp == 0:
+        if begins:
             send()
         route.receive(buffer).wait()
-        if world.at.pp == 1:
+        if not begins:
             send()
         times.append((perf_counter() - start_s) / 2)
     return median(times[1:])

@@ -102,8 +102,9 @@ class StageSpec(Frozen):
 class Order(Frozen):
     """A schedule that was searched for, kept with the plan that it was found for."""
 
-    times: Literal["nominal", "measured"] = "nominal"
-    """What it was found for: the passes' shares of the model's products, or what a profile measured."""
+    times: Literal["nominal", "predicted", "measured"] = "nominal"
+    """What it was found for: the passes' shares of the model's products, what a planner predicted for them and for the
+    hops between stages, or what a profile measured."""
     micro_batches: PositiveInt
     """Of a step."""
     placement: tuple[int, ...]
