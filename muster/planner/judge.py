@@ -41,6 +41,8 @@ class Judge:
         self.shares = Shares(request, _whole_s)
         self._times: dict[Plan, OpTimes] = {}
         self._programs: dict[tuple, Program] = {}
+        self._ordered: tuple[tuple, Program] | None = None
+        """The last Program of a plan with an order of its own."""
         self._layers: dict[tuple[int, ...], LayerTimes] = {}
         self._least: dict[tuple[int, ...], float] = {}
         self._travel: dict[tuple, float] = {}
@@ -265,6 +267,10 @@ class Judge:
             strategy.sp,
             tuple(bool(plan.offloaded_layers(stage, layers)) for stage in range(plan.num_stages)),
         )
+        if plan.order is not None:  # which no two plans share
+            if self._ordered is None or self._ordered[0] != (key, plan.order):
+                self._ordered = (key, plan.order), program_of(plan, self.request.model, self.request.workload)
+            return self._ordered[1]
         if key not in self._programs:
             self._programs[key] = program_of(plan, self.request.model, self.request.workload)
         return self._programs[key]

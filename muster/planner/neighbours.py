@@ -104,7 +104,15 @@ def _all_changes(plan: Plan, request: Request) -> Iterator[Change]:
             stages = plan.stages if chunks == plan.vpp else ()
             yield Change(
                 f"schedule {schedule}",
-                plan.model_copy(update={"schedule": schedule, "vpp": chunks, "stages": stages, "order": None}),
+                plan.model_copy(
+                    update={
+                        "schedule": schedule,
+                        "vpp": chunks,
+                        "stages": stages,
+                        "order": None,
+                        "activation_limit": None,
+                    }
+                ),
             )
 
 

@@ -323,7 +323,7 @@ class Room:
         return self._orders[*key, *ends, offloads]
 
     def _schedule_key(self, plan: Plan) -> tuple:
-        return plan.schedule, plan.pp, plan.vpp, plan.num_micro_batches(self.request.workload)
+        return plan.schedule, plan.order, plan.pp, plan.vpp, plan.num_micro_batches(self.request.workload)
 
     def _schedule(self, plan: Plan) -> Schedule:
         key = self._schedule_key(plan)

@@ -104,7 +104,12 @@ class Found:
     @property
     def proven(self) -> bool:
         """Whether nothing that was not simulated can be better than the best."""
-        return not self.cut and self._is_settled
+        return not self.cut and self._is_settled and not self.timed
+
+    @property
+    def timed(self) -> bool:
+        """Whether the best has an order of passes for its own times: those that may be are not bounded."""
+        return bool(self.best) and self.best[0].plan.order is not None
 
     @property
     def _is_settled(self) -> bool:

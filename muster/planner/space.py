@@ -93,7 +93,7 @@ def shapes(request: Request) -> Iterator[Shape]:
                 if rest:
                     continue
                 for ep in _expert_degrees(request, data * cp * tp):
-                    for size in _micro_batch_sizes(request, share):
+                    for size in micro_batch_sizes(request, share):
                         shape = Shape(data, tp, pp, cp, ep, size)
                         if share // size * pp > MOST_MICRO_BATCHES:
                             continue
@@ -125,7 +125,7 @@ def cuts_heads(model: ModelSpec, tp: int) -> bool:
     return model.num_heads % tp == 0 and max(tp, kv_heads) % min(tp, kv_heads) == 0
 
 
-def _micro_batch_sizes(request: Request, share: int) -> list[int]:
+def micro_batch_sizes(request: Request, share: int) -> list[int]:
     """Of a rank's `share` of the batch: powers of two, and 3, or what is asked for."""
     asked = request.fixed.get("micro_batch_size")
     return [size for size in divisors(share) if size == asked or size == 3 or size & (size - 1) == 0]

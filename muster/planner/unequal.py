@@ -10,6 +10,7 @@ from muster.planner.lean import leanest
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
 from muster.planner.search import Found, all_seen, first_look, search
+from muster.planner.timed import timed
 from muster.planner.verdict import Verdict
 from muster.spec.plan import AXES
 
@@ -20,6 +21,12 @@ MOST_ORDERS = 8
 
 MOST_LOOKED_AT = 3
 """Of these, for how many it is asked what is likely to be good; with the others that is tried again."""
+
+TIMED_SHARE = 0.3
+"""Of the time, what is kept for orders of passes for the best plans' own times."""
+
+AGAIN_SHARE = 0.3
+"""Of that, what is kept for the same in the order of nodes that then is best."""
 
 MOST_LIKELY = 6
 """Plans that are tried again with each of these orders, and where a search begins."""
@@ -49,12 +56,12 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     if not is_unequal(request.cluster):
         judge = Judge(request)
         return Arranged(request, judge, leanest(search(request, top, limit_s, judge), judge))
-    begin_s = perf_counter()
-    naive, best = _as_listed(request, top, limit_s / 5)
+    begin_s, search_s = perf_counter(), (1 - TIMED_SHARE) * limit_s
+    naive, best = _as_listed(request, top, search_s / 5)
     tried = [naive]
 
     def left_s() -> float:
-        return max(limit_s - (perf_counter() - begin_s), limit_s / 10)
+        return max(search_s - (perf_counter() - begin_s), search_s / 10)
 
     def better(found: Arranged) -> Arranged:
         tried.append(found.found)
@@ -74,8 +81,9 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     if best.found.best and (changed := _annealed(request, best, top, left_s())) is not best:
         best = better(changed)
     for _, look in looks[1:]:
-        if perf_counter() - begin_s < limit_s:
+        if perf_counter() - begin_s < search_s:
             best = better(_searched(look, top, left_s(), best))
+    best = _timed(best, [look for _, look in looks], likely, top, limit_s - (perf_counter() - begin_s))
     seen = all_seen(best.found, tried)
     found = replace(leanest(best.found, best.judge), seen=seen, seconds=perf_counter() - begin_s)
     return replace(best, found=found, naive_step_s=naive.best[0].prediction.step_time_s if naive.best else None)
@@ -137,6 +145,25 @@ def _annealed(request: Request, best: Arranged, top: int, limit_s: float) -> Arr
     order, _ = annealed(best.order or (), step_s, ANNEALING_TRIES)
     left_s = limit_s - (perf_counter() - begin_s)
     return best if order == best.order else _searched(Look(request, order), top, left_s, best, best.found.best)
+
+
+def _timed(best: Arranged, looks: Sequence[Look], likely: Sequence[Verdict], top: int, limit_s: float) -> Arranged:
+    """With those of the best plans that are better with an order of passes for their own times, in the order of nodes
+    in which the first of these is fastest."""
+    begin_s, own = perf_counter(), best.found.best
+    found = timed([one.plan for one in (*own, *likely)], best.judge, limit_s * (1 - AGAIN_SHARE)) if own else []
+    if not found:
+        return best
+    first = min(found, key=lambda one: one.order)
+    best = replace(best, found=replace(best.found, best=sorted((*own, *found), key=lambda one: one.order)[:top]))
+    others = [(look.judge.verdict(first.plan), look) for look in looks if look.judge.room.fits(first.plan)]
+    verdict, look = min(others, key=lambda pair: pair[0].value, default=(first, None))
+    if look is None or verdict.value >= best.found.best[0].value:
+        return best
+    found = timed([verdict.plan], look.judge, limit_s - (perf_counter() - begin_s))
+    found += [look.judge.verdict(one.plan) for one in best.found.best if look.judge.room.fits(one.plan)]
+    ranked = sorted({one.plan: one for one in found}.values(), key=lambda one: one.order)[:top]
+    return Arranged(look.request, look.judge, replace(best.found, best=ranked), look.order)
 
 
 def _better(one: Arranged | None, other: Arranged) -> Arranged:

@@ -75,6 +75,8 @@ def _searched(found: Found) -> str:
     )
     if found.proven:
         return text + "no other can be better than the first"
+    if found.timed:
+        return text + "the order of passes was found for the first one's own times: another order may be better"
     if found.cut:
         return text + f"stopped there: another may leave {HEAD_ROOM:.0%} of the memory free"
     if found.gap >= 1:  # nothing is known of what memory the others need
