@@ -10,7 +10,7 @@ from muster.planner.explain import families
 from muster.planner.judge import Judge
 from muster.planner.neighbours import Neighbour, changed_plans, neighbours
 from muster.planner.request import Request
-from muster.planner.search import _Run
+from muster.planner.search import _Run, search
 from muster.planner.unequal import Arranged, arrange
 from muster.spec.load_cluster import load_cluster
 from muster.spec.named_model import load_model
@@ -60,7 +60,8 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
 
 def test_another_schedule_keeps_the_layers_where_they_suit_it():
     arranged, found = _why("llama3-8b", "7xh100", global_batch=112, fix="pp7-mb2", top=2, memory="71GiB")
-    first, second = arranged.found.best
+    first, second = search(arranged.request, 2).best
+    assert first.plan == arranged.found.best[0].plan
     assert first.plan.stages
     assert second.plan.stages
     assert second.plan.schedule != first.plan.schedule
@@ -101,7 +102,7 @@ def test_changes_that_there_is_no_time_for_are_named():
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
     request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
-    run = _Run(request, judge := Judge(request), 5, inf)
+    run = _Run(request, judge := Judge(request), 5, 5, inf)
     run.fill(inf)
     run.dive(0.0)
     first = run.best[0]
@@ -113,7 +114,7 @@ def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
     request = _request("tiny", "4xh100", 256, 16)
-    run = _Run(request, Judge(request), 5, inf)
+    run = _Run(request, Judge(request), 5, 5, inf)
     run.fill(inf)
     run.dive(0.0)
     run.best = run.best[-1:]

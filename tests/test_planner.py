@@ -9,6 +9,7 @@ from itertools import permutations, product, takewhile
 from math import inf
 from operator import add
 from random import Random
+from typing import Any
 
 import pytest
 import yaml
@@ -77,6 +78,9 @@ def assert_finds_the_best(request: Request, name: str) -> None:
     expected = sorted({verdict.order for verdict in everything(request, judge)})[:3]  # some ways lead to one plan
     found = search(request, 3)
     assert [verdict.order for verdict in found.best] == expected, name
+    quick = search(request, 3, exact=1)
+    assert [verdict.order for verdict in quick.best[:1]] == expected[:1], name
+    assert len(quick.best) == len(expected), name
     assert found.proven
 
 
@@ -112,7 +116,7 @@ def test_plans_leave_head_room_where_any_does() -> None:
 
 def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
-    real = planner_search._search
+    real: Any = planner_search._search
 
     def in_time(*arguments) -> planner_search.Found:
         """The first search finds nothing in its time, the second has all that it wants."""
@@ -144,7 +148,7 @@ def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
     for room in (HEAD_ROOM, 0.0):
         judge = Judge(tight)
         judge.room.head_room = room
-        alone.append(planner_search._search(tight, judge, 1, (), inf, inf))
+        alone.append(planner_search._search(tight, judge, (1, 1), (), inf, inf))
     assert not alone[0].best
     assert both.seen["simulated"] == sum(one.seen["simulated"] for one in alone)
     assert both.seen["drafts"] == sum(one.seen["drafts"] for one in alone)

@@ -49,8 +49,9 @@ CLIMB_AT, CLIMBED_AT = 0.5, 0.75
 """Of the time: when a search that isn't settled looks at likely plans and at what single changes make of the best, and
 until when."""
 
-MOST_KINDS = 100
-"""Of the shapes then, how many: room for each is looked for, which takes a few hundredths of a second."""
+MOST_KINDS, CLIMBED = 100, 5
+"""Of the shapes then, how many: room for each is looked for, which takes a few hundredths of a second. And how many of
+their plans are simulated."""
 
 ROUNDING = 1e-9
 """A bound that is above a time by no more may be one of the same length, added up in another order."""
@@ -128,18 +129,21 @@ def search(
     judge: Judge | None = None,
     ceiling: float = inf,
     seeds: Sequence[Plan] = (),
+    exact: int | None = None,
 ) -> Found:
     """The `top` best plans for a request; those above `ceiling` need not be found. `seeds` are simulated first.
 
-    A plan is only left out when its bound is above `top` simulated ones, or when it doesn't fit in memory; so the
-    answer is that of simulating them all. After `limit_s` the search stops with what it has: `gap` says what may be
-    missed. Where no plan is found that leaves the judge's head-room, that is given up, and the search begins again.
+    A plan is only left out when its bound is above simulated ones, or when it doesn't fit in memory; so the first
+    `exact` (all, if not said) are those of simulating them all, the others the next of those that were simulated. After
+    `limit_s` the search stops with what it has: `gap` says what may be missed. Where no plan is found that leaves the
+    judge's head-room, that is given up, and the search begins again.
     """
     judge = judge or Judge(request)
-    found = _search(request, judge, top, seeds, limit_s, ceiling)
+    found = _search(request, judge, (top, exact or top), seeds, limit_s, ceiling)
     if not found.best and judge.room.head_room and ceiling == inf:
         judge.room.head_room, first = 0.0, found
-        found = _search(request, judge, top, seeds, max(limit_s - found.seconds, limit_s / 2), ceiling)
+        left_s = max(limit_s - found.seconds, limit_s / 2)
+        found = _search(request, judge, (top, exact or top), seeds, left_s, ceiling)
         found.cut, found.seconds = not first.proven, first.seconds + found.seconds
         found.seen = all_seen(found, [first, found])
     return found
@@ -156,15 +160,18 @@ def first_look(request: Request, judge: Judge, top: int, limit_s: float, seeds: 
     """The best of `seeds`, and if wanted of what is `likely` to be good where nodes or links differ."""
     begin_s = perf_counter()
     with collector_paused():
-        run = _Run(request, judge, top, inf)
+        run = _Run(request, judge, top, top, inf)
         run.guess(seeds, likely, begin_s + limit_s)
     return Found(run.best, 0.0, run.closest[1], run.seen, perf_counter() - begin_s)
 
 
-def _search(request: Request, judge: Judge, top: int, seeds: Sequence[Plan], limit_s: float, ceiling: float) -> Found:
+def _search(
+    request: Request, judge: Judge, tops: tuple[int, int], seeds: Sequence[Plan], limit_s: float, ceiling: float
+) -> Found:
+    """Of the best plans, `tops` are how many are wanted, and how many of these exactly."""
     begin_s = perf_counter()
     with collector_paused():
-        run = _Run(request, judge, top, ceiling)
+        run = _Run(request, judge, *tops, ceiling)
         run.guess(seeds, not seeds and is_unequal(request.cluster), begin_s + limit_s / 4)
         run.fill(begin_s + max(limit_s, LEAST_FILL_S))
         now_s = perf_counter()
@@ -202,8 +209,10 @@ def _spread(rows: list[Row]) -> list[Row]:
 class _Run:
     """The state of a search: a heap of nodes by the least value that a plan under each may have."""
 
-    def __init__(self, request: Request, judge: Judge, top: int, ceiling: float) -> None:
-        self.request, self.judge, self.top, self.ceiling = request, judge, top, ceiling
+    def __init__(self, request: Request, judge: Judge, top: int, exact: int, ceiling: float) -> None:
+        self.request, self.judge, self.ceiling = request, judge, ceiling
+        self.top, self.exact = top, exact
+        """How many of the best plans are wanted, and how many of these exactly."""
         self.best: list[Verdict] = []
         self.closest: tuple[float, Plan | None] = (inf, None)
         self.seen: Counter[str] = Counter()
@@ -289,7 +298,7 @@ class _Run:
         self.heap = sorted(first.values())
         numbers = {number for _, number, _ in self.heap}
         others = [row for row in others if row[1] not in numbers]
-        while self.heap and len(self.best) < self.top and perf_counter() < end_s:
+        while self.heap and not self.best and perf_counter() < end_s:
             self.step()
         self.heap += others
         heapq.heapify(self.heap)
@@ -303,7 +312,7 @@ class _Run:
             for bound, order in rows
             if (-order.shape.tp, order.shape.cp, order.shape.micro_batch_size) == least
         ]
-        self._try_each(wide, lambda shape: shape.pp, DIVES, inf)
+        self._try_each(wide, lambda shape: shape.pp, DIVES, 1, inf)
 
     def _usual_orders(self) -> list[tuple[float, Order]]:
         """Of those on the heap that nothing was made of yet, the ones with layers evenly on stages and whole
@@ -315,10 +324,15 @@ class _Run:
         ]
 
     def _try_each(
-        self, rows: Iterable[tuple[float, Order]], kind: Callable[[Shape], Hashable], most: int, end_s: float
+        self,
+        rows: Iterable[tuple[float, Order]],
+        kind: Callable[[Shape], Hashable],
+        most: int,
+        simulated: int,
+        end_s: float,
     ) -> None:
-        """Simulates the best of what the likeliest orders of each kind of shape lead to: of `most` kinds, until
-        `end_s`."""
+        """Simulates the best of what the likeliest orders of each kind of shape lead to: so many `simulated` of `most`
+        kinds, until `end_s`."""
         likely: dict[Hashable, tuple[float, Order]] = {}
         for bound, order in rows:
             own = kind(order.shape)
@@ -331,21 +345,23 @@ class _Run:
             tried.append(sorted((self.judge.bound(plan), next(self.numbers), plan) for plan in fit)[:TRIES])
         ready: list[tuple[float, int, Ready]] = []
         for several in sorted(filter(None, tried))[:most]:
-            if perf_counter() > end_s or (len(ready) >= self.top and several[0][0] > max(sorted(ready)[: self.top])[0]):
+            if perf_counter() > end_s or (
+                len(ready) >= simulated and several[0][0] > max(sorted(ready)[:simulated])[0]
+            ):
                 break
             for fitting in next(filter(None, (self._fitting(plan) for _, _, plan in several)), ()):
                 ready.append((self.judge.bound(fitting), next(self.numbers), Ready(fitting)))
-        for bound, _, node in sorted(ready)[: self.top]:
+        for bound, _, node in sorted(ready)[:simulated]:
             if not self._beaten(bound):
                 self._simulate(node.plan)
 
     def is_settled(self) -> bool:
-        """Whether nothing that is left can be among the best."""
-        return not self.heap or self._beaten(self.heap[0][0])
+        """Whether nothing that is left can be among the first that are wanted exactly."""
+        return not self.heap or self._is_above(self.heap[0][0], self.exact)
 
     def walk(self, end_s: float) -> None:
-        """Goes through the heap until nothing that is left can be among the best, or it is `end_s`."""
-        while not self.is_settled() and perf_counter() < end_s:
+        """Goes through the heap until the search is settled and knows as many plans as are wanted, or it is `end_s`."""
+        while self.heap and not self._beaten(self.heap[0][0]) and perf_counter() < end_s:
             self.step()
 
     def climb(self, end_s: float) -> None:
@@ -356,6 +372,7 @@ class _Run:
             self._usual_orders(),
             lambda shape: (shape.tp, shape.pp, shape.cp, shape.micro_batch_size),
             MOST_KINDS,
+            CLIMBED,
             end_s,
         )
         begun: Plan | None = None
@@ -428,7 +445,7 @@ class _Run:
     def _is_hopeful(self, plan: Plan, bound: float) -> bool:
         """Whether a plan with this bound promises to be far better than the best so far."""
         hope = bound * max(HOPEFUL, self.loose.get(plan.schedule, 0.0))
-        return bound > 0 and bool(self.best) and hope < self.best[-1].value
+        return bound > 0 and bool(self.best) and hope < self.best[0].value
 
     def _weigh(self, plan: Plan, bound: float, found: list[Plan]) -> None:
         """What fits, of `plan`, is simulated when nothing else may be better, or at once where it is hopeful."""
@@ -457,6 +474,11 @@ class _Run:
             heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _beaten(self, bound: float) -> bool:
-        """Whether nothing with this bound can be among the best."""
-        worst = self.best[-1].value if len(self.best) == self.top else inf
-        return bound > min(worst, self.ceiling) * (1 + ROUNDING)
+        """Whether nothing with this bound is wanted: as many plans are known as are asked for, and it can't be among
+        the first that are wanted exactly."""
+        return self._is_above(bound, self.top)
+
+    def _is_above(self, bound: float, known: int) -> bool:
+        """The same, where so many plans have to be known."""
+        last = self.best[self.exact - 1].value if len(self.best) >= known else inf
+        return bound > min(last, self.ceiling) * (1 + ROUNDING)

@@ -55,7 +55,7 @@ def arrange(request: Request, top: int, limit_s: float = inf) -> Arranged:
     """
     if not is_unequal(request.cluster):
         judge = Judge(request)
-        return Arranged(request, judge, leanest(search(request, top, limit_s, judge), judge))
+        return Arranged(request, judge, leanest(search(request, top, limit_s, judge, exact=1), judge))
     begin_s, search_s = perf_counter(), (1 - TIMED_SHARE) * limit_s
     naive, best = _as_listed(request, top, search_s / 5)
     tried = [naive]
@@ -104,7 +104,7 @@ def _as_listed(request: Request, top: int, limit_s: float) -> tuple[Found, Arran
     equal = {"stages": (), "data_shares": (), "axis_order": AXES}
     asked = replace(request, fixed={**equal, **request.fixed})
     judge = Judge(asked)
-    found = search(asked, top, limit_s, judge)
+    found = search(asked, top, limit_s, judge, exact=1)
     return found, Arranged(asked, judge, found, tuple(range(request.cluster.num_nodes)))
 
 
@@ -127,7 +127,7 @@ def _searched(look: Look, top: int, limit_s: float, best: Arranged, likely: Sequ
     ceiling = inf
     if len(best.found.best) == top and best.judge.room.head_room == look.judge.room.head_room:
         ceiling = best.found.best[-1].value
-    found = search(look.request, top, limit_s, look.judge, ceiling, [one.plan for one in likely])
+    found = search(look.request, top, limit_s, look.judge, ceiling, [one.plan for one in likely], exact=1)
     return Arranged(look.request, look.judge, found, look.order)
 
 
