@@ -21,6 +21,7 @@ from muster.planner.search import everything, placed, search
 from muster.planner.shares import fairest
 from muster.planner.space import orders, plans, shapes
 from muster.planner.trips import _DELAYED, _UNDER_WAY, trips_bound_s
+from muster.planner.unequal import arrange
 from muster.schedule.registry import make_schedule
 from muster.schedule.setting import Setting
 from muster.simulate.predict import predict
@@ -28,6 +29,7 @@ from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.load_cluster import load_cluster, load_device
 from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
+from muster.spec.named_model import load_model
 from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES
@@ -289,3 +291,13 @@ def test_launch_files_give_nodes_the_ranks_that_the_plan_wants() -> None:
     assert "$(echo" not in launch_files("slurm", as_listed)["big.sbatch"]
     assert "in this order of those listed: 0 1 2 3." in launch_files("kubernetes", as_listed)["big.yaml"]
     assert '--node-rank "$2"' in launch_files("torchrun", job)["start.sh"]
+
+
+def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:
+    """Where time is short, what is tried first sends over the line no more than each stage's ends and gradients."""
+    model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
+    request = Request(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
+    found = arrange(request, 1, 0.0).found
+    line = next(tier.link for tier in cluster.tiers if tier.link is not None)
+    once_s = 256 * 4096 * model.hidden_size * 2 / line.bandwidth_bytes_per_s
+    assert found.best[0].prediction.step_time_s < 2 * once_s

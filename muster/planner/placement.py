@@ -38,12 +38,12 @@ def reordered(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
 
 
 def is_unequal(cluster: ClusterSpec) -> bool:
-    """Whether it matters which node stands where."""
+    """Whether it matters which node stands where, or a line between sites makes much of what crosses it."""
     if cluster.num_nodes == 1:
         return False
     matrix = cluster.node_bandwidth_bytes_per_s
     rates = {rate for index, row in enumerate(matrix or ()) for other, rate in enumerate(row) if index != other}
-    return not cluster.is_uniform or len(rates) > 1
+    return not cluster.is_uniform or len(rates) > 1 or any(tier.link is not None for tier in cluster.tiers)
 
 
 def block_orders(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
