@@ -6,11 +6,14 @@ from math import inf
 import pytest
 
 from muster.cli.main import main
+from muster.planner.answer import answer_to
 from muster.planner.explain import no_plan
 from muster.planner.judge import Judge
+from muster.planner.neighbours import neighbours
 from muster.planner.request import ask, usual_batch
 from muster.planner.search import Found, search
 from muster.planner.space import Shape, make_plan
+from muster.report.plan_answer import show_answer
 from muster.spec.load_cluster import load_cluster
 from muster.spec.named_model import load_model
 from muster.spec.plan_name import format_plan_name
@@ -81,3 +84,21 @@ def test_what_pareto_does_not_go_with_is_named(capsys):
     assert "--pareto compares plans, and doesn't go with --explain: leave that out" in capsys.readouterr().err
     assert main(["plan", "--model", "tiny", "--cluster", "4xh100", "--pareto", "--what-if", "nodes=x2"]) == 2
     assert "--pareto compares plans, and doesn't go with --what-if: leave that out" in capsys.readouterr().err
+
+
+def test_a_precision_that_devices_lack_is_said() -> None:
+    asked = ask(load_model("tiny"), load_cluster("8xv100"), 256, 8)
+    assert asked.derived[-1] == "v100-32-sxm is not known to compute in bf16: times are those of fp16"
+    assert not any(
+        "known to compute" in line for line in ask(load_model("tiny"), load_cluster("8xh100"), 256, 8).derived
+    )
+
+
+def test_changes_without_time_stand_in_one_line(capsys) -> None:
+    asked = ask(load_model("tiny"), load_cluster("4xh100"), 256, 16)
+    answer = answer_to(asked, 1, 60.0)
+    answer.__dict__["why"] = neighbours(answer.found.best[0], answer.arranged.judge, limit_s=0.0)
+    show_answer(answer, explain=False)
+    shown = capsys.readouterr().out
+    assert shown.count("not looked at within --limit") == 1
+    assert "  not looked at within --limit: " in shown

@@ -16,6 +16,7 @@ from muster.spec.legal import problems
 from muster.spec.plan import LayerRun, Plan
 from muster.spec.runnable import not_yet
 
+NO_TIME = "not looked at within --limit"
 LIKE = 0.005
 """Plans closer than this part of the step are called alike."""
 
@@ -34,6 +35,11 @@ class Neighbour:
     sentence: str
     verdict: Verdict | None = None
     """None where it doesn't fit, or was not simulated."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there was no time to look at it."""
+        return self.sentence == f"{self.change}: {NO_TIME}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ def neighbours(winner: Verdict, judge: Judge, limit_s: float = inf) -> list[Neig
     found, end_s = [], perf_counter() + limit_s
     for change in changes(winner.plan, judge.request):
         if perf_counter() > end_s:
-            found.append(Neighbour(change.words, change.plan, None, f"{change.words}: not looked at within --limit"))
+            found.append(Neighbour(change.words, change.plan, None, f"{change.words}: {NO_TIME}"))
             continue
         try:
             found.append(_judged(winner, change, judge))

@@ -120,7 +120,18 @@ def ask(
         runnable=runnable,
         template=_template(fixed, kind),
     )
-    return Asked(request, tokens, derived)
+    return Asked(request, tokens, [*derived, *_stand_ins(cluster, kind)])
+
+
+def _stand_ins(cluster: ClusterSpec, precision: Precision) -> list[str]:
+    """Of devices that don't compute in a precision: whose peak is taken for it."""
+    devices = {group.device.name: group.device for group in cluster.groups}
+    taken = {name: device.stands_for(precision) for name, device in devices.items()}
+    return [
+        f"{name} is not known to compute in {precision}: times are those of {other}"
+        for name, other in taken.items()
+        if other not in (None, precision)
+    ]
 
 
 def fixed_by(parts: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 from muster.cost.forecast import HEAD_ROOM
 from muster.planner.answer import Answer
 from muster.planner.explain import families
+from muster.planner.neighbours import NO_TIME
 from muster.planner.search import SEEN, Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds
@@ -35,10 +36,13 @@ def show_answer(answer: Answer, explain: bool) -> None:
         print()
         console.print(footprint_table(answer.footprints))
     if any(verdict.not_yet for verdict in found.best):
-        print("\n* can't be run yet: " + "; ".join(sorted({line for one in found.best for line in one.not_yet})))
+        print("\n* " + "; ".join(sorted({line for one in found.best for line in one.not_yet})))
     print("\nWhy the first, and what one change to it would do:")
     for neighbour in answer.why:
-        print(f"  {neighbour.sentence}")
+        if not neighbour.is_late:
+            print(f"  {neighbour.sentence}")
+    if late := [neighbour.change for neighbour in answer.why if neighbour.is_late]:
+        print(f"  {NO_TIME}: {', '.join(late)}")
     if explain:
         print("\nThe best of every family:")
         for family in families(request, found.best[0]):

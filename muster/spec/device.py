@@ -82,10 +82,13 @@ class DeviceSpec(Frozen):
     def flops_per_s(self, precision: Precision) -> float | None:
         """The peak for matrix products in a precision; None where it is unknown. fp8 falls back to bf16 where the
         device has no fp8, and fp16 and bf16 stand for each other."""
-        for name in (precision, *_FALLBACK.get(precision, ())):
-            if name in self.peak_flops_per_s:
-                return self.peak_flops_per_s[name]
-        return None
+        name = self.stands_for(precision)
+        return None if name is None else self.peak_flops_per_s[name]
+
+    def stands_for(self, precision: Precision) -> Precision | None:
+        """The precision whose peak is taken for one: itself where it is known."""
+        names = (precision, *_FALLBACK.get(precision, ()))
+        return next((name for name in names if name in self.peak_flops_per_s), None)
 
 
 _FALLBACK: dict[Precision, tuple[Precision, ...]] = {
