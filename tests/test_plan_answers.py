@@ -8,10 +8,11 @@ import pytest
 from muster.cli.main import main
 from muster.planner.answer import answer_to
 from muster.planner.explain import no_plan
+from muster.planner.found import Found
 from muster.planner.judge import Judge
 from muster.planner.neighbours import neighbours
 from muster.planner.request import ask, usual_batch
-from muster.planner.search import Found, search
+from muster.planner.search import search
 from muster.planner.space import Shape, make_plan
 from muster.report.plan_answer import show_answer
 from muster.spec.load_cluster import load_cluster

@@ -6,9 +6,10 @@ from test_measured import machine
 from muster.catalog import names
 from muster.cli.main import main
 from muster.planner.auto import choose_plan, resolve_plan
+from muster.planner.found import Found
 from muster.planner.judge import Judge
 from muster.planner.request import Request
-from muster.planner.search import Found, search
+from muster.planner.search import search
 from muster.schedule.build import program_of
 from muster.schedule.check import check
 from muster.simulate.predict import predict

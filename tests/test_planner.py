@@ -23,6 +23,7 @@ from muster.planner.balance import Load, balanced, least_busy_s, loads
 from muster.planner.bound import first_run
 from muster.planner.deferred import least_fullest, put_off
 from muster.planner.fit import Way, with_way
+from muster.planner.found import Found
 from muster.planner.judge import Judge
 from muster.planner.launch import LAUNCHERS, Job, check_launch, job_of, launch_files
 from muster.planner.layers import Option, cheapest
@@ -118,11 +119,11 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
     request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
     real: Any = planner_search._search
 
-    def in_time(*arguments) -> planner_search.Found:
+    def in_time(*arguments) -> Found:
         """The first search finds nothing in its time, the second has all that it wants."""
         *others, limit_s, ceiling = arguments
         found = real(*others, inf, ceiling)
-        return planner_search.Found([], 0.0, None) if others[1].room.head_room else found
+        return Found([], 0.0, None) if others[1].room.head_room else found
 
     monkeypatch.setattr(planner_search, "_search", in_time)
     found = search(request, 1, 30.0)

@@ -5,9 +5,9 @@ from functools import cached_property
 
 from muster.planner.explain import no_plan
 from muster.planner.footprint import Footprint, footprint
+from muster.planner.found import Found
 from muster.planner.neighbours import Neighbour, neighbours
 from muster.planner.request import Asked, Request
-from muster.planner.search import Found
 from muster.planner.space import admitted
 from muster.planner.unequal import Arranged, arrange
 from muster.spec.errors import InfeasibleError

@@ -6,10 +6,11 @@ from math import inf
 from pathlib import Path
 
 from muster.planner.explain import no_plan
+from muster.planner.found import Found
 from muster.planner.judge import Judge
 from muster.planner.lean import leanest
 from muster.planner.request import Request
-from muster.planner.search import Found, search
+from muster.planner.search import search
 from muster.planner.verdict import Verdict
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError

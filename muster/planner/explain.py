@@ -6,10 +6,11 @@ from math import inf, prod
 
 from muster.cost.forecast import HEAD_ROOM
 from muster.cost.own_memory import OTHER_KERNELS, own_stage
+from muster.planner.found import Found
 from muster.planner.judge import Judge
 from muster.planner.neighbours import largest_difference
 from muster.planner.request import Request, asking_for
-from muster.planner.search import Found, search
+from muster.planner.search import search
 from muster.planner.space import MODEL_AXES, axes_of, data_splits, make_plan, orders, plans, shapes
 from muster.planner.verdict import Verdict
 from muster.spec.cluster import NodeGroup

@@ -7,8 +7,8 @@ need not be, as long as nothing waits for them. Of plans that take as long, peop
 from dataclasses import replace
 
 from muster.planner.fit import ROUNDING
+from muster.planner.found import Found
 from muster.planner.judge import Judge
-from muster.planner.search import Found
 
 
 def leanest(found: Found, judge: Judge) -> Found:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 
+from muster.planner.found import Found, all_seen
 from muster.planner.judge import Judge
 from muster.planner.lean import leanest
 from muster.planner.placement import annealed, block_orders, is_unequal, reordered
 from muster.planner.request import Request
-from muster.planner.search import Found, all_seen, first_look, search
+from muster.planner.search import first_look, search
 from muster.planner.timed import timed
 from muster.planner.verdict import Verdict
 from muster.spec.plan import AXES

@@ -5,8 +5,8 @@ from typing import Any
 from muster.cost.forecast import HEAD_ROOM
 from muster.planner.answer import Answer
 from muster.planner.explain import families
+from muster.planner.found import SEEN, Found
 from muster.planner.neighbours import NO_TIME
-from muster.planner.search import SEEN, Found
 from muster.planner.unequal import Arranged
 from muster.report.numbers import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
