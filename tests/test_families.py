@@ -75,7 +75,7 @@ def test_fused_and_stacked_tensors_are_boxes():
         ({"model_type": "gpt_oss", "num_local_experts": 0, "num_experts_per_tok": 3}, "num_local_experts: expected a"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": ["chunked"] * 3}, "got a layer of chunked"),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": []} | {"num_hidden_layers": "3"}, "whole"),
-        ({"model_type": "glm4_moe"}, "heads that are turned by the position only in part; nearest is 'dots1'"),
+        ({"model_type": "glm4_moe"}, "partial rotary embeddings; nearest is 'dots1'"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "of model_type 'mistral', as a conf"),
         ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "'llama4_text' is not known: it has"),
         ({"vocab_size": "many"}, "vocab_size: "),

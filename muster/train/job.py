@@ -179,8 +179,8 @@ def _is_dying(pid: int) -> bool:
     may be closed by then, so that others feel that it is gone."""
     try:
         return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _EXITING)
-    except OSError:
-        return True
+    except OSError:  # no Linux: a process that was not waited for is there
+        return False
 
 
 def _code(rank: _Rank) -> int:

@@ -110,7 +110,7 @@ def _unknown(config: Config) -> str:
         )
     if (found := next((name for name in (inner, kind) if name in NEAREST), None)) is not None:
         nearest, more = NEAREST[found]
-        return f"model_type {found!r} is not known: it has {more}; nearest is {nearest!r}, which has not"
+        return f"model_type {found!r} is not known: it has {more}; nearest is {nearest!r}, which has none of that"
     hint = did_you_mean(str(kind), FAMILIES)
     return f"model_type {kind!r} is no family that is known{hint} (there are {', '.join(FAMILIES)})"
 

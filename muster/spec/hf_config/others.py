@@ -1,15 +1,15 @@
 """Families that a ModelSpec has no words for: the nearest that it has, and what they have besides."""
 
-_BOTH = "attention and MLP side by side"
-_BEHIND = "norms behind attention and MLP instead of before them"
-_DELTA = "recurrent layers and a gate on the output of attention, whose heads are turned by the position only in part"
-_EINSTEIN = "norms that multiply by 1 + weight and embeddings that are multiplied by √hidden_size"
+_BOTH = "attention and MLP in parallel"
+_BEHIND = "norms behind attention and MLP instead of before them (post-norm)"
+_DELTA = "gated delta-net layers, a gate on the output of attention, and partial rotary embeddings"
+_GEMMA = "norms that multiply by 1 + weight and embeddings scaled by √hidden_size"
 _GRANITE = "multipliers on embeddings, residual stream, scores and logits"
 _MAMBA = "state-space (Mamba) layers"
-_PART = "heads that are turned by the position only in part"
-_SPARSE = "attention to a choice of positions (an indexer)"
-_SOME = "layers without positions among those with them"
-_WIDE = "a norm of all heads' queries and keys together"
+_PART = "partial rotary embeddings"
+_SPARSE = "sparse attention, chosen by an indexer"
+_SOME = "layers without position embeddings (NoPE)"
+_WIDE = "QK norms over all heads together"
 
 NEAREST = {
     "apertus": ("llama", "an activation with trained numbers"),
@@ -21,9 +21,9 @@ NEAREST = {
     "exaone4": ("qwen3", _BEHIND),
     "falcon": ("llama", _BOTH),
     "falcon_h1": ("llama", _MAMBA),
-    "gemma": ("llama", _EINSTEIN),
-    "gemma2": ("llama", f"{_EINSTEIN}, and norms behind attention and MLP too"),
-    "gemma3_text": ("qwen3", f"{_EINSTEIN}, and norms behind attention and MLP too"),
+    "gemma": ("llama", _GEMMA),
+    "gemma2": ("llama", f"{_GEMMA}, and norms behind attention and MLP too"),
+    "gemma3_text": ("qwen3", f"{_GEMMA}, and norms behind attention and MLP too"),
     "glm": ("llama", _PART),
     "glm4": ("llama", f"{_PART}, and norms behind attention and MLP too"),
     "glm4_moe": ("dots1", _PART),
@@ -34,8 +34,8 @@ NEAREST = {
     "granitemoe": ("mixtral", _GRANITE),
     "granitemoehybrid": ("mixtral", f"{_MAMBA} and {_GRANITE}"),
     "jamba": ("mixtral", _MAMBA),
-    "kimi_linear": ("deepseek_v3", "recurrent layers with a decay for each number of a key"),
-    "llama4_text": ("mixtral", f"{_SOME}, whose attention looks at chunks"),
+    "kimi_linear": ("deepseek_v3", "Kimi delta attention layers"),
+    "llama4_text": ("mixtral", f"chunked attention, and {_SOME}"),
     "longcat_flash": ("deepseek_v3", "two attentions in a layer and experts that compute nothing"),
     "mamba": ("llama", _MAMBA),
     "mamba2": ("llama", _MAMBA),
