@@ -11,7 +11,7 @@ import argparse
 from math import inf
 from time import process_time
 
-from muster.schedule.compare import Request, make_best, make_timed
+from muster.schedule.compare import CompareRequest, make_and_time, make_with_best_chunks
 from muster.spec.errors import MusterError
 from muster.spec.schedules import SCHEDULES
 
@@ -19,12 +19,12 @@ CASES = (((1, 1, 1), 0.0, inf), ((1, 1, 1), 0.05, 1.0), ((1, 1.2, 0.8), 0.1, 1.0
 """Times, delay and memory limit, which counts in micro-batches per rank."""
 
 
-def best_registered_s(request: Request) -> float:
+def best_registered_s(request: CompareRequest) -> float:
     found = inf
     for name, entry in SCHEDULES.items():
         if not entry.searched and entry.replicas == 1:
             try:
-                found = min(found, make_timed(name, request.setting(entry))[1].makespan_s)
+                found = min(found, make_and_time(name, request.spec(entry))[1].makespan_s)
             except MusterError:
                 continue
     return found
@@ -39,9 +39,9 @@ def main() -> None:
         for times, hop_s, share in CASES:
             limit = share * ranks
             for chunks in (1, 2, 4, None) if ranks == 8 else (1, 2, None):
-                request = Request(ranks, micro_batches, chunks, times, hop_s, limit, None, fill=False)
+                request = CompareRequest(ranks, micro_batches, chunks, times, hop_s, limit, None, fill=False)
                 begin_s = process_time()
-                _, timing = make_best("auto", request)
+                _, timing = make_with_best_chunks("auto", request)
                 cpu_s = process_time() - begin_s
                 ratio = timing.makespan_s / best_registered_s(request)
                 shown = ",".join(map(str, times))

@@ -23,20 +23,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.compare import Comparison, interleave, print_comparison, write_results
-from muster.checkpoint.folder import Keep
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy
 from muster.checkpoint.load import load
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.save import alone, save, write_manifest, write_rank
-from muster.checkpoint.saver import Saver, Target
-from muster.spec.layout import Box, TensorLayout, shard_rows
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.save import save, single_rank_exchange, write_local_shards, write_manifest
+from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds
 
 INFO = {"plan": {}, "model": {}, "counters": {}}
 WIDTH = 1024
-SIDE, PASSES = 1024, 16
+MATRIX_SIZE, PASSES = 1024, 16
 """A step's passes are so many products of square matrices: about half a second on one core."""
-LEAST_S = 0.001
+MIN_TIME_S = 0.001
 """A shorter time can't be told from none, where two steps are compared."""
-PARTS = 4
+NUM_WRITERS = 4
 """Ranks that wrote the checkpoint of another plan."""
 
 
@@ -48,17 +48,17 @@ def tensors(megabytes: int) -> dict[str, Tensor]:
     return found | {f"model/layers.{i}.norm": torch.randn(WIDTH) for i in range(count)}
 
 
-def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[Piece]:
+def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[LocalShard]:
     """What one of `parts` ranks holds: some rows of each tensor, or of matrices that are cut so some columns."""
     found = []
     for name, whole in values.items():
         dim = 1 if columns and whole.ndim == 2 else 0
-        first, count = shard_rows(whole.shape[dim], parts, part)
+        first, count = chunk_bounds(whole.shape[dim], parts, part)
         start, size = [0] * whole.ndim, list(whole.shape)
         start[dim], size[dim] = first, count
         box = Box(tuple(start), tuple(size))
-        layout = TensorLayout(name, tuple(whole.shape), (box,), cut_dim=dim)
-        found.append(Piece(name, layout, whole[box.slices].contiguous()))
+        layout = TensorLayout(name, tuple(whole.shape), (box,), tp_dim=dim)
+        found.append(LocalShard(name, layout, whole[box.slices].contiguous()))
     return found
 
 
@@ -84,16 +84,16 @@ class Bench:
         self.folder = folder
         self.values = tensors(megabytes)
         self.nbytes = sum(value.nbytes for value in self.values.values())
-        self.own = pieces(self.values)
+        self.shards = pieces(self.values)
         # What dd copies: the same numbers, in memory, since a virtual disk may take zeros faster.
         self.memory = Path(tempfile.mkstemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)[1])
         with self.memory.open("wb") as file:
             for value in self.values.values():
                 file.write(value.numpy().data)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.saver = Saver(0, 1, self._store)
-        self.saver.prepare(self.own)
-        self.matrix, self.product = torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
+        self.saver = AsyncSaver(0, 1, self._store)
+        self.saver.preallocate(self.shards)
+        self.matrix, self.product = torch.randn(MATRIX_SIZE, MATRIX_SIZE), torch.empty(MATRIX_SIZE, MATRIX_SIZE)
 
     def close(self) -> None:
         self.saver.close()
@@ -118,32 +118,32 @@ class Bench:
 
     def save(self) -> float:
         root = self.clean("muster")
-        return self.rate(timed(lambda: save(root, 1, self.own, INFO, 0, 1, alone)))
+        return self.rate(timed(lambda: save(root, 1, self.shards, INFO, 0, 1, single_rank_exchange)))
 
-    def save_beside(self) -> float:
+    def save_async(self) -> float:
         """Until all is on disk."""
         root = self.clean("muster")
 
         def run() -> None:
-            self.saver.begin(Target(root, 1, INFO, Keep()), self.own)
+            self.saver.start(SaveRequest(root, 1, INFO, RetentionPolicy()), self.shards)
             self.saver.wait()
-            assert self.saver.problem is None, self.saver.problem
+            assert self.saver.error is None, self.saver.error
 
         return self.rate(timed(run))
 
-    def blocked(self) -> float:
+    def blocked_time(self) -> float:
         """What a step that saves takes longer than one that doesn't, its wait for the copy included."""
         root = self.clean("muster")
         without = timed(self.passes)
 
         def run() -> None:
-            self.saver.begin(Target(root, 1, INFO, Keep()), self.own)
+            self.saver.start(SaveRequest(root, 1, INFO, RetentionPolicy()), self.shards)
             self.passes()
-            self.saver.wait_copied()
+            self.saver.wait_staged()
 
         seconds = timed(run) - without
         self.saver.wait()
-        return self.rate(max(seconds, LEAST_S))
+        return self.rate(max(seconds, MIN_TIME_S))
 
     def passes(self) -> None:
         """A step's, before it changes anything."""
@@ -155,8 +155,8 @@ class Bench:
         root = self.clean("muster")
 
         def run() -> None:
-            self.saver.begin(Target(root, 1, INFO, Keep()), self.own)
-            self.saver.wait_copied()
+            self.saver.start(SaveRequest(root, 1, INFO, RetentionPolicy()), self.shards)
+            self.saver.wait_staged()
 
         seconds = timed(run)
         self.saver.wait()
@@ -170,13 +170,13 @@ class Bench:
 
     def prepare_reads(self) -> None:
         """One checkpoint as one rank wrote it, one as four did, and the same for the peers."""
-        save(self.folder / "same", 1, self.own, INFO, 0, 1, alone)
-        save(self.folder / "columns", 1, pieces(self.values, columns=True), INFO, 0, 1, alone)
+        save(self.folder / "same", 1, self.shards, INFO, 0, 1, single_rank_exchange)
+        save(self.folder / "columns", 1, pieces(self.values, columns=True), INFO, 0, 1, single_rank_exchange)
         other = self.folder / "other" / "step-00000001"
         other.mkdir(parents=True)
-        for part in range(PARTS):
-            write_rank(other, part, pieces(self.values, part, PARTS))
-        write_manifest(other, 1, INFO, PARTS)
+        for part in range(NUM_WRITERS):
+            write_local_shards(other, part, pieces(self.values, part, NUM_WRITERS))
+        write_manifest(other, 1, INFO, NUM_WRITERS)
         save_file(self.values, self.folder / "plain.safetensors")
         self.save_dcp()
         self.wanted = {name: torch.empty_like(value) for name, value in self.values.items()}
@@ -245,7 +245,7 @@ def main() -> None:
         write_results(args.json, found)
 
 
-def in_turn(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def measure_in_turn(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """After one round that doesn't count; each round begins with another contestant, since a disk may be slow after
     one that was fast."""
     names = list(contestants)
@@ -263,12 +263,12 @@ def writing(bench: Bench, rounds: int) -> list[Comparison]:
     contestants = {
         "dd": bench.dd,
         "muster": bench.save,
-        "muster beside": bench.save_beside,
-        "muster, step blocked": bench.blocked,
+        "muster beside": bench.save_async,
+        "muster, step blocked": bench.blocked_time,
         "muster, copy alone": bench.blocked_at_once,
         "dcp": bench.save_dcp,
     }
-    samples = in_turn(contestants, rounds)
+    samples = measure_in_turn(contestants, rounds)
     blocked = {
         name: samples[name] for name in ("muster, step blocked", "muster, copy alone", "muster", "muster beside")
     }
@@ -291,7 +291,7 @@ def reading(bench: Bench, rounds: int) -> list[Comparison]:
         "muster, same columns": lambda: bench.load("columns"),
         "dcp": bench.load_dcp,
     }
-    samples = in_turn(contestants, rounds)
+    samples = measure_in_turn(contestants, rounds)
     title = f"loading {bench.nbytes / 1e6:.0f} MB"
     return [
         Comparison(title, "MB/s", "muster", samples, {"safetensors": 0.8, "dcp": 1.0}),

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from time import process_time
 
-from muster.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, dump, read_manifest
-from muster.checkpoint.reads import plan_reads, runs
-from muster.spec.layout import Box, rank_layouts
-from muster.spec.named_model import load_model
+from muster.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, dump_manifest, read_manifest
+from muster.checkpoint.read_plan import coalesce_reads, plan_reads
+from muster.config.named_model import load_model
+from muster.layout.tensor_layout import Box, rank_layouts
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 
@@ -49,7 +49,7 @@ def large_manifest(folder: Path) -> int:
         )
     files = {f"rank-{rank:05}.safetensors": 10**9 for rank in range(plan.world_size)}
     manifest = Manifest(step=1, muster="0", torch="0", plan={}, model={}, counters={}, files=files, tensors=stored)
-    (folder / MANIFEST).write_text(dump(manifest))
+    (folder / MANIFEST).write_text(dump_manifest(manifest))
     return sum(one.num_pieces for one in stored.values())
 
 
@@ -61,7 +61,7 @@ def plan_of_large(folder: Path, plan: Plan, rank: int) -> tuple[float, float, in
     start = process_time()
     manifest = read_manifest(folder)
     middle = process_time()
-    found = runs(plan_reads(manifest, wanted))
+    found = coalesce_reads(plan_reads(manifest, wanted))
     return middle - start, process_time() - middle, len(found)
 
 

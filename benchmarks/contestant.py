@@ -30,7 +30,7 @@ from benchmarks.train_step import (
     Size,
 )
 from muster.data.dataset import Dataset
-from muster.data.prepare import Preparation, open_or_prepare
+from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 
@@ -220,10 +220,10 @@ def _common_name(name: str) -> str:
 
 def muster(size: Size, dataset: Dataset, rank: int, world_size: int, pace: Pace) -> None:
     """Muster's own trainer, with the plan `dpN`."""
+    from muster.config.optim_config import OptimConfig
+    from muster.config.run_config import DataConfig, RunConfig, TrainConfig
     from muster.parallel.world import open_world
-    from muster.spec.optim import OptimConfig
     from muster.spec.plan_name import parse_plan_name
-    from muster.spec.run import DataConfig, RunConfig, TrainConfig
     from muster.train.trainer import Trainer
 
     optim = OptimConfig(
@@ -279,7 +279,7 @@ def main() -> None:
 
 def open_store(cache: Path) -> TokenStore:
     """The tokens that everyone trains on: the first part of the Python standard library's sources."""
-    return open_or_prepare(Preparation(SOURCE, ByteTokenizer(), SOURCE_BYTES), cache)
+    return open_or_prepare(PrepareOptions(SOURCE, ByteTokenizer(), SOURCE_BYTES), cache)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.compare import interleave, spread
 from muster.data.dataset import Dataset, Packing
-from muster.data.prepare import Preparation, prepare
+from muster.data.prepare import PrepareOptions, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer, JsonTokenizer
 
@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = write_text(folder, args.megabytes * 1_000_000)
-        store = prepare(Preparation(str(text), ByteTokenizer()), folder / "read")
+        store = prepare(PrepareOptions(str(text), ByteTokenizer()), folder / "read")
         show(
             "reading samples of 2,048 tokens (bar: 50 M tokens/s, documents)",
             "M tokens/s",
@@ -44,7 +44,7 @@ def main() -> None:
         show("preparing with bytes (bar: 100 MB/s)", "MB/s", prepare_speeds(folder, text, args.rounds))
         tokenizer_speeds(folder, text, args.rounds)
     if args.run is not None:
-        waiting(args.run)
+        show_data_wait(args.run)
 
 
 def write_text(folder: Path, size_bytes: int) -> Path:
@@ -92,7 +92,7 @@ def prepare_speeds(folder: Path, rows: Path, rounds: int) -> dict[str, list[floa
         nonlocal made
         made += 1
         start_s = clock()
-        prepare(Preparation(str(source), ByteTokenizer()), folder / f"store-{made}")
+        prepare(PrepareOptions(str(source), ByteTokenizer()), folder / f"store-{made}")
         return source.stat().st_size / (clock() - start_s) / 1e6
 
     return interleave({"text": lambda: run(text), "rows": lambda: run(rows)}, rounds)
@@ -122,7 +122,7 @@ def tokenizer_speeds(folder: Path, rows: Path, rounds: int) -> None:
         nonlocal made
         made += 1
         start_s = clock()
-        prepare(Preparation(str(part), tokenizer), folder / f"json-{made}")
+        prepare(PrepareOptions(str(part), tokenizer), folder / f"json-{made}")
         return size / (clock() - start_s) / 1e6
 
     def theirs(call: Any) -> float:
@@ -143,7 +143,7 @@ def tokenizer_speeds(folder: Path, rows: Path, rounds: int) -> None:
         print(f"  to {name}: {ratio.median:.2f} ({ratio.min:.2f} … {ratio.max:.2f})")
 
 
-def waiting(run: Path) -> None:
+def show_data_wait(run: Path) -> None:
     """The part of a run's steps in which they waited for data."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     part = sum(row["time/data"] for row in rows) / sum(row["time/step"] for row in rows)

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from muster.config.load_config import load_plan, load_run_config
 from muster.parallel.world import open_world
-from muster.spec.load import load_plan, load_run
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
-from muster.train.worker import leave, main
+from muster.train.worker import exit_process, rank_main
 
 WARM_UP_STEPS = 2
 
@@ -24,7 +24,7 @@ WARM_UP_STEPS = 2
 def count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
     """Makes some steps and counts in the last one. Returns 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config, plan = load_run(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
+    config, plan = load_run_config(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
     dataset = open_dataset(config, folder)
     with open_world(store, rank, world_size, plan) as world:
         trainer = Trainer(config, plan, world, dataset)
@@ -51,4 +51,4 @@ def _highest(found: profile) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(count_rank))
+    exit_process(rank_main(count_rank))

@@ -24,20 +24,20 @@ import torch.distributed as dist
 
 from benchmarks.compare import machine, spread
 from benchmarks.predict_here import LARGER
-from muster.planner.auto import request_of
-from muster.planner.judge import Judge
+from muster.config.cluster_files import load_cluster
+from muster.config.load_config import ResolvedConfig, load_run_config
+from muster.config.local_machine import with_num_ranks
+from muster.config.run_config import RunConfig
+from muster.launch.launcher import launch, rank_command
+from muster.planner.auto import request_of_config
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import search
-from muster.planner.verdict import Verdict
-from muster.probe.company import time_steps
+from muster.probe.contention import time_steps
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load import Resolved, load_run
-from muster.spec.load_cluster import load_cluster
-from muster.spec.machine import with_processes
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import RunConfig
-from muster.train.launch import launch, rank_command
-from muster.train.worker import leave
-from muster.train.worker import main as join
+from muster.train.worker import exit_process
+from muster.train.worker import rank_main as join
 
 MODELS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "tiny": ("tiny", ()),
@@ -53,10 +53,10 @@ FEWEST = 4
 """Plans that are measured, however slow they are."""
 
 
-def candidates(resolved: Resolved, cluster: ClusterSpec, most: int) -> list[Verdict]:
+def candidates(resolved: ResolvedConfig, cluster: ClusterSpec, most: int) -> list[EvaluatedPlan]:
     """The chosen plan, first; then half of the others as they are ranked, and half the best of other degrees."""
-    request = request_of(resolved, cluster)
-    ranked = search(request, RANKED, SEARCH_S, Judge(request)).best
+    request = request_of_config(resolved, cluster)
+    ranked = search(request, RANKED, SEARCH_S, PlanEvaluator(request)).best
     runners_up = ranked[1 : 1 + (most - 1) // 2]
     taken, found = {_degrees(one) for one in [ranked[0], *runners_up]}, [ranked[0], *runners_up]
     for one in ranked:
@@ -66,7 +66,7 @@ def candidates(resolved: Resolved, cluster: ClusterSpec, most: int) -> list[Verd
     return found
 
 
-def in_time(found: list[Verdict], rounds: int, seconds: float) -> list[Verdict]:
+def in_time(found: list[EvaluatedPlan], rounds: int, seconds: float) -> list[EvaluatedPlan]:
     """The first of the plans, as many as can be measured in so many seconds if they take what is predicted."""
     left_s, chosen = seconds, []
     for one in found:
@@ -77,7 +77,7 @@ def in_time(found: list[Verdict], rounds: int, seconds: float) -> list[Verdict]:
     return chosen
 
 
-def _degrees(one: Verdict) -> tuple[int, int, bool]:
+def _degrees(one: EvaluatedPlan) -> tuple[int, int, bool]:
     return one.plan.tp, one.plan.pp, one.plan.default_strategy.zero == "z3"
 
 
@@ -86,7 +86,7 @@ def measure(configs: list[RunConfig], rounds: int, folder: Path) -> list[list[fl
     ranks = configs[0].parallel.world_size
     (folder / "work.json").write_text(json.dumps([rounds, [config.model_dump(mode="json") for config in configs]]))
     command = rank_command("benchmarks.plan_here", folder, ranks)
-    if launch(command, ranks, folder).tell():
+    if launch(command, ranks, folder).report():
         raise RuntimeError(f"{ranks} ranks did not finish; see their messages above")
     return json.loads((folder / "times.json").read_text())
 
@@ -106,7 +106,7 @@ def run_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int
     return 0
 
 
-def report(name: str, ranks: int, found: list[Verdict], times_s: list[list[float]]) -> float:
+def report(name: str, ranks: int, found: list[EvaluatedPlan], times_s: list[list[float]]) -> float:
     """A line for each plan, and how the chosen one compares with the fastest, which is returned."""
     best_s = min(map(median, times_s))
     print(f"\n{name} on {ranks} processes")
@@ -141,8 +141,8 @@ def main() -> None:
         pairs = list(product(args.model, args.ranks))
         for number, (name, ranks) in enumerate(pairs):
             preset, changes = MODELS[name]
-            resolved = load_run(preset, None, [("parallel", "auto"), ("parallel.precision", "fp32"), *changes])
-            found = candidates(resolved, with_processes(profiled, ranks), args.plans)
+            resolved = load_run_config(preset, None, [("parallel", "auto"), ("parallel.precision", "fp32"), *changes])
+            found = candidates(resolved, with_num_ranks(profiled, ranks), args.plans)
             found = in_time(found, args.rounds, (end_s - perf_counter()) / (len(pairs) - number))
             folder = Path(place) / f"{name}-{ranks}"
             folder.mkdir()
@@ -154,5 +154,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--rank" in sys.argv:
-        leave(join(run_rank))
+        exit_process(join(run_rank))
     main()

@@ -7,10 +7,10 @@ nothing else to do, and nearly so on a busy one.
 import argparse
 from time import process_time
 
-from muster.planner.request import Request
-from muster.planner.unequal import arrange
-from muster.spec.load_cluster import load_cluster
-from muster.spec.named_model import load_model
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.planner.heterogeneous import find_best_plans
+from muster.planner.request import PlanRequest
 from muster.spec.workload import Workload
 
 CASES = (
@@ -43,9 +43,9 @@ def main() -> None:
         if args.only not in model:
             continue
         workload = Workload(seq_len=seq_len, global_batch_size=batch)
-        request = Request(load_model(model), load_cluster(cluster), workload, precision=precision)
+        request = PlanRequest(load_model(model), load_cluster(cluster), workload, precision=precision)
         begin_s = process_time()
-        found = arrange(request, args.top, args.limit).found
+        found = find_best_plans(request, args.top, args.limit).found
         used_s = process_time() - begin_s
         end = "proven" if found.proven else f"may be better by {found.gap:.1%}"
         best = f"{found.best[0].name}, {found.best[0].prediction.step_time_s:.3f} s" if found.best else "nothing found"

@@ -19,14 +19,14 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.compare import machine
+from muster.config.cluster_files import load_cluster
+from muster.config.load_config import load_run_config, write_run_files
+from muster.launch.launcher import launch, rank_command
 from muster.planner.auto import resolve_plan
 from muster.simulate.breakdown import Breakdown, breakdown
 from muster.simulate.predict import Prediction, predict
 from muster.simulate.timeline import timeline_from_json
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load import load_run, write_resolved
-from muster.spec.load_cluster import load_cluster
-from muster.train.launch import launch, rank_command
 
 WARM_UP_STEPS = 3
 
@@ -108,18 +108,18 @@ def _children_s() -> float:
 def measure_memory(case: Case, folder: Path, cache: Path) -> list[int]:
     """The peak of each rank's tensors during a step, in bytes."""
     flags = [*_overrides(case), ("data.cache", str(cache)), ("data.max_bytes", "2000000")]
-    resolved = load_run("demo", None, flags)
+    resolved = load_run_config("demo", None, flags)
     plan = resolve_plan(resolved, None)
-    write_resolved(resolved, plan, folder)
+    write_run_files(resolved, plan, folder)
     command = rank_command("benchmarks.peak_memory", folder, plan.world_size)
-    if launch(command, plan.world_size, folder).tell():
+    if launch(command, plan.world_size, folder).report():
         raise RuntimeError(f"case {case.name} failed; see its messages above")
     return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(plan.world_size)]
 
 
 def predicted(case: Case, cluster: ClusterSpec) -> Prediction:
     """From the cluster file alone."""
-    resolved = load_run("demo", None, _overrides(case))
+    resolved = load_run_config("demo", None, _overrides(case))
     config = resolved.config
     return predict(config.model, resolve_plan(resolved, None), config.workload, cluster)
 

@@ -14,14 +14,14 @@ from functools import partial
 from time import perf_counter, process_time
 from typing import TypeVar
 
-from muster.cost.plan_times import plan_times
-from muster.schedule.build import program_of
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.cost.time.plan_times import plan_times
+from muster.schedule.build import build_program
 from muster.simulate.predict import predict
 from muster.simulate.simulator import simulate_parts
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
-from muster.spec.named_model import load_model
 from muster.spec.plan import Mesh, Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
@@ -94,7 +94,7 @@ def best_of(function: Callable[[], T]) -> tuple[T, float, float]:
 
 def show(case: Case) -> None:
     one, wall_s, cpu_s = best_of(lambda: predict(case.model, case.plan, case.workload, case.cluster))
-    program, lower_s, _ = best_of(lambda: program_of(one.plan, case.model, case.workload))
+    program, lower_s, _ = best_of(lambda: build_program(one.plan, case.model, case.workload))
     times, times_s, _ = best_of(lambda: plan_times(case.model, one.plan, case.workload, case.cluster))
     _, simulate_s, _ = best_of(lambda: simulate_parts(program, times))
     count = sum(len(lane) for lanes in program.ranks for lane in lanes.values())

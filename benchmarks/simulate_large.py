@@ -12,11 +12,11 @@ from collections.abc import Callable
 from time import process_time
 from typing import TypeVar
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.schedule.check import check
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import time_schedule
 from muster.simulate.simulator import simulate
 
@@ -34,12 +34,12 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
 
 
 def main(num_ranks: int = 64, num_micro_batches: int = 1024, chunks: int = 2) -> None:
-    setting = Setting(num_ranks, num_micro_batches, chunks, hop_s=0.1 / chunks)
-    times = OpTimes({("F", -1): 1.0 / chunks, ("B", -1): 2.0 / chunks, ("STEP", -1): 1.0}, hop_s=setting.hop_s)
+    setting = ScheduleSpec(num_ranks, num_micro_batches, chunks, p2p_s=0.1 / chunks)
+    times = OpTimes({("F", -1): 1.0 / chunks, ("B", -1): 2.0 / chunks, ("STEP", -1): 1.0}, p2p_s=setting.p2p_s)
     name = "interleaved" if chunks > 1 else "1f1b"
     schedule, make_s = timed(lambda: make_schedule(name, setting))
     timing, time_s = timed(lambda: time_schedule(schedule, setting))
-    program, lower_s = timed(lambda: lower(schedule, Lowering("z1", 2)))
+    program, lower_s = timed(lambda: lower(schedule, LoweringOptions("z1", 2)))
     _, check_s = timed(lambda: check(program))
     timeline, simulate_s = timed(lambda: simulate(program, times))
     passes, instructions = sum(map(len, schedule.ranks)), len(timeline.events)

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.parallel.executor import Executor
-from muster.parallel.route import direct_routes
+from muster.parallel.p2p import direct_routes
 from muster.schedule.action import Action
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.simulator import simulate
 from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import SCHEDULES
@@ -109,7 +109,7 @@ def schedules(args: argparse.Namespace) -> list[Schedule]:
     made = []
     for name in args.schedules or [name for name, entry in SCHEDULES.items() if not entry.slow]:
         entry = SCHEDULES[name]
-        setting = Setting(args.ranks, args.micro_batches, entry.default_chunks, replicas=entry.default_replicas)
+        setting = ScheduleSpec(args.ranks, args.micro_batches, entry.default_chunks, replicas=entry.default_replicas)
         try:
             made.append(make_schedule(name, setting))
         except InfeasibleError as error:
@@ -119,7 +119,7 @@ def schedules(args: argparse.Namespace) -> list[Schedule]:
 
 
 def executor_of(schedule: Schedule, rank: int, handlers: dict[str, Callable[[Action], None]], ahead: bool) -> Executor:
-    program = lower(schedule, Lowering(post_validation=ahead))
+    program = lower(schedule, LoweringOptions(post_validation=ahead))
     stages = {index: SleepingStage() for index, place in enumerate(program.placement) if place == rank}
     return Executor(program, rank, rank, stages, direct_routes(program.placement), handlers)
 
@@ -140,7 +140,7 @@ def compare_simulated(rank: int, args: argparse.Namespace, passes: dict[str, flo
     handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
     for schedule in schedules(args):
         executor = executor_of(schedule, rank, handlers, ahead=False)
-        times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, hop_s=hop_s)
+        times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, p2p_s=hop_s)
         simulated_s = simulate(executor.program, times).makespan_s
         spans = [span_s(executor, 1) for _ in range(args.rounds)]
         if rank == 0:

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.config.load_config import load_run_config
 from muster.parallel.executor import Executor
 from muster.parallel.world import open_world
 from muster.planner.auto import resolve_plan
 from muster.schedule.action import Action, Lane
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Wait
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
-from muster.spec.load import load_run
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
@@ -64,17 +64,17 @@ class SilentExecutor(Executor):
         index = self._cursor[lane]
         instruction = self.lanes[lane][index]
         for wait in instruction.waits:
-            self._make_over(wait)
+            self._wait_for(wait)
         self._cursor[lane] = index + 1
-        self._do[instruction.action.kind](instruction)
+        self._handlers[instruction.action.kind](instruction)
 
     def _finish(self, wait: Wait) -> None:
-        self._arriving.pop(wait).wait()
+        self._pending.pop(wait).wait()
 
 
 def cost_of_one(rounds: int) -> tuple[float, float]:
     """(seconds that one recorded instruction takes more, the same of the middle half of the rounds' spread)."""
-    program = lower(make_schedule("1f1b", Setting(1, 500)), Lowering())
+    program = lower(make_schedule("1f1b", ScheduleSpec(1, 500)), LoweringOptions())
     handlers: dict[str, Callable[[Action], None]] = dict.fromkeys(("NORM", "STEP"), lambda _: None)
     both = [kind(program, 0, 0, {0: IdleStage()}, {}, handlers) for kind in (SilentExecutor, Executor)]
     count = len(both[1].run())
@@ -97,13 +97,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    resolved = load_run(args.preset, None, [("parallel", args.plan)])
+    resolved = load_run_config(args.preset, None, [("parallel", args.plan)])
     config, plan = resolved.config, resolve_plan(resolved, 1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder, open_world(store, 0, 1, plan) as world:
         trainer = Trainer(config, plan, world, open_dataset(config, Path(folder) / "run"))
         times = [trainer.step().time_s for _ in range(8)][2:]
-        instructions = len(trainer.rounds[-1][1])
+        instructions = len(trainer.step_events[-1][1])
         one_s, spread_s = cost_of_one(args.rounds)
     share = one_s * instructions / median(times)
     print(f"recording one instruction: {one_s * 1e6:.2f} µs (quartiles {spread_s * 1e6:.2f} µs apart)")

@@ -20,15 +20,15 @@ from typing import Any
 
 import yaml
 
-from muster.planner.judge import Judge
-from muster.planner.request import Request
+from muster.config.cluster_files import load_device
+from muster.config.named_model import load_model
+from muster.planner.custom_schedules import find_custom_schedules
+from muster.planner.heterogeneous import CUSTOM_SCHEDULE_TIME_SHARE, find_best_plans
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
 from muster.planner.search import search
-from muster.planner.timed import timed
-from muster.planner.unequal import TIMED_SHARE, arrange
 from muster.spec.cluster import ClusterSpec, NodeGroup
-from muster.spec.load_cluster import load_device
-from muster.spec.named_model import load_model
-from muster.spec.plan import AXES
+from muster.spec.plan import MESH_AXES
 from muster.spec.workload import Workload
 
 CASES = Path(__file__).with_suffix(".yaml")
@@ -78,25 +78,26 @@ def main() -> None:
             continue
         workload = Workload(seq_len=case["seq_len"], global_batch_size=case["global_batch"])
         precision = "fp16" if "v100" in str(case["kinds"]) else "bf16"
-        request = Request(load_model(case["model"]), cluster_of(case), workload, precision=precision)
+        request = PlanRequest(load_model(case["model"]), cluster_of(case), workload, precision=precision)
         even = {"stages": (), "data_shares": ()}
         listed, equal = (
-            search(replace(request, fixed=fixed), 1, args.limit).best for fixed in (even | {"axis_order": AXES}, even)
+            search(replace(request, fixed=fixed), 1, args.limit).best
+            for fixed in (even | {"axis_order": MESH_AXES}, even)
         )
-        found = arrange(request, 1, args.limit)
+        found = find_best_plans(request, 1, args.limit)
         if not equal or not listed or not found.found.best:
             print(f"{case['name']:24}{'nothing fits':>24}")
             continue
         best = found.found.best[0]
         listed_s = listed[0].prediction.step_time_s
         any_s = min(listed_s, equal[0].prediction.step_time_s)
-        judge = Judge(replace(request, fixed=even))
-        ordered = timed([listed[0].plan, equal[0].plan], judge, TIMED_SHARE * args.limit)
+        judge = PlanEvaluator(replace(request, fixed=even))
+        ordered = find_custom_schedules([listed[0].plan, equal[0].plan], judge, CUSTOM_SCHEDULE_TIME_SHARE * args.limit)
         timed_s = min([any_s, *(one.prediction.step_time_s for one in ordered)])
         gains.append(listed_s / best.prediction.step_time_s)
         over_any.append(any_s / best.prediction.step_time_s)
         over_timed.append(timed_s / best.prediction.step_time_s)
-        order = "".join(case["nodes"][node] for node in found.order or ())
+        order = "".join(case["nodes"][node] for node in found.node_order or ())
         print(
             f"{case['name']:24}{listed_s:>9.3f} s{any_s:>9.3f} s{timed_s:>9.3f} s"
             f"{best.prediction.step_time_s:>9.3f} s{gains[-1]:>6.2f}{over_any[-1]:>6.2f}{over_timed[-1]:>6.2f}"

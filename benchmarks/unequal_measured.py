@@ -21,13 +21,13 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
-from muster.planner.request import Request
+from muster.config.cluster_files import load_device, load_link
+from muster.config.load_config import load_run_config, plan_yaml
+from muster.planner.heterogeneous import find_best_plans
+from muster.planner.request import PlanRequest
 from muster.planner.search import search
-from muster.planner.unequal import arrange
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import Nics
-from muster.spec.load import load_run, plan_text
-from muster.spec.load_cluster import load_device, load_link
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 
@@ -101,15 +101,15 @@ class Contestant:
 
 def contestants(case: Case) -> list[Contestant]:
     """The best plan for the machines as listed with equal stages, and what the planner finds."""
-    config = load_run("tiny", None, [*SETTINGS, ("parallel", "dp4-fp32")]).config
-    request = Request(config.model, cluster_of(case), config.workload, precision="fp32", runnable=True)
+    config = load_run_config("tiny", None, [*SETTINGS, ("parallel", "dp4-fp32")]).config
+    request = PlanRequest(config.model, cluster_of(case), config.workload, precision="fp32", runnable=True)
     naive = search(replace(request, fixed={"stages": ()}), 1).best[0]
-    found = arrange(request, 1)
+    found = find_best_plans(request, 1)
     best = found.found.best[0]
     listed = tuple(range(len(case.machines)))
     return [
         Contestant("as listed", naive.plan, listed, naive.prediction.step_time_s),
-        Contestant("found", best.plan, found.order or listed, best.prediction.step_time_s),
+        Contestant("found", best.plan, found.node_order or listed, best.prediction.step_time_s),
     ]
 
 
@@ -168,7 +168,7 @@ def join(case: Case, machine: int, other: int, namespace: str) -> None:
 
 def step_seconds(one: Contestant, names: Sequence[str], folder: Path, steps: int) -> list[float]:
     """Seconds of each step after the first few, with each rank in its machine's namespace."""
-    (folder / "plan.yaml").write_text(plan_text(one.plan))
+    (folder / "plan.yaml").write_text(plan_yaml(one.plan))
     run = folder / "run"
     words = [sys.executable, "-m", "muster", "train", "--preset", "tiny", "--parallel", str(folder / "plan.yaml")]
     words += ["--run", str(run), "--fresh", "--train.steps", str(steps)]

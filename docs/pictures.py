@@ -4,18 +4,18 @@ from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.layout.mesh import coordinates_of
+from muster.layout.tensor_layout import rank_layouts
+from muster.report.formatting import format_bytes, format_seconds
 from muster.report.html import Html, element, join
-from muster.report.numbers import format_bytes, format_seconds
 from muster.report.palette import PAINTS, Paint
-from muster.report.picture import area, ink, picture
 from muster.report.scales import fit_scale
 from muster.report.schedule_svg import schedule_svg
-from muster.schedule.compare import Request, make_best
+from muster.report.standalone_svg import fill_attributes, standalone_svg, text_attributes
+from muster.schedule.compare import CompareRequest, make_with_best_chunks
 from muster.simulate.predict import Prediction, predict
-from muster.spec.layout import rank_layouts
-from muster.spec.load_cluster import load_cluster
-from muster.spec.mesh import coordinates
-from muster.spec.named_model import load_model
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
@@ -31,8 +31,8 @@ def words(text: str, x: float, y: float, style: str = "") -> Html:
 
 def box(x: float, y: float, width: float, height: float, paint: Paint, pale: bool = False, text: str = "") -> Html:
     """A rectangle with words in its middle."""
-    inside = element("text", text, x=x + width / 2, y=y + height / 2 + 4, **ink(paint, pale, "middle"))
-    rect = element("rect", x=x, y=y, width=max(0.0, width - 1.5), height=height - 1.5, **area(paint, pale))
+    inside = element("text", text, x=x + width / 2, y=y + height / 2 + 4, **text_attributes(paint, pale, "middle"))
+    rect = element("rect", x=x, y=y, width=max(0.0, width - 1.5), height=height - 1.5, **fill_attributes(paint, pale))
     return join(rect, inside if text else "")
 
 
@@ -51,7 +51,7 @@ def plans() -> str:
         y += 70
     title = "Layers of a model and the pipeline ranks that hold them"
     head = words("layers", 160, 34, "quiet")
-    return picture(title, "eight layers under pp2, pp4 and pp2v2-sinterleaved", join(head, *rows), 610, y + 4)
+    return standalone_svg(title, "eight layers under pp2, pp4 and pp2v2-sinterleaved", join(head, *rows), 610, y + 4)
 
 
 def ranks() -> str:
@@ -59,7 +59,7 @@ def ranks() -> str:
     plan = parse_plan_name("dp2-tp2-pp2")
     parts = []
     for rank in range(plan.world_size):
-        at = coordinates(plan, rank)
+        at = coordinates_of(plan, rank)
         x, y = 110 + 250 * at.pp + 100 * at.tp, 76 + 56 * at.dp_shard
         parts.append(box(x, y, 100, 56, _HUES[at.pp], pale=at.tp == 1, text=f"rank {rank}"))
     for pp in range(plan.pp):
@@ -68,7 +68,7 @@ def ranks() -> str:
     parts += [words(f"dp {dp}", 24, 108 + 56 * dp, "quiet") for dp in range(plan.dp_shard)]
     title = "Eight ranks on the axes of dp2-tp2-pp2"
     facts = "neighbours on tp are neighbouring ranks, dp comes next, then pp"
-    return picture(title, facts, join(*parts), 580, 206)
+    return standalone_svg(title, facts, join(*parts), 580, 206)
 
 
 def boxes() -> str:
@@ -87,14 +87,16 @@ def boxes() -> str:
     parts.append(words(f"{name}, 192 × 64", 24, 270, "quiet"))
     title = "The boxes of one weight under two plans"
     facts = "each number is written once; a rank reads the boxes that overlap its own"
-    return picture(title, facts, join(*parts), 540, 286)
+    return standalone_svg(title, facts, join(*parts), 540, 286)
 
 
 def pipeline(name: str) -> Callable[[], str]:
     """A schedule of four ranks and eight micro-batches."""
 
     def draw() -> str:
-        schedule, timing = make_best(name, Request(4, 8, None, (1.0, 1.0, 1.0), 0.0, inf, None, False))
+        schedule, timing = make_with_best_chunks(
+            name, CompareRequest(4, 8, None, (1.0, 1.0, 1.0), 0.0, inf, None, False)
+        )
         return schedule_svg(schedule, timing)
 
     return draw
@@ -110,7 +112,10 @@ def bars(
     """A bar for each row, of parts with a colour each; what it comes to at its end."""
     parts, x = [], 24.0
     for key, paint in paints.items():
-        parts += [element("rect", x=x, y=44, width=14, height=12, **area(paint)), words(key, x + 20, 54, "quiet")]
+        parts += [
+            element("rect", x=x, y=44, width=14, height=12, **fill_attributes(paint)),
+            words(key, x + 20, 54, "quiet"),
+        ]
         x += 42 + 6.6 * len(key)
     longest, y = max(sum(row.values()) for row in rows.values()), 74.0
     for name, row in rows.items():
@@ -121,7 +126,7 @@ def bars(
             at += 380 * value / longest
         parts.append(words(shown(sum(row.values())), at + 8, y + 19))
         y += 38
-    return picture(title, facts, join(words(title, 24, 26, "title"), *parts), 640, y + 12)
+    return standalone_svg(title, facts, join(words(title, 24, 26, "title"), *parts), 640, y + 12)
 
 
 def _llama(plan: str, devices: int = 16) -> Prediction:
@@ -160,14 +165,14 @@ def _hues(count: int) -> list[Paint]:
 
 def search() -> str:
     """Every plan for a small cluster: time of a step against memory, and the one that the search answers."""
-    from muster.planner.judge import Judge
-    from muster.planner.request import ask
-    from muster.planner.search import everything
+    from muster.planner.plan_evaluator import PlanEvaluator
+    from muster.planner.request import parse_request
+    from muster.planner.search import exhaustive_search
     from muster.planner.search import search as best_of
 
     model, cluster = load_model("gpt2-xl"), load_cluster("4xh100")
-    request = ask(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True).request
-    found = list(everything(request, Judge(request)))
+    request = parse_request(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True).request
+    found = list(exhaustive_search(request, PlanEvaluator(request)))
     best = best_of(request).best[0]
     dots = [(one.prediction.step_time_s, one.peak_bytes / 2**30) for one in found]
     dots = [dot for dot in dots if dot[0] <= 2.5 * min(dots)[0]]
@@ -178,7 +183,7 @@ def search() -> str:
 
     parts = [words("Every plan of GPT-2 XL for 4 H100", 24, 26, "title")]
     parts.append(words("GiB on the fullest device, over the time of a step", 24, 48, "quiet"))
-    parts.append(element("circle", cx=30, cy=66, r=6, **area(_COLOURS["gather"])))
+    parts.append(element("circle", cx=30, cy=66, r=6, **fill_attributes(_COLOURS["gather"])))
     parts.append(words(f"the fastest: {best.name.partition('+')[0]}", 44, 70, "quiet"))
     for tick, label in zip(x.ticks, x.labels, strict=True):
         at, _ = place(tick, 0)
@@ -190,11 +195,11 @@ def search() -> str:
         parts.append(words(label, 60, at + 4, "quiet end"))
     for time_s, gib in sorted(dots):
         at_x, at_y = place(time_s, gib)
-        parts.append(element("circle", cx=at_x, cy=at_y, r=3.5, **area(_COLOURS["forward"], pale=True)))
+        parts.append(element("circle", cx=at_x, cy=at_y, r=3.5, **fill_attributes(_COLOURS["forward"], pale=True)))
     at_x, at_y = place(best.prediction.step_time_s, best.peak_bytes / 2**30)
-    parts.append(element("circle", cx=at_x, cy=at_y, r=6, **area(_COLOURS["gather"])))
+    parts.append(element("circle", cx=at_x, cy=at_y, r=6, **fill_attributes(_COLOURS["gather"])))
     facts = f"{len(found)} plans that fit; the search finds {best.name} without simulating them all"
-    return picture("Every plan for a cluster, and the best", facts, join(*parts), 580, 366)
+    return standalone_svg("Every plan for a cluster, and the best", facts, join(*parts), 580, 366)
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -1,6 +1,7 @@
 """Tables of keys that pages take from the code: each stands between `<!-- keys TYPE … -->` and `<!-- end -->`.
 
-TYPE is a dotted name such as `muster.spec.run.TrainConfig`; a second word goes before each key. What a key means is the
+TYPE is a dotted name such as `muster.config.run_config.TrainConfig`; a second word goes before each key. What a key
+means is the
 docstring below it. `python docs/tables.py` writes the pages anew.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from muster.spec.explain import Shape, describe
+from muster.spec.config_errors import ConfigSchema, describe_schema
 
 FOLDER = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- keys (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -29,13 +30,13 @@ def table(name: str, prefix: str = "") -> str:
     """A row for each key of a type: what may stand there, what does if it is left out, what it means."""
     module, _, class_name = name.rpartition(".")
     type_ = getattr(import_module(module), class_name)
-    shape, meanings = Shape(type_), docstrings(type_)
+    shape, meanings = ConfigSchema(type_), docstrings(type_)
     rows = ["| key | expected | left out | says |", "|---|---|---|---|"]
     for key, field in type_.model_fields.items():
-        schema = shape.at(key) or {}
+        schema = shape.schema_at(key) or {}
         derived = field.default == 0 == schema.get("exclusiveMinimum")
         stands = "" if derived else default(field)
-        cells = (f"`{prefix}{key}`", describe(schema).removesuffix(" or null"), stands, meanings.get(key, ""))
+        cells = (f"`{prefix}{key}`", describe_schema(schema).removesuffix(" or null"), stands, meanings.get(key, ""))
         rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 import muster
-from muster.model.decoder import join, spread
+from muster.model.decoder import project_in, project_out
 from muster.spec.model import ModelSpec
 
 
 class RunningMean(nn.Module):
-    spread, join = staticmethod(spread), staticmethod(join)  # where tensor parallelism puts its collectives
+    spread, join = staticmethod(project_in), staticmethod(project_out)  # where tensor parallelism puts its collectives
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

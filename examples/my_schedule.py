@@ -6,7 +6,7 @@ import muster
 
 
 @muster.register_schedule("shallow-1f1b", explanation="1F1B with a warm-up one forward shorter")
-def shallow(rank: int, setting: muster.Setting) -> Iterator[str]:
+def shallow(rank: int, setting: muster.ScheduleSpec) -> Iterator[str]:
     ahead = min(max(1, setting.num_ranks - rank - 1), setting.num_micro_batches)
     for micro_batch in range(ahead):
         yield f"{rank}F{micro_batch}"

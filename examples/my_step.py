@@ -8,7 +8,7 @@ RHO = 0.05
 
 
 @muster.register_step("sam")
-def sam(now: muster.Now) -> None:
+def sam(now: muster.StepContext) -> None:
     with torch.no_grad():
         uphill = {
             name: part.grad * (RHO / (now.grad_norm + 1e-12))

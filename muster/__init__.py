@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from muster.api.run import Run, load
     from muster.api.verbs import plan, predict
     from muster.model.decoder import Layer as DecoderLayer
-    from muster.schedule.setting import Setting
+    from muster.schedule.schedule_spec import ScheduleSpec
     from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-    from muster.train.own_step import Now
+    from muster.train.custom_step import StepContext
 
 __version__ = "0.1.0"
 
@@ -26,9 +26,9 @@ __all__ = [
     "DecoderLayer",
     "InfeasibleError",
     "MusterError",
-    "Now",
     "Run",
-    "Setting",
+    "ScheduleSpec",
+    "StepContext",
     "load",
     "plan",
     "predict",
@@ -41,7 +41,11 @@ __all__ = [
 ]
 
 _MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
-_MODULES |= {"Now": "train.own_step", "Setting": "schedule.setting", "DecoderLayer": "model.decoder"}
+_MODULES |= {
+    "StepContext": "train.custom_step",
+    "ScheduleSpec": "schedule.schedule_spec",
+    "DecoderLayer": "model.decoder",
+}
 _NAMES = {"DecoderLayer": "Layer"}
 """Of those that have another name where they come from."""
 

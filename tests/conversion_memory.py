@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import muster.checkpoint.formats.dcp_write  # noqa: F401  # what a conversion may import, before it is counted
-from muster.checkpoint.convert import Conversion, convert
+from muster.checkpoint.convert import ConversionOptions, convert
 from tests.weights import read_weights
 
 
@@ -25,7 +25,7 @@ def main(source: str, target: str, kind: str, max_shard_bytes: str, dtype: str) 
         kept = read_weights(Path(source))
         print(status_bytes("VmHWM") - before, file=sys.stdout if kept else sys.stderr)
         return
-    how = Conversion(to=kind, dtype=dtype or None, max_shard_bytes=int(max_shard_bytes))  # type: ignore[arg-type]
+    how = ConversionOptions(target_format=kind, dtype=dtype or None, max_shard_bytes=int(max_shard_bytes))  # type: ignore[arg-type]
     convert(Path(source), Path(target), how, lambda _: None, lambda _: None)
     print(status_bytes("VmHWM") - before)
 

@@ -33,7 +33,7 @@ def main() -> int:
         seed_fault(fault, step)
     if under_torchrun:
         return cli.main(sys.argv[1:])
-    return worker.main(far_away if fault == "network" else worker.run_rank)
+    return worker.rank_main(far_away if fault == "network" else worker.run_rank)
 
 
 def far_away(run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
@@ -67,7 +67,7 @@ def pass_on(listeners: "queue.Queue[socket.socket]", port: int) -> None:
 def seed_fault(fault: str, step: int) -> None:
     """Makes this process misbehave in the step after `step`."""
     made = [0]
-    feed_step, batch, forward = Trainer.feed_step, Dataset.rows, DecoderStage.forward
+    feed_step, batch, forward = Trainer.load_batch, Dataset.rows, DecoderStage.forward
 
     def fed(self: Trainer) -> None:
         made[0] = self.step_count
@@ -91,8 +91,8 @@ def seed_fault(fault: str, step: int) -> None:
     if fault == "plan":
         load_plan = worker.load_plan
         worker.load_plan = lambda path: load_plan(path).model_copy(update={"micro_batch_size": 6})
-    Trainer.feed_step, Dataset.rows, DecoderStage.forward = fed, read_forever, compute_forever
+    Trainer.load_batch, Dataset.rows, DecoderStage.forward = fed, read_forever, compute_forever
 
 
 if __name__ == "__main__":
-    worker.leave(main())
+    worker.exit_process(main())

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.parallel.executor import Executor
-from muster.parallel.route import direct_routes
+from muster.parallel.p2p import direct_routes
 from muster.schedule.action import Action
 from muster.schedule.check import check
-from muster.schedule.exact import prove
-from muster.schedule.lower import Lowering, lower
-from muster.schedule.plain import schedule_from_json, schedule_to_json
+from muster.schedule.exact import solve
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Wait
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.serialization import schedule_from_json, schedule_to_json
 from muster.schedule.timing import time_schedule
 from muster.simulate.simulator import simulate
 from muster.spec.errors import InfeasibleError
@@ -99,7 +99,7 @@ class LogicalExecutor(Executor):
     clock: Clock
 
     def _finish(self, wait: Wait) -> None:
-        super()._finish(wait)
+        super()._complete(wait)
         kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
         message = (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch]
         self.clock.now_s = max(self.clock.now_s, message.item() + HOP_S)
@@ -134,19 +134,19 @@ def schedules_that_run(num_ranks: int, num_micro_batches: int) -> list[dict[str,
     return found
 
 
-def _exact(setting: Setting) -> Schedule:
+def _exact(setting: ScheduleSpec) -> Schedule:
     import_module("ortools")
-    return prove(setting, make_schedule("auto", setting), limit_s=3).schedule
+    return solve(setting, make_schedule("auto", setting), limit_s=3).schedule
 
 
-def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -> Setting:
-    return Setting(num_ranks, num_micro_batches, chunks, hop_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
+def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -> ScheduleSpec:
+    return ScheduleSpec(num_ranks, num_micro_batches, chunks, p2p_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
 
 
 def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     schedule = schedule_from_json(case)
     offloaded = range(schedule.num_stages) if case["offload"] else ()
-    program = lower(schedule, Lowering(offload=frozenset(offloaded)))
+    program = lower(schedule, LoweringOptions(offload=frozenset(offloaded)))
     clock, live = Clock(), [0]
     stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
     handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
@@ -158,7 +158,7 @@ def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     ]
     known = {(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}
     known |= dict.fromkeys((("OFFLOAD", -1), ("RELOAD", -1)), COPY_S)
-    times = OpTimes(known, hop_s=HOP_S)
+    times = OpTimes(known, p2p_s=HOP_S)
     simulated = [
         [str(event.action), event.start_s, event.end_s]
         for event in simulate(program, times).events

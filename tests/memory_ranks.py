@@ -12,16 +12,16 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.folder import Keep
-from muster.checkpoint.memory import wire
-from muster.checkpoint.memory.copies import Copies
-from muster.checkpoint.memory.folder import CopyFolder, clear_stale, copied_ranks, identify
-from muster.checkpoint.memory.recall import Survey, survey
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.saver import Saver, Target
-from muster.checkpoint.write import file_name
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy
+from muster.checkpoint.in_memory import transport
+from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
+from muster.checkpoint.in_memory.directory import InMemoryDirectory, claim_run_id, remove_stale, stored_ranks
+from muster.checkpoint.in_memory.recovery import RecoverySearch, find_newest
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.rank_file import rank_file_name
+from muster.layout.tensor_layout import Box, TensorLayout
 from muster.spec.errors import InfeasibleError
-from muster.spec.layout import Box, TensorLayout
 from tests.saver_ranks import COLUMNS, ROWS, pieces_of
 
 NODE_OF = (0, 0, 1, 2)
@@ -38,8 +38,8 @@ class Rank:
         self._meetings, self._launches = 0, 0
         if rank == 0:
             self.run.mkdir()
-            identify(self.run, "settings", goes_on=False)
-        self.id = self.gather(identify(self.run, "settings", goes_on=False) if rank == 0 else "")[0]
+            claim_run_id(self.run, "settings", resumes=False)
+        self.id = self.gather(claim_run_id(self.run, "settings", resumes=False) if rank == 0 else "")[0]
 
     def gather(self, value: Any) -> list[Any]:
         self._meetings += 1
@@ -52,41 +52,43 @@ class Rank:
         """Begins again, as after all processes were killed."""
         if self._launches:
             self.saver.close()
-            self.copies.close(clear=False)
+            self.copies.close(delete=False)
         self._launches += 1
-        folder = CopyFolder(self.place, self.run, run_id or self.id)
-        self.copies = Copies(self.rank, folder, "127.0.0.1", f"launch {self._launches}", self.gather)
-        self.saver = Saver(self.rank, self.size, dist.PrefixStore(f"launch-{self._launches}", self.store), self.copies)
+        folder = InMemoryDirectory(self.place, self.run, run_id or self.id)
+        self.copies = InMemoryCheckpointer(self.rank, folder, "127.0.0.1", f"launch {self._launches}", self.gather)
+        self.saver = AsyncSaver(
+            self.rank, self.size, dist.PrefixStore(f"launch-{self._launches}", self.store), self.copies
+        )
 
     def save(self, step: int, beside: bool = False) -> str | None:
         """Makes copies; with `beside` by the writer's process, and the tensors change as soon as they may."""
         pieces = pieces_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
-        self.saver.begin(Target(None, step, info, Keep(), in_memory=True), pieces, copy=beside)
-        self.saver.wait_copied()
+        self.saver.start(SaveRequest(None, step, info, RetentionPolicy(), in_memory=True), pieces, stage=beside)
+        self.saver.wait_staged()
         assert beside or self.saver.wait(300)
         for piece in pieces:
             piece.tensor.fill_(-1)
         assert self.saver.wait(300)
         self.gather(None)
-        return self.saver.problem
+        return self.saver.error
 
-    def find(self) -> tuple[Survey, str | int | None]:
+    def find(self) -> tuple[RecoverySearch, str | int | None]:
         """What there is after another launch, and the step that all numbers are of, which each rank reads."""
         self.launch()
-        found = survey(self.copies, self.gather, FAR)
+        found = find_newest(self.copies, self.gather, FAR)
         read = None
         if found.newest is not None:
             read = self.read(found)
         self.gather(None)
         return found, read
 
-    def read(self, found: Survey) -> str | int:
+    def read(self, found: RecoverySearch) -> str | int:
         """Under another plan: every rank wants all of it."""
         assert found.newest is not None
         shapes = {"model/w": (ROWS, COLUMNS), "model/v": (100_000,)}
         wanted = [
-            Piece(name, TensorLayout(name, shape, (Box((0,) * len(shape), shape),)), torch.zeros(shape))
+            LocalShard(name, TensorLayout(name, shape, (Box((0,) * len(shape), shape),)), torch.zeros(shape))
             for name, shape in shapes.items()
         ]
         found.newest.load(wanted)
@@ -96,23 +98,23 @@ class Rank:
 
     def lose(self, *nodes: int) -> None:
         """The memory of these nodes is gone."""
-        if self.copies.is_keeper and NODE_OF[self.rank] in nodes:
-            self.copies.folder.clear()
+        if self.copies.is_node_leader and NODE_OF[self.rank] in nodes:
+            self.copies.directory.delete()
         self.gather(None)
 
     def flip(self, node: int, rank: int) -> None:
         """One byte of a rank's copy on a node."""
-        if self.copies.is_keeper and NODE_OF[self.rank] == node:
+        if self.copies.is_node_leader and NODE_OF[self.rank] == node:
             (step,) = self.place.glob("muster-*/step-????????")
-            data = bytearray((step / file_name(rank)).read_bytes())
+            data = bytearray((step / rank_file_name(rank)).read_bytes())
             data[-1] ^= 1
-            (step / file_name(rank)).write_bytes(data)
+            (step / rank_file_name(rank)).write_bytes(data)
         self.gather(None)
 
 
-def outcome(found: tuple[Survey, Any]) -> tuple[int | None, list, Any]:
+def outcome(found: tuple[RecoverySearch, Any]) -> tuple[int | None, list, Any]:
     survey, read = found
-    return survey.newest and survey.newest.step, [list(gap) for gap in survey.gaps], read
+    return survey.newest and survey.newest.step, [list(gap) for gap in survey.incomplete], read
 
 
 def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, Any]:
@@ -122,8 +124,8 @@ def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str
     found["nothing"] = outcome(me.find())
     found["saved"] = [me.save(1, beside=True), me.save(2, beside=True)]
     (step,) = me.place.glob("muster-*/step-*")
-    found["kept"] = [step.name, copied_ranks(step)]
-    with patch.object(wire, "get", side_effect=wire.get) as get:
+    found["kept"] = [step.name, stored_ranks(step)]
+    with patch.object(transport, "get", side_effect=transport.get) as get:
         found["all killed"] = outcome(me.find())
         found["asked others"] = get.call_count > 0
     for node in range(3):
@@ -143,7 +145,7 @@ def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str
     found["two nodes lost"] = outcome(me.find())
     found["too little room"] = room(me)
     found["another run"] = another_run(me)
-    me.copies.close(clear=True)
+    me.copies.close(delete=True)
     me.gather(None)
     found["left"] = [path.name for path in me.place.iterdir()]
     return found
@@ -151,8 +153,8 @@ def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str
 
 def half_written(me: Rank) -> list[Any]:
     """The last node fails when it should give the copies their name; some others have done so, and nobody the rest."""
-    commit = MagicMock(side_effect=OSError(28, "No space left")) if me.rank == 3 else me.copies.folder.commit
-    with patch.object(me.copies.folder, "commit", commit):
+    commit = MagicMock(side_effect=OSError(28, "No space left")) if me.rank == 3 else me.copies.directory.commit
+    with patch.object(me.copies.directory, "commit", commit):
         problem = me.save(4)
     me.lose(0)
     first = outcome(me.find())  # of step 4 there is what node 1 has: the ranks 2, 0 and 1
@@ -174,20 +176,20 @@ def killed(me: Rank) -> list[Any]:
 
 def vanished(me: Rank) -> list[Any]:
     """The folder of the next node goes while copies are made."""
-    begin = me.copies.folder.begin
+    begin = me.copies.directory.begin
 
     def and_lose(step: int, head: Any) -> None:
         begin(step, head)
-        shutil.rmtree(me.copies.folder.beside(step))
+        shutil.rmtree(me.copies.directory.tmp_dir(step))
 
-    with patch.object(me.copies.folder, "begin", and_lose if me.rank == 3 else begin):
+    with patch.object(me.copies.directory, "begin", and_lose if me.rank == 3 else begin):
         problem = me.save(7)
     return [problem, outcome(me.find())]
 
 
 def room(me: Rank) -> str:
     try:
-        me.copies.require_room(10**15, me.gather)
+        me.copies.require_capacity(10**15, me.gather)
     except InfeasibleError as error:
         return str(error)
     return "there is room"
@@ -195,15 +197,15 @@ def room(me: Rank) -> str:
 
 def another_run(me: Rank) -> list[Any]:
     """One that has begun anew in the same place finds nothing, and clears what is left once nobody holds it."""
-    old = me.copies.folder.path
+    old = me.copies.directory.path
     if me.rank == 0:
-        identify(me.run, "other settings", goes_on=False)
+        claim_run_id(me.run, "other settings", resumes=False)
     me.gather(None)
-    held = [left.path.name for left in clear_stale(me.place)]
+    held = [left.path.name for left in remove_stale(me.place)]
     me.launch("another")
-    newest = survey(me.copies, me.gather, FAR).newest
-    if me.copies.is_keeper:
-        removed = [left.path for left in clear_stale(me.place)]
+    newest = find_newest(me.copies, me.gather, FAR).newest
+    if me.copies.is_node_leader:
+        removed = [left.path for left in remove_stale(me.place)]
         assert removed == [old], removed
     me.gather(None)
     return [held, newest, old.exists()]

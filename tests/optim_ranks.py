@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.load import load
-from muster.checkpoint.piece import Piece
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.save import save
+from muster.config.optim_config import OptimConfig
+from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
 from muster.optim.base import Optimizer
-from muster.optim.make import make_optimizer
+from muster.optim.build import build_optimizer
 from muster.optim.muon import Muon
-from muster.optim.peers import Peers
+from muster.optim.peer_exchange import PeerGroup
 from muster.parallel.world import World, open_world
-from muster.spec.layout import Box, TensorLayout, rank_layouts
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.optim import OptimConfig
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 
@@ -62,10 +62,10 @@ def walk(optimizer: Optimizer, layouts: Mapping[str, TensorLayout], steps: range
         optimizer.step(LR / step)
 
 
-def pieces(optimizer: Optimizer, layouts: Mapping[str, TensorLayout]) -> list[Piece]:
+def pieces(optimizer: Optimizer, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
     """What a checkpoint holds."""
-    model = [Piece(f"model/{name}", layouts[name], param) for name, param in optimizer.params.items()]
-    return model + [Piece(f"optim/{key}", layouts[name], one) for key, (name, one) in optimizer.state().items()]
+    model = [LocalShard(f"model/{name}", layouts[name], param) for name, param in optimizer.params.items()]
+    return model + [LocalShard(f"optim/{key}", layouts[name], one) for key, (name, one) in optimizer.state().items()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,17 +133,19 @@ def run_case(
     layouts = {layout.name: layout for layout in rank_layouts(SPEC, full_plan, rank)}
     params = local_params(layouts)
     with open_world(store, rank, world_size, full_plan, generation) as world:
-        peers = Peers.sharing_with(world)
-        make = shards_as_wholes if fault else make_optimizer
+        peers = PeerGroup.from_world(world)
+        make = shards_as_wholes if fault else build_optimizer
         optimizer = make(config, params, layouts, world)
         if load_from is not None:
             optimizer.step_count = load(Path(load_from), pieces(optimizer, layouts)).step
         walk(optimizer, layouts, range(*steps))
         if save_to is not None:
             info = {"plan": {}, "model": {}, "counters": {}}
-            save(Path(save_to), steps[1] - 1, pieces(optimizer, layouts), info, rank, world_size, world.exchange)
-    wholes = {name: whole(name, shape) for name, shape in parameters(SPEC)}
-    alone = make_optimizer(config, local_params(wholes), wholes)
+            save(
+                Path(save_to), steps[1] - 1, pieces(optimizer, layouts), info, rank, world_size, world.all_gather_object
+            )
+    wholes = {name: whole(name, shape) for name, shape in parameter_shapes(SPEC)}
+    alone = build_optimizer(config, local_params(wholes), wholes)
     walk(alone, wholes, range(1, steps[1]))
     expected = [cut(alone.params[name], layouts[name].boxes) for name in params]
     everything = [*params.values(), *(tensor for _, tensor in optimizer.state().values())]
@@ -159,7 +161,7 @@ def shards_as_wholes(
     config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], world: World
 ) -> Optimizer:
     """A bug, sown on purpose: each rank makes its own rows orthogonal."""
-    return Muon(config, params, {n: whole(n, tuple(p.shape)) for n, p in params.items()}, Peers.sharing_with(None))
+    return Muon(config, params, {n: whole(n, tuple(p.shape)) for n, p in params.items()}, PeerGroup.from_world(None))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def shards_as_wholes(
 
 
 @dataclass(frozen=True)
-class ThreadPeers(Peers):
+class ThreadPeers(PeerGroup):
     """Members that are threads of this process."""
 
     table: list[Any]

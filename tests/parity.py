@@ -16,36 +16,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.data.dataset import Batch, Dataset, Packing, Samples
-from muster.data.prepare import Preparation, open_or_prepare
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import skips_weight_decay
+from muster.config.run_config import DataConfig, RunConfig, TrainConfig
+from muster.data.dataset import Batch, Dataset, Packing, SampleStream
+from muster.data.prepare import PrepareOptions, open_or_prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.model.decoder import Decoder
 from muster.model.init import draw, initial_value
 from muster.model.loss import cross_entropy_sum
-from muster.model.recompute import _Recipe
+from muster.model.recompute import _RecomputedTensor
 from muster.optim.lr import learning_rate
-from muster.parallel import op_profile, tensor
+from muster.parallel import op_profile, tensor_parallel
 from muster.parallel.axis import TensorAxis
-from muster.parallel.deferred import WeightWork
-from muster.parallel.offload import Offload
-from muster.parallel.route import Arrival
+from muster.parallel.offload import ActivationOffload
+from muster.parallel.p2p import PendingReceive
 from muster.parallel.stage import DecoderStage
-from muster.parallel.words import Verdict, hidden_gradient
+from muster.parallel.vocab_parallel import CombinedLoss, hidden_gradient
+from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import open_world
-from muster.schedule.resolve import resolved
+from muster.schedule.resolve import resolve_schedule
 from muster.spec.model import ModelSpec
-from muster.spec.model_parts import RopeScaling
-from muster.spec.nearest import require_runnable
-from muster.spec.optim import OptimConfig
-from muster.spec.optim_state import no_decay
+from muster.spec.model_components import RopeScaling
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import DataConfig, RunConfig, TrainConfig
-from muster.train.ahead import Share
-from muster.train.ending import _memory
-from muster.train.feeding import Feeder
-from muster.train.order import measured_order
+from muster.train.batch_loader import BatchLoader
+from muster.train.finalize import _memory_terms
+from muster.train.prefetch import LocalBatch
+from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.trainer import Trainer
 from tests.optim_ranks import plain_newton_schulz
 
@@ -121,7 +121,7 @@ def _open_store(source: str, max_bytes: int | None, cache: str) -> TokenStore:
         draft.write_text(short_documents())
         with suppress(FileExistsError):  # another rank was the first
             os.link(draft, source)
-    return open_or_prepare(Preparation(source, ByteTokenizer(), max_bytes), Path(cache))
+    return open_or_prepare(PrepareOptions(source, ByteTokenizer(), max_bytes), Path(cache))
 
 
 def short_documents() -> str:
@@ -152,10 +152,10 @@ def reference(
     optim, size = config.optim, config.train.global_batch_size
     named = list(model.named_parameters())
     matrices = [p for n, p in named if n.startswith("layers.") and p.ndim == 2] if optim.name == "muon" else []
-    decaying = [p for n, p in named if not no_decay(n) and not any(p is matrix for matrix in matrices)]
+    decaying = [p for n, p in named if not skips_weight_decay(n) and not any(p is matrix for matrix in matrices)]
     groups = [
         {"params": decaying, "weight_decay": optim.weight_decay},
-        {"params": [p for n, p in named if no_decay(n)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if skips_weight_decay(n)], "weight_decay": 0.0},
     ]
     momenta = [torch.zeros_like(p) for p in matrices]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
@@ -164,9 +164,9 @@ def reference(
     for step in range(steps):
         batch = dataset.train_batch(step * size, size)
         loss, z_loss = sums_of(model, batch, dataset.lengths(np.arange(step * size, (step + 1) * size)))
-        loss = loss / batch.num_valid
+        loss = loss / batch.num_valid_tokens
         model.zero_grad()
-        (loss + config.train.z_loss * z_loss / batch.num_valid).backward()
+        (loss + config.train.z_loss * z_loss / batch.num_valid_tokens).backward()
         if step == 0:
             first = {name: p.grad.clone() for name, p in named if p.grad is not None}
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
@@ -182,10 +182,10 @@ def reference(
         optimizer.step()
         muon_step(matrices, momenta, optimizer.param_groups[0]["lr"], optim)
         losses.append(loss.item())
-    held_out = dataset.held_out_batch(0, size)
+    held_out = dataset.validation_batch(0, size)
     with torch.no_grad():
-        loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), held_out=True))
-        losses.append(float(loss) / held_out.num_valid)
+        loss, _ = sums_of(model, held_out, dataset.lengths(np.arange(size), validation=True))
+        losses.append(float(loss) / held_out.num_valid_tokens)
     return losses, first
 
 
@@ -267,7 +267,7 @@ def run_case(
     base = Plan(precision=precision, micro_batch_size=1)  # type: ignore[arg-type]
     losses, gradients = reference(config.model_dump_json(), cache, precision, steps, start_value)
     full_plan = Plan.model_validate(parse_plan_name(plan, base).model_dump() | (changes or {}))
-    full_plan = resolved(full_plan, config.model, config.workload)
+    full_plan = resolve_schedule(full_plan, config.model, config.workload)
     require_runnable(full_plan, config.model, config.workload, world_size)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     noise = patch("muster.parallel.stage.initial_value", start_value)
@@ -275,16 +275,16 @@ def run_case(
         trainer = WatchedTrainer(config, full_plan, world, open_data(config, cache))
         with patch.multiple(op_profile, REPEATS=2, PASS_REPEATS=1):  # as often as all of it is done once
             found = trainer.profile() if profile else None
-        if found and (order := measured_order(config, full_plan, world, found)):
-            trainer.take_order(order)
-        memory = _memory(trainer, found) if found else {}
+        if found and (order := refine_schedule_from_profile(config, full_plan, world, found)):
+            trainer.use_order(order)
+        memory = _memory_terms(trainer, found) if found else {}
         actions = [item.action for item in trainer.program.ranks[world.at.pp]["compute"]]
         trainer.first_gradients = None
         results = [trainer.step() for _ in range(steps)]
-        own_samples = list(trainer.feeder.samples_fed()) if world.at.tp == 0 else []
-        fed = sorted((number, row.tolist()) for rows in world.exchange(own_samples) for number, row in rows)
-        with patch.object(world.where, "say") as say:
-            own = [result.loss for result in results] + [trainer.held_out.loss(1) or 0.0]
+        own_samples = list(trainer.batch_loader.fed_samples()) if world.at.tp == 0 else []
+        fed = sorted((number, row.tolist()) for rows in world.all_gather_object(own_samples) for number, row in rows)
+        with patch.object(world.heartbeat, "say") as say:
+            own = [result.loss for result in results] + [trainer.evaluator.mean_loss(1) or 0.0]
         assert all(call.args[0] in ("validate", "finish") for call in say.mock_calls), "the first may compile"
         layouts = {name: layout for stage in trainer.stages.values() for name, layout in stage.layouts.items()}
         digest = hashlib.sha256()
@@ -304,11 +304,11 @@ def run_case(
             "fed_right": fed == samples_of_step(trainer.dataset, steps - 1, config.train.global_batch_size),
             "parameters": digest.hexdigest(),
             "memory": memory,
-            "untimed": [str(action) for action in actions if found and not found.times.of(action)],
+            "untimed": [str(action) for action in actions if found and not found.times.duration_s(action)],
         }
 
 
-def samples_of_step(dataset: Samples, step: int, size: int) -> list[tuple[int, list[int]]]:
+def samples_of_step(dataset: SampleStream, step: int, size: int) -> list[tuple[int, list[int]]]:
     """Number and tokens of each sample, without padding."""
     index = np.arange(step * size, (step + 1) * size)
     lengths = dataset.lengths(index)
@@ -342,13 +342,13 @@ def dropped_gradient() -> Iterator[None]:
 
 
 @contextmanager
-def _changed_feed(change: Callable[[Feeder, Share], Share]) -> Iterator[None]:
-    feed = Feeder.feed
+def _changed_feed(change: Callable[[BatchLoader, LocalBatch], LocalBatch]) -> Iterator[None]:
+    feed = BatchLoader.feed_stages
 
-    def faulty(self: Feeder, share: Share, loss_scale: float = 1.0) -> None:
+    def faulty(self: BatchLoader, share: LocalBatch, loss_scale: float = 1.0) -> None:
         feed(self, change(self, share), loss_scale)
 
-    with patch.object(Feeder, "feed", faulty):
+    with patch.object(BatchLoader, "feed", faulty):
         yield
 
 
@@ -356,9 +356,9 @@ def _changed_feed(change: Callable[[Feeder, Share], Share]) -> Iterator[None]:
 def swapped_micro_batches() -> Iterator[None]:
     """The last stage holds its labels against other micro-batches."""
 
-    def change(feeder: Feeder, share: Share) -> Share:
+    def change(feeder: BatchLoader, share: LocalBatch) -> LocalBatch:
         if (batch := share.batch) is not None and feeder.plan.num_stages - 1 in feeder.stages:
-            share = replace(share, batch=Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid))
+            share = replace(share, batch=Batch(batch.tokens_BS, batch.labels_BS[::-1].copy(), batch.num_valid_tokens))
         return share
 
     with _changed_feed(change):
@@ -368,20 +368,20 @@ def swapped_micro_batches() -> Iterator[None]:
 @contextmanager
 def wrong_recompute() -> Iterator[None]:
     """What is made again in the backward is not what the forward had."""
-    unpack = _Recipe.unpack
+    unpack = _RecomputedTensor.unpack
 
-    def faulty(self: _Recipe, packed: Tensor | torch.Size) -> Tensor:
+    def faulty(self: _RecomputedTensor, packed: Tensor | torch.Size) -> Tensor:
         made = unpack(self, packed)
         return made if isinstance(packed, Tensor) else made * 1.01
 
-    with patch.object(_Recipe, "unpack", faulty):
+    with patch.object(_RecomputedTensor, "unpack", faulty):
         yield
 
 
 @contextmanager
 def wrong_divisor() -> Iterator[None]:
     """Gradients are divided by twice the number of tokens."""
-    with _changed_feed(lambda feeder, share: replace(share, num_valid=share.num_valid * 2)):
+    with _changed_feed(lambda feeder, share: replace(share, num_valid_tokens=share.num_valid * 2)):
         yield
 
 
@@ -389,9 +389,9 @@ def wrong_divisor() -> Iterator[None]:
 def ranks_alike() -> Iterator[None]:
     """Each data-parallel rank takes the mean of its own tokens, and all means count the same, however many tokens."""
 
-    def change(feeder: Feeder, share: Share) -> Share:
-        own = share.num_valid if share.batch is None else share.batch.num_valid * feeder.plan.mesh(0).data_ranks
-        return replace(share, num_valid=own)
+    def change(feeder: BatchLoader, share: LocalBatch) -> LocalBatch:
+        own = share.num_valid if share.batch is None else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
+        return replace(share, num_valid_tokens=own)
 
     with _changed_feed(change):
         yield
@@ -413,13 +413,13 @@ def doubled_boundary() -> Iterator[None]:
 def half_a_boundary() -> Iterator[None]:
     """Of a hidden state that comes in parts, the last part is lost."""
 
-    def faulty(self: Arrival) -> None:
+    def faulty(self: PendingReceive) -> None:
         wait(self)
         for _, _, place in self.parts[1:]:
             place.zero_()
 
-    wait = Arrival.wait
-    with patch.object(Arrival, "wait", faulty):
+    wait = PendingReceive.wait
+    with patch.object(PendingReceive, "wait", faulty):
         yield
 
 
@@ -427,12 +427,12 @@ def half_a_boundary() -> Iterator[None]:
 def doubled_bias() -> Iterator[None]:
     """Every tensor-parallel rank adds the bias to its own part of a sum."""
 
-    def faulty(axis: TensorAxis, work: WeightWork, x: Tensor, linear: nn.Linear) -> Tensor:
+    def faulty(axis: TensorAxis, work: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
         y = join(axis, work, x, linear)
         return y if linear.bias is None else y + (axis.size - 1) * linear.bias
 
-    join = tensor.join
-    with patch.object(tensor, "join", faulty):
+    join = tensor_parallel.row_parallel_linear
+    with patch.object(tensor_parallel, "join", faulty):
         yield
 
 
@@ -446,14 +446,14 @@ def lost_copies() -> Iterator[None]:
 @contextmanager
 def lost_reload() -> Iterator[None]:
     """What comes back from the host's memory is not what went there."""
-    fetch = Offload.fetch
+    fetch = ActivationOffload.reload
 
-    def faulty(self: Offload, micro_batch: int) -> Callable[[], None]:
-        for _, buffer in self._away[micro_batch][:1]:
+    def faulty(self: ActivationOffload, micro_batch: int) -> Callable[[], None]:
+        for _, buffer in self._offloaded[micro_batch][:1]:
             buffer.zero_()
         return fetch(self, micro_batch)
 
-    with patch.object(Offload, "fetch", faulty):
+    with patch.object(ActivationOffload, "fetch", faulty):
         yield
 
 
@@ -461,11 +461,11 @@ def lost_reload() -> Iterator[None]:
 def unheard_words() -> Iterator[None]:
     """What the last rank's words add to the gradient of the hidden state is lost."""
 
-    def faulty(pulls_R2ND: Tensor, verdict: Verdict) -> Tensor:
+    def faulty(pulls_R2ND: Tensor, verdict: CombinedLoss) -> Tensor:
         pulls_R2ND[-1] = 0
         return hidden_gradient(pulls_R2ND, verdict)
 
-    with patch("muster.parallel.words.hidden_gradient", faulty):
+    with patch("muster.parallel.vocab_parallel.hidden_gradient", faulty):
         yield
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.config.run_config import EvalConfig, RunConfig
 from muster.parallel.world import open_world
 from muster.spec.errors import MusterError
-from muster.spec.nearest import require_runnable
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import EvalConfig, RunConfig
-from muster.train.loop import Run
+from muster.train.loop import TrainingLoop
 from muster.train.post_validation import PostValidation
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
@@ -33,21 +33,21 @@ class RoughTrainer(Trainer):
         step = self.step_count + 1
         if step in self.factors and self.world.rank == (0 if step % 2 else self.world.size - 1):
             for stage in self.stages.values():
-                stage.take_gradients()
+                stage.attach_local_gradients()
                 for local in stage.parameters.values():
                     if local.grad is not None:
                         local.grad.mul_(self.factors[step])
-        return super().local_sums()
+        return super().local_statistics()
 
 
 @contextmanager
 def not_restored() -> Iterator[None]:
     """What was kept is lost, and a wrong step is not taken back."""
-    keep = PostValidation._keep
+    keep = PostValidation._save_state
 
     def faulty(self: PostValidation) -> None:
         keep(self)
-        self._kept = self._state()
+        self._saved_state = self._state()
 
     with patch.object(PostValidation, "_keep", faulty):
         yield
@@ -85,12 +85,12 @@ def _run_case(
     with open_world(store, rank, world_size, full_plan, generation) as world, FAULTS[fault]():
         data = open_data(config, folder)
         if run:
-            return _run(Run, config, full_plan, world, data, Path(folder) / run, stop_at)
+            return _run(TrainingLoop, config, full_plan, world, data, Path(folder) / run, stop_at)
         trainer = RoughTrainer(config, full_plan, world, data)
         results = []
         while trainer.step_count < steps:
-            at_once = trainer.ahead is not None
-            results += trainer.ahead.advance(trainer.step_count == steps - 1) if at_once else [trainer.step()]
+            at_once = trainer.post_validation is not None
+            results += trainer.post_validation.advance(trainer.step_count == steps - 1) if at_once else [trainer.step()]
         digest = hashlib.sha256()
         for tensor in [*trainer.parameters.values(), *(one for _, one in trainer.optimizer.state().values())]:
             digest.update(tensor.numpy().tobytes())
@@ -98,24 +98,26 @@ def _run_case(
             "digest": digest.hexdigest(),
             "steps": [result.step for result in results],
             "told": [[result.loss, result.grad_norm, result.learning_rate, result.skipped] for result in results],
-            "taken_back": trainer.ahead.taken_back if trainer.ahead else None,
+            "taken_back": trainer.post_validation.num_rollbacks if trainer.post_validation else None,
             "finite": all(bool(torch.isfinite(local).all()) for local in trainer.parameters.values()),
         }
 
 
-def _run(kind: type[Run], config: RunConfig, plan: Plan, world: Any, data: Any, run_dir: Path, stop_at: int) -> dict:
+def _run(
+    kind: type[TrainingLoop], config: RunConfig, plan: Plan, world: Any, data: Any, run_dir: Path, stop_at: int
+) -> dict:
     run_dir.mkdir(exist_ok=True)
     with patch("muster.train.loop.Trainer", RoughTrainer):
         body = kind(config, plan, world, data, run_dir)
-        feed = body.trainer.feed_step
+        feed = body.trainer.load_batch
 
         def feed_and_ask() -> None:
             body.trainer.stop_requested = body.trainer.step_count + 1 == stop_at
             feed()
 
-        body.trainer.feed_step = feed_and_ask  # type: ignore[method-assign]
+        body.trainer.load_batch = feed_and_ask  # type: ignore[method-assign]
         try:
-            return {"code": body.go()}
+            return {"code": body.run()}
         except MusterError as error:
             return {"said": str(error)}
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muster.report.data import ComparisonRow, ReportData, RunFacts
+from muster.config.load_config import load_run_config, write_run_files
+from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
 from muster.schedule.action import Action
 from muster.simulate.timeline import Event, Timeline
-from muster.spec.load import load_run, write_resolved
 from muster.spec.plan_name import parse_plan_name
 
 MIB = 2**20
@@ -60,16 +60,16 @@ def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 
     data = ReportData(
         title="demo",
         plan_name="dp2-pp2-mb4-fp32",
-        facts=RunFacts(4_980_000, pp * copies, 8192 * steps, "CPU", 0, "2026-01-02 03:04 UTC", None, "0.1.0", 1.25),
+        facts=RunInfo(4_980_000, pp * copies, 8192 * steps, "CPU", 0, "2026-01-02 03:04 UTC", None, "0.1.0", 1.25),
         metrics=metrics(steps),
         predicted=Timeline("predicted", pp, pipeline(pp, micro_batches)),
         measured=Timeline("measured", pp * copies, pipeline(pp, micro_batches, copies, slower=1.1)),
         comparison=(
-            ComparisonRow("step", 0.21, 0.2, "s"),
-            ComparisonRow("send", 6e-4, 9e-4, "s"),
-            ComparisonRow("bubble", 0.14, 0.16, "fraction"),
-            ComparisonRow("memory: activations", 61.2 * 2**20, 64.9 * 2**20, "bytes"),
-            ComparisonRow("memory: peak", None, 412 * 2**20, "bytes"),
+            PredictedVsMeasured("step", 0.21, 0.2, "s"),
+            PredictedVsMeasured("send", 6e-4, 9e-4, "s"),
+            PredictedVsMeasured("bubble", 0.14, 0.16, "fraction"),
+            PredictedVsMeasured("memory: activations", 61.2 * 2**20, 64.9 * 2**20, "bytes"),
+            PredictedVsMeasured("memory: peak", None, 412 * 2**20, "bytes"),
         ),
         validation_loss=1.62,
         sample_prompt="def ",
@@ -83,7 +83,7 @@ def write_run(
     folder: Path, rows: list[dict[str, Any]], plan: str = "dp2-fp32", lr: str = "3e-3", ended: bool = True
 ) -> Path:
     """A run directory with what a training of these rows leaves."""
-    write_resolved(load_run("tiny", None, [("optim.lr", lr)]), parse_plan_name(plan), folder)
+    write_run_files(load_run_config("tiny", None, [("optim.lr", lr)]), parse_plan_name(plan), folder)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if ended:
         memory = {f"memory: {part}": {"measured": 3 * MIB} for part in ("parameters", "activations")}

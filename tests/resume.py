@@ -13,17 +13,17 @@ import numpy as np
 import torch.distributed as dist
 
 from muster.checkpoint import load as load_module
-from muster.checkpoint.folder import Keep, folder_of
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, checkpoint_path
 from muster.checkpoint.load import load
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.reads import plan_reads
-from muster.checkpoint.saver import Saver, Target
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.read_plan import plan_reads
+from muster.config.run_config import RunConfig
 from muster.parallel.world import World, open_world
 from muster.spec.errors import MusterError
-from muster.spec.legal import schedules_for
-from muster.spec.nearest import require_runnable
-from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
-from muster.spec.run import RunConfig
+from muster.spec.legality import schedules_for_vpp
+from muster.spec.nearest_plans import require_runnable
+from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
 from muster.train.trainer import Trainer
 from tests.parity import open_data
 
@@ -53,9 +53,9 @@ def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int 
                 pp=pp,
                 vpp=vpp,
                 stages=stages,
-                schedule=draw.choice([name for name in schedules_for(vpp) if name not in SEARCHED]),
+                schedule=draw.choice([name for name in schedules_for_vpp(vpp) if name not in SEARCHED]),
                 micro_batch_size=draw.choice([1, 2, 4, 4, 8]),  # few micro-batches: collectives of many are slow here
-                default_strategy=Strategy(zero=draw.choice(["z1", "z2", "z3"]), sp=draw.random() < 0.5),
+                default_strategy=LayerStrategy(zero=draw.choice(["z1", "z2", "z3"]), sp=draw.random() < 0.5),
                 spread_vocab=pp > 1 and draw.random() < 0.3,
                 precision=precision,  # type: ignore[arg-type]
             )
@@ -71,7 +71,7 @@ def _draw_mesh(draw: random.Random, most: int) -> Mesh:
         mesh = Mesh(
             dp_replicate=draw.choice([1, 1, 2]), dp_shard=draw.choice([1, 2, 2, 3, 4]), tp=draw.choice([1, 1, 2, 4])
         )
-        if mesh.ranks <= most:
+        if mesh.num_ranks <= most:
             return mesh
 
 
@@ -124,15 +124,15 @@ class Link:
     def go_on(self, world: World, plan: Plan) -> dict[str, Any] | None:
         """Loads what was saved, trains STEPS steps, saves, and trains STEPS more for the next to compare with."""
         trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache))
-        saver = Saver(world.rank, world.size, world.store)
-        trainer.before_change = saver.wait_copied
+        saver = AsyncSaver(world.rank, world.size, world.store)
+        trainer.before_change = saver.wait_staged
         result: dict[str, Any] = {}
         if self.step:
-            folder = folder_of(self.root, self.step)
+            folder = checkpoint_path(self.root, self.step)
             with FAULTS[self.fault]():
-                manifest = load(folder, trainer.pieces())
-                trainer.go_to(manifest.step, manifest.counters)
-            result = {"tensors": _unequal(self.whole, assemble(world, trainer.pieces()))}
+                manifest = load(folder, trainer.local_shards())
+                trainer.restore(manifest.step, manifest.counters)
+            result = {"tensors": _unequal(self.whole, assemble(world, trainer.local_shards()))}
             losses = [trainer.step().loss for _ in range(STEPS)]
             pairs = list(zip(losses, self.losses, strict=True)) if world.rank == 0 else []
             result |= {"error": max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)}
@@ -142,23 +142,23 @@ class Link:
         if world.rank == 0:
             self.root.mkdir(exist_ok=True, parents=True)
         info = {"plan": plan.model_dump(mode="json"), "model": {}, "counters": trainer.counters()}
-        saver.begin(Target(self.root, self.step, info, Keep()), trainer.pieces())
-        self.whole = assemble(world, trainer.pieces())
+        saver.start(SaveRequest(self.root, self.step, info, RetentionPolicy()), trainer.local_shards())
+        self.whole = assemble(world, trainer.local_shards())
         self.losses = [trainer.step().loss for _ in range(STEPS)]
         assert saver.wait(60)
-        assert saver.problem is None, saver.problem
+        assert saver.error is None, saver.error
         saver.close()
         return result if world.rank == 0 else None
 
 
-def assemble(world: World, pieces: list[Piece]) -> dict[str, np.ndarray]:
+def assemble(world: World, pieces: list[LocalShard]) -> dict[str, np.ndarray]:
     """Every tensor whole, on rank 0, from what the ranks hold in memory, without a checkpoint. Copies must agree."""
     own = [
-        (piece.name, piece.layout.shape, [(box.slices, part.numpy().copy()) for box, part in piece.parts()])
+        (piece.name, piece.layout.shape, [(box.slices, part.numpy().copy()) for box, part in piece.box_views()])
         for piece in pieces
     ]
     whole: dict[str, np.ndarray] = {}
-    everyone = world.exchange(own)
+    everyone = world.all_gather_object(own)
     for name, shape, parts in (entry for rank in everyone for entry in rank) if world.rank == 0 else ():
         for slices, part in parts:
             into = whole.setdefault(name, np.full(shape, np.nan, part.dtype))[slices]
@@ -189,7 +189,7 @@ def no_fault() -> Iterator[None]:
 @contextmanager
 def other_position() -> Iterator[None]:
     """The data go on one step too early."""
-    go_to = Trainer.go_to
+    go_to = Trainer.restore
 
     def faulty(self: Trainer, step: int, counters: Any) -> None:
         go_to(self, step, {**counters, "samples_consumed": counters["samples_consumed"] - 8})
@@ -201,7 +201,7 @@ def other_position() -> Iterator[None]:
 @contextmanager
 def other_step() -> Iterator[None]:
     """The learning rate and the optimizer are one step behind."""
-    go_to = Trainer.go_to
+    go_to = Trainer.restore
     with patch.object(Trainer, "go_to", lambda self, step, counters: go_to(self, step - 1, counters)):
         yield
 
@@ -209,7 +209,7 @@ def other_step() -> Iterator[None]:
 @contextmanager
 def no_optimizer() -> Iterator[None]:
     """The optimizer's state stays as it was."""
-    fill = load_module.fill
+    fill = load_module.fill_shards
 
     def faulty(folder: Path, manifest: Any, wanted: Any, convert: bool = False) -> None:
         fill(folder, manifest, [piece for piece in wanted if piece.name.startswith("model/")], convert)
@@ -226,7 +226,10 @@ def swapped_pieces() -> Iterator[None]:
         reads = plan_reads(manifest, wanted)
         for i, (a, b) in enumerate(zip(reads, reads[1:], strict=False)):
             if a.box.size == b.box.size:
-                reads[i : i + 2] = [replace(a, wanted=b.wanted, box=b.box), replace(b, wanted=a.wanted, box=a.box)]
+                reads[i : i + 2] = [
+                    replace(a, target_index=b.target_index, box=b.box),
+                    replace(b, target_index=a.target_index, box=a.box),
+                ]
                 return reads
         raise AssertionError("no two pieces to swap")
 

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint import saver as saver_module
-from muster.checkpoint.folder import Keep, checkpoints, find_latest, problem_of
+from muster.checkpoint import async_saver as saver_module
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_damage, find_latest, list_checkpoints
 from muster.checkpoint.load import load, read_full
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import read_manifest
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.saver import Saver, Target
-from muster.spec.layout import Box, TensorLayout, shard_rows
+from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds
 
 ROWS, COLUMNS = 4096, 64
 
 
-def pieces_of(rank: int, size: int, step: int) -> list[Piece]:
+def pieces_of(rank: int, size: int, step: int) -> list[LocalShard]:
     """This rank's rows of a matrix and of a vector that two ranks share, full of the step's number."""
-    first, rows = shard_rows(ROWS, size, rank)
+    first, rows = chunk_bounds(ROWS, size, rank)
     matrix = TensorLayout("model/w", (ROWS, COLUMNS), (Box((first, 0), (rows, COLUMNS)),))
     vector = TensorLayout("model/v", (100_000,), (Box((0,), (100_000,)),), size, rank, size)
     return [
-        Piece("model/w", matrix, torch.full((rows, COLUMNS), float(step))),
-        Piece("model/v", vector, torch.full((100_000,), float(step))),
+        LocalShard("model/w", matrix, torch.full((rows, COLUMNS), float(step))),
+        LocalShard("model/v", vector, torch.full((100_000,), float(step))),
     ]
 
 
@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(self, rank: int, size: int, store: dist.Store, root: Path) -> None:
         self.rank, self.size, self.store, self.root = rank, size, store, root
-        self.saver = Saver(rank, size, store)
+        self.saver = AsyncSaver(rank, size, store)
         self._meetings = 0
 
     def barrier(self) -> None:
@@ -49,12 +49,12 @@ class Rank:
             self.store.set(f"{key}/all", "")
         self.store.wait([f"{key}/all"], timedelta(seconds=300))
 
-    def begin(self, step: int, root: Path | None = None, keep: Keep | None = None) -> list[Piece]:
+    def begin(self, step: int, root: Path | None = None, keep: RetentionPolicy | None = None) -> list[LocalShard]:
         """Begins a save; the tensors change at once, as they would in the next step."""
         pieces = pieces_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
-        self.saver.begin(Target(root or self.root, step, info, keep or Keep()), pieces)
-        self.saver.wait_copied()
+        self.saver.start(SaveRequest(root or self.root, step, info, keep or RetentionPolicy()), pieces)
+        self.saver.wait_staged()
         for piece in pieces:
             piece.tensor.fill_(-1)
         return pieces
@@ -64,11 +64,11 @@ class Rank:
         self.begin(step, **options)
         assert self.saver.wait(300)
         self.barrier()
-        return self.saver.problem
+        return self.saver.error
 
     def writer_pid(self) -> int | None:
         writer = self.saver._writer
-        return writer._process.pid if writer is not None and writer.alive else None
+        return writer._process.pid if writer is not None and writer.is_alive else None
 
 
 def all_equal(folder: Path) -> int:
@@ -83,7 +83,7 @@ def saves_beside_the_training(rank: int, size: int, store: dist.Store, payload: 
     """What becomes of saves that succeed, are killed, are refused and are overtaken."""
     root = Path(payload["root"])
     me, found = Rank(rank, size, store, root), {}
-    me.saver.prepare(pieces_of(rank, size, 0))
+    me.saver.preallocate(pieces_of(rank, size, 0))
     pid, staging = me.writer_pid(), me.saver._staging
     found["first"] = me.save(1)
     found["again"] = me.save(2)
@@ -98,7 +98,7 @@ def saves_beside_the_training(rank: int, size: int, store: dist.Store, payload: 
     found["after all"] = me.save(7)
     me.saver.close()
     if rank == 0:
-        found["steps"] = [all_equal(folder) for folder in checkpoints(root)]
+        found["steps"] = [all_equal(folder) for folder in list_checkpoints(root)]
         found["rubbish"] = [path.name for path in root.glob("*.tmp*")]
     return found
 
@@ -116,8 +116,8 @@ def killed_while_it_writes(me: Rank, step: int) -> str | None:
         os.kill(pid, signal.SIGKILL)
     assert me.saver.wait(300)
     me.barrier()
-    first, second = me.saver.take_failure(), me.saver.take_failure()
-    assert first == me.saver.problem
+    first, second = me.saver.pop_error(), me.saver.pop_error()
+    assert first == me.saver.error
     assert second is None, "a failure is told once"
     return first
 
@@ -126,17 +126,17 @@ def refused(me: Rank, step: int) -> str | None:
     """Rank 0's folder can't be made: a file lies in its place."""
     place = me.root / f"step-{step:08}.tmp"
     if me.rank == 0:
-        original, saver_module.save_with = saver_module.save_with, _in_the_way(place)
+        original, saver_module.save_using = saver_module.save_using, _in_the_way(place)
     me.barrier()
     problem = me.save(step)
     if me.rank == 0:
-        saver_module.save_with = original
-        assert problem_of(me.root / "step-00000004") is None
+        saver_module.save_using = original
+        assert find_damage(me.root / "step-00000004") is None
     return problem
 
 
 def _in_the_way(place: Path) -> Any:
-    from muster.checkpoint.save import save_with
+    from muster.checkpoint.save import save_using
 
     def save(write: Any, *args: Any, **options: Any) -> Path:
         def into_a_file(beside: Path) -> None:
@@ -144,7 +144,7 @@ def _in_the_way(place: Path) -> Any:
             place.write_text("")
             write(beside)
 
-        return save_with(into_a_file, *args, **options)
+        return save_using(into_a_file, *args, **options)
 
     return save
 
@@ -164,16 +164,16 @@ def random_kills(rank: int, size: int, store: dist.Store, payload: dict) -> dict
     for step in range(2, payload["kills"] + 2):
         victim, delay = draw.randrange(size), draw.uniform(0, 1.2 * seconds)
         started = time.monotonic()
-        me.begin(step, keep=Keep(last=draw.choice([1, 2])))
+        me.begin(step, keep=RetentionPolicy(last=draw.choice([1, 2])))
         if rank == victim:
             time.sleep(delay)
-            while (pid := me.writer_pid()) is None and me.saver.busy:
+            while (pid := me.writer_pid()) is None and me.saver.is_saving:
                 time.sleep(0.001)  # it is being started anew
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
                 kills += 1
         assert me.saver.wait(300), "a killed writer must not hang the save"
-        if me.saver.problem is None:
+        if me.saver.error is None:
             saved = step
             seconds = 0.5 * seconds + 0.5 * min(time.monotonic() - started, 0.2)
         else:

@@ -6,14 +6,14 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from muster.config.run_config import EvalConfig, RunConfig
 from muster.data.dataset import Dataset
 from muster.parallel.world import open_world
 from muster.schedule.action import Action
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import EvalConfig, RunConfig
-from muster.train.loop import Run
+from muster.train.loop import TrainingLoop
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
@@ -27,7 +27,7 @@ class PoisonedTrainer(Trainer):
         factor = self.factors.get(self.step_count + 1)
         if factor is not None and self.world.rank == self.world.size - 1:
             for stage in self.stages.values():
-                stage.take_gradients()
+                stage.attach_local_gradients()
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -63,16 +63,16 @@ def _attempt(
         patch("muster.train.loop.Trainer", PoisonedTrainer),
         patch.object(PoisonedTrainer, "factors", {int(step): factor for step, factor in factors.items()}),
     ):
-        body = Run(config, full_plan, world, _data(config, folder), run_dir)
+        body = TrainingLoop(config, full_plan, world, _data(config, folder), run_dir)
         if stop_after:
             _stop(body, stop_after)
         try:
-            return str(body.go())
+            return str(body.run())
         except MusterError as error:
             return str(error)
 
 
-def _stop(run: Run, step: int) -> None:
+def _stop(run: TrainingLoop, step: int) -> None:
     """Asks for the end of the run while it makes step `step`, and for the rest of its life not again."""
     trainer, made = run.trainer, run.trainer.step
 

@@ -6,8 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.parallel.words import head_gradient, hidden_gradient, judge, look_up, score
-from muster.spec.layout import shard_rows
+from muster.layout.tensor_layout import chunk_bounds
+from muster.parallel.vocab_parallel import (
+    combine_stats,
+    embed_local_rows,
+    head_gradient,
+    hidden_gradient,
+    local_logit_stats,
+)
 
 POSITIONS, WIDTH = 23, 5
 
@@ -26,19 +32,19 @@ def _error(rank: int, world_size: int, words: int, z_loss: float, fault: bool) -
     labels_N = torch.randint(words, (POSITIONS,), generator=generator)
     vectors_ND = weight_VD[labels_N]
     labels_N[::4] = -100
-    first, count = shard_rows(words, world_size, rank)
+    first, count = chunk_bounds(words, world_size, rank)
     own_VD = weight_VD[first : first + count]
 
-    found_ND = look_up(labels_N.where(labels_N >= 0, 0), own_VD, first)
+    found_ND = embed_local_rows(labels_N.where(labels_N >= 0, 0), own_VD, first)
     dist.all_reduce(found_ND)
-    scores = score(h_ND, own_VD, labels_N, first + fault)
-    assert scores.pulls_2ND is not None
+    scores = local_logit_stats(h_ND, own_VD, labels_N, first + fault)
+    assert scores.partial_grads_2ND is not None
     sums_R3N = torch.empty(world_size, 3, POSITIONS, dtype=torch.float64)
     pulls_R2ND = torch.empty(world_size, 2, POSITIONS, WIDTH, dtype=torch.float64)
-    dist.all_gather_into_tensor(sums_R3N.flatten(0, 1), scores.sums_3N)
-    dist.all_gather(list(pulls_R2ND.unbind(0)), scores.pulls_2ND)
-    verdict = judge(sums_R3N, labels_N, z_loss, 1 / POSITIONS)
-    own = head_gradient(scores.p_NV, h_ND, labels_N, first, verdict.factor_RN[rank], verdict.counts_N)
+    dist.all_gather_into_tensor(sums_R3N.flatten(0, 1), scores.stats_3N)
+    dist.all_gather(list(pulls_R2ND.unbind(0)), scores.partial_grads_2ND)
+    verdict = combine_stats(sums_R3N, labels_N, z_loss, 1 / POSITIONS)
+    own = head_gradient(scores.p_NV, h_ND, labels_N, first, verdict.softmax_factor_RN[rank], verdict.label_weight_N)
 
     h_ND.requires_grad_()
     weight_VD.requires_grad_()

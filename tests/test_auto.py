@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from muster.cli.main import main
 from muster.schedule import exact
-from muster.schedule.auto import bound_s
+from muster.schedule.auto import makespan_bound_s
 from muster.schedule.check import check
-from muster.schedule.compare import Request, make_best
-from muster.schedule.lower import Lowering, lower
-from muster.schedule.registry import make_schedule, prove_exact
+from muster.schedule.compare import CompareRequest, make_with_best_chunks
+from muster.schedule.lower import LoweringOptions, lower
+from muster.schedule.registry import make_schedule, solve_exact
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES
@@ -32,7 +32,7 @@ def rows(name: str) -> list[list[float]]:
         return [[float(word) for word in row] for row in list(csv.reader(file))[1:]]
 
 
-def auto(setting: Setting) -> tuple[Schedule, Timing]:
+def auto(setting: ScheduleSpec) -> tuple[Schedule, Timing]:
     schedule = make_schedule("auto", setting)
     timing = time_schedule(schedule, setting)
     assert max(timing.peak_activation) <= setting.memory_limit + 1e-9
@@ -57,10 +57,10 @@ def check_public(setting: tuple[float, ...]) -> None:
     public = public_settings()[setting]
     for limit in sorted({peak for peak, _ in public}):
         best = min(makespan for peak, makespan in public if peak <= limit)
-        request = Request(
+        request = CompareRequest(
             int(ranks), int(micro_batches), None, (forward, inputs, weights), hop, limit, replicas=None, fill=False
         )
-        _, timing = make_best("auto", request)
+        _, timing = make_with_best_chunks("auto", request)
         assert max(timing.peak_activation) <= limit + 1e-9
         assert timing.makespan_s <= best + 1e-6, (setting, limit)
 
@@ -80,9 +80,9 @@ def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
 @pytest.mark.parametrize("row", rows("optimal_schedules"), ids=str)
 def test_within_a_hundredth_of_the_optimum(row: list[float]):
     ranks, micro_batches, limit, *times, hop, optimum = row
-    setting = Setting.of_shares(int(ranks), int(micro_batches), times, hop_s=hop, memory_limit=limit)
+    setting = ScheduleSpec.uniform(int(ranks), int(micro_batches), times, hop_s=hop, memory_limit=limit)
     assert optimum - 1e-6 <= auto(setting)[1].makespan_s <= 1.01 * optimum
-    assert bound_s(setting) <= optimum + 1e-6
+    assert makespan_bound_s(setting) <= optimum + 1e-6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ SECONDS = st.sampled_from([0.0, 0.5, 0.7, 1.0, 1.3, 2.0])
 
 
 @st.composite
-def any_setting(draw) -> Setting:
+def any_setting(draw) -> ScheduleSpec:
     ranks, micro_batches = draw(st.integers(1, 8)), draw(st.integers(1, 16))
     replicas = draw(st.sampled_from([1, 1, 1, 2])) if ranks % 2 == 0 else 1
     chunks = replicas * draw(st.integers(1, 4 // replicas))
@@ -100,14 +100,14 @@ def any_setting(draw) -> Setting:
     times = [tuple(draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in range(3)]
     limit = draw(st.sampled_from([1.0, 1.5, 2.0, 3.5, 6.0, inf]))
     forward, inputs, weights = times
-    return Setting(
+    return ScheduleSpec(
         ranks,
         micro_batches,
         chunks,
         forward,
         inputs,
         weights,
-        hop_s=draw(SECONDS),
+        p2p_s=draw(SECONDS),
         memory_limit=limit,
         replicas=replicas,
     )
@@ -115,18 +115,18 @@ def any_setting(draw) -> Setting:
 
 @settings(deadline=None, max_examples=10)
 @given(any_setting())
-def test_valid_in_memory_and_never_behind_any_registered_schedule(setting: Setting):
+def test_valid_in_memory_and_never_behind_any_registered_schedule(setting: ScheduleSpec):
     check_any(setting)
 
 
 @pytest.mark.soak
 @settings(deadline=None, max_examples=100)
 @given(any_setting())
-def test_never_behind_any_registered_schedule_in_more_settings(setting: Setting):
+def test_never_behind_any_registered_schedule_in_more_settings(setting: ScheduleSpec):
     check_any(setting)
 
 
-def check_any(setting: Setting) -> None:
+def check_any(setting: ScheduleSpec) -> None:
     others = []
     for name, entry in SCHEDULES.items():
         if not entry.searched:
@@ -143,21 +143,21 @@ def check_any(setting: Setting) -> None:
     schedule, timing = auto(setting)
     assert timing.makespan_s <= min(others, default=inf) + 1e-9
     if setting.replicas == 1:
-        assert timing.makespan_s >= bound_s(setting) - 1e-9
-        check(lower(schedule, Lowering()))
+        assert timing.makespan_s >= makespan_bound_s(setting) - 1e-9
+        check(lower(schedule, LoweringOptions()))
     assert make_schedule("auto", setting) == schedule
 
 
 def test_long_runs_are_never_behind_either():
     """Where registered schedules are judged by shorter runs of theirs."""
-    setting = Setting.of_shares(16, 1300, (1, 1.2, 0.8), hop_s=0.1, memory_limit=16)
+    setting = ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), hop_s=0.1, memory_limit=16)
     _, timing = auto(setting)
     assert timing.makespan_s <= time_schedule(make_schedule("zb-h1", setting), setting).makespan_s
 
 
 def test_too_little_memory_is_refused():
     with pytest.raises(InfeasibleError, match=r"memory_limit 0.9 doesn't hold one micro-batch's activations"):
-        make_schedule("auto", Setting.of_shares(4, 8, memory_limit=0.9))
+        make_schedule("auto", ScheduleSpec.uniform(4, 8, memory_limit=0.9))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,28 +167,28 @@ def test_too_little_memory_is_refused():
 @pytest.mark.parametrize(("chunks", "limit"), [(1, 2.0), (2, 3.0)])
 def test_exact_is_proven_and_auto_near_it(chunks: int, limit: float):
     pytest.importorskip("ortools")
-    setting = Setting.of_shares(3, 4, (1, 1.2, 0.8), chunks, hop_s=0.2, memory_limit=limit)
-    proof = prove_exact(setting)
+    setting = ScheduleSpec.uniform(3, 4, (1, 1.2, 0.8), chunks, hop_s=0.2, memory_limit=limit)
+    proof = solve_exact(setting)
     assert str(proof.gap) == f"proven optimal: no schedule on its placement takes less than {proof.gap.bound_s:.6g}"
     assert max(time_schedule(proof.schedule, setting).peak_activation) <= limit
-    check(lower(proof.schedule, Lowering()))
+    check(lower(proof.schedule, LoweringOptions()))
     makespan_s = auto(setting)[1].makespan_s
-    assert bound_s(setting) - 1e-9 <= proof.gap.makespan_s <= makespan_s + 1e-9
+    assert makespan_bound_s(setting) - 1e-9 <= proof.gap.makespan_s <= makespan_s + 1e-9
     assert makespan_s <= 1.01 * proof.gap.makespan_s
 
 
 def test_exact_agrees_with_a_known_optimum():
     pytest.importorskip("ortools")
-    setting = Setting.of_shares(4, 8, (1, 1.2, 0.8), hop_s=0.2, memory_limit=4)
-    assert prove_exact(setting).gap.makespan_s == pytest.approx(30.6)
+    setting = ScheduleSpec.uniform(4, 8, (1, 1.2, 0.8), hop_s=0.2, memory_limit=4)
+    assert solve_exact(setting).gap.makespan_s == pytest.approx(30.6)
 
 
 @pytest.mark.parametrize("limit_s", [1e-3, 0.5])
 def test_exact_says_how_far_it_is_where_time_runs_out(limit_s: float):
     """Also before the solver has any bound."""
     pytest.importorskip("ortools")
-    setting = Setting.of_shares(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
-    proof = exact.prove(setting, make_schedule("auto", setting), limit_s)
+    setting = ScheduleSpec.uniform(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
+    proof = exact.solve(setting, make_schedule("auto", setting), limit_s)
     assert not proof.gap.proven
     assert proof.gap.share > 0
     assert str(proof.gap).startswith("at most ")
@@ -197,7 +197,7 @@ def test_exact_says_how_far_it_is_where_time_runs_out(limit_s: float):
 def test_exact_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(MusterError, match=r"^schedule exact needs OR-Tools: pip install 'muster-llm\[solver\]'$"):
-        prove_exact(Setting.of_shares(2, 2))
+        solve_exact(ScheduleSpec.uniform(2, 2))
 
 
 def known_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict]:

@@ -3,9 +3,9 @@
 import pytest
 
 from muster.catalog import names, read
+from muster.config.named_model import load_model
+from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.errors import InfeasibleError
-from muster.spec.hf_config import hf_config
-from muster.spec.named_model import load_model
 
 EXACT = {
     # The sums over the tensors of the released weights ("Model size" on their pages at huggingface.co).
@@ -99,9 +99,9 @@ def test_a_token_meets_as_many_parameters_as_published(name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_released_model_has_a_configuration(name):
-    assert hf_config(load_model(name))["architectures"]
+    assert hf_config_from_spec(load_model(name))["architectures"]
 
 
 def test_a_model_without_a_family_says_so():
     with pytest.raises(InfeasibleError, match="nearest is"):
-        hf_config(load_model("gpt-oss-20b"))
+        hf_config_from_spec(load_model("gpt-oss-20b"))

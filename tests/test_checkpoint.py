@@ -23,18 +23,26 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from muster.checkpoint import write
-from muster.checkpoint.folder import LATEST, Keep, checkpoints, find_latest, folder_of, problem_of, step_of
-from muster.checkpoint.formats.stored import StoredTensors
+from muster.checkpoint import rank_file
+from muster.checkpoint.checkpoint_dir import (
+    LATEST,
+    RetentionPolicy,
+    checkpoint_path,
+    find_damage,
+    find_latest,
+    list_checkpoints,
+    step_of,
+)
+from muster.checkpoint.formats.native import NativeTensors
 from muster.checkpoint.load import load, read_box, read_full
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.reads import plan_reads, runs
-from muster.checkpoint.save import alone, save
+from muster.checkpoint.read_plan import coalesce_reads, plan_reads
+from muster.checkpoint.save import save, single_rank_exchange
+from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds, rank_layouts
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.layout import Box, TensorLayout, rank_layouts, shard_rows
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
+from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
 
 INFO = {"plan": Plan().model_dump(mode="json"), "model": {"name": "test"}, "counters": {"samples_consumed": 12}}
 SPEC = ModelSpec(
@@ -70,7 +78,7 @@ class Ranks:
         self._barrier.wait()
         return texts
 
-    def save(self, root: Path, step: int, pieces: Callable[[int], Sequence[Piece]], **options: Any) -> list[Any]:
+    def save(self, root: Path, step: int, pieces: Callable[[int], Sequence[LocalShard]], **options: Any) -> list[Any]:
         def action(rank: int) -> Path:
             return save(
                 root, step, pieces(rank), INFO, rank, self.count, lambda text: self.exchange(rank, text), **options
@@ -85,7 +93,7 @@ def full_tensor(name: str, shape: Sequence[int], dtype: torch.dtype = torch.floa
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def pieces_of(plan: Plan, rank: int, fill: bool) -> list[Piece]:
+def shards_of(plan: Plan, rank: int, fill: bool) -> list[LocalShard]:
     """Parameters and optimizer state of one rank: the true numbers, or NaN to be filled."""
     pieces = []
     for layout in rank_layouts(SPEC, plan, rank):
@@ -94,21 +102,23 @@ def pieces_of(plan: Plan, rank: int, fill: bool) -> list[Piece]:
             whole = full_tensor(name, layout.shape)
             parts = [whole[box.slices] for box in layout.boxes]
             local = torch.cat(parts) if parts else whole[:0]
-            pieces.append(Piece(name, layout, local if fill else torch.full_like(local, torch.nan)))
+            pieces.append(LocalShard(name, layout, local if fill else torch.full_like(local, torch.nan)))
     return pieces
 
 
-def one_piece(name: str = "model/w", rows: int = 8, dtype: torch.dtype = torch.float32, value: float = 1.0) -> Piece:
+def one_shard(
+    name: str = "model/w", rows: int = 8, dtype: torch.dtype = torch.float32, value: float = 1.0
+) -> LocalShard:
     box = Box((0, 0), (rows, 4))
-    return Piece(name, TensorLayout(name, (rows, 4), (box,)), torch.full((rows, 4), value, dtype=dtype))
+    return LocalShard(name, TensorLayout(name, (rows, 4), (box,)), torch.full((rows, 4), value, dtype=dtype))
 
 
 def save_one(root: Path, step: int, value: float | None = None, **options: Any) -> Path:
-    piece = one_piece(value=step if value is None else value)
-    return save(root, step, [piece], INFO, 0, 1, alone, **options)
+    piece = one_shard(value=step if value is None else value)
+    return save(root, step, [piece], INFO, 0, 1, single_rank_exchange, **options)
 
 
-def value_of(folder: Path) -> float:
+def stored_value(folder: Path) -> float:
     return read_full(folder, "model/w").unique().item()
 
 
@@ -125,7 +135,7 @@ PLANS = {
     "stages 3 × replicate 2": Plan(pp=3, dp_replicate=2),
     "words on 3 stages": Plan(pp=3, spread_vocab=True),
     "words on 2 stages × shard 2": Plan(
-        pp=2, vpp=1, dp_shard=2, spread_vocab=True, default_strategy=Strategy(zero="z1")
+        pp=2, vpp=1, dp_shard=2, spread_vocab=True, default_strategy=LayerStrategy(zero="z1")
     ),
     "unequal stages": Plan(
         pp=2,
@@ -144,15 +154,15 @@ PLANS = {
 @pytest.mark.parametrize("written", ["shard 4", "stages 2 × shard 2", "words on 2 stages × shard 2", "unequal stages"])
 def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> None:
     plan = PLANS[written]
-    results = Ranks(plan.world_size).save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True))
+    results = Ranks(plan.world_size).save(tmp_path, 20, lambda rank: shards_of(plan, rank, fill=True))
     assert results == [tmp_path / "step-00000020"] * plan.world_size
     for read in PLANS.values():
         for rank in range(read.world_size):
-            found = pieces_of(read, rank, fill=False)
+            found = shards_of(read, rank, fill=False)
             load(tmp_path / "step-00000020", found)
-            for got, true in zip(found, pieces_of(read, rank, fill=True), strict=True):
+            for got, true in zip(found, shards_of(read, rank, fill=True), strict=True):
                 assert torch.equal(got.tensor, true.tensor), (written, read, got.name)
-    for name, shape in parameters(SPEC):
+    for name, shape in parameter_shapes(SPEC):
         assert torch.equal(read_full(results[0], f"model/{name}"), full_tensor(f"model/{name}", shape))
 
 
@@ -160,69 +170,71 @@ def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> No
 def test_copies_share_the_writing_and_each_number_is_written_once(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "SHARED_BYTES", 200)
+    monkeypatch.setattr(rank_file, "SHARED_BYTES", 200)
     ranks = plan.world_size
-    results = Ranks(ranks).save(tmp_path, 1, lambda rank: pieces_of(plan, rank, fill=True))
-    assert results == [folder_of(tmp_path, 1)] * ranks
+    results = Ranks(ranks).save(tmp_path, 1, lambda rank: shards_of(plan, rank, fill=True))
+    assert results == [checkpoint_path(tmp_path, 1)] * ranks
     manifest = read_manifest(results[0])
-    written = [piece for name in manifest.tensors for piece in manifest.pieces(name)]
+    written = [piece for name in manifest.tensors for piece in manifest.chunks(name)]
     assert sum(piece.nbytes for piece in written) == SPEC.num_parameters * 4 * len(KINDS)
     assert len(manifest.files) == ranks, "every copy writes its share"
     assert (manifest.plan, manifest.counters) == (INFO["plan"], INFO["counters"])
-    for name, shape in parameters(SPEC):
+    for name, shape in parameter_shapes(SPEC):
         assert torch.equal(read_full(results[0], f"model/{name}"), full_tensor(f"model/{name}", shape))
 
 
 def test_large_boxes_are_checked_in_pieces_and_only_those_that_are_needed_are_read(tmp_path: Path) -> None:
-    rows = 3 * write.BLOCK_BYTES // 16 + 5
-    folder = save(tmp_path, 1, [one_piece(rows=rows, value=2)], INFO, 0, 1, alone)
+    rows = 3 * rank_file.MAX_CHUNK_BYTES // 16 + 5
+    folder = save(tmp_path, 1, [one_shard(rows=rows, value=2)], INFO, 0, 1, single_rank_exchange)
     manifest = read_manifest(folder)
-    pieces = manifest.pieces("model/w")
-    assert [piece.nbytes for piece in pieces] == [write.BLOCK_BYTES] * 3 + [80]
+    pieces = manifest.chunks("model/w")
+    assert [piece.nbytes for piece in pieces] == [rank_file.MAX_CHUNK_BYTES] * 3 + [80]
     assert load_file(folder / pieces[0].file)["model/w"].shape == (rows, 4), "one tensor in the file all the same"
     reads = plan_reads(manifest, [("model/w", Box((10, 0), (100, 4))), ("model/w", Box((rows - 9, 1), (9, 2)))])
-    assert [(read.offset - pieces[0].offset, read.wanted) for read in reads] == [
+    assert [(read.offset - pieces[0].offset, read.target_index) for read in reads] == [
         (0, 0),
-        (2 * write.BLOCK_BYTES, 1),
-        (3 * write.BLOCK_BYTES, 1),
+        (2 * rank_file.MAX_CHUNK_BYTES, 1),
+        (3 * rank_file.MAX_CHUNK_BYTES, 1),
     ]
-    assert [len(run) for run in runs(reads)] == [1, 2], "neighbours are read at once"
+    assert [len(run) for run in coalesce_reads(reads)] == [1, 2], "neighbours are read at once"
     with open(folder / pieces[1].file, "r+b") as file:
         file.seek(pieces[1].offset + 3)
         file.write(b"!")
     assert (read_box(folder, manifest, "model/w", Box((0, 0), (5, 4))) == 2).all()
     with pytest.raises(MusterError, match="the checksum of model/w is wrong"):
-        read_box(folder, manifest, "model/w", Box((write.BLOCK_BYTES // 16, 0), (1, 1)))
+        read_box(folder, manifest, "model/w", Box((rank_file.MAX_CHUNK_BYTES // 16, 0), (1, 1)))
 
 
 def test_a_matrix_that_is_cut_by_columns_lies_in_strips_of_them(tmp_path: Path) -> None:
     rows, columns = 3000, 1024
     numbers = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
-    layout = TensorLayout("o.weight", (rows, columns), (Box((0, 0), (rows, columns)),), cut_dim=1)
-    folder = save(tmp_path, 1, [Piece("model/o.weight", layout, numbers)], INFO, 0, 1, alone)
+    layout = TensorLayout("o.weight", (rows, columns), (Box((0, 0), (rows, columns)),), tp_dim=1)
+    folder = save(tmp_path, 1, [LocalShard("model/o.weight", layout, numbers)], INFO, 0, 1, single_rank_exchange)
     manifest = read_manifest(folder)
     for parts in (2, 3, 8):
         reads = plan_reads(manifest, [("model/o.weight", Box((0, 0), (rows, columns // parts)))])
         read = sum(read.nbytes for read in reads)
-        assert numbers.nbytes // parts <= read <= numbers.nbytes * (1 / parts + 1 / write.STRIPS), "others are left out"
+        assert numbers.nbytes // parts <= read <= numbers.nbytes * (1 / parts + 1 / rank_file.NUM_COLUMN_STRIPS), (
+            "others are left out"
+        )
     assert torch.equal(read_full(folder, "model/o.weight"), numbers)
-    assert torch.equal(StoredTensors(folder).read("model/o.weight", Box((7, 5), (2000, 900))), numbers[7:2007, 5:905])
+    assert torch.equal(NativeTensors(folder).read("model/o.weight", Box((7, 5), (2000, 900))), numbers[7:2007, 5:905])
     box = Box((1000, 100), (1100, 777))
     assert torch.equal(read_box(folder, manifest, "model/o.weight", box), numbers[1000:2100, 100:877])
 
 
 def test_the_layouts_say_which_matrices_are_cut_by_columns() -> None:
     layouts = {layout.name: layout for layout in rank_layouts(SPEC, Plan(), 0)}
-    by_columns = {name for name, layout in layouts.items() if layout.cut_dim == 1}
+    by_columns = {name for name, layout in layouts.items() if layout.tp_dim == 1}
     assert by_columns == {name for name in layouts if name.endswith((".o.weight", ".down.weight"))}
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.int64, torch.float8_e4m3fn]
-    pieces = [one_piece(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
+    pieces = [one_shard(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
     step = torch.tensor(7)
-    pieces.append(Piece("optim/step", TensorLayout("step", (), (Box((), ()),)), step))
-    folder = save(tmp_path, 1, pieces, INFO, 0, 1, alone)
+    pieces.append(LocalShard("optim/step", TensorLayout("step", (), (Box((), ()),)), step))
+    folder = save(tmp_path, 1, pieces, INFO, 0, 1, single_rank_exchange)
     content = load_file(folder / "rank-00000.safetensors")
     for piece in pieces:
         assert torch.equal(content[piece.name].double(), piece.tensor.double())
@@ -257,17 +269,17 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
     shape, dtype, written, read = case
     whole = full_tensor("x", shape).mul(9).to(dtype)
 
-    def piece(boxes: list[Box], filled: bool) -> Piece:
+    def piece(boxes: list[Box], filled: bool) -> LocalShard:
         parts = [whole[box.slices].reshape(-1) for box in boxes]
         local = torch.cat(parts) if parts else whole.new_empty(0)
         local = local.reshape(boxes[0].size) if len(boxes) == 1 else local
-        layout = TensorLayout("x", shape, tuple(boxes), cut_dim=min(1, len(shape) - 1))
-        return Piece("x", layout, local if filled else torch.zeros_like(local))
+        layout = TensorLayout("x", shape, tuple(boxes), tp_dim=min(1, len(shape) - 1))
+        return LocalShard("x", layout, local if filled else torch.zeros_like(local))
 
     root = tmp_path_factory.mktemp("cut")
-    with patch.object(write, "STRIP_BYTES", 4):  # matrices lie in strips of columns
+    with patch.object(rank_file, "STRIP_BYTES", 4):  # matrices lie in strips of columns
         results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
-    assert results == [folder_of(root, 1)] * len(written)
+    assert results == [checkpoint_path(root, 1)] * len(written)
     for boxes in read:
         wanted = piece(boxes, False)
         load(results[0], [wanted])
@@ -278,7 +290,7 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
 
 def test_a_dtype_is_converted_only_on_request(tmp_path: Path) -> None:
     folder = save_one(tmp_path, 1, value=1.5)
-    wanted = one_piece(dtype=torch.bfloat16, value=0)
+    wanted = one_shard(dtype=torch.bfloat16, value=0)
     with pytest.raises(ConfigError, match=r"model/w is float32 in .*, but bfloat16 is wanted"):
         load(folder, [wanted])
     load(folder, [wanted], convert=True)
@@ -288,7 +300,7 @@ def test_a_dtype_is_converted_only_on_request(tmp_path: Path) -> None:
 def test_parameters_that_require_gradients_can_be_filled(tmp_path: Path) -> None:
     folder = save_one(tmp_path, 3)
     parameter = torch.nn.Parameter(torch.zeros(8, 4))
-    load(folder, [Piece("model/w", one_piece().layout, parameter)])
+    load(folder, [LocalShard("model/w", one_shard().layout, parameter)])
     assert (parameter == 3).all()
     assert parameter.requires_grad
 
@@ -299,23 +311,25 @@ def test_parameters_that_require_gradients_can_be_filled(tmp_path: Path) -> None
 
 def test_old_checkpoints_go_and_the_latest_stays(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        save_one(tmp_path, step, keep=Keep(2))
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
-    save_one(tmp_path, 5, keep=Keep(1))
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"], "the one just written is never removed"
+        save_one(tmp_path, step, keep=RetentionPolicy(2))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
+    save_one(tmp_path, 5, keep=RetentionPolicy(1))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"], (
+        "the one just written is never removed"
+    )
     for step in (6, 7, 8):
-        save_one(tmp_path, step, keep=Keep(0))
-    assert len(checkpoints(tmp_path)) == 4
+        save_one(tmp_path, step, keep=RetentionPolicy(0))
+    assert len(list_checkpoints(tmp_path)) == 4
     assert (tmp_path / LATEST).read_text() == "step-00000008\n"
 
 
 def test_permanent_ones_stay_and_ephemeral_ones_go(tmp_path: Path) -> None:
     """Saved every 2 steps, of which every 4th is regular and every 8th stays for good."""
-    keep = Keep(last=2, permanent_every=8, regular_every=4)
+    keep = RetentionPolicy(last=2, permanent_every=8, regular_every=4)
     seen = {}
     for step in range(2, 23, 2):
         save_one(tmp_path, step, keep=keep)
-        seen[step] = [step_of(path) for path in checkpoints(tmp_path)]
+        seen[step] = [step_of(path) for path in list_checkpoints(tmp_path)]
     assert seen[4] == [2, 4], "where all others are ephemeral, one stays to fall back to"
     assert seen[6] == [4, 6]
     assert seen[10] == [4, 8, 10]
@@ -341,7 +355,7 @@ def test_the_latest_is_the_last_written_unless_it_is_damaged(tmp_path: Path) -> 
 
 def test_a_repeated_step_replaces_the_checkpoint(tmp_path: Path) -> None:
     save_one(tmp_path, 10, value=1)
-    assert value_of(save_one(tmp_path, 10, value=2)) == 2
+    assert stored_value(save_one(tmp_path, 10, value=2)) == 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000010"]
 
 
@@ -384,10 +398,12 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_last_good_one(
                 pass
         found = find_latest(root)
         assert found is not None
-        assert (found.name, value_of(found)) in [("step-00000020", 20), ("step-00000030", 30)], moment
-        assert all(problem_of(folder) is None for folder in checkpoints(root)), "half a checkpoint under a good name"
+        assert (found.name, stored_value(found)) in [("step-00000020", 20), ("step-00000030", 30)], moment
+        assert all(find_damage(folder) is None for folder in list_checkpoints(root)), (
+            "half a checkpoint under a good name"
+        )
         save_one(root, 40)
-        assert find_latest(root) == folder_of(root, 40)
+        assert find_latest(root) == checkpoint_path(root, 40)
         assert not list(root.glob("*.tmp")), "the next save removes what the killed one left"
         moment += 1
     assert moment > 10, "the save was really cut at many moments"
@@ -397,7 +413,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from tests.test_checkpoint import one_piece
-from muster.checkpoint.folder import Keep
+from muster.checkpoint.checkpoint_dir import Keep
 from muster.checkpoint.save import alone, save
 for step in range(1, 100000):
     pieces = [one_piece(f"model/{i}", rows=5000, value=step) for i in range(4)]
@@ -409,7 +425,7 @@ def test_a_saver_that_is_really_killed_loses_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], cwd=Path(__file__).parents[1])
     try:
         limit = time.monotonic() + 300
-        while max(map(step_of, checkpoints(tmp_path)), default=0) < 9:  # only the last is kept, so no single step
+        while max(map(step_of, list_checkpoints(tmp_path)), default=0) < 9:  # only the last is kept, so no single step
             assert process.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.001)
@@ -434,7 +450,7 @@ def test_a_failing_rank_fails_the_save_on_all_and_nothing_good_is_lost(
 ) -> None:
     plan = Plan(dp_shard=4)
     ranks = Ranks(4)
-    ranks.save(tmp_path, 10, lambda rank: pieces_of(plan, rank, fill=True))
+    ranks.save(tmp_path, 10, lambda rank: shards_of(plan, rank, fill=True))
     real = os.fsync
 
     def full(handle: int) -> None:
@@ -443,7 +459,7 @@ def test_a_failing_rank_fails_the_save_on_all_and_nothing_good_is_lost(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    results = ranks.save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True))
+    results = ranks.save(tmp_path, 20, lambda rank: shards_of(plan, rank, fill=True))
     for result in results:
         assert isinstance(result, MusterError)
         assert str(result).startswith("the checkpoint of step 20 was not saved: could not write ")
@@ -451,7 +467,9 @@ def test_a_failing_rank_fails_the_save_on_all_and_nothing_good_is_lost(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000010"]
     assert find_latest(tmp_path) == tmp_path / "step-00000010"
     monkeypatch.undo()
-    assert ranks.save(tmp_path, 20, lambda rank: pieces_of(plan, rank, fill=True)) == [folder_of(tmp_path, 20)] * 4
+    assert (
+        ranks.save(tmp_path, 20, lambda rank: shards_of(plan, rank, fill=True)) == [checkpoint_path(tmp_path, 20)] * 4
+    )
 
 
 def test_a_file_that_may_not_grow_is_one_sentence(tmp_path: Path) -> None:
@@ -462,7 +480,7 @@ def test_a_file_that_may_not_grow_is_one_sentence(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(MusterError, match=r"step 20 was not saved: could not write .*: File too large \(rank 0\)"):
-            save(tmp_path, 20, [one_piece(rows=100_000)], INFO, 0, 1, alone)
+            save(tmp_path, 20, [one_shard(rows=100_000)], INFO, 0, 1, single_rank_exchange)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -478,25 +496,25 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeyp
         raise PermissionError(30, "Read-only file system", str(path))
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    results = Ranks(2).save(tmp_path / "new", 1, lambda rank: [one_piece()] if rank == 0 else [])
+    results = Ranks(2).save(tmp_path / "new", 1, lambda rank: [one_shard()] if rank == 0 else [])
     for result in results:
         assert isinstance(result, MusterError)
         assert str(result).endswith("Read-only file system (rank 0)")
 
 
 def test_ranks_that_leave_a_gap_or_disagree_are_found_when_saving(tmp_path: Path) -> None:
-    def rows(rank: int, parts: int = 3) -> list[Piece]:
-        start, count = shard_rows(8, parts, rank)
+    def rows(rank: int, parts: int = 3) -> list[LocalShard]:
+        start, count = chunk_bounds(8, parts, rank)
         box = Box((start, 0), (count, 4))
-        return [Piece("w", TensorLayout("w", (8, 4), (box,)), torch.zeros(count, 4))]
+        return [LocalShard("w", TensorLayout("w", (8, 4), (box,)), torch.zeros(count, 4))]
 
     for result in Ranks(2).save(tmp_path, 1, rows):
         assert "the ranks' boxes of w hold 24 numbers instead of 32" in str(result)
     for result in Ranks(2).save(tmp_path, 1, lambda rank: rows(0, 1)):
         assert "the ranks' boxes of w hold 64 numbers instead of 32" in str(result)
-    for result in Ranks(2).save(tmp_path, 1, lambda rank: [one_piece(rows=8 + rank)]):
+    for result in Ranks(2).save(tmp_path, 1, lambda rank: [one_shard(rows=8 + rank)]):
         assert "ranks disagree about model/w: float32 [8, 4] on one, float32 [9, 4] on another" in str(result)
-    assert checkpoints(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 def flip(folder: Path) -> None:
@@ -559,14 +577,16 @@ def test_damage_is_one_sentence(kind: str, tmp_path: Path) -> None:
     folder = save_one(tmp_path, 1)
     damage(folder)
     with pytest.raises(error, match=pattern) as raised:
-        load(folder, [one_piece()])
+        load(folder, [one_shard()])
     assert "\n" not in str(raised.value)
     if kind == "later schema":
         assert find_latest(tmp_path) == folder, "it must not fall back silently"
 
 
 def test_a_checkpoint_of_schema_1_opens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = save(tmp_path, 1, [one_piece(value=3), one_piece("model/v", rows=5, value=4)], INFO, 0, 1, alone)
+    folder = save(
+        tmp_path, 1, [one_shard(value=3), one_shard("model/v", rows=5, value=4)], INFO, 0, 1, single_rank_exchange
+    )
     content = json.loads((folder / MANIFEST).read_text())
     for name, tensor in content["tensors"].items():
         place = {"file": next(iter(content["files"])), "key": name, "start": [0, 0], "size": tensor["shape"]}
@@ -581,6 +601,6 @@ def test_a_checkpoint_of_schema_1_opens(tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
     folder = save_one(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"holds no tensor model/v; the nearest name there is model/w"):
-        load(folder, [one_piece("model/v")])
+        load(folder, [one_shard("model/v")])
     with pytest.raises(ConfigError, match=r"model/w has shape \[8, 4\] in .*, but \[9, 4\] is wanted"):
-        load(folder, [one_piece(rows=9)])
+        load(folder, [one_shard(rows=9)])

@@ -3,9 +3,9 @@
 import pytest
 
 from muster.catalog import names
+from muster.config.cluster_files import load_cluster, load_device
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
-from muster.spec.load_cluster import load_cluster, load_device
 
 
 @pytest.mark.parametrize("name", names("devices"))

@@ -8,15 +8,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muster.catalog import names, read
+from muster.config.load_config import (
+    config_yaml,
+    load_plan,
+    load_run_config,
+    plan_yaml,
+    with_steps_from_epochs,
+    write_run_files,
+)
+from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.planner.auto import resolve_plan
-from muster.spec.cluster import ClusterSpec, single_device
+from muster.spec.cluster import ClusterSpec, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import config_text, load_plan, load_run, plan_text, with_steps, write_resolved
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerRun, Plan, StageSpec, Strategy
+from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
 from muster.spec.plan_name import format_plan_name
-from muster.spec.write import replace_text, yaml_text
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -27,12 +34,12 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def plan_name(*overrides: tuple[str, str], preset: str | None = "tiny", file: Path | None = None, n: int | None = None):
-    return format_plan_name(resolve_plan(load_run(preset, file, list(overrides)), n))
+    return format_plan_name(resolve_plan(load_run_config(preset, file, list(overrides)), n))
 
 
 def refusal(*overrides: tuple[str, str], preset: str | None = "tiny", file: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_run(preset, file, list(overrides))
+        load_run_config(preset, file, list(overrides))
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -43,7 +50,7 @@ def refusal(*overrides: tuple[str, str], preset: str | None = "tiny", file: Path
 def test_the_command_line_beats_the_file_beats_the_preset(tmp_path):
     write(tmp_path, "base.yaml", "extends: tiny\ntrain:\n  steps: 30\n  seq_len: 32\nseed: 1\n")
     file = write(tmp_path, "run.yaml", "extends: base.yaml\n\ntrain:\n  seq_len: 16\noptim.lr: 1e-4\n")
-    resolved = load_run(None, file, [("seed", "7")])
+    resolved = load_run_config(None, file, [("seed", "7")])
     config, origins = resolved.config, resolved.origins
     assert (config.train.steps, config.train.seq_len, config.seed) == (30, 16, 7)
     assert (config.optim.lr, config.train.global_batch_size) == (1e-4, 24)
@@ -59,19 +66,19 @@ def test_the_command_line_beats_the_file_beats_the_preset(tmp_path):
 
 def test_a_file_lies_over_a_preset_named_beside_it(tmp_path):
     file = write(tmp_path, "run.yaml", "train: {steps: 3}\n")
-    config = load_run("demo", file, []).config
+    config = load_run_config("demo", file, []).config
     assert (config.train.steps, config.model.name) == (3, "demo")
 
 
 def test_paths_in_extends_are_relative_to_the_file(tmp_path):
     write(tmp_path, "common/base.yaml", "extends: tiny\nseed: 3\n")
     file = write(tmp_path, "runs/run.yaml", "extends: ../common/base.yaml\n")
-    assert load_run(None, file, []).config.seed == 3
+    assert load_run_config(None, file, []).config.seed == 3
 
 
 def test_an_empty_section_changes_nothing(tmp_path):
     file = write(tmp_path, "run.yaml", "extends: tiny\ntrain:\n  # steps: 5\n")
-    assert load_run(None, file, []).config.train.steps == 20
+    assert load_run_config(None, file, []).config.train.steps == 20
 
 
 def test_extends_in_a_circle_is_refused(tmp_path):
@@ -104,7 +111,7 @@ def test_extends_in_a_circle_is_refused(tmp_path):
 )
 def test_text_becomes_what_is_wanted(key, text, value):
     section, _, field = key.partition(".")
-    found = getattr(getattr(load_run("tiny", None, [(key, text)]).config, section), field)
+    found = getattr(getattr(load_run_config("tiny", None, [(key, text)]).config, section), field)
     assert found == value
     assert type(found) is type(value)
 
@@ -112,13 +119,13 @@ def test_text_becomes_what_is_wanted(key, text, value):
 def test_numbers_in_quotes_still_give_derived_values(tmp_path):
     text = "vocab_size: '257', hidden_size: '64', num_layers: '2', num_heads: 4.0, intermediate_size: 8"
     file = write(tmp_path, "run.yaml", f"model: {{{text}}}\n")
-    base = load_run("tiny", None, []).config.model
-    config = load_run(None, write(tmp_path, "all.yaml", f"extends: tiny\nmodel: {{{text}}}\n"), []).config
+    base = load_run_config("tiny", None, []).config.model
+    config = load_run_config(None, write(tmp_path, "all.yaml", f"extends: tiny\nmodel: {{{text}}}\n"), []).config
     assert (config.model.head_dim, config.model.num_kv_heads) == (16, base.num_kv_heads)
     assert "data: missing" in refusal(preset=None, file=file)
     demo = yaml.safe_load(read("presets", "demo"))
     demo["model"] = yaml.safe_load(f"{{{text}}}")
-    config = load_run(None, write(tmp_path, "own.yaml", yaml.safe_dump(demo)), []).config
+    config = load_run_config(None, write(tmp_path, "own.yaml", yaml.safe_dump(demo)), []).config
     assert (config.model.head_dim, config.model.num_kv_heads) == (16, 4)  # the model's own: nothing below says more
 
 
@@ -126,12 +133,12 @@ def test_numbers_in_quotes_still_give_derived_values(tmp_path):
 
 
 def test_a_model_is_a_name_or_a_name_with_changes(tmp_path):
-    big = load_run("tiny", None, [("model", "llama3-8b")]).config.model
+    big = load_run_config("tiny", None, [("model", "llama3-8b")]).config.model
     assert big == ModelSpec.model_validate(
         {key: value for key, value in yaml.safe_load(read("models", "llama3-8b")).items() if key != "version"}
     )
     file = write(tmp_path, "run.yaml", "extends: tiny\nmodel: {preset: llama3-8b, num_layers: 2}\n")
-    resolved = load_run(None, file, [("model.num_heads", "16")])
+    resolved = load_run_config(None, file, [("model.num_heads", "16")])
     model = resolved.config.model
     assert (model.hidden_size, model.num_layers, model.num_heads, model.head_dim) == (4096, 2, 16, 256)
     assert resolved.origins["model.hidden_size"] == "model llama3-8b"
@@ -143,19 +150,19 @@ def test_a_model_is_a_name_or_a_name_with_changes(tmp_path):
     [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("demo", 2460480), ("tiny", 427_200)],
 )
 def test_models_have_their_published_sizes(name, parameters):
-    assert load_run("tiny", None, [("model", name)]).config.model.num_parameters == parameters
+    assert load_run_config("tiny", None, [("model", name)]).config.model.num_parameters == parameters
 
 
 # --- the plan ---
 
 
 def test_ways_to_give_a_plan(tmp_path):
-    plan = Plan(pp=2, dp_shard=3, precision="fp64", default_strategy=Strategy(zero="z2"))
-    write(tmp_path, "deep/plan.yaml", plan_text(plan))
+    plan = Plan(pp=2, dp_shard=3, precision="fp64", default_strategy=LayerStrategy(zero="z2"))
+    write(tmp_path, "deep/plan.yaml", plan_yaml(plan))
     by_path = write(tmp_path, "path.yaml", "extends: tiny\nparallel: deep/plan.yaml\n")
     inline = write(tmp_path, "inline.yaml", "extends: tiny\nparallel: {pp: 2, default_strategy: {zero: z1}}\n")
     named = write(tmp_path, "named.yaml", "extends: tiny\nparallel: {plan: dp2x2, schedule: gpipe}\n")
-    assert load_run(None, by_path, []).config.parallel == plan
+    assert load_run_config(None, by_path, []).config.parallel == plan
     assert plan_name(preset=None, file=inline) == "pp2-mb1-z1-fp32"
     assert plan_name(preset=None, file=named) == "dp2x2-mb1-sgpipe-fp32"
     assert plan_name(("parallel", str(tmp_path / "deep/plan.yaml"))) == "dp3-pp2-mb1-z2-fp64"
@@ -173,9 +180,9 @@ def _piped(tmp_path) -> Path:
 def test_a_name_keeps_micro_batch_and_precision_from_below_and_nothing_else(piped):
     assert plan_name(file=piped) == "dp2-pp2-mb4-z1-sgpipe-fp32"
     assert plan_name(("parallel", "pp4"), file=piped) == "pp4-mb4-fp32"
-    automatic = resolve_plan(load_run("tiny", piped, [("parallel", "auto")]), 2)
+    automatic = resolve_plan(load_run_config("tiny", piped, [("parallel", "auto")]), 2)
     assert (automatic.world_size, automatic.micro_batch_size, automatic.precision) == (2, 4, "fp32")
-    origins = load_run(None, piped, [("parallel", "pp4-bf16")]).origins
+    origins = load_run_config(None, piped, [("parallel", "pp4-bf16")]).origins
     assert origins["parallel.micro_batch_size"] == f"{piped}:2"
     assert origins["parallel.pp"] == origins["parallel.precision"] == "command line"
 
@@ -186,7 +193,7 @@ def test_a_plan_file_that_says_less_keeps_micro_batch_and_precision_too(tmp_path
 
 
 def test_auto_follows_the_number_of_processes_and_an_explicit_plan_does_not():
-    assert [resolve_plan(load_run("tiny", None, []), n).world_size for n in (None, 4, 5)] == [1, 4, 5]
+    assert [resolve_plan(load_run_config("tiny", None, []), n).world_size for n in (None, 4, 5)] == [1, 4, 5]
     assert "-mb3-" in plan_name(("parallel.micro_batch_size", "3"), n=4)
     with pytest.raises(InfeasibleError, match="it needs 4 processes .* but there are 3; nearest: dp3"):
         plan_name(("parallel", "dp2-pp2"), n=3)
@@ -322,12 +329,12 @@ overrides_that_hold = st.fixed_dictionaries(
 def test_config_yaml_and_plan_yaml_load_back_to_the_same_values(tmp_path, overrides):
     if overrides.get("model") == "demo" and "l3.5" in overrides.get("parallel", ""):
         return
-    resolved = load_run("tiny", None, list(overrides.items()))
+    resolved = load_run_config("tiny", None, list(overrides.items()))
     plan = resolve_plan(resolved, None)
-    write_resolved(resolved, plan, tmp_path / "run")
-    again = load_run(None, tmp_path / "run" / "config.yaml", [])
+    write_run_files(resolved, plan, tmp_path / "run")
+    again = load_run_config(None, tmp_path / "run" / "config.yaml", [])
     assert again.config == resolved.config.model_copy(update={"parallel": plan})
-    assert not again.auto
+    assert not again.plan_is_auto
     assert resolve_plan(again, None) == plan
     assert load_plan(tmp_path / "run" / "plan.yaml") == plan
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "plan.yaml"]
@@ -335,8 +342,8 @@ def test_config_yaml_and_plan_yaml_load_back_to_the_same_values(tmp_path, overri
 
 def test_every_value_in_config_yaml_says_where_it_comes_from(tmp_path):
     file = write(tmp_path, "run.yaml", "extends: tiny\nseed: 3\n")
-    resolved = load_run(None, file, [("optim.lr", "1e-2")])
-    lines = config_text(resolved, resolve_plan(resolved, 4)).splitlines()
+    resolved = load_run_config(None, file, [("optim.lr", "1e-2")])
+    lines = config_yaml(resolved, resolve_plan(resolved, 4)).splitlines()
     assert f"seed: 3  # {file}:2" in lines
     assert "  lr: 0.01  # command line" in lines
     assert "  steps: 20  # preset tiny" in lines
@@ -350,11 +357,11 @@ def test_every_value_in_config_yaml_says_where_it_comes_from(tmp_path):
 def test_plans_that_no_name_can_say_load_back(tmp_path):
     plan = Plan(
         pp=2,
-        overrides=(LayerRun(start=1, count=2, strategy=Strategy(recompute="full")),),
+        overrides=(LayerOverride(start=1, count=2, strategy=LayerStrategy(recompute="full")),),
         stages=(StageSpec(layers=3, ranks=(0,)), StageSpec(layers=5)),
         compile=True,
     )
-    path = write(tmp_path, "plan.yaml", plan_text(plan))
+    path = write(tmp_path, "plan.yaml", plan_yaml(plan))
     assert load_plan(path) == plan
     assert path.read_text().splitlines()[:2] == [f"# {format_plan_name(plan)}", f"# hash {plan.hash}"]
 
@@ -386,7 +393,7 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkey
 
     monkeypatch.setattr(Path, "write_text", write_half)
     with pytest.raises(OSError, match="No space left"):
-        replace_text(path, "new and longer")
+        write_atomically(path, "new and longer")
     assert path.read_bytes() == b"old"
 
 
@@ -395,13 +402,13 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkey
 
 @pytest.mark.parametrize("name", names("presets"))
 def test_every_preset_loads_and_has_a_plan(name):
-    resolved = load_run(name, None, [])
+    resolved = load_run_config(name, None, [])
     assert resolve_plan(resolved, None).world_size == {"demo": 4}.get(name, 1)
 
 
 def test_a_cluster_of_cpu_ranks_shares_its_cores():
     device = DeviceSpec(name="cpu", kind="cpu", shared_cores=2, why_unknown="a CPU's peak depends on its clock")
-    cluster = single_device(device, 4)
+    cluster = single_node_cluster(device, 4)
     assert cluster.device.peak_flops_per_s.get("fp32") is None
     assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster
 
@@ -409,30 +416,32 @@ def test_a_cluster_of_cpu_ranks_shares_its_cores():
 def test_tokens_stand_for_steps_and_the_later_layer_wins(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: tiny\ntrain: {tokens: 10000, global_batch_size: 8, seq_len: 64}")
     (tmp_path / "b.yaml").write_text("extends: ./a.yaml\ntrain: {steps: 3}")
-    by_tokens, by_steps = (load_run(None, tmp_path / name, []) for name in ("a.yaml", "b.yaml"))
+    by_tokens, by_steps = (load_run_config(None, tmp_path / name, []) for name in ("a.yaml", "b.yaml"))
     assert (by_tokens.config.train.steps, by_tokens.config.train.tokens) == (20, 10_000)
     assert by_tokens.origins["train.steps"] == "train.tokens 10000 / (8 sequences of 64 tokens)"
     assert (by_steps.config.train.steps, by_steps.config.train.tokens) == (3, None)
-    assert load_run(None, tmp_path / "b.yaml", [("train.tokens", "512")]).config.train.steps == 1
+    assert load_run_config(None, tmp_path / "b.yaml", [("train.tokens", "512")]).config.train.steps == 1
     with pytest.raises(ConfigError, match="how many steps that is follows from train.global_batch_size"):
-        load_run(None, None, [("model", "tiny"), ("train.tokens", "512"), ("train.seq_len", "64")])
+        load_run_config(None, None, [("model", "tiny"), ("train.tokens", "512"), ("train.seq_len", "64")])
 
 
 def test_epochs_stand_for_steps_when_the_data_are_there():
-    resolved = load_run("tiny", None, [("train.epochs", "1.5"), ("train.global_batch_size", "8")])
+    resolved = load_run_config("tiny", None, [("train.epochs", "1.5"), ("train.global_batch_size", "8")])
     assert (resolved.config.train.steps, resolved.config.train.epochs) == (None, 1.5)
     with pytest.raises(ValueError, match="when the data are there"):
         _ = resolved.config.train.num_steps
-    known = with_steps(resolved, 100)
+    known = with_steps_from_epochs(resolved, 100)
     assert known.config.train.num_steps == 19  # 150 samples: the last step reaches into the next epoch
     assert known.origins["train.steps"] == "train.epochs 1.5 of 100 samples, 8 in each step"
-    assert with_steps(load_run("tiny", None, [("train.epochs", "0.1"), ("train.global_batch_size", "7")]), 70).config
-    assert with_steps(known, 100).config == known.config
-    assert load_run("tiny", None, [("train.steps", "3")]).config.train.epochs is None
+    assert with_steps_from_epochs(
+        load_run_config("tiny", None, [("train.epochs", "0.1"), ("train.global_batch_size", "7")]), 70
+    ).config
+    assert with_steps_from_epochs(known, 100).config == known.config
+    assert load_run_config("tiny", None, [("train.steps", "3")]).config.train.epochs is None
     with pytest.raises(
         ConfigError, match=r"train.steps 19 and train.epochs 1.5 \(15 steps\) are given, expected one of"
     ):
-        with_steps(known, 80)
+        with_steps_from_epochs(known, 80)
 
 
 @pytest.mark.parametrize(
@@ -451,12 +460,12 @@ def test_a_run_has_one_length(overrides, sentence):
 
 def test_a_length_in_epochs_derives_nothing():
     with pytest.raises(ConfigError, match=r"train\.epochs: train\.global_batch_size and optim\.lr can't be derived"):
-        load_run(None, None, [("model", "tiny"), ("train.epochs", "2"), ("train.seq_len", "64")])
+        load_run_config(None, None, [("model", "tiny"), ("train.epochs", "2"), ("train.seq_len", "64")])
 
 
 def test_keys_that_had_other_names_are_read_with_a_word(tmp_path, capsys):
     file = write(tmp_path, "old.yaml", "extends: tiny\ntrain:\n  eval_every: 7\n  eval_batches: 3\n")
-    config = load_run(None, file, []).config
+    config = load_run_config(None, file, []).config
     assert (config.eval.every, config.eval.batches) == (7, 3)
     said = capsys.readouterr().err
     assert f"train.eval_every (from {file}:3) is eval.every now: read as that" in said
@@ -466,9 +475,9 @@ def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "extends: tiny\ndata: {mix: [{name: a, source: x}, {name: b, source: y, weight: 2}]}"
     )
-    data = load_run(None, tmp_path / "a.yaml", []).config.data
+    data = load_run_config(None, tmp_path / "a.yaml", []).config.data
     assert (data.source, [part.weight for part in data.mix]) == (None, [1, 2])
-    assert load_run(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.mix == ()
+    assert load_run_config(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.mix == ()
     for text, sentence in {
         "[{from_step: 2, weights: {c: 1}}]": "mix has no source 'c', expected one of a, b",
         "[{from_step: 2, from_sample: 3, weights: {a: 1}}]": "either from_step or from_sample",
@@ -476,4 +485,4 @@ def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
         "[{from_step: 2, weights: {a: 1}}, {from_sample: 3, weights: {b: 1}}]": "each begins after the one before",
     }.items():
         with pytest.raises(ConfigError, match=sentence):
-            load_run(None, tmp_path / "a.yaml", [("data.changes", text)])
+            load_run_config(None, tmp_path / "a.yaml", [("data.changes", text)])

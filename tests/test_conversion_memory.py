@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.spec.hf_config import spec_from_hf
+from muster.interop.hf_config import spec_from_hf_config
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from tests.train_runs import ROOT
@@ -18,7 +18,7 @@ LLAMA = ModelSpec(
     vocab_size=8000, hidden_size=512, num_layers=6, num_heads=8, intermediate_size=1536, max_positions=128
 )
 # Its matrices lie transposed in a Hugging Face directory.
-GPT2 = spec_from_hf({"model_type": "gpt2", "vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8}, "gpt2")
+GPT2 = spec_from_hf_config({"model_type": "gpt2", "vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8}, "gpt2")
 STEPS = (
     ("checkpoint", "hf", ""),
     ("checkpoint", "hf", "bfloat16"),

@@ -13,39 +13,39 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from muster.checkpoint.convert import Conversion, convert
-from muster.checkpoint.directory import open_directory
+from muster.checkpoint.convert import ConversionOptions, convert
 from muster.checkpoint.formats.dcp import DcpTensors
-from muster.checkpoint.linked import LinkedTensors, Origin
 from muster.checkpoint.load import read_full
 from muster.checkpoint.manifest import MANIFEST, read_manifest
-from muster.checkpoint.tensors import Kind, chunks
+from muster.checkpoint.model_directory import open_directory
+from muster.checkpoint.remapped import BoxMapping, RemappedTensors
+from muster.checkpoint.tensors import TensorMeta, split_into_boxes
 from muster.cli.main import main
-from muster.spec.layout import Box
-from muster.spec.model import ModelSpec, parameters
+from muster.layout.tensor_layout import Box
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from tests.weights import STATES, expected_weights, make_run, number_tensor, read_weights, save_weights
 
 SPEC = ModelSpec(vocab_size=19, hidden_size=12, num_layers=3, num_heads=3, num_kv_heads=1, intermediate_size=10)
 
 
-def muster(*arguments: object) -> int:
+def run_muster(*arguments: object) -> int:
     return main(["checkpoint", *map(str, arguments)])
 
 
 def facts(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
     """What the verb says in JSON, which is all that it says."""
     capsys.readouterr()
-    assert muster(*arguments, "--json") == code, capsys.readouterr().err
+    assert run_muster(*arguments, "--json") == code, capsys.readouterr().err
     said = json.loads(capsys.readouterr().out)
     assert said["version"] == 1
     return said
 
 
-def refusal(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+def error_message(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
     """The one sentence with which the verb ends in `code`."""
     capsys.readouterr()
-    assert muster(*arguments) == code
+    assert run_muster(*arguments) == code
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1), (out, err)
     return err
@@ -70,7 +70,7 @@ def test_round_trips_keep_every_bit(run: Path, tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "dcp", "hf2", "hf"),
         (tmp_path / "hf", "dcp2", "dcp"),
     ):
-        assert muster("convert", source, tmp_path / target, "--to", kind) == 0, capsys.readouterr().err
+        assert run_muster("convert", source, tmp_path / target, "--to", kind) == 0, capsys.readouterr().err
     spec = open_directory(run).model
     assert spec is not None
     wanted = expected_weights(spec)
@@ -81,7 +81,7 @@ def test_round_trips_keep_every_bit(run: Path, tmp_path: Path, capsys: pytest.Ca
     for place in ("one", "from_dcp"):
         manifest = read_manifest(tmp_path / place)
         assert (manifest.step, manifest.counters, manifest.plan["pp"]) == (7, {"samples_consumed": 9}, 2)
-        for name, shape in parameters(spec):
+        for name, shape in parameter_shapes(spec):
             state = STATES[1].format(name)
             assert torch.equal(read_full(tmp_path / place, state), number_tensor(state, shape))
     assert (
@@ -113,14 +113,14 @@ def test_what_convert_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_files_beside_the_weights_travel_along(run: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
-    assert muster("convert", run, hf, "--to", "hf") == 0
+    assert run_muster("convert", run, hf, "--to", "hf") == 0
     config = json.loads((hf / "config.json").read_text()) | {"attention_dropout": 0.25, "bos_token_id": 3}
     (hf / "config.json").write_text(json.dumps(config))
     (hf / "chat_template.jinja").write_text("{{ messages }}")
     (hf / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert muster("convert", hf, tmp_path / "ours", "--to", "muster") == 0
-    assert muster("convert", tmp_path / "ours", tmp_path / "again", "--to", "hf") == 0
-    assert muster("convert", run, tmp_path / "other", "--to", "hf", "--tokenizer", hf) == 0
+    assert run_muster("convert", hf, tmp_path / "ours", "--to", "muster") == 0
+    assert run_muster("convert", tmp_path / "ours", tmp_path / "again", "--to", "hf") == 0
+    assert run_muster("convert", run, tmp_path / "other", "--to", "hf", "--tokenizer", hf) == 0
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (hf / name).read_bytes()
         assert (tmp_path / "other" / name).read_bytes() == (hf / name).read_bytes()
@@ -130,14 +130,14 @@ def test_files_beside_the_weights_travel_along(run: Path, tmp_path: Path) -> Non
 
 def test_torch_reads_the_folder_that_is_written(tmp_path: Path) -> None:
     step = save_weights(tmp_path / "checkpoints", SPEC, Plan(dp_shard=2))
-    assert muster("convert", step, tmp_path / "dcp", "--to", "dcp") == 0
+    assert run_muster("convert", step, tmp_path / "dcp", "--to", "dcp") == 0
     found: dict[str, Any] = {
-        group: {name + tail: torch.zeros(shape) for name, shape in parameters(SPEC)}
+        group: {name + tail: torch.zeros(shape) for name, shape in parameter_shapes(SPEC)}
         for group, tail in (("model", ""), ("optim", ".exp_avg"))
     }
     dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for state in STATES:
-        for name, shape in parameters(SPEC):
+        for name, shape in parameter_shapes(SPEC):
             group, _, rest = state.format(name).partition("/")
             assert torch.equal(found[group][rest], number_tensor(state.format(name), shape))
     about = json.loads((tmp_path / "dcp" / "muster.json").read_text())
@@ -150,16 +150,17 @@ def test_a_folder_that_torch_wrote_is_read(tmp_path: Path, capsys: pytest.Captur
     state = {"model": weights | {"layers.1.mlp.up.weight": strided}, "step": torch.tensor(3), "note": {"by": "hand"}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     tensors = DcpTensors(tmp_path / "dcp")
-    assert tensors.others == ["note.by"]
+    assert tensors.other_objects == ["note.by"]
     for name in ("layers.1.mlp.up.weight", "layers.0.attn.q.weight"):
         box = Box((1, 2), (5, 3))
         assert torch.equal(tensors.read(f"model.{name}", box), weights[name][box.slices])
-    assert "give --model" in refusal(capsys, 2, "convert", tmp_path / "dcp", tmp_path / "no", "--to", "muster")
+    assert "give --model" in error_message(capsys, 2, "convert", tmp_path / "dcp", tmp_path / "no", "--to", "muster")
     (tmp_path / "spec.yaml").write_text(
         "\n".join(f"{key}: {value}" for key, value in SPEC.model_dump(exclude_defaults=True).items())
     )
     assert (
-        muster("convert", tmp_path / "dcp", tmp_path / "ours", "--to", "muster", "--model", tmp_path / "spec.yaml") == 0
+        run_muster("convert", tmp_path / "dcp", tmp_path / "ours", "--to", "muster", "--model", tmp_path / "spec.yaml")
+        == 0
     )
     found = read_weights(tmp_path / "ours")
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
@@ -171,19 +172,19 @@ def test_every_dtype_and_number_of_dimensions_of_a_folder(dtype: torch.dtype, tm
     dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
     tensors = DcpTensors(tmp_path / "dcp")
     for name, tensor in state.items():
-        assert torch.equal(tensors.read(name, tensors.kinds[name].whole).double(), tensor.double())
+        assert torch.equal(tensors.read(name, tensors.metas[name].whole).double(), tensor.double())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parts
 
 
-class Held:
+class InMemoryTensors:
     """Tensors in memory (`Tensors`)."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
-        self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.metas = {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         return self.tensors[name][box.slices].clone()
@@ -193,7 +194,7 @@ class Held:
 @pytest.mark.parametrize("limit", [1, 8, 20, 64, 10_000])
 def test_chunks_are_a_tensor_in_order(shape: tuple[int, ...], limit: int) -> None:
     tensor = torch.randn(shape)
-    boxes = list(chunks(Kind(shape, torch.float32), limit))
+    boxes = list(split_into_boxes(TensorMeta(shape, torch.float32), limit))
     assert all(box.numel * 4 <= max(limit, 4) for box in boxes)
     parts = [tensor[box.slices].reshape(-1) for box in boxes]
     assert torch.equal(torch.cat(parts) if parts else tensor.new_empty(0), tensor.reshape(-1))
@@ -201,18 +202,18 @@ def test_chunks_are_a_tensor_in_order(shape: tuple[int, ...], limit: int) -> Non
 
 def test_parts_of_linked_tensors_are_parts_of_their_origins() -> None:
     stacked, wide = torch.randn(2, 4, 6), torch.randn(6, 8)
-    stored = Held(stacked=stacked, wide=wide)
+    stored = InMemoryTensors(stacked=stacked, wide=wide)
     origins = [
-        Origin("left", Box((0, 0), (4, 6)), "wide", Box((0, 0), (6, 4)), transposed=True),
-        Origin("both", Box((0, 0), (4, 6)), "stacked", Box((1, 0, 0), (1, 4, 6))),
-        Origin("both", Box((4, 0), (4, 6)), "wide", Box((0, 4), (6, 4)), transposed=True),
-        Origin("cube", Box((0, 0, 0), (1, 6, 8)), "wide", Box((0, 0), (6, 8))),
+        BoxMapping("left", Box((0, 0), (4, 6)), "wide", Box((0, 0), (6, 4)), transposed=True),
+        BoxMapping("both", Box((0, 0), (4, 6)), "stacked", Box((1, 0, 0), (1, 4, 6))),
+        BoxMapping("both", Box((4, 0), (4, 6)), "wide", Box((0, 4), (6, 4)), transposed=True),
+        BoxMapping("cube", Box((0, 0, 0), (1, 6, 8)), "wide", Box((0, 0), (6, 8))),
     ]
     wanted = {"left": wide[:, :4].t(), "both": torch.cat((stacked[1], wide[:, 4:].t())), "cube": wide[None]}
-    tensors = LinkedTensors(stored, {n: Kind(tuple(t.shape), t.dtype) for n, t in wanted.items()}, origins)
+    tensors = RemappedTensors(stored, {n: TensorMeta(tuple(t.shape), t.dtype) for n, t in wanted.items()}, origins)
     for name, tensor in wanted.items():
         for limit in (4, 40, 10_000):
-            for box in chunks(tensors.kinds[name], limit):
+            for box in split_into_boxes(tensors.metas[name], limit):
                 assert torch.equal(tensors.read(name, box), tensor[box.slices])
 
 
@@ -236,10 +237,10 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
         ((run, target, "--to", "hf", "--model", "lama"), "there is no model 'lama'"),
         ((run, target, "--to", "hf", "--model", "gpt2"), "and --model is another one: leave --model out"),
     ):
-        assert said in refusal(capsys, 2, "convert", *words)
+        assert said in error_message(capsys, 2, "convert", *words)
         assert not target.exists()
     assert list((tmp_path / "empty").iterdir()) == []
-    assert "unknown verb 'checkpoint convrt'; did you mean 'convert'?" in refusal(capsys, 2, "convrt")
+    assert "unknown verb 'checkpoint convrt'; did you mean 'convert'?" in error_message(capsys, 2, "convrt")
 
 
 def spoil_shard(hf: Path) -> None:
@@ -293,9 +294,9 @@ def test_a_bad_hugging_face_directory_is_one_sentence(
     spoil: Any, code: int, said: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, target = tmp_path / "hf", tmp_path / "target"
-    assert muster("convert", run, hf, "--to", "hf", "--max-shard-size", "400KB") == 0
+    assert run_muster("convert", run, hf, "--to", "hf", "--max-shard-size", "400KB") == 0
     spoil(hf)
-    assert said in refusal(capsys, code, "convert", hf, target, "--to", "muster")
+    assert said in error_message(capsys, code, "convert", hf, target, "--to", "muster")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "hf"}, "nothing half-written may stay"
 
 
@@ -312,16 +313,16 @@ def test_a_pickle_in_a_folder_is_not_run(
     metadata = tmp_path / "dcp" / ".metadata"
     whole = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(Bomb()))
-    assert "is not opened: it names pathlib" in refusal(capsys, 1, "inspect", tmp_path / "dcp")
+    assert "is not opened: it names pathlib" in error_message(capsys, 1, "inspect", tmp_path / "dcp")
     metadata.write_bytes(whole[: len(whole) // 2])
-    assert ".metadata: it is damaged" in refusal(capsys, 1, "inspect", tmp_path / "dcp")
+    assert ".metadata: it is damaged" in error_message(capsys, 1, "inspect", tmp_path / "dcp")
     metadata.write_bytes(pickle.dumps({"no": "metadata"}))
-    assert "it doesn't describe tensors" in refusal(capsys, 1, "inspect", tmp_path / "dcp")
+    assert "it doesn't describe tensors" in error_message(capsys, 1, "inspect", tmp_path / "dcp")
     metadata.write_bytes(whole)
     file = tmp_path / "dcp" / "__0_0.distcp"
     data = file.read_bytes()
     file.write_bytes(data[:-1000])
-    assert muster("verify", tmp_path / "dcp") == 1
+    assert run_muster("verify", tmp_path / "dcp") == 1
     assert "damaged" in capsys.readouterr().out
     assert not (tmp_path / "bomb").exists()
 
@@ -331,7 +332,7 @@ def test_a_disk_that_fails_leaves_nothing(run: Path, tmp_path: Path, capsys: pyt
     try:
         for kind in ("hf", "muster", "dcp"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-            said = refusal(capsys, 1, "convert", run, tmp_path / "target", "--to", kind)
+            said = error_message(capsys, 1, "convert", run, tmp_path / "target", "--to", kind)
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             assert "could not write" in said
             assert "File too large" in said
@@ -348,7 +349,7 @@ def test_a_conversion_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, 
 
     for kind in ("hf", "muster", "dcp"):
         with pytest.raises(stop):
-            convert(run, tmp_path / "target", Conversion(to=kind), lambda _: None, interrupt)  # type: ignore[arg-type]
+            convert(run, tmp_path / "target", ConversionOptions(target_format=kind), lambda _: None, interrupt)  # type: ignore[arg-type]
         assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
@@ -368,11 +369,11 @@ def test_inspect(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (found["shape"], found["dtype"], found["zeros"], found["not_finite"]) == ([192, 64], "float32", 0, 0)
     assert found["smallest"] == pytest.approx(float(wanted.min()))
     assert found["std"] == pytest.approx(float(wanted.double().std(correction=0)), rel=1e-9)
-    assert muster("inspect", run, "--tensor", name) == 0
+    assert run_muster("inspect", run, "--tensor", name) == 0
     out = capsys.readouterr().out
     assert "tiny, 427,200 parameters" in out
     assert "mean" in out
-    assert "did you mean 'model/embed.weight'?" in refusal(capsys, 2, "inspect", run, "--tensor", "embed.weight")
+    assert "did you mean 'model/embed.weight'?" in error_message(capsys, 2, "inspect", run, "--tensor", "embed.weight")
     tensor = torch.tensor([[float("nan"), 0.0, 2.0, float("inf")]])
     dcp.save({"x": tensor}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     found = facts(capsys, "inspect", tmp_path / "dcp", "--tensor", "x")["statistics"]["x"]
@@ -400,7 +401,7 @@ def test_verify_finds_a_flipped_bit(run: Path, capsys: pytest.CaptureFixture[str
     assert len(found["problems"]) == 1
     assert f"has {len(whole) - 1} bytes instead of {len(whole)}" in found["problems"][0]
     file.write_bytes(data)
-    assert muster("verify", run) == 1
+    assert run_muster("verify", run) == 1
     assert "damaged" in capsys.readouterr().out
     (file.parent / MANIFEST).write_text("{")
     (found,) = facts(capsys, "verify", run, code=1)["directories"]
@@ -414,13 +415,13 @@ def test_diff(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said["facts"]["step"] == [7, 9]
     assert said["facts"]["plan.pp"] == [2, 1]
     assert (said["compared"], said["different"]) == (150, [])
-    assert muster("convert", run, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16") == 0
+    assert run_muster("convert", run, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16") == 0
     said = facts(capsys, "diff", run, tmp_path / "hf", code=1)
     assert (said["compared"], said["a"]["not_compared"]) == (75, ["optim"])
     first = said["different"][0]
     assert first["dtypes"] == ["float32", "bfloat16"]
     assert 1e-4 < first["relative"] < 1e-2
-    assert muster("diff", run, tmp_path / "hf") == 1
+    assert run_muster("diff", run, tmp_path / "hf") == 1
     out = capsys.readouterr().out
     assert "… and 65 more" in out
     assert "0 of 75 compared tensors are equal" in out
@@ -443,7 +444,7 @@ def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts(capsys, "prune", run, "--keep-last", "2", "--keep-every", "20")["removed"] == doomed
     left = {"latest", "step-00000020", "step-00000030", "step-00000035"}
     assert {path.name for path in root.iterdir()} == left
-    assert muster("prune", run, "--keep-last", "1") == 0
+    assert run_muster("prune", run, "--keep-last", "1") == 0
     assert {path.name for path in root.iterdir()} == {"latest", "step-00000035"}
     assert "kept" in capsys.readouterr().out
-    assert "no good checkpoint" in refusal(capsys, 2, "prune", run.parent, "--keep-last", "1")
+    assert "no good checkpoint" in error_message(capsys, 2, "prune", run.parent, "--keep-last", "1")

@@ -7,20 +7,20 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from muster.config.named_model import load_model
 from muster.cost.flops import forward_flops_per_token, train_flops_per_token
-from muster.cost.memory import MemoryTerms
-from muster.cost.own_memory import OTHER_KERNELS, own_stage
-from muster.cost.rank_memory import activation_bytes, rank_memory, stage_terms
+from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
+from muster.cost.memory.rank_memory import activation_bytes, rank_memory, stage_terms
+from muster.cost.precision_bytes import MemoryTerms
+from muster.layout.mesh import MeshCoordinates
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
 from muster.model.loss import cross_entropy_sum
 from muster.model.recompute import apply_recompute
-from muster.model.saved import count_saved_bytes
+from muster.model.saved_tensors import count_saved_bytes
 from muster.spec.errors import InfeasibleError
-from muster.spec.mesh import Coordinates
 from muster.spec.model import ModelSpec
-from muster.spec.named_model import load_model
-from muster.spec.plan import LayerRun, Plan, StageSpec, Strategy
+from muster.spec.plan import LayerOverride, LayerStrategy, Plan, StageSpec
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=97, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=48)
@@ -69,10 +69,10 @@ def test_activations_are_what_autograd_saves(spec, precision, batch, seq):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_with_recompute(recompute, precision):
     """The same in all layers, and in those of the middle only."""
-    workload, strategy = Workload(seq_len=40, global_batch_size=6), Strategy(recompute=recompute)
+    workload, strategy = Workload(seq_len=40, global_batch_size=6), LayerStrategy(recompute=recompute)
     for strategies in (
         {"default_strategy": strategy},
-        {"overrides": (LayerRun(start=1, count=2, strategy=strategy),)},
+        {"overrides": (LayerOverride(start=1, count=2, strategy=strategy),)},
     ):
         for pp in (1, 3):
             plan = Plan(pp=pp, micro_batch_size=3, precision=precision, **strategies)
@@ -84,7 +84,7 @@ def test_recompute_keeps_less():
     """A layer keeps its input, then also what costs a matrix product or attention, then all."""
     one = Workload(seq_len=8, global_batch_size=1)
     keeps = [
-        activation_bytes(SMALL, Plan(precision="fp32", default_strategy=Strategy(recompute=how)), one, 0)
+        activation_bytes(SMALL, Plan(precision="fp32", default_strategy=LayerStrategy(recompute=how)), one, 0)
         for how in ("full", "selective", "none")
     ]
     layer = [8 * 4 * 32, 8 * 4 * (2 * 32 + 2 + 2 * 6 * 8 + 4 + 2 * 48), 8 * 4 * (4 * 32 + 2 + 2 * 6 * 8 + 4 + 3 * 48)]
@@ -122,14 +122,14 @@ def test_count_saved_bytes_counts_storages_once_and_leaves_parameters_out():
 
 def terms(plan: Plan, dp_shard: int = 0) -> MemoryTerms:
     """What the first stage of the small model takes, without activations."""
-    at = Coordinates(pp=0, dp_replicate=0, dp_shard=dp_shard, cp=0, tp=0)
+    at = MeshCoordinates(pp=0, dp_replicate=0, dp_shard=dp_shard, cp=0, tp=0)
     return stage_terms(SMALL, plan, Workload(seq_len=8, global_batch_size=8), 0, at, live_micro_batches=0)
 
 
 def gathered(plan: Plan, stage: int = 0) -> int:
     """Most bytes of gathered parameters that a stage of the small model has within a forward."""
-    held = own_stage(SMALL, plan, Workload(seq_len=8, global_batch_size=8), stage, OTHER_KERNELS)
-    return held.gathered + max(moment.extra.gathered_parameters for moment in held.moments["F"])
+    held = native_stage_memory(SMALL, plan, Workload(seq_len=8, global_batch_size=8), stage, DEFAULT_KERNEL_WORKSPACE)
+    return held.gathered_params + max(moment.extra.gathered_parameters for moment in held.peak_candidates["F"])
 
 
 def test_one_rank_holds_everything_once():
@@ -145,7 +145,7 @@ def test_one_rank_holds_everything_once():
 @pytest.mark.parametrize("zero", ["z1", "z2", "z3"])
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_sharding_by_level(zero, replicate):
-    plan = Plan(dp_shard=4, dp_replicate=replicate, precision="bf16", default_strategy=Strategy(zero=zero))
+    plan = Plan(dp_shard=4, dp_replicate=replicate, precision="bf16", default_strategy=LayerStrategy(zero=zero))
     ranks = [terms(plan, shard) for shard in range(4)]
     count = SMALL.num_parameters
     assert sum(rank.parameters for rank in ranks) == 4 * count
@@ -175,7 +175,7 @@ def test_replicas_keep_whole_gradients_and_a_gathered_copy():
     found = terms(Plan(dp_replicate=2, precision="fp32"))
     assert found.gradients == found.parameters == 4 * SMALL.num_parameters
     assert (
-        gathered(Plan(dp_replicate=2, precision="fp32", default_strategy=Strategy(zero="z1")))
+        gathered(Plan(dp_replicate=2, precision="fp32", default_strategy=LayerStrategy(zero="z1")))
         == 4 * SMALL.num_parameters
     )
 
@@ -193,13 +193,13 @@ def test_stages_add_up_and_a_tied_embedding_counts_on_both_ends():
 def test_a_rank_holds_all_its_stages():
     workload = Workload(seq_len=8, global_batch_size=8)
     plan = Plan(pp=2, vpp=2, precision="fp32")
-    at = Coordinates(1, 0, 0, 0, 0)
+    at = MeshCoordinates(1, 0, 0, 0, 0)
     parts = [stage_terms(SMALL, plan, workload, stage, at, 3) for stage in (1, 3)]
     assert rank_memory(SMALL, plan, workload, 1, 3) == parts[0] + parts[1]
     assert rank_memory(SMALL, plan, workload, 1, {1: 3, 3: 3}).total == parts[0].total + parts[1].total
 
 
-@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(default_strategy=Strategy(offload="all"))])
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(default_strategy=LayerStrategy(offload="all"))])
 def test_what_has_no_formula_is_refused(plan):
     with pytest.raises(InfeasibleError, match="can't be predicted"):
         terms(plan)

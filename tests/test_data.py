@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.data.dataset import NOT_COUNTED, Dataset, StreamHash, sample_digest
-from muster.data.order import Windows, key_of, permute, sample_positions
-from muster.data.prepare import Preparation, prepare
+from muster.config.load_config import load_run_config
+from muster.data.dataset import IGNORE_INDEX, Dataset, StreamHash, sample_digest
+from muster.data.prepare import PrepareOptions, prepare
+from muster.data.sample_order import Windows, permute, random_key, sample_positions
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
 from muster.spec.errors import ConfigError
-from muster.spec.load import load_run
-from muster.train.data import too_few_lines
+from muster.train.data import describe_missing_validation
 
 
 @pytest.fixture(scope="module", name="store")
@@ -23,7 +23,7 @@ def _store(tmp_path_factory) -> TokenStore:
     """One document of 10,016 bytes of which no two windows are alike."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.txt").write_bytes(b"".join(hashlib.sha256(b"%d" % i).hexdigest()[:32].encode() for i in range(313)))
-    return prepare(Preparation(str(folder / "a.txt"), ByteTokenizer()), folder / "store")
+    return prepare(PrepareOptions(str(folder / "a.txt"), ByteTokenizer()), folder / "store")
 
 
 # --- order ---
@@ -46,7 +46,7 @@ def test_one_index_goes_where_the_array_sends_it(data, size, key):
 
 def test_permutations_differ_by_key_and_spread_evenly():
     """Over many keys each number lands on each place equally often, and the pair (0, 1) on each pair of places."""
-    keys = [key_of("spread", i) for i in range(3_000)]
+    keys = [random_key("spread", i) for i in range(3_000)]
     landed = np.array([permute(np.arange(10), 10, key) for key in keys])
     counts = np.array([np.bincount(landed[:, i], minlength=10) for i in range(10)])
     assert np.abs(counts - 300).max() < 5 * 300**0.5
@@ -57,7 +57,7 @@ def test_permutations_differ_by_key_and_spread_evenly():
 
 def test_the_order_is_the_one_that_checkpoints_rely_on():
     assert permute(np.arange(10), 10, 7).tolist() == [7, 4, 1, 3, 8, 0, 9, 6, 2, 5]
-    assert permute(123_456_789, 10**12, key_of(3, "order", 1)) == 484353391817
+    assert permute(123_456_789, 10**12, random_key(3, "order", 1)) == 484353391817
 
 
 @pytest.mark.parametrize("index", [-1, 10])
@@ -85,22 +85,22 @@ def test_windows_predict_every_token_once_and_held_out_ones_are_apart(num_window
     num_tokens = (num_windows - 1) * seq_len + data.draw(st.integers(1, seq_len)) + 1
     windows = Windows(num_tokens, seq_len, held_out)
     assert windows.num_windows == num_windows
-    train = windows.train(np.arange(windows.num_train))
-    held = windows.held(np.arange(windows.num_held_out))
+    train = windows.train_windows(np.arange(windows.num_train))
+    held = windows.validation_windows(np.arange(windows.num_validation))
     assert np.array_equal(np.sort(np.concatenate([train, held])), np.arange(windows.num_windows))
     assert np.all(np.diff(train) > 0)
     assert np.all(np.diff(held) > 0)
-    assert windows.num_valid(np.arange(windows.num_windows)).sum() == num_tokens - 1
-    assert windows.num_valid(np.arange(windows.num_windows)).min() > 0
+    assert windows.lengths(np.arange(windows.num_windows)).sum() == num_tokens - 1
+    assert windows.lengths(np.arange(windows.num_windows)).min() > 0
     assert abs(len(held) - held_out * windows.num_windows) <= 1
     assert (len(held) > 0) == (held_out > 0)
 
 
 def test_held_out_blocks_are_contiguous_and_spread():
-    windows = Windows(num_tokens=30_000_001, seq_len=512, held_out=0.01)
-    held = windows.held(np.arange(windows.num_held_out))
+    windows = Windows(num_tokens=30_000_001, seq_len=512, validation_split=0.01)
+    held = windows.validation_windows(np.arange(windows.num_validation))
     starts = held[np.flatnonzero(np.diff(held, prepend=-9) > 1)]
-    assert len(starts) == windows.num_held_out * 512 // 16_384
+    assert len(starts) == windows.num_validation * 512 // 16_384
     assert np.diff(starts).max() < 1.1 * windows.num_windows / len(starts)
 
 
@@ -125,8 +125,8 @@ def test_labels_are_the_next_tokens_and_an_epoch_predicts_each_once(store):
     dataset = Dataset(store, seq_len=64, seed=1)
     batch = dataset.train_batch(0, dataset.num_train_samples)
     assert batch.tokens_BS.dtype == batch.labels_BS.dtype == np.int64
-    assert batch.num_valid == (batch.labels_BS != NOT_COUNTED).sum() == len(store.tokens) - 1
-    counted = batch.labels_BS != NOT_COUNTED
+    assert batch.num_valid_tokens == (batch.labels_BS != IGNORE_INDEX).sum() == len(store.tokens) - 1
+    counted = batch.labels_BS != IGNORE_INDEX
     pairs = np.stack([batch.tokens_BS[counted], batch.labels_BS[counted]])
     stream = np.stack([store.tokens[:-1], store.tokens[1:]])
     assert sorted(map(tuple, pairs.T.tolist())) == sorted(map(tuple, stream.T.tolist()))
@@ -142,63 +142,72 @@ def test_ranks_together_read_the_global_batch(store, first, ranks, per_rank, see
     parts = [dataset.train_batch(first + rank * per_rank, per_rank) for rank in range(ranks)]
     assert np.array_equal(np.concatenate([part.tokens_BS for part in parts]), whole.tokens_BS)
     assert np.array_equal(np.concatenate([part.labels_BS for part in parts]), whole.labels_BS)
-    assert sum(part.num_valid for part in parts) == whole.num_valid == (whole.labels_BS != NOT_COUNTED).sum()
-    assert dataset.num_valid(first, ranks * per_rank) == whole.num_valid
+    assert (
+        sum(part.num_valid_tokens for part in parts)
+        == whole.num_valid_tokens
+        == (whole.labels_BS != IGNORE_INDEX).sum()
+    )
+    assert dataset.num_valid_tokens(first, ranks * per_rank) == whole.num_valid_tokens
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "whole", "none"])
 def test_a_beginning_is_that_of_a_held_out_document(packing, tmp_path):
     for name in range(40):
         (tmp_path / f"{name:02}.txt").write_bytes(b"%02d: " % name + bytes(range(97, 97 + name % 20)))
-    store = prepare(Preparation(str(tmp_path), ByteTokenizer()), tmp_path / "store")
-    dataset = Dataset(store, seq_len=20, held_out=0.3, packing=packing)
-    found = bytes(dataset.beginning(8).tolist())
+    store = prepare(PrepareOptions(str(tmp_path), ByteTokenizer()), tmp_path / "store")
+    dataset = Dataset(store, seq_len=20, validation_split=0.3, packing=packing)
+    found = bytes(dataset.sample_prompt(8).tolist())
     assert re.fullmatch(rb"\d\d: abcd", found), "it has as many tokens as are wanted, where a document has them"
     held, trained = (
         [bytes(row[row < 256].tolist()) for row in batch.tokens_BS]
-        for batch in (dataset.held_out_batch(0, 99), dataset.train_batch(0, dataset.num_train_samples))
+        for batch in (dataset.validation_batch(0, 99), dataset.train_batch(0, dataset.num_train_samples))
     )
     assert any(found in row for row in held)
     assert not any(found in row for row in trained)
-    assert re.fullmatch(rb"\d\d: [a-s]+", bytes(dataset.beginning(99).tolist())), "nothing of the next document"
+    assert re.fullmatch(rb"\d\d: [a-s]+", bytes(dataset.sample_prompt(99).tolist())), "nothing of the next document"
 
 
 def test_without_a_document_that_begins_a_beginning_is_that_of_a_sample(store):
-    dataset = Dataset(store, seq_len=64, held_out=0.1)
-    assert dataset.beginning(9).tolist() in dataset.held_out_batch(0, 99).tokens_BS[:, :9].tolist()
+    dataset = Dataset(store, seq_len=64, validation_split=0.1)
+    assert dataset.sample_prompt(9).tolist() in dataset.validation_batch(0, 99).tokens_BS[:, :9].tolist()
 
 
 def test_a_run_says_why_it_takes_no_validation_loss(store):
-    dataset = Dataset(store, seq_len=64, held_out=0.1)  # of 157 windows
+    dataset = Dataset(store, seq_len=64, validation_split=0.1)  # of 157 windows
     words = (
         "eval: no validation loss, since 16 held-out samples don't fill a batch of 17: give data.held_out more, or set"
         " eval.batches to 0"
     )
     for batch, batches, lines in ((16, 1, []), (17, 1, [words]), (17, 0, [])):
         changes = [("train.global_batch_size", batch), ("eval.batches", batches)]
-        assert too_few_lines(load_run("tiny", None, changes).config, dataset) == lines
+        assert describe_missing_validation(load_run_config("tiny", None, changes).config, dataset) == lines
 
 
 def test_held_out_samples_are_the_same_for_every_seed_and_never_trained_on(store):
-    one, two = (Dataset(store, seq_len=64, seed=seed, held_out=0.1) for seed in (1, 2))
-    count = one.num_held_out_samples
-    held = one.held_out_batch(0, count)
-    assert np.array_equal(held.tokens_BS, two.held_out_batch(0, count).tokens_BS)
+    one, two = (Dataset(store, seq_len=64, seed=seed, validation_split=0.1) for seed in (1, 2))
+    count = one.num_validation_samples
+    held = one.validation_batch(0, count)
+    assert np.array_equal(held.tokens_BS, two.validation_batch(0, count).tokens_BS)
     trained = one.train_batch(0, one.num_train_samples)
     assert not np.array_equal(trained.tokens_BS, two.train_batch(0, two.num_train_samples).tokens_BS)
     assert not {row.tobytes() for row in held.labels_BS} & {row.tobytes() for row in trained.labels_BS}
-    assert held.num_valid + trained.num_valid == len(store.tokens) - 1
+    assert held.num_valid_tokens + trained.num_valid_tokens == len(store.tokens) - 1
 
 
 def test_rows_after_the_last_held_out_sample_do_not_count(store):
-    dataset = Dataset(store, seq_len=64, held_out=0.1)
-    count = dataset.num_held_out_samples
-    batch = dataset.held_out_batch(count - 1, 3)
+    dataset = Dataset(store, seq_len=64, validation_split=0.1)
+    count = dataset.num_validation_samples
+    batch = dataset.validation_batch(count - 1, 3)
     assert batch.tokens_BS.shape == (3, 64)
-    assert np.all(batch.labels_BS[1:] == NOT_COUNTED)
-    assert batch.num_valid == (batch.labels_BS != NOT_COUNTED).sum() == dataset.num_held_out_valid(count - 1, 3) > 0
-    assert dataset.held_out_batch(count + 5, 2).num_valid == 0
-    assert Dataset(store, seq_len=64).held_out_batch(0, 2).num_valid == 0
+    assert np.all(batch.labels_BS[1:] == IGNORE_INDEX)
+    assert (
+        batch.num_valid_tokens
+        == (batch.labels_BS != IGNORE_INDEX).sum()
+        == dataset.num_validation_valid_tokens(count - 1, 3)
+        > 0
+    )
+    assert dataset.validation_batch(count + 5, 2).num_valid_tokens == 0
+    assert Dataset(store, seq_len=64).validation_batch(0, 2).num_valid_tokens == 0
 
 
 def test_the_stream_hash_knows_samples_and_order_but_not_steps(store):

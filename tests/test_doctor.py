@@ -13,15 +13,15 @@ import pytest
 
 from muster.cli.main import main
 from muster.probe import doctor
-from muster.probe.doctor import CHECKS, Finding, Request, examine
+from muster.probe.doctor import CHECKS, CheckResult, DoctorRequest, run_checks
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {name: CHECKS[name] for name in names})
 
 
-def findings(request: Request) -> dict[str, Finding]:
-    return {finding.check: finding for finding in examine(request)}
+def findings(request: DoctorRequest) -> dict[str, CheckResult]:
+    return {finding.check: finding for finding in run_checks(request)}
 
 
 def test_a_sound_machine_has_no_problem_and_json_says_the_same(
@@ -41,7 +41,7 @@ def test_a_sound_machine_has_no_problem_and_json_says_the_same(
 @pytest.mark.soak  # the page docs/doctor.md starts some in the fast tests
 def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "ranks")
-    found = findings(Request(tmp_path))
+    found = findings(DoctorRequest(tmp_path))
     assert found["ranks"].sentence.startswith("2 ranks met and added up"), found
     assert found["bandwidth"].level == "ok"
 
@@ -51,7 +51,7 @@ def test_without_torch_the_other_checks_are_done(tmp_path: Path, monkeypatch: py
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", missing)
-    found = list(examine(Request(tmp_path)))
+    found = list(run_checks(DoctorRequest(tmp_path)))
     problems = [finding.sentence for finding in found if finding.level == "problem"]
     assert problems == ["PyTorch is not installed: pip install 'muster-llm[train]'"]
     assert {finding.check for finding in found} == set(CHECKS)
@@ -60,11 +60,11 @@ def test_without_torch_the_other_checks_are_done(tmp_path: Path, monkeypatch: py
 def test_a_check_that_hangs_or_fails_is_a_problem_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def hang(request: Request) -> Iterator[Finding]:
+    def hang(request: DoctorRequest) -> Iterator[CheckResult]:
         time.sleep(1000)
-        yield Finding("disk", "ok", "")
+        yield CheckResult("disk", "ok", "")
 
-    def fail(request: Request) -> Iterator[Finding]:
+    def fail(request: DoctorRequest) -> Iterator[CheckResult]:
         raise OSError("no such thing")
 
     monkeypatch.setattr(doctor, "CHECKS", {"disk": hang, "memory": fail})
@@ -82,13 +82,13 @@ def test_a_slow_disk_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.Monke
     for after, level in ((110.0, "ok"), (107.0, "ok"), (104.0, "problem")):
         times = iter([100.0, after])
         monkeypatch.setattr(doctor, "time", SimpleNamespace(time=lambda times=times: next(times)))
-        assert findings(Request(tmp_path))["clocks"].level == level
+        assert findings(DoctorRequest(tmp_path))["clocks"].level == level
 
 
 def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "disk")
     (tmp_path / "file").write_text("")
-    assert "can't write in " in findings(Request(tmp_path / "file" / "runs"))["disk"].sentence
+    assert "can't write in " in findings(DoctorRequest(tmp_path / "file" / "runs"))["disk"].sentence
     only(monkeypatch, "memory", "disk", "clocks", "ports", "files")
     monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 60)
     stat = os.stat
@@ -99,7 +99,7 @@ def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor.os, "stat", lambda path, **more: Off if "doctor" in str(path) else stat(path, **more))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    found = findings(Request(tmp_path))
+    found = findings(DoctorRequest(tmp_path))
     assert {finding.level for finding in found.values()} == {"problem"}
     assert "end other programs" in found["memory"].sentence
     assert "make room" in found["disk"].sentence

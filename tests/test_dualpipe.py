@@ -27,7 +27,7 @@ def bubble_in_pairs(name: str, ranks: int, micro_batches: int) -> float:
                 passes = order.pop()
                 ready_s = [end_s[one] for action in passes for one in inputs_of(action, schedule, known)]
                 free_s[rank] = max([free_s[rank], *ready_s])
-                free_s[rank] += sum(setting.activation * (2 if one.kind == "B" else 1) for one in passes)
+                free_s[rank] += sum(setting.stage_activation * (2 if one.kind == "B" else 1) for one in passes)
                 end_s.update(dict.fromkeys(passes, free_s[rank]))
     return max(free_s) - 3 * micro_batches
 

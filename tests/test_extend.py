@@ -12,29 +12,29 @@ import torch
 
 import muster
 from muster.cli.main import main
+from muster.config.load_config import load_run_config
+from muster.config.named_model import load_model
+from muster.config.optim_config import OptimConfig
+from muster.config.run_config import RunConfig
 from muster.cost.flops import forward_flops_per_token
-from muster.cost.rank_memory import activation_bytes
-from muster.data.prepare import Preparation, prepare
+from muster.cost.memory.rank_memory import activation_bytes
+from muster.data.prepare import PrepareOptions, prepare
 from muster.data.tokenizer import load_tokenizer
+from muster.layout.tensor_layout import Box, TensorLayout
 from muster.model.decoder import Decoder
+from muster.model.generation import generate
 from muster.model.init import init_stage
-from muster.model.loss import own_loss_sums
-from muster.model.sample import generate
-from muster.optim.make import make_optimizer
-from muster.spec import parts
-from muster.spec.generation import Sampling
-from muster.spec.layout import Box, TensorLayout
-from muster.spec.load import load_run
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.named_model import load_model
-from muster.spec.optim import OptimConfig
-from muster.spec.parts import find_part
+from muster.model.loss import plugin_loss_sums
+from muster.optim.build import build_optimizer
+from muster.plugins import registry
+from muster.plugins.loader import load_plugins, require_unchanged_plugins, resolve_plugin
+from muster.plugins.registry import find_component
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.plugins import import_plugins, plugin_of, require_unchanged
-from muster.spec.run import RunConfig
 from muster.spec.schedules import SCHEDULES
+from muster.spec.text_generation import SamplingParams
 from muster.spec.workload import Workload
-from muster.train.drift import differences, refuse_drift
+from muster.train.resume_check import check_config_unchanged, config_changes
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,10 +44,10 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module", autouse=True)
 def examples():
     """Read once, and forgotten after the tests of this file."""
-    known, own = dict(SCHEDULES), dict(parts._PARTS)
-    import_plugins(plugin_of(str(path)) for path in EXAMPLES.glob("my_*.py"))
+    known, own = dict(SCHEDULES), dict(registry._COMPONENTS)
+    load_plugins(resolve_plugin(str(path)) for path in EXAMPLES.glob("my_*.py"))
     yield
-    for register, before in ((SCHEDULES, known), (parts._PARTS, own)):
+    for register, before in ((SCHEDULES, known), (registry._COMPONENTS, own)):
         register.clear()
         register.update(before)
 
@@ -55,7 +55,7 @@ def examples():
 @pytest.fixture
 def own(monkeypatch):
     """A register of this test alone."""
-    monkeypatch.setattr(parts, "_PARTS", dict(parts._PARTS))
+    monkeypatch.setattr(registry, "_PARTS", dict(registry._COMPONENTS))
 
 
 def optimizer_of(name: str, **options: float) -> OptimConfig:
@@ -77,7 +77,7 @@ def test_the_python_example_trains_with_every_part_and_goes_on_under_another_pla
     assert done.stdout.splitlines()[-1] == "True True [1, 2, 3, 4] report.html"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
-    config = load_run(None, tmp_path / "run" / "config.yaml", []).config
+    config = load_run_config(None, tmp_path / "run" / "config.yaml", []).config
     assert [Path(plugin.file).name for plugin in config.plugins][0] == "my_model.py"
     assert len({plugin.sha256 for plugin in config.plugins}) == 6
 
@@ -156,7 +156,7 @@ def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
         here(train={"loss": "smoothed"}, parallel="tp2").train(tmp_path / "a")
     with pytest.raises(muster.InfeasibleError, match="which post_validation doesn't wait for: leave pv out"):
         here(train={"training_step": "sam"}, parallel="pp2-mb2-pv").train(tmp_path / "b")
-    parts._PARTS["loss", "at-a-prompt"] = parts.Part("loss", "at-a-prompt", len, None)
+    registry._COMPONENTS["loss", "at-a-prompt"] = registry.PluginComponent("loss", "at-a-prompt", len, None)
     with pytest.raises(muster.ConfigError, match="loss at-a-prompt is registered at a prompt or in a notebook"):
         here(train={"loss": "at-a-prompt"}).train(tmp_path / "c")
     assert not list(tmp_path.iterdir())
@@ -214,7 +214,7 @@ def plugin(folder: Path, text: str, name: str = "own_parts.py") -> Path:
 def test_a_path_in_plugins_is_relative_to_its_run_file(tmp_path, own):
     plugin(tmp_path, "muster.register_loss('relative')(len)\n")
     (tmp_path / "run.yaml").write_text("extends: tiny\nplugins: [own_parts.py]\ntrain: {loss: relative}\n")
-    found = load_run(None, tmp_path / "run.yaml", []).config.plugins
+    found = load_run_config(None, tmp_path / "run.yaml", []).config.plugins
     assert [one.file for one in found] == [str(tmp_path / "own_parts.py")]
 
 
@@ -226,26 +226,26 @@ def test_a_part_that_a_run_uses_brings_its_file():
 
 def test_a_plugin_that_fails_is_named_with_its_line(tmp_path, own):
     with pytest.raises(muster.ConfigError, match=r"own_parts\.py:3: ZeroDivisionError: division by zero"):
-        import_plugins([plugin_of(str(plugin(tmp_path, "\n1 / 0\n")))])
+        load_plugins([resolve_plugin(str(plugin(tmp_path, "\n1 / 0\n")))])
     with pytest.raises(muster.ConfigError, match=r"broken\.py:2: SyntaxError"):
-        import_plugins([plugin_of(str(plugin(tmp_path, "def\n", "broken.py")))])
+        load_plugins([resolve_plugin(str(plugin(tmp_path, "def\n", "broken.py")))])
 
 
 def test_a_plugin_that_ends_the_process_or_registers_twice_is_refused(tmp_path, own):
     with pytest.raises(muster.ConfigError, match=r"own_parts\.py:2: SystemExit: 3"):
-        import_plugins([plugin_of(str(plugin(tmp_path, "raise SystemExit(3)\n")))])
+        load_plugins([resolve_plugin(str(plugin(tmp_path, "raise SystemExit(3)\n")))])
     text = "muster.register_loss('double')(len)\n" * 2
     with pytest.raises(muster.ConfigError, match=r"twice\.py registers 'double' twice"):
-        import_plugins([plugin_of(str(plugin(tmp_path, text, "twice.py")))])
+        load_plugins([resolve_plugin(str(plugin(tmp_path, text, "twice.py")))])
 
 
 def test_a_name_belongs_to_one_file(tmp_path, own):
     first, other = (
         plugin(tmp_path, "muster.register_loss('twice')(len)\n", f"{name}.py") for name in ("first", "other")
     )
-    import_plugins([plugin_of(str(first)), plugin_of(str(first))])
+    load_plugins([resolve_plugin(str(first)), resolve_plugin(str(first))])
     with pytest.raises(muster.ConfigError, match=r"other\.py registers 'twice', which .*first\.py has registered"):
-        import_plugins([plugin_of(str(other))])
+        load_plugins([resolve_plugin(str(other))])
     for register, taken in ((muster.register_optimizer, "adamw"), (muster.register_schedule, "1f1b")):
         with pytest.raises(muster.ConfigError, match=f"expected a name|Muster has an? .* '{taken}' itself"):
             register(taken)(len)
@@ -260,7 +260,7 @@ def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):
     before = muster.Run(extends="tiny", plugins=[path], train={"loss": "changing"}).config
     path.write_text(path.read_text() + "# another line\n")
     after = muster.Run(extends="tiny", plugins=[path], train={"loss": "changing"}).config
-    (change,) = differences(before, after)
+    (change,) = config_changes(before, after)
     assert change.startswith("plugin own_parts.py has changed (sha256 was ")
 
 
@@ -269,12 +269,12 @@ def test_a_run_knows_that_a_part_it_uses_has_changed(tmp_path, own):
     path = plugin(tmp_path, "muster.register_loss('used')(len)\n")
     run = muster.Run(extends="tiny", plugins=[path], train={"loss": "used"})
     (tmp_path / "config.yaml").write_text(run.to_yaml())
-    refuse_drift(tmp_path, run.config, 0)
+    check_config_unchanged(tmp_path, run.config, 0)
     path.write_text(path.read_text() + "# another line\n")
     with pytest.raises(muster.ConfigError, match=r"plugin own_parts\.py has changed \(sha256 was "):
-        refuse_drift(tmp_path, muster.Run(extends="tiny", plugins=[path], train={"loss": "used"}).config, 0)
+        check_config_unchanged(tmp_path, muster.Run(extends="tiny", plugins=[path], train={"loss": "used"}).config, 0)
     with pytest.raises(muster.ConfigError, match="is not what this run was trained with"):
-        require_unchanged(load_run(None, tmp_path / "config.yaml", []).config.plugins)
+        require_unchanged_plugins(load_run_config(None, tmp_path / "config.yaml", []).config.plugins)
 
 
 # --- schedules ---
@@ -311,7 +311,7 @@ def test_a_cut_matrix_steps_as_the_whole_one_does():
 
     def after(cut: slice) -> tuple[torch.Tensor, torch.Tensor]:
         param = start[cut].clone()
-        optimizer = make_optimizer(
+        optimizer = build_optimizer(
             optimizer_of("sign-momentum", momentum=0.5), {"layers.0.mlp.up.weight": param}, layouts
         )
         (name, state) = optimizer.state()["layers.0.mlp.up.weight.momentum"]
@@ -339,7 +339,7 @@ def test_torchs_elementwise_optimizers_work_and_equal_themselves(name, own):
     config = OptimConfig(name="of-torch", lr=0.1, weight_decay=0.0)
     ours, theirs = (torch.ones(3, 2).requires_grad_() for _ in range(2))
     layouts = {"a.weight": TensorLayout("a.weight", (3, 2), (Box((0, 0), (3, 2)),))}
-    optimizer, plain = make_optimizer(config, {"a.weight": ours}, layouts), factory([theirs], lr=0.1)
+    optimizer, plain = build_optimizer(config, {"a.weight": ours}, layouts), factory([theirs], lr=0.1)
     assert optimizer.state()
     for step in range(3):
         ours.grad, theirs.grad = (torch.full((3, 2), 1.0 - step) for _ in range(2))
@@ -352,7 +352,7 @@ def test_making_an_optimizer_leaves_gradients_alone():
     """`muster verify` sets them first."""
     param, layouts = torch.ones(2, 2), {"a.weight": TensorLayout("a.weight", (2, 2), (Box((0, 0), (2, 2)),))}
     param.grad = torch.ones(2, 2)
-    optimizer = make_optimizer(optimizer_of("sign-momentum"), {"a.weight": param}, layouts)
+    optimizer = build_optimizer(optimizer_of("sign-momentum"), {"a.weight": param}, layouts)
     assert param.grad is not None
     optimizer.step(0.1)
     assert float(param[0, 0]) == pytest.approx(1 - 0.1 * 0.1 - 0.1)
@@ -371,9 +371,9 @@ def test_making_an_optimizer_leaves_gradients_alone():
 )
 def test_an_optimizer_that_fails_is_refused(body, sentence, tmp_path, own):
     text = f"import torch\n@muster.register_optimizer('failing')\nclass Failing(torch.optim.SGD):\n    {body}\n"
-    import_plugins([plugin_of(str(plugin(tmp_path, text)))])
+    load_plugins([resolve_plugin(str(plugin(tmp_path, text)))])
     with pytest.raises(muster.ConfigError, match=sentence):
-        find_part("optimizer", "failing").what.state_names({})
+        find_component("optimizer", "failing").target.state_names({})
 
 
 def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
@@ -390,11 +390,11 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
     with pytest.raises(
         muster.ConfigError, match="changes a matrix that is cut by rows in another way than the whole one"
     ):
-        find_part("optimizer", "normed").what.state_names({})
+        find_component("optimizer", "normed").target.state_names({})
     with pytest.raises(muster.ConfigError, match="optimizer nadam keeps mu_product"):
-        find_part("optimizer", "nadam").what.state_names({})
+        find_component("optimizer", "nadam").target.state_names({})
     with pytest.raises(muster.ConfigError, match=r"optim\.options: optimizer sign-momentum can't be made with"):
-        find_part("optimizer", "sign-momentum").what.state_names({"wrong": 1})
+        find_component("optimizer", "sign-momentum").target.state_names({"wrong": 1})
 
 
 # --- losses ---
@@ -412,7 +412,7 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
 )
 def test_a_loss_that_cannot_be_one_is_refused(loss, sentence):
     with pytest.raises(muster.ConfigError, match=sentence):
-        own_loss_sums(loss, torch.ones(2, 2, 3, requires_grad=True), torch.zeros(2, 2, dtype=torch.long))
+        plugin_loss_sums(loss, torch.ones(2, 2, 3, requires_grad=True), torch.zeros(2, 2, dtype=torch.long))
 
 
 # --- data sets ---
@@ -425,20 +425,20 @@ def test_a_data_set_becomes_a_store_and_says_what_is_wrong(tmp_path, own):
         "@muster.register_dataset('odd')\ndef odd():\n    yield 'one'\n    yield 3\n"
         "@muster.register_dataset('failing')\ndef failing():\n    yield 'one'\n    raise KeyError('x')\n",
     )
-    import_plugins([plugin_of(str(path))])
+    load_plugins([resolve_plugin(str(path))])
     tokenizer = load_tokenizer("bytes")
-    store = prepare(Preparation("few", tokenizer), tmp_path / "few")
+    store = prepare(PrepareOptions("few", tokenizer), tmp_path / "few")
     assert tokenizer.decode(store.read(0, 3).tolist()) == "one"
     assert (store.header.num_documents, store.header.num_tokens) == (2, 8)
     with pytest.raises(muster.ConfigError, match="odd: row 2"):
-        prepare(Preparation("odd", tokenizer), tmp_path / "odd")
+        prepare(PrepareOptions("odd", tokenizer), tmp_path / "odd")
     with pytest.raises(muster.ConfigError, match=r"data set failing: .*own_parts\.py:13: KeyError: 'x'"):
-        prepare(Preparation("failing", tokenizer), tmp_path / "failing")
-    parts._PARTS["dataset", "text"] = parts.Part("dataset", "text", lambda: "all of it", path)
+        prepare(PrepareOptions("failing", tokenizer), tmp_path / "failing")
+    registry._COMPONENTS["dataset", "text"] = registry.PluginComponent("dataset", "text", lambda: "all of it", path)
     with pytest.raises(muster.ConfigError, match="data set text: expected documents one by one, got one str"):
-        prepare(Preparation("text", tokenizer), tmp_path / "text")
+        prepare(PrepareOptions("text", tokenizer), tmp_path / "text")
     with pytest.raises(muster.ConfigError, match="no file or directory 'fewe'; did you mean 'few'"):
-        prepare(Preparation("fewe", tokenizer), tmp_path / "fewe")
+        prepare(PrepareOptions("fewe", tokenizer), tmp_path / "fewe")
 
 
 # --- models ---
@@ -452,7 +452,7 @@ def test_a_layer_that_is_musters_own_is_counted_as_musters_is(own):
     """Products, parameters and what is kept, by following a forward and by the formulas."""
     muster.register_model("same", like="tiny", tensor_parallel=True)(type("Same", (muster.DecoderLayer,), {}))
     ours, theirs = spec_of("tiny"), spec_of("same")
-    assert list(parameters(ours)) == list(parameters(theirs))
+    assert list(parameter_shapes(ours)) == list(parameter_shapes(theirs))
     assert forward_flops_per_token(theirs, 128) == forward_flops_per_token(ours, 128)
     for name in ("dp1-mb2", "tp2-mb2", "dp1-mb2-fp32", "dp1-mb2-rfull"):
         plan, workload = parse_plan_name(name), Workload(seq_len=128, global_batch_size=8)
@@ -471,7 +471,7 @@ def test_a_model_writes_without_a_cache():
     model = Decoder(spec, range(2), first=True, last=True)
     init_stage(model, spec, 0)
     prompts = [[5, 7, 9], [3]]
-    found = generate(model, prompts, 4, Sampling(temperature=0), 64)
+    found = generate(model, prompts, 4, SamplingParams(temperature=0), 64)
     for prompt, new in zip(prompts, found, strict=True):
         text = list(prompt)
         for token in new:
@@ -521,9 +521,9 @@ class Odd(muster.DecoderLayer):
         super().__init__(spec, layer)
         {body}
 """
-    import_plugins([plugin_of(str(plugin(tmp_path, text)))])
+    load_plugins([resolve_plugin(str(plugin(tmp_path, text)))])
     with pytest.raises(muster.ConfigError) as caught:
-        list(parameters(spec_of("odd")))
+        list(parameter_shapes(spec_of("odd")))
     assert sentence in str(caught.value)
 
 
@@ -532,7 +532,7 @@ def test_layers_that_are_no_modules_are_refused(own):
     with pytest.raises(
         muster.ConfigError, match=r"model number: expected layers that are a torch\.nn\.Module, got a int"
     ):
-        list(parameters(spec_of("number")))
+        list(parameter_shapes(spec_of("number")))
 
 
 def test_a_layer_that_makes_something_else_is_refused(own):

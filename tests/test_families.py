@@ -7,15 +7,15 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from muster.checkpoint.directory import open_directory, weights_of
-from muster.checkpoint.families import hf_shapes, is_derived, links_of
+from muster.checkpoint.model_directory import model_weights, open_directory
+from muster.config.load_config import load_run_config
+from muster.config.named_model import load_model
+from muster.interop.families import hf_shapes, is_derived_tensor, weight_map
+from muster.interop.hf_config import FAMILIES, hf_config_from_spec, spec_from_hf_config
+from muster.interop.hf_config.unsupported import NEAREST_FAMILY
+from muster.layout.tensor_layout import Box
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.hf_config import FAMILIES, hf_config, spec_from_hf
-from muster.spec.hf_config.others import NEAREST
-from muster.spec.layout import Box
-from muster.spec.load import load_run
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.named_model import load_model
+from muster.spec.model import ModelSpec, parameter_shapes
 from tests.hf_models import CONFIGS, READ_ONLY, SIZES, random_model
 
 
@@ -23,13 +23,13 @@ from tests.hf_models import CONFIGS, READ_ONLY, SIZES, random_model
 def test_maps_cover_every_parameter_and_every_tensor_of_a_directory_once(name, tmp_path):
     random_model(name).save_pretrained(tmp_path)
     spec = load_model(f"hf:{tmp_path}")
-    links, found = links_of(spec), {}
+    links, found = weight_map(spec), {}
     for file in tmp_path.glob("*.safetensors"):
         with safetensors.safe_open(file, "np") as tensors:
             found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-    assert hf_shapes(links) == {key: shape for key, shape in found.items() if not is_derived(spec, key)}
+    assert hf_shapes(links) == {key: shape for key, shape in found.items() if not is_derived_tensor(spec, key)}
     assert sum(link.hf_box.numel for link in links) == sum(map(size, hf_shapes(links).values()))
-    for parameter, shape in parameters(spec):
+    for parameter, shape in parameter_shapes(spec):
         assert sum(link.box.numel for link in links if link.name == parameter) == size(shape), parameter
 
 
@@ -39,19 +39,21 @@ def size(shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_comes_back_as_it_was(name):
-    spec = spec_from_hf(CONFIGS[name])
-    written = json.loads(json.dumps(hf_config(spec)))
+    spec = spec_from_hf_config(CONFIGS[name])
+    written = json.loads(json.dumps(hf_config_from_spec(spec)))
     assert written["model_type"] == CONFIGS[name]["model_type"]
-    assert spec_from_hf(written) == spec
+    assert spec_from_hf_config(written) == spec
 
 
 def test_fused_and_stacked_tensors_are_boxes():
-    links = {link.hf_name + link.name: link for link in links_of(spec_from_hf(CONFIGS["gpt2"]))}
+    links = {link.hf_name + link.name: link for link in weight_map(spec_from_hf_config(CONFIGS["gpt2"]))}
     fused = "transformer.h.1.attn.c_attn."
     k, bias = (links[f"{fused}{leaf}layers.1.attn.k.{leaf}"] for leaf in ("weight", "bias"))
     assert (k.box, k.hf_box, k.transposed) == (Box((0, 0), (32, 32)), Box((0, 32), (32, 32)), True)
     assert (bias.box, bias.hf_box, bias.transposed) == (Box((0,), (32,)), Box((32,), (32,)), False)
-    expert = next(link for link in links_of(spec_from_hf(CONFIGS["mixtral"])) if "experts.3.w2" in link.hf_name)
+    expert = next(
+        link for link in weight_map(spec_from_hf_config(CONFIGS["mixtral"])) if "experts.3.w2" in link.hf_name
+    )
     assert expert.box == Box((3, 0, 0), (1, 32, 48))
     assert expert.hf_box == Box((0, 0), (32, 48))
 
@@ -103,7 +105,7 @@ def test_a_family_that_is_only_read_has_all_its_parameters(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
     biases = [one for key, one in model.named_buffers() if key.endswith(".e_score_correction_bias")]
-    assert spec_from_hf(config).num_parameters == sum(one.numel() for one in [*model.parameters(), *biases])
+    assert spec_from_hf_config(config).num_parameters == sum(one.numel() for one in [*model.parameters(), *biases])
 
 
 GPT_OSS = {
@@ -148,24 +150,24 @@ def test_gpt_oss_is_the_catalogue_s(name, layers, experts, listed, tmp_path):
 
 def test_windows_are_those_that_are_listed():
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    assert spec_from_hf(READ_ONLY["ministral"] | {"layer_types": kinds}).window_layers == (1,)
-    assert spec_from_hf(READ_ONLY["ministral"]).window_layers is None
-    assert spec_from_hf(READ_ONLY["dots1"] | {"sliding_window": 5, "max_window_layers": 2}).window_layers == (2,)
+    assert spec_from_hf_config(READ_ONLY["ministral"] | {"layer_types": kinds}).window_layers == (1,)
+    assert spec_from_hf_config(READ_ONLY["ministral"]).window_layers is None
+    assert spec_from_hf_config(READ_ONLY["dots1"] | {"sliding_window": 5, "max_window_layers": 2}).window_layers == (2,)
 
 
 def test_every_family_that_is_refused_names_one_that_is_read():
-    assert not FAMILIES.keys() & NEAREST.keys()
-    for kind, (nearest, _) in NEAREST.items():
+    assert not FAMILIES.keys() & NEAREST_FAMILY.keys()
+    for kind, (nearest, _) in NEAREST_FAMILY.items():
         assert nearest in FAMILIES
         with pytest.raises(ConfigError, match=f"'{kind}' is not known: it has .*; nearest is '{nearest}'"):
-            spec_from_hf(SIZES | {"model_type": kind})
+            spec_from_hf_config(SIZES | {"model_type": kind})
 
 
 def test_weights_that_lie_joined_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(READ_ONLY["phi3"]))
     safetensors.numpy.save_file({"model.norm.weight": np.ones(32, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(InfeasibleError, match="'phi3', whose joined weights have no map"):
-        weights_of(open_directory(tmp_path))
+        model_weights(open_directory(tmp_path))
 
 
 def test_a_directory_that_is_none(tmp_path):
@@ -180,9 +182,9 @@ def test_a_directory_that_is_none(tmp_path):
 
 
 def test_a_model_of_no_family_names_the_nearest():
-    spec = spec_from_hf(CONFIGS["qwen3"]).model_copy(update={"gated": False, "name": "odd"})
+    spec = spec_from_hf_config(CONFIGS["qwen3"]).model_copy(update={"gated": False, "name": "odd"})
     with pytest.raises(InfeasibleError, match="model odd is of no Hugging Face family .*nearest is qwen3.* gated"):
-        hf_config(spec)
+        hf_config_from_spec(spec)
 
 
 def test_a_run_file_takes_a_directory(tmp_path):
@@ -190,9 +192,9 @@ def test_a_run_file_takes_a_directory(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": 300}))
     (tmp_path / "run.yaml").write_text("extends: tiny\nmodel: {preset: hf:llama, num_layers: 1}\n")
-    resolved = load_run(None, tmp_path / "run.yaml", [])
+    resolved = load_run_config(None, tmp_path / "run.yaml", [])
     assert resolved.config.model == load_model("hf:llama", tmp_path).model_copy(update={"num_layers": 1})
     assert resolved.origins["model.hidden_size"] == "model hf:llama"
-    by_flag = load_run("tiny", None, [("model", f"hf:{folder}")]).config.model
+    by_flag = load_run_config("tiny", None, [("model", f"hf:{folder}")]).config.model
     assert by_flag == load_model(f"hf:{folder}")
     assert isinstance(by_flag, ModelSpec)

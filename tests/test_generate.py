@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from muster.cli.main import main
-from muster.model.cache import KvCache
 from muster.model.decoder import Decoder
-from muster.model.sample import generate, pick
+from muster.model.generation import generate, sample_token
+from muster.model.kv_cache import KvCache
 from muster.spec.errors import ConfigError
-from muster.spec.generation import Sampling
+from muster.spec.text_generation import SamplingParams
 from tests.parity import FAMILIES
 from tests.ranks import run_ranks
 from tests.test_model import SMALL, TIED, build, tokens_for
 
-GREEDY = Sampling(temperature=0)
-ANY = Sampling(temperature=1, top_k=0, seed=4)
+GREEDY = SamplingParams(temperature=0)
+ANY = SamplingParams(temperature=1, top_k=0, seed=4)
 
 
 GPT2 = SMALL.model_copy(update=FAMILIES["gpt2"] | {"max_positions": 30})
@@ -105,15 +105,18 @@ def test_a_text_ends_where_its_document_does():
     whole = generate(model, [[1, 2, 3], [7]], 12, ANY, context=20)
     end = whole[0][4]
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
-    assert generate(model, [[1, 2, 3], [7]], 12, ANY, context=20, end=end) == cut
-    assert generate(model, [[1, 2, 3]], 12, ANY, context=20, end=end) == cut[:1]
+    assert generate(model, [[1, 2, 3], [7]], 12, ANY, context=20, eos_token=end) == cut
+    assert generate(model, [[1, 2, 3]], 12, ANY, context=20, eos_token=end) == cut[:1]
 
 
 def test_top_k_and_top_p_leave_the_likeliest():
     logits = torch.tensor([0.1, 0.3, 0.4, 0.2], dtype=torch.float64).log()
 
     def drawn(**keys) -> set[int]:
-        return {pick(logits, Sampling(**{"temperature": 1, "top_k": 0, **keys}), position) for position in range(200)}
+        return {
+            sample_token(logits, SamplingParams(**{"temperature": 1, "top_k": 0, **keys}), position)
+            for position in range(200)
+        }
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {1, 2}

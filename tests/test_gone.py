@@ -2,33 +2,33 @@
 
 import pytest
 
-from muster.schedule.action import other_end
+from muster.schedule.action import matching_transfer
 from muster.schedule.dry_run import dry_run
-from muster.schedule.gone import gone_by
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Instruction, Program
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.send_completion import completed_sends
 from muster.spec.schedules import SCHEDULES
 
 
 def program(name: str, ranks: int, micro_batches: int) -> Program:
     entry = SCHEDULES[name]
-    setting = Setting(ranks, micro_batches, entry.default_chunks, replicas=entry.default_replicas)
-    return lower(make_schedule(name, setting), Lowering())
+    setting = ScheduleSpec(ranks, micro_batches, entry.default_chunks, replicas=entry.default_replicas)
+    return lower(make_schedule(name, setting), LoweringOptions())
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SCHEDULES.items() if not entry.searched])
 def test_what_is_let_go_has_been_read(name: str) -> None:
     lowered = program(name, 4, 8)
-    gone = [gone_by(lowered, rank) for rank in range(4)]
+    gone = [completed_sends(lowered, rank) for rank in range(4)]
     begun: set[tuple[int, str, int, int]] = set()
 
     def observe(rank: int, instruction: Instruction, over: bool) -> None:
         action, p2p = instruction.action, lowered.ranks[rank].get("p2p", ())
         if over and action.kind[0] == "R":
             for place in gone[rank].get(p2p.index(instruction), ()):
-                read, peer = other_end(p2p[place].action), p2p[place].peer
+                read, peer = matching_transfer(p2p[place].action), p2p[place].peer
                 assert peer is not None
                 kinds = ("F",) if read.kind == "RF" else ("B", "I")
                 assert any((peer, kind, read.stage, read.micro_batch) in begun for kind in kinds), (action, read)
@@ -42,7 +42,7 @@ def test_a_long_round_holds_few_messages() -> None:
     for rank in range(4):
         lowered = program("1f1b", 4, 64)
         held = most = 0
-        gone = gone_by(lowered, rank)
+        gone = completed_sends(lowered, rank)
         for place, item in enumerate(lowered.ranks[rank]["p2p"]):
             held += 1 if item.action.kind[0] == "S" else -len(gone.get(place, ()))
             most = max(most, held)

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.parallel.whereabouts import Page, Place, Whereabouts
+from muster.config.yaml_writer import write_atomically
+from muster.launch.hang_diagnosis import RankSnapshot, diagnose, is_waiting, main_thread_frames
+from muster.launch.heartbeat import Heartbeat, HeartbeatPage, RankStatus
+from muster.launch.launcher import launch
+from muster.launch.rank_errors import run_guarded
+from muster.launch.rank_monitor import RankMonitor, is_hung
+from muster.launch.watchdog import Watchdog, WatchdogConfig, attempt_id
 from muster.schedule.action import Action
 from muster.spec.errors import MusterError
-from muster.spec.write import replace_text
-from muster.train.diagnosis import Sighting, diagnose, main_stack, waits
-from muster.train.errors import guard
-from muster.train.launch import launch
-from muster.train.watch import Watched, hangs
-from muster.train.watcher import Watch, WatchJob, attempt_in
 from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
 
@@ -41,28 +41,28 @@ IN_READ = STACKS.format("/muster/data/store.py", "read")
 NOTHING = Action("")
 
 
-def seen(rank: int, phase: str, action: Action = NOTHING, state: str = "S", **more: object) -> Sighting:
+def seen(rank: int, phase: str, action: Action = NOTHING, state: str = "S", **more: object) -> RankSnapshot:
     values = {"still_s": 5.0, "stacks": "", "waiting": False, "step": 6, "lost": "", **more}
-    place = Place(40, values["step"], phase, action, values["waiting"])  # type: ignore[arg-type]
+    place = RankStatus(40, values["step"], phase, action, values["waiting"])  # type: ignore[arg-type]
     state_of = (rank, f"host-{rank}", 100 + rank, state)
-    return Sighting(*state_of, values["still_s"], place, values["stacks"], values["lost"])  # type: ignore[arg-type]
+    return RankSnapshot(*state_of, values["still_s"], place, values["stacks"], values["lost"])  # type: ignore[arg-type]
 
 
 def test_a_page_tells_what_its_rank_said_last() -> None:
-    page = Page()
+    page = HeartbeatPage()
     try:
         assert page.read() is None
         os.pwrite(page.fd, b"\1" + b"\0" * 60, 0)
-        assert page.read() == Place(1, 0, "", Action("", 0, 0), False)
+        assert page.read() == RankStatus(1, 0, "", Action("", 0, 0), False)
     finally:
         page.close()
     memory = bytearray(64)
-    where = Whereabouts(memory)
+    where = Heartbeat(memory)
     where.step = 6
     where.begin(Action("UNSHARD", 1), waiting=True)
-    page = Page()
+    page = HeartbeatPage()
     os.pwrite(page.fd, memory, 0)
-    assert page.read() == Place(1, 6, "run", Action("UNSHARD", 1), True)
+    assert page.read() == RankStatus(1, 6, "run", Action("UNSHARD", 1), True)
     page.close()
 
 
@@ -110,51 +110,51 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
         ),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(sightings: list[Sighting], rank: int, words: str) -> None:
+def test_the_rank_that_the_others_wait_for_is_named(sightings: list[RankSnapshot], rank: int, words: str) -> None:
     finding = diagnose(sightings)
     assert (finding.rank, finding.host, finding.sentence) == (rank, f"host-{rank}", words)
 
 
 def test_only_what_should_be_short_can_hang() -> None:
     still, quick = seen(0, "run", Action("NORM")), seen(1, "data", still_s=1.0)
-    assert hangs([still, seen(1, "data")], 4)
-    assert not hangs([still, quick], 4)
-    assert not hangs([still, seen(1, "save")], 4)
-    assert hangs([still, seen(1, "save", state="T")], 4)
-    assert not hangs([still, seen(1, "validate")], 4)
-    assert not hangs([], 4)
+    assert is_hung([still, seen(1, "data")], 4)
+    assert not is_hung([still, quick], 4)
+    assert not is_hung([still, seen(1, "save")], 4)
+    assert is_hung([still, seen(1, "save", state="T")], 4)
+    assert not is_hung([still, seen(1, "validate")], 4)
+    assert not is_hung([], 4)
 
 
 def test_time_without_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 101.0, 103.0, 1103.0, 1104.0, 1109.0])
-    monkeypatch.setattr("muster.train.watch.time", SimpleNamespace(monotonic=lambda: next(times)))
-    watched = Watched(0)
-    found = [watched.look(None).still_s for _ in range(5)]
+    monkeypatch.setattr("muster.launch.rank_monitor.time", SimpleNamespace(monotonic=lambda: next(times)))
+    watched = RankMonitor(0)
+    found = [watched.snapshot(None).stalled_s for _ in range(5)]
     watched.page.close()
     assert found == [1.0, 3.0, 8.0, 9.0, 14.0]
 
 
 def test_a_stack_tells_waiting_from_computing() -> None:
-    assert main_stack(IN_READ)[0] == ("/muster/data/store.py", 12, "read")
-    assert waits(seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER))
-    assert not waits(seen(0, "run", Action("NORM"), stacks=IN_READ))
-    assert main_stack("") == []
+    assert main_thread_frames(IN_READ)[0] == ("/muster/data/store.py", 12, "read")
+    assert is_waiting(seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER))
+    assert not is_waiting(seen(0, "run", Action("NORM"), stacks=IN_READ))
+    assert main_thread_frames("") == []
 
 
 def test_who_watched_an_earlier_attempt_does_not_say_how_this_one_ended(tmp_path: Path) -> None:
-    def watched() -> Watch:
-        return Watch(WatchJob(str(tmp_path), 9.0, 1, 0, 1, HOST, 0, [], attempt_in(tmp_path)), [], None)
+    def watched() -> Watchdog:
+        return Watchdog(WatchdogConfig(str(tmp_path), 9.0, 1, 0, 1, HOST, 0, [], attempt_id(tmp_path)), [], None)
 
     def fail() -> int:
         raise MusterError("the disk is full")
 
     (tmp_path / "config.yaml").write_text("")
     former = watched()
-    assert guard(tmp_path, 0, fail) == 1
-    replace_text(tmp_path / "config.yaml", "")  # a launcher has started the ranks again, which prepared the run
-    former.go()
+    assert run_guarded(tmp_path, 0, fail) == 1
+    write_atomically(tmp_path / "config.yaml", "")  # a launcher has started the ranks again, which prepared the run
+    former.run()
     assert not (tmp_path / "exit.json").exists()
-    watched().go()
+    watched().run()
     assert json.loads((tmp_path / "exit.json").read_text())["reason"] == f"rank 0 on {HOST}: the disk is full"
 
 
@@ -173,15 +173,18 @@ def faulty_run(folder: Path, plan: str, fault: str, rank: int) -> tuple[int, dic
     python = [sys.executable, "-m", "tests.hung_rank", fault, "3", str(rank), str(run)]
     begin = time.monotonic()
     code = launch(
-        lambda rank, store: [*python, "--rank", str(rank), "--world-size", "2", "--store", store], 2, run, hang_s=3
-    ).tell()
+        lambda rank, store: [*python, "--rank", str(rank), "--world-size", "2", "--store", store],
+        2,
+        run,
+        hang_timeout_s=3,
+    ).report()
     return code, json.loads((run / "exit.json").read_text()), time.monotonic() - begin
 
 
 PREPARE = f"""
 import sys
 from pathlib import Path
-from muster.spec.load import load_run
+from muster.config.load_config import load_run
 from muster.train.run import TrainOptions, prepare
 from muster.planner.auto import choose_plan
 changes = [("train.steps", "400"), ("parallel", sys.argv[2]), ("{AT_ONCE[0][2:]}", "{AT_ONCE[1]}")]

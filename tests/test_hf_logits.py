@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.checkpoint.families import hf_shapes, links_of
-from muster.model.cache import KvCache
+from muster.interop.families import hf_shapes, weight_map
+from muster.interop.hf_config import hf_config_from_spec, spec_from_hf_config
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
-from muster.spec.hf_config import hf_config, spec_from_hf
+from muster.model.kv_cache import KvCache
 from muster.spec.model import ModelSpec
 from tests.hf_models import CONFIGS, DENSE, random_model
 
@@ -24,7 +24,7 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 @torch.no_grad()
 def imported(spec: ModelSpec, hf: dict[str, Tensor]) -> Decoder:
     model = decoder_of(spec)
-    for link in links_of(spec):
+    for link in weight_map(spec):
         part = hf[link.hf_name][link.hf_box.slices]
         part = part.t() if link.transposed else part
         model.get_parameter(link.name)[link.box.slices] = part.reshape(link.box.size)
@@ -33,7 +33,7 @@ def imported(spec: ModelSpec, hf: dict[str, Tensor]) -> Decoder:
 
 @torch.no_grad()
 def exported(spec: ModelSpec, model: nn.Module) -> dict[str, Tensor]:
-    links = links_of(spec)
+    links = weight_map(spec)
     tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_shapes(links).items()}
     for link in links:
         part = model.get_parameter(link.name)[link.box.slices]
@@ -53,7 +53,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("name", DENSE)
 @torch.no_grad()
 def test_their_weights_give_their_logits(name):
-    spec, theirs = spec_from_hf(CONFIGS[name]), random_model(name)
+    spec, theirs = spec_from_hf_config(CONFIGS[name]), random_model(name)
     ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
     expected = theirs(tokens).logits
     assert difference(ours(tokens), expected) < TOLERANCE
@@ -65,14 +65,14 @@ def test_their_weights_give_their_logits(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "mistral", "qwen3-yarn"])
 def test_their_weights_give_their_gradients(name):
-    spec, theirs = spec_from_hf(CONFIGS[name]), copy.deepcopy(random_model(name))
+    spec, theirs = spec_from_hf_config(CONFIGS[name]), copy.deepcopy(random_model(name))
     ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
     for model, logits in ((ours, ours(tokens)), (theirs, theirs(tokens).logits)):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     hf = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     size = max(float(grad.abs().max()) for grad in hf.values())
-    for link in links_of(spec):
+    for link in weight_map(spec):
         expected = hf[link.hf_name][link.hf_box.slices]
         expected = (expected.t() if link.transposed else expected).reshape(link.box.size)
         found = ours.get_parameter(link.name).grad[link.box.slices]
@@ -84,13 +84,13 @@ def test_their_weights_give_their_gradients(name):
 def test_our_weights_give_our_logits(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    spec = spec_from_hf(CONFIGS[name])
+    spec = spec_from_hf_config(CONFIGS[name])
     ours, tokens = decoder_of(spec), tokens_for(spec)
     init_stage(ours, spec, seed=1)
     generator = torch.Generator().manual_seed(2)
     for parameter in ours.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    config = AutoConfig.for_model(**hf_config(spec))
+    config = AutoConfig.for_model(**hf_config_from_spec(spec))
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     missing, unexpected = theirs.load_state_dict(exported(spec, ours), strict=False)
     assert not unexpected
@@ -102,7 +102,7 @@ def test_our_weights_give_our_logits(name):
 @torch.no_grad()
 def test_a_wrong_map_is_seen():
     """The comparison would see two tensors that change places."""
-    spec, theirs = spec_from_hf(CONFIGS["gpt2"]), random_model("gpt2")
+    spec, theirs = spec_from_hf_config(CONFIGS["gpt2"]), random_model("gpt2")
     ours, tokens = imported(spec, theirs.state_dict()), tokens_for(spec)
     q, k = (ours.get_parameter(f"layers.1.attn.{kind}.weight") for kind in "qk")
     q.data, k.data = k.data, q.data

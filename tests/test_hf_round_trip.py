@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.checkpoint.directory import open_directory
 from muster.checkpoint.formats.huggingface import byte_characters
+from muster.checkpoint.model_directory import open_directory
 from muster.cli.main import main
 from muster.data.tokenizer import ByteTokenizer
+from muster.interop.hf_config import spec_from_hf_config
 from muster.model.decoder import Decoder
-from muster.spec.hf_config import spec_from_hf
 from muster.spec.model import ModelSpec
 from tests.hf_models import CONFIGS, DENSE, random_model
 from tests.weights import make_run, read_weights, save_weights
@@ -70,7 +70,7 @@ def test_in_and_out_again(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_out_and_in_again(name: str, tmp_path: Path) -> None:
-    spec = spec_from_hf(CONFIGS[name], "test")
+    spec = spec_from_hf_config(CONFIGS[name], "test")
     step = save_weights(tmp_path / "checkpoints", spec)
     theirs = opened(convert(step, tmp_path / "hf", "hf"))
     tokens, weights = some_tokens(spec.vocab_size), read_weights(step)
@@ -90,7 +90,7 @@ def test_weights_that_do_not_run_yet_come_back_too(name: str, tmp_path: Path) ->
 
 
 def test_swapped_weights_would_be_noticed(tmp_path: Path) -> None:
-    spec = spec_from_hf(CONFIGS["llama"], "test")
+    spec = spec_from_hf_config(CONFIGS["llama"], "test")
     weights = read_weights(save_weights(tmp_path / "checkpoints", spec))
     tokens = some_tokens(spec.vocab_size)
     expected = our_logits(spec, weights, tokens)
@@ -108,11 +108,11 @@ def test_the_tokenizer_of_a_run_that_reads_bytes(tmp_path: Path) -> None:
         ids = theirs(text)["input_ids"]
         assert ids == ours.encode(text).tolist()
         assert theirs.decode(ids) == text
-    assert theirs("a<|endoftext|>b")["input_ids"] == [97, ours.end, 98]
-    assert (len(theirs), theirs.eos_token_id, theirs.model_max_length) == (ours.vocab_size, ours.end, 64)
+    assert theirs("a<|endoftext|>b")["input_ids"] == [97, ours.eos_id, 98]
+    assert (len(theirs), theirs.eos_token_id, theirs.model_max_length) == (ours.vocab_size, ours.eos_id, 64)
     assert len(set(byte_characters())) == 256
     model = opened(hf)
-    assert model.generation_config.eos_token_id == ours.end
+    assert model.generation_config.eos_token_id == ours.eos_id
     text = model.generate(**theirs("def ", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert text.shape == (1, 7)
     assert json.loads((hf / "config.json").read_text())["vocab_size"] == ours.vocab_size

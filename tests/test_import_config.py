@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from muster.cli.main import main
-from muster.spec.foreign.shell import options_of
-from muster.spec.load import load_run
+from muster.config.load_config import load_run_config
+from muster.interop.shell_options import parse_shell_options
 from muster.spec.plan_name import format_plan_name
 
 MEGATRON = """\
@@ -88,7 +88,7 @@ def imported(
     said = json.loads(capsys.readouterr().out)
     extra = [("data.tokenizer", "words.json")]
     extra += [] if "data.mix" in said["origins"] else [("data.source", "python-stdlib")]
-    return load_run(None, run_file, extra).config, said
+    return load_run_config(None, run_file, extra).config, said
 
 
 def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,12 +178,12 @@ def test_bad_files_get_one_sentence(
 
 
 def test_shell_words() -> None:
-    assert options_of("A=2; B=3\nrun --x $(( A * B )) --y=$B --z ${C:-5} --on --many 1 2 | tee f") == {
+    assert parse_shell_options("A=2; B=3\nrun --x $(( A * B )) --y=$B --z ${C:-5} --on --many 1 2 | tee f") == {
         "x": "6",
         "y": "3",
         "z": "5",
         "on": True,
         "many": ["1", "2"],
     }
-    assert options_of("--a 1 # --b 2\n--a 3") == {"a": "3"}
-    assert options_of('L+=("--a 1" "--b")\nrun --c') == {"a": "1", "b": True, "c": True}
+    assert parse_shell_options("--a 1 # --b 2\n--a 3") == {"a": "3"}
+    assert parse_shell_options('L+=("--a 1" "--b")\nrun --c') == {"a": "1", "b": True, "c": True}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from muster.checkpoint.directory import open_directory
-from muster.checkpoint.initial import load_initial
-from muster.checkpoint.piece import Piece
-from muster.checkpoint.tensors import ByteFile
+from muster.checkpoint.initial_weights import load_initial_weights
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.model_directory import open_directory
+from muster.checkpoint.tensors import ArrayFile
 from muster.cli.main import main
-from muster.spec.layout import rank_layouts
+from muster.layout.tensor_layout import rank_layouts
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan, StageSpec
 from tests.train_runs import QUICK, train
@@ -42,12 +42,12 @@ def places(tmp_path: Path) -> list[Path]:
     return [step, tmp_path / "hf", tmp_path / "dcp"]
 
 
-def empty_pieces(plan: Plan, rank: int, dtype: torch.dtype = torch.float32) -> list[Piece]:
+def empty_shards(plan: Plan, rank: int, dtype: torch.dtype = torch.float32) -> list[LocalShard]:
     found = []
     for layout in rank_layouts(SPEC, plan, rank):
         size = layout.boxes[0].size if layout.boxes else (0, *layout.shape[1:])
         for group in ("model", "optim"):
-            found.append(Piece(f"{group}/{layout.name}", layout, torch.full(size, 5.0, dtype=dtype)))
+            found.append(LocalShard(f"{group}/{layout.name}", layout, torch.full(size, 5.0, dtype=dtype)))
     return found
 
 
@@ -56,33 +56,33 @@ def test_each_rank_gets_its_part(plan: Plan, places: list[Path]) -> None:
     weights = expected_weights(SPEC)
     for place in places:
         for rank in range(plan.world_size):
-            pieces = empty_pieces(plan, rank)
-            load_initial(place, SPEC, pieces)
+            pieces = empty_shards(plan, rank)
+            load_initial_weights(place, SPEC, pieces)
             for piece in pieces:
                 group, _, name = piece.name.partition("/")
-                for box, local in piece.parts():
+                for box, local in piece.box_views():
                     wanted = weights[name][box.slices] if group == "model" else torch.full(box.size, 5.0)
                     assert torch.equal(local, wanted), (place, rank, piece.name)
-    pieces = empty_pieces(Plan(), 0, torch.float64)
-    load_initial(places[1], SPEC, pieces)
+    pieces = empty_shards(Plan(), 0, torch.float64)
+    load_initial_weights(places[1], SPEC, pieces)
     assert torch.equal(pieces[0].tensor, weights["embed.weight"].double())
 
 
 def test_a_rank_reads_only_what_it_holds(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
 
-    def counted(self: ByteFile, *arguments: Any) -> torch.Tensor:
+    def counted(self: ArrayFile, *arguments: Any) -> torch.Tensor:
         nonlocal read
         found = read_box(self, *arguments)
         read += found.nbytes
         return found
 
-    read_box = ByteFile.read_box
-    monkeypatch.setattr(ByteFile, "read_box", counted)
+    read_box = ArrayFile.read_box
+    monkeypatch.setattr(ArrayFile, "read_box", counted)
     for place in places[1:]:
         for rank in range(4):
-            read, pieces = 0, empty_pieces(Plan(dp_shard=4), rank)
-            load_initial(place, SPEC, pieces)
+            read, pieces = 0, empty_shards(Plan(dp_shard=4), rank)
+            load_initial_weights(place, SPEC, pieces)
             assert read == sum(piece.tensor.nbytes for piece in pieces if piece.name.startswith("model/"))
 
 

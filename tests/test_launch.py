@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from muster.launch.launcher import launch, open_store
+from muster.launch.rank_errors import EXIT_STOPPED, make_rank_error, read_rank_error, run_guarded
+from muster.launch.rank_monitor import RankMonitor, process_state
+from muster.launch.supervisor import _poll_process, _RankProcess
 from muster.spec.errors import ConfigError, MusterError
-from muster.train.errors import STOPPED, describe, guard, read_error
-from muster.train.job import _look, _Rank
-from muster.train.launch import launch, open_store
-from muster.train.watch import Watched, state_of
 from tests.ranks import run_ranks
 from tests.train_runs import LIMIT_S
 
@@ -32,7 +32,7 @@ if mode == "no handler" and rank == 1:
     (run_dir / f"ready-{rank}").write_text(str(os.getpid()))
     time.sleep(1000)
 from muster.spec.errors import ConfigError, MusterError
-from muster.train.errors import die_with_parent, guard
+from muster.launch.rank_errors import die_with_parent, guard
 die_with_parent()
 asked = []
 
@@ -102,7 +102,7 @@ GLOO = '''
 import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
-from muster.train.errors import die_with_parent, guard
+from muster.launch.rank_errors import die_with_parent, guard
 die_with_parent()
 import torch, torch.distributed as dist
 run_dir, rank, (host, port) = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(":")
@@ -126,7 +126,7 @@ sys.exit(guard(run_dir, rank, body))
 LAUNCHER = """
 import sys
 from pathlib import Path
-from muster.train.launch import launch
+from muster.launch.launcher import launch
 script, mode, run_dir = sys.argv[1:]
 launch(lambda rank, _: [sys.executable, script, mode, run_dir, str(rank)], 2, Path(run_dir)).tell()
 """
@@ -148,7 +148,7 @@ def start(script: Path, mode: str, run_dir: Path, num_ranks: int = 2, grace_s: f
     run_dir.mkdir(exist_ok=True)
     return launch(
         lambda rank, _: [sys.executable, str(script), mode, str(run_dir), str(rank)], num_ranks, run_dir, grace_s
-    ).tell()
+    ).report()
 
 
 def numbers(run_dir: Path) -> list[int]:
@@ -250,7 +250,7 @@ def test_a_killed_rank_ends_all_who_would_wait_for_it(tmp_path: Path, capfd: pyt
     run.mkdir()
     code = launch(
         lambda rank, store: [sys.executable, str(script), str(run), str(rank), store], 3, run, grace_s=1
-    ).tell()
+    ).report()
     pids = [int(path.read_text()) for path in run.glob("pid-*")]
     assert len(pids) == 3
     assert_gone(pids)
@@ -269,20 +269,20 @@ ctypes.CDLL(None).pthread_exit(None)
 
 def test_a_process_that_still_dies_is_not_seen_alive() -> None:
     """Its main thread has ended, as when it is killed, and another has not yet."""
-    process, watched = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE), Watched(0)
+    process, watched = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE), RankMonitor(0)
     assert process.stdin is not None
-    rank = _Rank(0, process, watched, seen_alive=0.0)
+    rank = _RankProcess(0, process, watched, last_alive=0.0)
     try:
-        _look(rank)
-        assert rank.seen_alive > 0
+        _poll_process(rank)
+        assert rank.last_alive > 0
         process.stdin.write(b"\n")
         process.stdin.close()
-        while (state := state_of(process.pid)) != "Z":
+        while (state := process_state(process.pid)) != "Z":
             assert state != "X"
             time.sleep(0.001)
-        rank.seen_alive = 0.0
-        _look(rank)
-        assert (rank.seen_alive, rank.code) == (0.0, None)
+        rank.last_alive = 0.0
+        _poll_process(rank)
+        assert (rank.last_alive, rank.exit_code) == (0.0, None)
     finally:
         process.kill()
         process.wait()
@@ -303,7 +303,7 @@ def test_a_request_to_stop_is_passed_on(number: int, script: Path, tmp_path: Pat
     run = tmp_path / "run"
     when_ready(run, lambda: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
-    assert start(script, "wait", run) == STOPPED
+    assert start(script, "wait", run) == EXIT_STOPPED
     assert exit_of(run)["code"] == 75
     assert signal.getsignal(number) == before
     assert_gone(numbers(run))
@@ -312,7 +312,7 @@ def test_a_request_to_stop_is_passed_on(number: int, script: Path, tmp_path: Pat
 def test_a_request_before_the_ranks_listen_stops_too(script: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     when_ready(run, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert start(script, "no handler", run) == STOPPED
+    assert start(script, "no handler", run) == EXIT_STOPPED
 
 
 def test_a_second_interrupt_kills(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -378,20 +378,20 @@ def test_guard_keeps_the_error_and_the_traceback(tmp_path: Path, capsys: pytest.
     def fail() -> int:
         raise ConfigError("steps must be positive")
 
-    assert guard(tmp_path, 3, lambda: 75) == 75
-    assert read_error(tmp_path, 3) is None
-    assert guard(tmp_path, 3, fail) == 2
-    error = read_error(tmp_path, 3)
+    assert run_guarded(tmp_path, 3, lambda: 75) == 75
+    assert read_rank_error(tmp_path, 3) is None
+    assert run_guarded(tmp_path, 3, fail) == 2
+    error = read_rank_error(tmp_path, 3)
     assert error is not None
     assert (error.rank, error.host, error.kind) == (3, HOST, "ConfigError")
     assert (error.sentence, error.primary, error.exit_code) == ("steps must be positive", True, 2)
     assert "raise ConfigError" in error.traceback
     assert (tmp_path / "logs/rank-3.txt").read_text() == error.traceback
     assert capsys.readouterr().err == ""
-    assert guard(tmp_path, 3, fail, announce=True) == 2
+    assert run_guarded(tmp_path, 3, fail, announce=True) == 2
     assert capsys.readouterr().err == f"error: rank 3 on {HOST}: steps must be positive\n"
     (tmp_path / "file").write_text("")
-    assert guard(tmp_path / "file", 3, fail) == 2
+    assert run_guarded(tmp_path / "file", 3, fail) == 2
     assert "steps must be positive" in capsys.readouterr().err, "what can't be written down is said"
 
 
@@ -406,11 +406,11 @@ def test_an_error_that_follows_from_a_lost_peer_is_secondary() -> None:
             return error
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41099")
-    assert not describe(lost, 0).primary
-    assert not describe(raised(lost, MusterError("the step failed")), 0).primary
-    assert not describe(raised(ValueError("x"), BrokenPipeError("Broken pipe")), 0).primary
-    assert describe(raised(ValueError("x"), MusterError("no")), 0).primary
-    assert describe(RuntimeError("shape mismatch"), 0).primary
+    assert not make_rank_error(lost, 0).primary
+    assert not make_rank_error(raised(lost, MusterError("the step failed")), 0).primary
+    assert not make_rank_error(raised(ValueError("x"), BrokenPipeError("Broken pipe")), 0).primary
+    assert make_rank_error(raised(ValueError("x"), MusterError("no")), 0).primary
+    assert make_rank_error(RuntimeError("shape mismatch"), 0).primary
 
 
 # ----------------------------------------------------------------------------------------------------------------------

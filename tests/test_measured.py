@@ -2,19 +2,19 @@
 
 import pytest
 
+from muster.config.cluster_files import load_cluster
 from muster.cost.flops import forward_flops_per_token
-from muster.cost.measured import measured_times, overhead_name
-from muster.cost.plan_times import plan_times
-from muster.cost.rates import Rates
+from muster.cost.time.plan_times import plan_times
+from muster.cost.time.profiled_times import overhead_name, profiled_times
+from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.simulate.predict import predict
-from muster.spec.cluster import ClusterSpec, NodeGroup, single_device
+from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load_cluster import load_cluster
+from muster.spec.machine_rates import KernelRates, MachineRates
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, StageSpec, Strategy
+from muster.spec.plan import LayerStrategy, Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.rates import KernelRates, MachineRates
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=512, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=128)
@@ -44,7 +44,7 @@ def machine(overheads: dict[str, float] | None = None, curve_s: float = TINY_S) 
 
 def here(rates: MachineRates) -> ClusterSpec:
     """A machine of two cores with these rates."""
-    return single_device(DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=rates), 2)
+    return single_node_cluster(DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=rates), 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,12 +52,12 @@ def here(rates: MachineRates) -> ClusterSpec:
 
 
 def test_a_power_law_lies_between_sizes_and_grows_beyond():
-    rates = Rates(machine(), "fp32")
+    rates = RateInterpolator(machine(), "fp32")
     for tokens, inner, outer in ((16, 256, 256), (100, 300, 70), (5000, 4096, 10_000), (1, 1, 3)):
-        assert rates.product("forward", tokens, inner, outer) == pytest.approx(2e-9 * tokens * inner * outer)
+        assert rates.matmul("forward", tokens, inner, outer) == pytest.approx(2e-9 * tokens * inner * outer)
     curved = machine().kernels["fp32"].model_copy(update={"curves": {"x": ((10, 1e-6), (1000, 1e-4), (10_000, 1e-2))}})
-    rates = Rates(machine().model_copy(update={"kernels": {"fp32": curved}}), "fp32")
-    found = [rates.curve("x", numbers) for numbers in (0, 1, 10, 100, 1000, 10_000, 20_000)]
+    rates = RateInterpolator(machine().model_copy(update={"kernels": {"fp32": curved}}), "fp32")
+    found = [rates.kernel("x", numbers) for numbers in (0, 1, 10, 100, 1000, 10_000, 20_000)]
     assert found == pytest.approx([0, 1e-6, 1e-6, 1e-5, 1e-4, 1e-2, 2e-2])
 
 
@@ -68,11 +68,13 @@ def test_corners_that_were_too_large_go_on_at_the_rate_of_smaller_ones():
     }
     less = machine().model_copy(update={"kernels": {"fp32": kernels.model_copy(update={"products": known})}})
     for size in ((256, 4096, 4096), (4096, 4096, 4096), (1000, 3000, 500)):
-        assert Rates(less, "fp32").product("input", *size) == pytest.approx(2e-9 * size[0] * size[1] * size[2])
+        assert RateInterpolator(less, "fp32").matmul("input", *size) == pytest.approx(
+            2e-9 * size[0] * size[1] * size[2]
+        )
 
 
 def test_collectives_of_numbers_of_ranks_that_were_not_measured():
-    rates = Rates(machine(), "fp32")
+    rates = RateInterpolator(machine(), "fp32")
     at_4_s = rates.collective("all_gather", 4, 1 << 20)
     assert rates.collective("all_gather", 8, 1 << 20) == pytest.approx(at_4_s * 7 / 3)
     assert rates.collective("all_reduce", 8, 1 << 20) == pytest.approx(at_4_s * (7 / 8) / (3 / 4))
@@ -82,12 +84,12 @@ def test_collectives_of_numbers_of_ranks_that_were_not_measured():
 def test_what_was_not_measured_is_refused():
     plan = Plan(pp=2, spread_vocab=True, precision="fp32")
     with pytest.raises(InfeasibleError, match="no times for a vocabulary that is spread"):
-        measured_times(SMALL, plan, WORKLOAD, machine())
+        profiled_times(SMALL, plan, WORKLOAD, machine())
 
 
 def test_a_type_that_was_not_measured_is_refused():
     with pytest.raises(ConfigError, match="measured in fp32, not in bf16"):
-        Rates(machine(), "bf16")
+        RateInterpolator(machine(), "bf16")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def test_products_are_all_of_the_models_flops():
     flops = (forward_flops_per_token(spec, WORKLOAD.seq_len) - scores) * WORKLOAD.seq_len * 2
     for name in ("mb2-dp1", "pp4-mb2", "pp2v2-sinterleaved-mb2"):
         plan = parse_plan_name(f"{name}-fp32")
-        times = measured_times(spec, plan, WORKLOAD, machine())
+        times = profiled_times(spec, plan, WORKLOAD, machine())
         forward_s, backward_s, split_s = (
             sum(times.seconds[kind, stage] for kind in kinds for stage in range(plan.num_stages))
             for kinds in ("F", "B", "IW")
@@ -113,14 +115,14 @@ def test_products_are_all_of_the_models_flops():
 
 def test_tensor_parallelism_halves_the_products_and_adds_two_sums_each_way():
     alone, cut = (
-        measured_times(SMALL, parse_plan_name(f"{name}-pp4-fp32"), WORKLOAD, machine()) for name in ("dp1", "tp2")
+        profiled_times(SMALL, parse_plan_name(f"{name}-pp4-fp32"), WORKLOAD, machine()) for name in ("dp1", "tp2")
     )
     hidden_bytes = 64 * 64 * 4
     within_s = 2 * 2 * hidden_bytes / BYTES_PER_S  # two layers, each two sums
     for kind in ("F", "B"):
         assert cut.exposed_s[kind, 1] == pytest.approx({"tp": within_s})
         assert cut.seconds[kind, 1] == pytest.approx(alone.seconds[kind, 1] / 2 + within_s, rel=1e-3)
-    sequence = measured_times(SMALL, parse_plan_name("tp2-sp-pp4-fp32"), WORKLOAD, machine())
+    sequence = profiled_times(SMALL, parse_plan_name("tp2-sp-pp4-fp32"), WORKLOAD, machine())
     assert sequence.exposed_s["F", 1]["tp"] == pytest.approx(within_s * 1.5)  # a half is gathered, a whole scattered
 
 
@@ -128,8 +130,8 @@ def test_each_level_of_sharding_gathers_and_reduces_where_it_does():
     numbers = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
     gather_s, reduce_s = (numbers * 4 / part / BYTES_PER_S for part in (2, 1))
     for zero in ("z1", "z2", "z3"):
-        plan = Plan(pp=4, dp_shard=2, precision="fp32", default_strategy=Strategy(zero=zero))
-        times = measured_times(SMALL, plan, WORKLOAD, machine())
+        plan = Plan(pp=4, dp_shard=2, precision="fp32", default_strategy=LayerStrategy(zero=zero))
+        times = profiled_times(SMALL, plan, WORKLOAD, machine())
         forward, backward = (times.exposed_s.get((kind, 1), {}).get("dp", 0.0) for kind in "FB")
         assert forward == pytest.approx(gather_s if zero == "z3" else 0, rel=1e-3)
         expected = (gather_s if zero == "z3" else 0) + (reduce_s if zero != "z1" else 0)
@@ -140,7 +142,7 @@ def test_each_level_of_sharding_gathers_and_reduces_where_it_does():
 
 def test_recompute_makes_forwards_again():
     plain, cheap, full = (
-        measured_times(SMALL, parse_plan_name(f"pp4-fp32{more}"), WORKLOAD, machine(curve_s=1e-3))
+        profiled_times(SMALL, parse_plan_name(f"pp4-fp32{more}"), WORKLOAD, machine(curve_s=1e-3))
         for more in ("", "-rsel", "-rfull")
     )
     assert full.seconds["B", 1] - plain.seconds["B", 1] == pytest.approx(plain.seconds["F", 1])
@@ -161,7 +163,7 @@ def test_in_company_everything_takes_as_much_longer_as_whole_steps_did():
 def test_bookkeeping_comes_with_each_layer():
     known = {overhead_name("z1", "F", "base"): 1.0, overhead_name("z1", "F", "layer"): 10.0}
     plan = parse_plan_name("dp2-pp2-z1-fp32").model_copy(update={"stages": (StageSpec(layers=3), StageSpec(layers=5))})
-    times, bare = (measured_times(SMALL, plan, WORKLOAD, machine(overheads)) for overheads in (known, None))
+    times, bare = (profiled_times(SMALL, plan, WORKLOAD, machine(overheads)) for overheads in (known, None))
     assert [times.seconds["F", stage] - bare.seconds["F", stage] for stage in (0, 1)] == pytest.approx([31, 51])
 
 
@@ -177,9 +179,9 @@ def test_a_measured_machine_runs_any_number_of_ranks_on_its_cores():
 
 
 def test_a_profile_is_a_cluster_file(tmp_path):
-    from muster.probe.profile import cluster_of, cluster_text, summary
+    from muster.probe.profile import cluster_from_rates, cluster_text, summary
 
-    cluster = cluster_of(machine({"z1 F base": 1e-4}))
+    cluster = cluster_from_rates(machine({"z1 F base": 1e-4}))
     (tmp_path / "machine.yaml").write_text(cluster_text(cluster))
     read = load_cluster(str(tmp_path / "machine.yaml"))
     assert isinstance(read, ClusterSpec)

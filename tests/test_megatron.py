@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from muster.checkpoint.directory import open_directory
+from muster.checkpoint.model_directory import open_directory
 from muster.cli.main import main
 from muster.spec.model import ModelSpec
 from tests.weights import expected_weights, read_weights
@@ -125,7 +125,7 @@ def test_weights_and_model_are_read(stacked: bool, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "bomb").exists(), "nothing in a pickle may be run"
 
 
-def sentence(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+def error_message(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     capsys.readouterr()
     assert main(["checkpoint", *arguments]) == code
     out, err = capsys.readouterr()
@@ -135,12 +135,12 @@ def sentence(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> 
 
 def test_what_is_not_known_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experts = write_torch_dist(tmp_path / "experts", num_experts=8)
-    assert "trained with num_experts 8, expected None" in sentence(capsys, 2, "inspect", str(experts))
+    assert "trained with num_experts 8, expected None" in error_message(capsys, 2, "inspect", str(experts))
     plain = write_torch_dist(tmp_path / "plain")
     (plain / "common.pt").unlink()
-    said = sentence(capsys, 2, "convert", str(plain), str(tmp_path / "out"), "--to", "hf")
+    said = error_message(capsys, 2, "convert", str(plain), str(tmp_path / "out"), "--to", "hf")
     assert "doesn't say what model it holds: give --model" in said
     (plain / "common.pt").write_bytes(b"nonsense")
-    assert "common.pt is damaged" in sentence(capsys, 1, "inspect", str(plain))
+    assert "common.pt is damaged" in error_message(capsys, 1, "inspect", str(plain))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "names iter_0000007, which is no torch_dist" in sentence(capsys, 2, "inspect", str(tmp_path))
+    assert "names iter_0000007, which is no torch_dist" in error_message(capsys, 2, "inspect", str(tmp_path))

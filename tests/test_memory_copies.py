@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from muster.checkpoint.folder import checkpoints, find_latest, step_of
-from muster.checkpoint.memory.folder import CopyFolder, Head, clear_stale, identify, leftovers, places
-from muster.checkpoint.memory.nodes import Nodes
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
+from muster.checkpoint.in_memory.directory import (
+    InMemoryDirectory,
+    StepHeader,
+    candidate_directories,
+    claim_run_id,
+    find_orphaned,
+    remove_stale,
+)
+from muster.checkpoint.in_memory.node_groups import NodeGroups
 from muster.probe import doctor
 from muster.train.prune import prune_run
 from tests.ranks import run_ranks
@@ -54,17 +61,17 @@ def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path)
 
 
 def test_who_keeps_whose_copy() -> None:
-    nodes = Nodes(["a", "b", "a", "c", "a"])
+    nodes = NodeGroups(["a", "b", "a", "c", "a"])
     assert nodes.groups == [[0, 2, 4], [1], [3]]
     assert [nodes.partner(rank) for rank in range(5)] == [1, 3, 1, 0, 1]
-    assert [nodes.received(rank) for rank in range(4)] == [[3], [0, 2, 4], [3], [1]]
-    assert Nodes(["a", "a"]).partner(0) is None, "a second copy in the same memory would be lost with it"
+    assert [nodes.received_ranks(rank) for rank in range(4)] == [[3], [0, 2, 4], [3], [1]]
+    assert NodeGroups(["a", "a"]).partner(0) is None, "a second copy in the same memory would be lost with it"
 
 
 def newest(pattern: str) -> int:
     """The last step of which there are copies."""
-    folders = [folder for place in places(pattern) for folder in place.glob("muster-*")]
-    return max((step_of(step) for folder in folders for step in checkpoints(folder)), default=0)
+    folders = [folder for place in candidate_directories(pattern) for folder in place.glob("muster-*")]
+    return max((step_of(step) for folder in folders for step in list_checkpoints(folder)), default=0)
 
 
 def kill_after(step: int, pattern: str, *command: str | Path) -> None:
@@ -106,17 +113,17 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("copies_dir: /dev/shm", f"copies_dir: {memory}"))
     monkeypatch.setattr(doctor, "COPIES", memory)
-    folder = CopyFolder(memory, run, identify(run, "settings", goes_on=False))
+    folder = InMemoryDirectory(memory, run, claim_run_id(run, "settings", resumes=False))
 
     def leave(step: int) -> None:
         folder.open()
-        folder.begin(step, Head(attempt="", world_size=1, about={"step": step}))
+        folder.begin(step, StepHeader(attempt="", world_size=1, about={"step": step}))
         folder.commit(step)
-        assert list(leftovers(memory)) == [], "a run that holds them is at work"
+        assert list(find_orphaned(memory)) == [], "a run that holds them is at work"
         folder.release()
 
     def found() -> list[str]:
-        return [finding.sentence for finding in doctor.CHECKS["copies"](doctor.Request(run))]
+        return [finding.sentence for finding in doctor.CHECKS["copies"](doctor.DoctorRequest(run))]
 
     assert found() == [f"no run that was killed has left copies in {memory}"]
     leave(21)
@@ -126,24 +133,24 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
     folder.keep_only(20)
     assert prune_run(run, 2)["removed"] == [str(folder.path)], "a checkpoint is as new"
     leave(21)
-    identify(run, "other settings", goes_on=False)
+    claim_run_id(run, "other settings", resumes=False)
     assert found()[0].endswith("and nobody can go on from them: remove them")
-    assert [left.path for left in clear_stale(memory)] == [folder.path]
+    assert [left.path for left in remove_stale(memory)] == [folder.path]
 
 
 def test_ranks_of_a_node_open_and_clear_its_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
     run.mkdir()
 
-    def leave(name: str, step: int) -> CopyFolder:
-        folder = CopyFolder(memory, run, name)
+    def leave(name: str, step: int) -> InMemoryDirectory:
+        folder = InMemoryDirectory(memory, run, name)
         folder.open()
-        folder.begin(step, Head(attempt="", world_size=1, about={"step": step}))
+        folder.begin(step, StepHeader(attempt="", world_size=1, about={"step": step}))
         folder.commit(step)
         folder.release()
         return folder
 
-    own, stale = leave(identify(run, "settings", goes_on=False), 2), leave("before", 1)
+    own, stale = leave(claim_run_id(run, "settings", resumes=False), 2), leave("before", 1)
     with (own.path / "lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_EX)  # as another rank that sees whether somebody holds the folder
         threading.Timer(0.2, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
@@ -157,23 +164,23 @@ def test_ranks_of_a_node_open_and_clear_its_memory_at_once(tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(Path, "is_file", gone)
-    assert list(leftovers(memory)) == []
-    assert [path for path, _ in own.heads()] == [own.path / "step-00000002"]
+    assert list(find_orphaned(memory)) == []
+    assert [path for path, _ in own.step_headers()] == [own.path / "step-00000002"]
     own.release()
 
 
 def test_folders_of_other_users_and_versions_are_left_alone(tmp_path: Path) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
     run.mkdir()
-    there = CopyFolder(memory, run, "id")
+    there = InMemoryDirectory(memory, run, "id")
     there.open()
     there.release()
     (run / "copies.json").write_text('{"version": 2}')
-    assert [left.stale for left in leftovers(memory)] == [False], "who can read it may go on from them"
+    assert [left.is_stale for left in find_orphaned(memory)] == [False], "who can read it may go on from them"
     (run / "copies.json").unlink()
-    assert [left.stale for left in leftovers(memory)] == [True]
+    assert [left.is_stale for left in find_orphaned(memory)] == [True]
     (memory / "muster-link").symlink_to(there.path)
-    assert [left.path for left in leftovers(memory)] == [there.path]
+    assert [left.path for left in find_orphaned(memory)] == [there.path]
     moved = there.path.rename(tmp_path / "elsewhere")
     there.path.symlink_to(moved)
     with pytest.raises(OSError, match="another user"):
@@ -181,14 +188,14 @@ def test_folders_of_other_users_and_versions_are_left_alone(tmp_path: Path) -> N
 
 
 def test_a_removal_that_is_interrupted_can_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = CopyFolder(tmp_path / "memory", tmp_path, "id")
+    folder = InMemoryDirectory(tmp_path / "memory", tmp_path, "id")
     folder.open()
-    folder.begin(1, Head(attempt="", world_size=1, about={"step": 1}))
+    folder.begin(1, StepHeader(attempt="", world_size=1, about={"step": 1}))
     folder.commit(1)
     folder.release()
     removed: list[str] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(Path(path).name))
-    folder.clear()
+    folder.delete()
     assert removed == ["step-00000001", folder.path.name]
 
 
@@ -215,7 +222,7 @@ def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
     assert "in memory those of rank 0 are lost: step" in ended.out
     assert f"resuming {run} after step {step_of(latest)}\n" in ended.out
     assert losses(run) == losses(tmp_path / "whole"), "to the bit"
-    assert [path for place in places(memory) for path in place.iterdir()] == []
+    assert [path for place in candidate_directories(memory) for path in place.iterdir()] == []
 
 
 @pytest.mark.soak
@@ -230,4 +237,4 @@ def test_copies_open_under_another_plan_and_want_room(tmp_path: Path) -> None:
     ended = train(*command, "--train.copies_dir", memory, "--parallel", "pp2-mb12")
     assert (ended.code, ended.err) == (0, "")
     assert " from copies in memory" in ended.out
-    assert [path for place in places(memory) for path in place.iterdir()] == []
+    assert [path for place in candidate_directories(memory) for path in place.iterdir()] == []

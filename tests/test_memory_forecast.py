@@ -10,49 +10,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.cli.main import main
-from muster.cost.device_memory import device_terms
-from muster.cost.forecast import forecast
-from muster.cost.holdings import stage_holdings
-from muster.cost.megatron_memory import megatron_stage
-from muster.cost.memory import MemoryTerms
-from muster.cost.own_memory import own_stage
-from muster.cost.stage_memory import Moment, StageMemory
-from muster.cost.walk import orders_of, walk
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.cost.memory.device_overhead import device_overhead
+from muster.cost.memory.forecast import forecast_memory
+from muster.cost.memory.liveness import allocation_orders, peak_terms
+from muster.cost.memory.megatron_memory import megatron_stage_memory
+from muster.cost.memory.native_memory import native_stage_memory
+from muster.cost.memory.param_shards import stage_param_shards
+from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
+from muster.cost.precision_bytes import MemoryTerms
+from muster.layout.tensor_layout import stages_on
 from muster.report.prediction import prediction_lines
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.simulate.predict import predict
-from muster.spec.cluster import single_device
+from muster.spec.cluster import single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.layout import stages_of
-from muster.spec.load_cluster import load_cluster
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.named_model import load_model
-from muster.spec.plan import Plan, Recompute, Strategy
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.plan import LayerStrategy, Plan, Recompute
 from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.schedules import SCHEDULES
-from muster.spec.software import Software
 from muster.spec.workload import Workload
-from muster.train.memory_check import FAKE_KERNELS, account, account_really
+from muster.train.memory_check import FAKE_KERNELS, measure_fake_rank, measure_real_ranks
 
 TOLERANCE = 0.03
 SHORT_LLAMA = ModelSpec(
     vocab_size=128256, hidden_size=4096, num_layers=4, num_heads=32, num_kv_heads=8, intermediate_size=14336
 )
-FAKE_CPU = single_device(DeviceSpec(name="fake", kind="cpu"))
+FAKE_CPU = single_node_cluster(DeviceSpec(name="fake", kind="cpu"))
 
 
 def assert_forecast_is_accounting(
     spec: ModelSpec, name: str, seq_len: int, micro_batches: int, only_ends: bool = False
 ) -> None:
     plan = parse_plan_name(name)
-    batch = plan.mesh(0).data_ranks * plan.micro_batch_size * micro_batches
+    batch = plan.mesh(0).dp_size * plan.micro_batch_size * micro_batches
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
-    found = forecast(spec, plan, workload, FAKE_CPU, program_of(plan, spec, workload), kernels=FAKE_KERNELS)
+    found = forecast_memory(
+        spec, plan, workload, FAKE_CPU, build_program(plan, spec, workload), kernel_workspace=FAKE_KERNELS
+    )
     for rank in found.ranks if not only_ends else {found.ranks[0], found.ranks[-1]}:
-        real = account(spec, plan, workload, rank.rank)
-        assert rank.terms.total == pytest.approx(real.peak_bytes, rel=TOLERANCE), f"{name}, {rank.at}"
+        real = measure_fake_rank(spec, plan, workload, rank.rank)
+        assert rank.terms.total == pytest.approx(real.peak_bytes, rel=TOLERANCE), f"{name}, {rank.peak_instruction}"
 
 
 @pytest.mark.parametrize(
@@ -73,14 +75,14 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
     entry = SCHEDULES[schedule]
     if entry.slow:
         return
-    plan = Plan(pp=4, vpp=entry.default_chunks, schedule=schedule, default_strategy=Strategy(zero="z1"))
+    plan = Plan(pp=4, vpp=entry.default_chunks, schedule=schedule, default_strategy=LayerStrategy(zero="z1"))
     model = SHORT_LLAMA.model_copy(update={"num_layers": 16})
-    program = program_of(plan, model, Workload(seq_len=64, global_batch_size=8))
+    program = build_program(plan, model, Workload(seq_len=64, global_batch_size=8))
     one = MemoryTerms(activations=1)
-    moments = {kind: (Moment("", MemoryTerms()),) for kind in ("F", "B", "I", "W")}
+    moments = {kind: (PeakCandidate("", MemoryTerms()),) for kind in ("F", "B", "I", "W")}
     stage = StageMemory(MemoryTerms(), 0, True, 0, one, one, one, MemoryTerms(), moments)
-    stages = [dict.fromkeys(stages_of(plan, rank), stage) for rank in range(4)]
-    peaks = [walk(order, own)[1].total for order, own in zip(orders_of(program), stages, strict=True)]
+    stages = [dict.fromkeys(stages_on(plan, rank), stage) for rank in range(4)]
+    peaks = [peak_terms(order, own)[1].total for order, own in zip(allocation_orders(program), stages, strict=True)]
     assert peaks == list(check(program).peak_activations)
 
 
@@ -115,11 +117,11 @@ def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):
 @pytest.mark.parametrize("name", ["dp2-pp2-fp32", "tp2-sp-dp2", "pp4-rfull", "dp4-z1-fp32-rsel"])
 def test_forecast_is_what_real_processes_hold(name):
     plan, model = parse_plan_name(name), load_model("tiny")
-    workload = Workload(seq_len=512, global_batch_size=plan.mesh(0).data_ranks * 4)
-    found = forecast(model, plan, workload, FAKE_CPU, program_of(plan, model, workload))
-    counted = account_really(model, plan, workload)
+    workload = Workload(seq_len=512, global_batch_size=plan.mesh(0).dp_size * 4)
+    found = forecast_memory(model, plan, workload, FAKE_CPU, build_program(plan, model, workload))
+    counted = measure_real_ranks(model, plan, workload)
     for rank in found.ranks:
-        assert rank.terms.total == pytest.approx(counted[rank.rank].peak_bytes, rel=0.1), rank.at
+        assert rank.terms.total == pytest.approx(counted[rank.rank].peak_bytes, rel=0.1), rank.peak_instruction
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def gpt(hidden: int, layers: int, heads: int) -> ModelSpec:
     )
 
 
-MEGATRON = Software(storage="megatron", attention="fused", dropout=True, gradient_bytes=4)
+MEGATRON = FrameworkTraits(storage="megatron", attention="fused", dropout=True, gradient_bytes=4)
 SIZES = {"22B": (6144, 48, 64, 4), "175B": (12288, 96, 96, 1), "530B": (20480, 105, 128, 1), "1T": (25600, 128, 160, 1)}
 
 
@@ -150,10 +152,10 @@ def layer_numbers(size: str, **strategy: Any) -> float:
     """What a layer keeps of a micro-batch under tp 8, in units of sequence · batch · hidden."""
     hidden, layers, heads, batch = SIZES[size]
     plan = Plan(
-        tp=8, pp=3, micro_batch_size=batch, default_strategy=Strategy(zero="z1", attention="unfused", **strategy)
+        tp=8, pp=3, micro_batch_size=batch, default_strategy=LayerStrategy(zero="z1", attention="unfused", **strategy)
     )
     spec, workload = gpt(hidden, layers, heads), Workload(seq_len=2048, global_batch_size=4 * batch)
-    kept = megatron_stage(spec, plan, workload, 1, MEGATRON).kept.activations
+    kept = megatron_stage_memory(spec, plan, workload, 1, MEGATRON).saved.activations
     return kept / len(plan.layers(1, layers)) / (2048 * batch * hidden)
 
 
@@ -203,14 +205,14 @@ def test_bytes_of_a_score(kernel, dropout, kept, most):
     scores = 16 * 8192**2
 
     def stage(recompute: Recompute, attention: str, dropout: bool) -> StageMemory:
-        plan = Plan(pp=2, default_strategy=Strategy(zero="z1", attention=attention, recompute=recompute))  # type: ignore[arg-type]
-        software = Software(storage="megatron", attention=kernel, dropout=dropout)  # type: ignore[arg-type]
-        return megatron_stage(spec, plan, workload, 0, software)
+        plan = Plan(pp=2, default_strategy=LayerStrategy(zero="z1", attention=attention, recompute=recompute))  # type: ignore[arg-type]
+        software = FrameworkTraits(storage="megatron", attention=kernel, dropout=dropout)  # type: ignore[arg-type]
+        return megatron_stage_memory(spec, plan, workload, 0, software)
 
     def peak(one: StageMemory) -> int:
-        return max(moment.extra.total for kind in "FB" for moment in one.moments[kind])
+        return max(moment.extra.total for kind in "FB" for moment in one.peak_candidates[kind])
 
-    by_layer = stage("none", "unfused", dropout).kept.total - stage("attention", "unfused", dropout).kept.total
+    by_layer = stage("none", "unfused", dropout).saved.total - stage("attention", "unfused", dropout).saved.total
     assert by_layer / 2 / scores == kept
     written, flash = peak(stage("full", "unfused", dropout)), peak(stage("full", "flash", dropout))
     assert (written - flash) / scores == pytest.approx(most, rel=0.1)
@@ -220,16 +222,18 @@ def test_deepseek_s_layers_keep_what_its_report_lists():
     """arXiv:2412.19437 §3.2.3, §3.3.3: of a token two hidden states, the narrow vectors, attention's output in 12 bits
     and a statistic for each head; the router's probabilities; inputs and gate and up of nine experts in fp8."""
     spec, workload = load_model("deepseek-v3"), Workload(seq_len=4096, global_batch_size=64)
-    plan = Plan(dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=Strategy(zero="z1", recompute="selective"))
-    software = Software(storage="megatron", compact=True, moment_bytes=2)
+    plan = Plan(
+        dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=LayerStrategy(zero="z1", recompute="selective")
+    )
+    software = FrameworkTraits(storage="megatron", compact=True, moment_bytes=2)
     stage, usual = (
-        megatron_stage(spec, plan, workload, 1, one)
+        megatron_stage_memory(spec, plan, workload, 1, one)
         for one in (software, software.model_copy(update={"compact": False, "moment_bytes": 4}))
     )
     each = 2 * 7168 * 2 + (1536 + 512 + 64) * 2 + 128 * (128 * 1.5 + 4) + 256 * 4
     each += (8 * (7168 + 2 * 2048) + 2 * 2048) * (1 + 4 / 128)
-    assert stage.kept.activations == pytest.approx(len(plan.layers(1, 61)) * 4096 * each, rel=1e-6)
-    assert stage.kept.activations < 0.4 * usual.kept.activations
+    assert stage.saved.activations == pytest.approx(len(plan.layers(1, 61)) * 4096 * each, rel=1e-6)
+    assert stage.saved.activations < 0.4 * usual.saved.activations
     assert 2 * stage.resident.optimizer == usual.resident.optimizer
 
 
@@ -252,8 +256,10 @@ def test_unfused_attention_keeps_what_autograd_does():
 
 def test_megatron_stores_eighteen_bytes_for_each_parameter():
     """Figure 1 of arXiv:2205.05198: 45.56 GiB of parameters and optimizer state for the layers of 22B on 8 ranks."""
-    plan = Plan(tp=8, pp=3, default_strategy=Strategy(zero="z1"))
-    stage = megatron_stage(gpt(*SIZES["22B"][:3]), plan, Workload(seq_len=2048, global_batch_size=4), 1, MEGATRON)
+    plan = Plan(tp=8, pp=3, default_strategy=LayerStrategy(zero="z1"))
+    stage = megatron_stage_memory(
+        gpt(*SIZES["22B"][:3]), plan, Workload(seq_len=2048, global_batch_size=4), 1, MEGATRON
+    )
     held = stage.resident.parameters + stage.resident.gradients + stage.resident.optimizer
     assert 3 * held / 2**30 == pytest.approx(45.5625, rel=0.002)
 
@@ -268,11 +274,13 @@ def test_simumax_measured_what_is_forecast():
         ("cp8-z1", 131072, 4, 147.99),
     ):
         plan = parse_plan_name(name)
-        workload = Workload(seq_len=seq_len, global_batch_size=plan.mesh(0).data_ranks * micro_batches)
+        workload = Workload(seq_len=seq_len, global_batch_size=plan.mesh(0).dp_size * micro_batches)
         cluster = load_cluster(f"{plan.world_size}xb200")
-        software = Software(storage="megatron")
-        terms = forecast(spec, plan, workload, cluster, program_of(plan, spec, workload), software).fullest.terms
-        outside = device_terms(cluster.device, plan, 0, 0)
+        software = FrameworkTraits(storage="megatron")
+        terms = forecast_memory(
+            spec, plan, workload, cluster, build_program(plan, spec, workload), software
+        ).fullest.terms
+        outside = device_overhead(cluster.device, plan, 0, 0)
         counted = terms.total - terms.fragmentation - outside.communication - outside.context
         assert counted / 2**30 == pytest.approx(gib, rel=0.04)
 
@@ -295,14 +303,16 @@ def test_what_saves_memory_never_costs_any(recompute, zero, size, shard, tp, sto
         tp=tp,
         pp=2,
         micro_batch_size=size,
-        default_strategy=Strategy(recompute=recompute, zero=zero, sp=tp > 1),
+        default_strategy=LayerStrategy(recompute=recompute, zero=zero, sp=tp > 1),
     )
     model, workload = SHORT_LLAMA, Workload(seq_len=512, global_batch_size=8 * shard * 4)
 
     def peak(changed: Plan) -> int:
         cluster = load_cluster(f"{changed.world_size}xh100")
-        program = program_of(changed, model, workload)
-        return forecast(model, changed, workload, cluster, program, Software(storage=storage)).fullest.terms.total
+        program = build_program(changed, model, workload)
+        return forecast_memory(
+            model, changed, workload, cluster, program, FrameworkTraits(storage=storage)
+        ).fullest.terms.total
 
     strategy = plan.default_strategy
     held = peak(plan)
@@ -319,16 +329,19 @@ def test_what_saves_memory_never_costs_any(recompute, zero, size, shard, tp, sto
 def test_what_the_runtime_refuses_has_a_forecast(name):
     """Experts of a rank are those that expert parallelism leaves it; cutting sequences halves what is kept."""
     spec, workload = load_model(name), Workload(seq_len=4096, global_batch_size=8)
-    experts = sum(prod(shape) for name, shape in parameters(spec) if ".experts." in name)
-    assert stage_holdings(spec, Plan(), 0).all.whole == spec.num_parameters
-    assert stage_holdings(spec, Plan(ep=4, dp_shard=4), 0).all.whole == spec.num_parameters - experts * 3 // 4
+    experts = sum(prod(shape) for name, shape in parameter_shapes(spec) if ".experts." in name)
+    assert stage_param_shards(spec, Plan(), 0).total.unsharded_numel == spec.num_parameters
+    assert (
+        stage_param_shards(spec, Plan(ep=4, dp_shard=4), 0).total.unsharded_numel
+        == spec.num_parameters - experts * 3 // 4
+    )
 
     def kept(plan: Plan) -> MemoryTerms:
-        return own_stage(spec, plan, workload, 0, FAKE_KERNELS).kept
+        return native_stage_memory(spec, plan, workload, 0, FAKE_KERNELS).saved
 
     assert kept(Plan(cp=2)).total * 2 == kept(Plan()).total
-    plan = Plan(ep=4, dp_shard=4, tp=2, micro_batch_size=2, default_strategy=Strategy(sp=True, recompute="full"))
-    terms = forecast(spec, plan, workload, FAKE_CPU, program_of(plan, spec, workload)).fullest.terms
+    plan = Plan(ep=4, dp_shard=4, tp=2, micro_batch_size=2, default_strategy=LayerStrategy(sp=True, recompute="full"))
+    terms = forecast_memory(spec, plan, workload, FAKE_CPU, build_program(plan, spec, workload)).fullest.terms
     assert min(terms.parameters, terms.gradients, terms.optimizer) > 0
 
 
@@ -347,17 +360,17 @@ def test_changes_make_a_plan_fit():
     workload = Workload(seq_len=8192, global_batch_size=512)
     one = predict(model, plan, workload, cluster)
     assert one.fits is False
-    assert one.forecast.fullest.largest[0][0] == "gradients"
-    assert len(one.changes) == 3
-    assert [change.price for change in one.changes] == sorted(change.price for change in one.changes)
-    for change in one.changes:
+    assert one.forecast.fullest.largest_terms[0][0] == "gradients"
+    assert len(one.memory_fixes) == 3
+    assert [change.value for change in one.memory_fixes] == sorted(change.value for change in one.memory_fixes)
+    for change in one.memory_fixes:
         again = predict(model, parse_plan_name(format_plan_name(change.plan)), workload, cluster)
         assert again.fits
-        assert again.step_time_s == pytest.approx(change.price)
+        assert again.step_time_s == pytest.approx(change.value)
     shown = "\n".join(prediction_lines(one))
     assert "largest   gradients" in shown
-    assert format_plan_name(one.changes[0].plan) in shown
-    assert one.to_json()["changes"][0]["plan"] == format_plan_name(one.changes[0].plan)
+    assert format_plan_name(one.memory_fixes[0].plan) in shown
+    assert one.to_json()["changes"][0]["plan"] == format_plan_name(one.memory_fixes[0].plan)
 
 
 def test_memory_check_says_how_far_they_are_apart(capsys):

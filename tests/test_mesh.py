@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.data.dataset import Batch
-from muster.data.share import read_share, samples_of_rows
-from muster.spec.boundary import hidden_box, messages, stage_messages, tied_messages
-from muster.spec.layout import Box, rank_layouts
-from muster.spec.mesh import coordinates, data_index, members, rank_at
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.plan import AXES, Mesh, Plan, StageSpec, Strategy
+from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
+from muster.layout.mesh import coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
+from muster.layout.stage_resharding import box_transfers, hidden_state_box, stage_transfers, tied_grad_transfers
+from muster.layout.tensor_layout import Box, rank_layouts
+from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.plan import MESH_AXES, LayerStrategy, Mesh, Plan, StageSpec
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=12)
@@ -29,8 +29,8 @@ equal_plans = st.builds(
     dp_shard=degree,
     tp=degree,
     micro_batch_size=degree,
-    default_strategy=st.builds(Strategy, sp=st.booleans()),
-    axis_order=st.permutations(AXES).map(tuple),
+    default_strategy=st.builds(LayerStrategy, sp=st.booleans()),
+    axis_order=st.permutations(MESH_AXES).map(tuple),
 )
 
 
@@ -39,7 +39,9 @@ def unequal_plans(draw: st.DrawFn) -> Plan:
     """Two pipeline ranks with one or two stages each, on meshes of their own."""
     pair, vpp = [draw(meshes), draw(meshes)], draw(st.sampled_from([1, 2]))
     stages = tuple(StageSpec(layers=2 // vpp, mesh=mesh) for mesh in pair * vpp)
-    return Plan(pp=2, vpp=vpp, micro_batch_size=4, stages=stages, default_strategy=Strategy(sp=draw(st.booleans())))
+    return Plan(
+        pp=2, vpp=vpp, micro_batch_size=4, stages=stages, default_strategy=LayerStrategy(sp=draw(st.booleans()))
+    )
 
 
 plans = equal_plans | unequal_plans()
@@ -48,20 +50,20 @@ plans = equal_plans | unequal_plans()
 @settings(deadline=None)
 @given(plans)
 def test_every_rank_has_a_place_of_its_own(plan: Plan):
-    places = [coordinates(plan, rank) for rank in range(plan.world_size)]
+    places = [coordinates_of(plan, rank) for rank in range(plan.world_size)]
     assert [rank_at(plan, at) for at in places] == list(range(plan.world_size))
-    assert {place for pp in range(plan.pp) for place in members(plan, pp)} == set(enumerate(places))
+    assert {place for pp in range(plan.pp) for place in ranks_of_pp_rank(plan, pp)} == set(enumerate(places))
 
 
 def test_the_last_axis_is_the_nearest():
     plan = Plan(pp=2, dp_shard=2, tp=2, axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))
-    assert [(at.tp, at.dp_shard, at.pp) for at in (coordinates(plan, rank) for rank in (1, 2, 4))] == [
+    assert [(at.tp, at.dp_shard, at.pp) for at in (coordinates_of(plan, rank) for rank in (1, 2, 4))] == [
         (0, 0, 1),
         (0, 1, 0),
         (1, 0, 0),
     ]
     unequal = Plan(pp=2, stages=(StageSpec(layers=2, mesh=Mesh(tp=2)), StageSpec(layers=2)))
-    assert [coordinates(unequal, rank).pp for rank in range(unequal.world_size)] == [0, 0, 1]
+    assert [coordinates_of(unequal, rank).pp for rank in range(unequal.world_size)] == [0, 0, 1]
 
 
 @settings(deadline=None)
@@ -71,9 +73,9 @@ def test_the_copies_of_every_number_are_known(plan: Plan, model: ModelSpec):
     held, written = Counter(), Counter()
     for rank in range(plan.world_size):
         for layout in rank_layouts(model, plan, rank):
-            held[layout.name] += Fraction(layout.numel, layout.copies)
+            held[layout.name] += Fraction(layout.numel, layout.num_copies)
             written[layout.name] += layout.numel if layout.copy_index == 0 else 0
-    assert held == written == {name: int(np.prod(shape)) for name, shape in parameters(model)}
+    assert held == written == {name: int(np.prod(shape)) for name, shape in parameter_shapes(model)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -91,18 +93,18 @@ def filled(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
 @settings(deadline=None)
 @given(plans)
 def test_over_a_boundary_every_rank_gets_its_part_once_from_those_who_have_it(plan: Plan):
-    sequences = plan.micro_batch_size * plan.mesh(0).data_ranks
+    sequences = plan.micro_batch_size * plan.mesh(0).dp_size
     for source in range(plan.num_stages):
         for target in {source - 1, source + 1} & set(range(plan.num_stages)):
-            sent = stage_messages(MODEL, plan, SEQ_LEN, source, target)
+            sent = stage_transfers(MODEL, plan, SEQ_LEN, source, target)
             if plan.pp_rank(source) == plan.pp_rank(target):
                 assert not sent
                 continue
             for message in sent:
-                own = hidden_box(MODEL, plan, SEQ_LEN, source, coordinates(plan, message.source))
+                own = hidden_state_box(MODEL, plan, SEQ_LEN, source, coordinates_of(plan, message.source))
                 assert (filled((sequences, SEQ_LEN), [own])[message.box.slices] == 1).all()
-            for rank, at in members(plan, plan.pp_rank(target)):
-                wanted = filled((sequences, SEQ_LEN), [hidden_box(MODEL, plan, SEQ_LEN, target, at)])
+            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(target)):
+                wanted = filled((sequences, SEQ_LEN), [hidden_state_box(MODEL, plan, SEQ_LEN, target, at)])
                 came = filled((sequences, SEQ_LEN), [message.box for message in sent if message.target == rank])
                 assert (came == wanted).all()
             assert len({message[:2] for message in sent}) == len(sent)
@@ -111,8 +113,8 @@ def test_over_a_boundary_every_rank_gets_its_part_once_from_those_who_have_it(pl
 @settings(deadline=None)
 @given(equal_plans)
 def test_between_equal_stages_each_rank_has_one_partner(plan: Plan):
-    for source, target, _ in stage_messages(MODEL, plan, SEQ_LEN, 0, 1) if plan.pp > 1 else ():
-        here, there = coordinates(plan, source), coordinates(plan, target)
+    for source, target, _ in stage_transfers(MODEL, plan, SEQ_LEN, 0, 1) if plan.pp > 1 else ():
+        here, there = coordinates_of(plan, source), coordinates_of(plan, target)
         assert (here.dp_replicate, here.dp_shard, here.tp) == (there.dp_replicate, there.dp_shard, there.tp)
 
 
@@ -121,7 +123,7 @@ def test_between_equal_stages_each_rank_has_one_partner(plan: Plan):
 def test_a_tied_weight_comes_whole_from_the_other_stage(plan: Plan):
     last = plan.num_stages - 1
     for source, target in ((0, last), (last, 0)):
-        sent = tied_messages(TIED, plan, source, target)
+        sent = tied_grad_transfers(TIED, plan, source, target)
         came = filled((37, 8), [message.box for message in sent])
         mesh = plan.mesh(target)
         assert (came == mesh.dp_replicate).all(), "each replica gets each number once"
@@ -130,7 +132,7 @@ def test_a_tied_weight_comes_whole_from_the_other_stage(plan: Plan):
 def test_those_who_want_the_same_are_served_in_turn():
     half, whole = Box((0,), (2,)), Box((0,), (4,))
     held = {0: half, 1: half, 2: Box((2,), (2,))}
-    assert [message[:2] for message in messages(held, {3: whole, 4: whole})] == [(0, 3), (1, 4), (2, 3), (2, 4)]
+    assert [message[:2] for message in box_transfers(held, {3: whole, 4: whole})] == [(0, 3), (1, 4), (2, 3), (2, 4)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,17 +148,17 @@ def read(first: int, count: int) -> Batch:
 @given(equal_plans, st.lists(st.integers(1, 4), min_size=2, max_size=4))
 def test_shares_cut_the_same_samples_in_the_same_order(plan: Plan, shares: list[int]):
     """Each rank as many as its share says, one after the other: the step's samples stay the same."""
-    ranks = plan.mesh(0).data_ranks
+    ranks = plan.mesh(0).dp_size
     shares = (shares * ranks)[:ranks]
     plan = Plan.model_validate(plan.model_dump() | {"data_shares": shares})
     workload = Workload(seq_len=2, global_batch_size=2 * plan.micro_batch_size * sum(shares))
     count = workload.global_batch_size
     found, counts = {}, {}
-    for _, at in members(plan, plan.pp - 1):
-        index = data_index(plan, at)
-        batch = read_share(read, plan, at, 5, count)
+    for _, at in ranks_of_pp_rank(plan, plan.pp - 1):
+        index = dp_index_of(plan, at)
+        batch = read_dp_slice(read, plan, at, 5, count)
         counts[index], found[index] = plan.num_micro_batches(workload, index), batch.tokens_BS[:, 0].tolist()
-        runs = [samples_of_rows(plan, at, number, count) for number in range(counts[index])]
+        runs = [samples_of_micro_batch(plan, at, number, count) for number in range(counts[index])]
         samples = [sample + row for run in runs for rows, sample in run for row in range(rows.stop - rows.start)]
         assert [5 + sample for sample in samples] == found[index]
         assert len(found[index]) == counts[index] * plan.micro_batch_size
@@ -168,13 +170,13 @@ def test_shares_cut_the_same_samples_in_the_same_order(plan: Plan, shares: list[
 @settings(deadline=None)
 @given(plans)
 def test_all_stages_cut_the_same_micro_batches(plan: Plan):
-    count, found = 2 * plan.micro_batch_size * plan.mesh(0).data_ranks, []
+    count, found = 2 * plan.micro_batch_size * plan.mesh(0).dp_size, []
     for pp_rank in range(plan.pp):
         shares = {}
-        for _, at in members(plan, pp_rank):
-            batch = read_share(read, plan, at, 5, count)
-            assert batch.num_valid == 2 * np.count_nonzero(batch.tokens_BS[:, 0] % 3)
-            shares[data_index(plan, at)] = batch.tokens_BS[:, 0].reshape(2, -1)
+        for _, at in ranks_of_pp_rank(plan, pp_rank):
+            batch = read_dp_slice(read, plan, at, 5, count)
+            assert batch.num_valid_tokens == 2 * np.count_nonzero(batch.tokens_BS[:, 0] % 3)
+            shares[dp_index_of(plan, at)] = batch.tokens_BS[:, 0].reshape(2, -1)
         found.append(np.concatenate([shares[index] for index in sorted(shares)], axis=1))
     assert sorted(found[0].flatten()) == list(range(5, 5 + count))
     assert all((order == found[0]).all() for order in found)

@@ -9,44 +9,44 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from muster.checkpoint import mirror_lock
-from muster.checkpoint.folder import Keep, folder_of, problem_of
-from muster.checkpoint.mirror import Mirror, copy_beside
-from muster.checkpoint.mirror_lock import STALE_S, mirror_held
-from muster.checkpoint.saver import Saver, Target
+from muster.checkpoint import remote_lock
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, checkpoint_path, find_damage
+from muster.checkpoint.remote import RemoteCheckpoints, upload_in_subprocess
+from muster.checkpoint.remote_lock import STALE_AFTER_S, hold_remote_lock
 from muster.spec.errors import ConfigError, MusterError
-from tests.test_checkpoint import INFO, one_piece, save_one
+from tests.test_checkpoint import INFO, one_shard, save_one
 from tests.test_train_faults import contents
 from tests.train_runs import AT_ONCE, train
 
 
-def mirrored(folder: Path, place: Path, step: int) -> Mirror:
+def mirrored(folder: Path, place: Path, step: int) -> RemoteCheckpoints:
     """A checkpoint of `step` and its copy."""
-    mirror = Mirror(place.as_uri())
+    mirror = RemoteCheckpoints(place.as_uri())
     saved = save_one(folder, step)
-    mirror.begin(step)
-    copy_beside(saved / "rank-00000.safetensors", step, mirror.url)
-    mirror.finish(saved, Keep(last=2, permanent_every=10))
+    mirror.begin_upload(step)
+    upload_in_subprocess(saved / "rank-00000.safetensors", step, mirror.url)
+    mirror.commit(saved, RetentionPolicy(last=2, permanent_every=10))
     return mirror
 
 
 def test_whole_copies_are_found_kept_and_fetched(tmp_path: Path) -> None:
-    assert Mirror((tmp_path / "there").as_uri()).steps() == []
+    assert RemoteCheckpoints((tmp_path / "there").as_uri()).steps() == []
     for step in (10, 11, 12, 13, 13):
         mirror = mirrored(tmp_path / "here", tmp_path / "there", step)
     assert mirror.steps() == [10, 12, 13], "as keep says"
-    fetched = mirror.fetch(13, tmp_path / "new")
-    assert problem_of(fetched) is None
-    assert contents(fetched) == contents(folder_of(tmp_path / "here", 13))
-    mirror.begin(14)
-    copy_beside(fetched / "rank-00000.safetensors", 14, mirror.url)
+    fetched = mirror.download(13, tmp_path / "new")
+    assert find_damage(fetched) is None
+    assert contents(fetched) == contents(checkpoint_path(tmp_path / "here", 13))
+    mirror.begin_upload(14)
+    upload_in_subprocess(fetched / "rank-00000.safetensors", 14, mirror.url)
     assert mirror.steps() == [10, 12, 13], "without its manifest a checkpoint is none"
-    mirror.begin(13)
+    mirror.begin_upload(13)
     assert mirror.steps() == [10, 12]
     for step in (5, 6, 7):  # of a run that went back
         mirrored(tmp_path / "back", tmp_path / "there", step)
     assert mirror.steps() == [6, 7, 10, 12], "what lies above is not counted"
-    mirror.clear()
+    mirror.delete_all()
     assert mirror.steps() == []
 
 
@@ -65,8 +65,8 @@ def test_a_damaged_copy_is_one_sentence_and_leaves_nothing(
     mirror = mirrored(tmp_path / "here", tmp_path / "there", 3)
     harm(tmp_path / "there")
     with pytest.raises(MusterError, match=words):
-        mirror.fetch(3, tmp_path / "new")
-    assert not folder_of(tmp_path / "new", 3).exists()
+        mirror.download(3, tmp_path / "new")
+    assert not checkpoint_path(tmp_path / "new", 3).exists()
 
 
 def test_what_is_no_place_for_copies_is_refused(tmp_path: Path) -> None:
@@ -76,62 +76,62 @@ def test_what_is_no_place_for_copies_is_refused(tmp_path: Path) -> None:
         ("nowhere://x", "fsspec knows no nowhere:// URLs"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Mirror(url)
+            RemoteCheckpoints(url)
     with pytest.raises(MusterError, match="doesn't answer as it should"):
-        copy_beside(tmp_path / "nothing", 1, (tmp_path / "there").as_uri())
+        upload_in_subprocess(tmp_path / "nothing", 1, (tmp_path / "there").as_uri())
 
 
 def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    saver = Saver(0, 1, store)
+    saver = AsyncSaver(0, 1, store)
     (tmp_path / "there").mkdir()
     place = (tmp_path / "there").as_uri()
     for step in (1, 2):
-        saver.begin(Target(tmp_path / "here", step, INFO, Keep(), place), [one_piece()])
+        saver.start(SaveRequest(tmp_path / "here", step, INFO, RetentionPolicy(), place), [one_shard()])
         saver.wait()
         if step == 1:
-            assert (saver.take_failure(), saver.on_disk) == (None, True)
-            assert Mirror(place).steps() == [1]
+            assert (saver.pop_error(), saver.on_disk) == (None, True)
+            assert RemoteCheckpoints(place).steps() == [1]
             (tmp_path / "there").rename(tmp_path / "gone")
             (tmp_path / "there").write_text("no folder")
     saver.close()
     assert saver.on_disk
-    assert (saver.take_failure() or "").startswith("the checkpoint of step 2 was saved, but not copied: file:///")
-    assert problem_of(folder_of(tmp_path / "here", 2)) is None
+    assert (saver.pop_error() or "").startswith("the checkpoint of step 2 was saved, but not copied: file:///")
+    assert find_damage(checkpoint_path(tmp_path / "here", 2)) is None
 
 
 def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, lock = (tmp_path / "there").as_uri(), tmp_path / "there/lock.json"
     taken = rf"{url} is the mirror of another job, of {tmp_path}/one on .*, which wrote there \d+ s ago: give another"
-    with mirror_held(url, tmp_path / "one", settle_s=0):
+    with hold_remote_lock(url, tmp_path / "one", settle_s=0):
         said = json.loads(lock.read_text())
-        with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two", settle_s=0):
+        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", settle_s=0):
             pass
-        with mirror_held(url, tmp_path / "one", settle_s=0):  # started again: its directory is locked by itself
+        with hold_remote_lock(url, tmp_path / "one", settle_s=0):  # started again: its directory is locked by itself
             pass
-        with mirror_held(None, tmp_path / "two"):
+        with hold_remote_lock(None, tmp_path / "two"):
             pass
     assert not lock.exists()
     for host, pid, age, free in (
         (said["host"], 2**22 + 1, 1, True),  # dead
-        (said["host"], said["pid"], STALE_S + 1, True),  # dead, and its number is another's
+        (said["host"], said["pid"], STALE_AFTER_S + 1, True),  # dead, and its number is another's
         ("elsewhere", 1, 1, False),
-        ("elsewhere", 1, STALE_S + 1, True),
+        ("elsewhere", 1, STALE_AFTER_S + 1, True),
     ):
         lock.write_text(json.dumps({**said, "host": host, "pid": pid, "time": time.time() - age}))
         if free:
-            with mirror_held(url, tmp_path / "two", settle_s=0):
+            with hold_remote_lock(url, tmp_path / "two", settle_s=0):
                 pass
             assert not lock.exists()
             continue
-        with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two", settle_s=0):
+        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", settle_s=0):
             pass
         lock.unlink()
     lock.write_text("half")
     other = {**said, "time": time.time()}
     clock = SimpleNamespace(time=time.time, sleep=lambda _: lock.write_text(json.dumps(other)))
-    monkeypatch.setattr(mirror_lock, "time", clock)
-    with pytest.raises(MusterError, match=taken), mirror_held(url, tmp_path / "two"):  # both began at once
+    monkeypatch.setattr(remote_lock, "time", clock)
+    with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two"):  # both began at once
         pass
 
 
@@ -142,12 +142,12 @@ def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     command += ["--train.mirror", place, "--data.cache", tmp_path / "data", *AT_ONCE]
     first = train(*command, "--run", tmp_path / "one", "--train.steps", "2", "--train.save_every", "1")
     assert first.code == 0, first.err
-    assert Mirror(place).steps() == [1, 2]
+    assert RemoteCheckpoints(place).steps() == [1, 2]
     second = train(*command, "--run", tmp_path / "two", "--train.steps", "3", "--parallel", "dp1-mb24")
     assert second.code == 0, second.err
     assert f"fetched the checkpoint of step 2 from {place}" in second.out
     assert f"resuming {tmp_path / 'two'} after step 2" in second.out
-    assert Mirror(place).steps() == [2, 3]
+    assert RemoteCheckpoints(place).steps() == [2, 3]
     name = "step-00000002"
     assert contents(tmp_path / "two/checkpoints" / name) == contents(tmp_path / "one/checkpoints" / name)
     (tmp_path / "there").rename(tmp_path / "gone")

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from muster.model.decoder import Decoder
 from muster.model.init import draw, init_stage, initial_value
-from muster.model.kernels import activate, gated, rms_norm, rotate
+from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm
 from muster.model.loss import cross_entropy_sum, loss_sums
 from muster.model.positions import rotary_tables
-from muster.model.saved import count_saved_bytes
-from muster.spec.model import ModelSpec, parameters, stage_parameters
-from muster.spec.model_parts import Activation
+from muster.model.saved_tensors import count_saved_bytes
+from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
+from muster.spec.model_components import Activation
 
 SMALL = ModelSpec(
     vocab_size=61, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40
@@ -105,10 +105,10 @@ def test_stages_hold_the_listed_parameters_and_chain_to_the_whole_model(spec, cu
     stages = [build(spec, *part) for part in parts]
     for stage, part in zip(stages, parts, strict=True):
         found = [(name, tuple(p.shape)) for name, p in stage.named_parameters()]
-        assert found == list(stage_parameters(spec, *part))
+        assert found == list(stage_parameter_shapes(spec, *part))
         assert len(stage.blocks()) == len(part[0])
     whole, tokens = build(spec), tokens_for(spec)
-    assert [(n, tuple(p.shape)) for n, p in whole.named_parameters()] == list(parameters(spec))
+    assert [(n, tuple(p.shape)) for n, p in whole.named_parameters()] == list(parameter_shapes(spec))
 
     hidden = stages[0](tokens).detach().requires_grad_()
     logits, expected = stages[1](hidden), whole(tokens)
@@ -166,10 +166,12 @@ def test_hand_written_derivatives(rows, pairs, seed):
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * pairs,), weight, 1e-5))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
     for kind in get_args(Activation):
-        assert torch.autograd.gradcheck(lambda x, up, kind=kind: gated(x, up, kind), (x, numbers(2, rows, 2 * pairs)))
-        assert torch.equal(gated(x, torch.ones_like(x), kind), activate(x, kind))
+        assert torch.autograd.gradcheck(
+            lambda x, up, kind=kind: gated_activation(x, up, kind), (x, numbers(2, rows, 2 * pairs))
+        )
+        assert torch.equal(gated_activation(x, torch.ones_like(x), kind), activate(x, kind))
     cos, sin = rotary_tables(rows, 2 * pairs, 1e4, torch.float64, torch.device("cpu"))
-    assert torch.autograd.gradcheck(lambda x: rotate(x.unsqueeze(2), cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x.unsqueeze(2), cos, sin), (x,))
 
 
 def test_bf16_stays_near_fp32():
@@ -242,7 +244,7 @@ def test_z_loss_is_the_squared_log_of_the_sum_of_exponentials(vocab):
     logits = torch.randn(2, 130, vocab, dtype=torch.float64, generator=generator).add_(3).requires_grad_()
     labels = torch.randint(vocab, (2, 130), generator=generator)
     labels[0, 40:90] = -100
-    ours = loss_sums(logits, labels, z_coefficient=0.2)
+    ours = loss_sums(logits, labels, z_loss_coefficient=0.2)
     expected_z = 0.2 * logits.logsumexp(-1)[labels >= 0].square().sum()
     expected = cross_entropy_sum(logits, labels) + expected_z
     torch.testing.assert_close(ours.total, expected, rtol=1e-12, atol=0)

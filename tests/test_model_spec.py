@@ -4,11 +4,11 @@ from math import prod
 
 import pytest
 
+from muster.config.load_config import load_run_config
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import load_run
-from muster.spec.model import ModelSpec, parameters
-from muster.spec.model_parts import LinearAttention, MlaSpec, MoeSpec
-from muster.spec.nearest import require_runnable
+from muster.spec.model import ModelSpec, parameter_shapes
+from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -49,15 +49,15 @@ def test_experts_count_as_far_as_a_token_meets_them():
     assert spec.num_parameters == SMALL.num_parameters + 3 * (layer - dense)
     assert spec.num_parameters - spec.num_active_parameters == 3 * 6 * one
     assert SMALL.num_active_parameters == SMALL.num_parameters
-    shapes = dict(parameters(spec))
+    shapes = dict(parameter_shapes(spec))
     assert shapes["layers.1.mlp.experts.down.weight"] == (8, 24, 10)
     assert "layers.0.mlp.router.weight" not in shapes
 
 
 def test_latent_and_linear_attention_and_further_heads():
     mla = MlaSpec(q_lora_rank=9, kv_lora_rank=7, nope_head_dim=4, rope_head_dim=2, v_head_dim=3)
-    linear = LinearAttention(layers=(0, 2), num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5)
-    shapes = dict(parameters(changed(mla=mla, linear_attention=linear, mtp_layers=1)))
+    linear = LinearAttentionSpec(layers=(0, 2), num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5)
+    shapes = dict(parameter_shapes(changed(mla=mla, linear_attention=linear, mtp_layers=1)))
     assert shapes["layers.1.attn.kv_down.weight"] == (9, 24)
     assert shapes["layers.1.attn.kv_up.weight"] == (4 * 7, 7)
     assert shapes["layers.1.attn.o.weight"] == (24, 12)
@@ -66,13 +66,13 @@ def test_latent_and_linear_attention_and_further_heads():
     assert shapes["mtp.0.attn.q_up.weight"] == (4 * 6, 9)
     spec = changed(mtp_layers=1)
     assert spec.num_active_parameters == SMALL.num_parameters
-    own = sum(prod(shape) for name, shape in parameters(spec) if name.startswith("mtp."))
+    own = sum(prod(shape) for name, shape in parameter_shapes(spec) if name.startswith("mtp."))
     assert spec.num_parameters == SMALL.num_parameters + own
 
 
 def test_windows_are_for_the_layers_that_are_named():
-    assert [changed(sliding_window=8).window(layer) for layer in range(4)] == [8] * 4
-    assert [changed(sliding_window=8, window_layers=(0, 2)).window(i) for i in range(4)] == [8, None, 8, None]
+    assert [changed(sliding_window=8).attention_window(layer) for layer in range(4)] == [8] * 4
+    assert [changed(sliding_window=8, window_layers=(0, 2)).attention_window(i) for i in range(4)] == [8, None, 8, None]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_windows_are_for_the_layers_that_are_named():
 )
 def test_what_a_model_cannot_be(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        load_run("tiny", None, list(fields.items()))
+        load_run_config("tiny", None, list(fields.items()))
 
 
 @pytest.mark.parametrize(

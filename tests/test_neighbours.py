@@ -5,26 +5,26 @@ from math import inf
 import pytest
 
 from muster.api.verbs import plan, predict
-from muster.planner.answer import _step_ahead
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.planner.answer import _adopt_better_neighbours
 from muster.planner.explain import families
-from muster.planner.judge import Judge
-from muster.planner.neighbours import Neighbour, changed_plans, neighbours
-from muster.planner.request import Request
-from muster.planner.search import _Run, search
-from muster.planner.unequal import Arranged, arrange
-from muster.spec.load_cluster import load_cluster
-from muster.spec.named_model import load_model
+from muster.planner.heterogeneous import PlanSearch, find_best_plans
+from muster.planner.neighbours import Neighbour, neighbour_plans, neighbours
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
+from muster.planner.search import Frontier, search
 from muster.spec.workload import Workload
 
 
-def _why(model: str, cluster: str, **asked) -> tuple[Arranged, dict[str, Neighbour]]:
+def _why(model: str, cluster: str, **asked) -> tuple[PlanSearch, dict[str, Neighbour]]:
     arranged = plan(model, cluster, **asked).answer.arranged
     return arranged, {one.change: one for one in neighbours(arranged.found.best[0], arranged.judge)}
 
 
-def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -> Request:
+def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -> PlanRequest:
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
-    return Request(load_model(model), load_cluster(cluster), workload, fixed=fixed)
+    return PlanRequest(load_model(model), load_cluster(cluster), workload, fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
             global_batch=request.workload.global_batch_size,
             seq_len=request.workload.seq_len,
         )
-        if one.slower is None:
-            limits = [arranged.judge.room.limit_bytes(rank.rank) or 0 for rank in alone.memory]
+        if one.slowdown is None:
+            limits = [arranged.judge.memory_budget.limit_bytes(rank.rank) or 0 for rank in alone.memory]
             assert any(rank.total > limit for rank, limit in zip(alone.memory, limits, strict=True)), one.sentence
             assert "doesn't fit" in one.sentence
         else:
-            assert alone.step_time_s / best.prediction.step_time_s - 1 == pytest.approx(one.slower)
-            assert one.slower > -1e-9, one.sentence
+            assert alone.step_time_s / best.prediction.step_time_s - 1 == pytest.approx(one.slowdown)
+            assert one.slowdown > -1e-9, one.sentence
 
 
 def test_another_schedule_keeps_the_layers_where_they_suit_it():
@@ -73,7 +73,7 @@ def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
     arranged, found = _why("llama3-8b", "8xh100", global_batch=1, fix="tp4")
     best = arranged.found.best[0].plan
     assert best.tp == 4
-    assert best.mesh(0).data_ranks == 1
+    assert best.mesh(0).dp_size == 1
     assert all(one.plan.world_size == 8 for one in found.values())
     assert any(change.startswith("tp 8 and ") for change in found)
 
@@ -82,8 +82,8 @@ def test_what_does_not_fit_is_compared_with_the_recompute_that_it_needs():
     arranged, found = _why("llama3-8b", "7xh100", global_batch=256, fix="pp7-mb2", top=1, memory="71GiB")
     deeper = found["schedule interleaved"]
     assert not arranged.found.best[0].plan.overrides
-    assert deeper.slower is not None
-    assert deeper.slower > 0
+    assert deeper.slowdown is not None
+    assert deeper.slowdown > 0
     assert "with what makes it fit" in deeper.sentence
     assert deeper.plan.overrides
 
@@ -97,29 +97,29 @@ def test_changes_that_there_is_no_time_for_are_named():
     arranged, known = _why("tiny", "4xh100", seq_len=256, global_batch=16)
     late = neighbours(arranged.found.best[0], arranged.judge, limit_s=0.0)
     assert known.keys() <= {one.change for one in late}
-    assert all(one.verdict is None and one.sentence.endswith("not looked at within --limit") for one in late)
+    assert all(one.evaluated is None and one.sentence.endswith("not looked at within --limit") for one in late)
 
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
     request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
-    run = _Run(request, judge := Judge(request), 5, 5, inf)
-    run.fill(inf)
-    run.dive(0.0)
+    run = Frontier(request, judge := PlanEvaluator(request), 5, 5, inf)
+    run.expand(inf)
+    run.probe(0.0)
     first = run.best[0]
-    run.climb(inf)
+    run.local_search(inf)
     best = run.best[0]
     assert best.value < 0.97 * first.value, "what is tried first is not the best, or this shows nothing"
-    assert all(judge.verdict(plan).value >= best.value for plan in changed_plans(best.plan, judge))
+    assert all(judge.evaluate(plan).value >= best.value for plan in neighbour_plans(best.plan, judge))
 
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
     request = _request("tiny", "4xh100", 256, 16)
-    run = _Run(request, Judge(request), 5, 5, inf)
-    run.fill(inf)
-    run.dive(0.0)
+    run = Frontier(request, PlanEvaluator(request), 5, 5, inf)
+    run.expand(inf)
+    run.probe(0.0)
     run.best = run.best[-1:]
-    assert run._is_hopeful(run.best[0].plan, run.best[0].value / 2)
-    assert not run._is_hopeful(run.best[0].plan, run.best[0].value)
+    assert run._is_promising(run.best[0].plan, run.best[0].value / 2)
+    assert not run._is_promising(run.best[0].plan, run.best[0].value)
 
 
 def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
@@ -135,10 +135,10 @@ def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
 
 def test_a_stopped_search_takes_the_better_plans_beside_its_first():
     request = _request("tiny", "4xh100", 256, 16)
-    arranged = arrange(request, 2, 1e-6)
+    arranged = find_best_plans(request, 2, 1e-6)
     first = arranged.found.best[0]
     assert not arranged.found.proven
-    _step_ahead(arranged, 2)
+    _adopt_better_neighbours(arranged, 2)
     best = arranged.found.best
     assert len(best) == 2
     assert len({one.plan for one in best}) == 2

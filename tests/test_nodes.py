@@ -18,24 +18,24 @@ from typing import Any
 
 import pytest
 
-from muster.checkpoint.folder import find_latest, problem_of
+from muster.checkpoint.checkpoint_dir import find_damage, find_latest
 from muster.cli.main import main
-from muster.parallel import network as addresses
-from muster.parallel.network import Interface, interface_towards, interfaces, own_host, own_interface, resolve
+from muster.launch import network as addresses
+from muster.launch.network import Interface, interfaces, local_address_for, local_interface, resolve, route_interface
+from muster.launch.nodes import connection
+from muster.launch.nodes import launcher_group as teams
+from muster.launch.nodes import rendezvous as meeting
+from muster.launch.nodes.connection import LauncherConnection
+from muster.launch.nodes.connectivity import ProbeListener, find_unreachable
+from muster.launch.nodes.handshake import node_differences
+from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, NodeInfo
+from muster.launch.nodes.rendezvous import rendezvous
+from muster.launch.nodes.rendezvous_config import RendezvousConfig, data_interface, listening_address
+from muster.launch.rank_errors import EXIT_STOPPED
 from muster.probe import doctor, doctor_nodes
-from muster.probe.doctor import Request
-from muster.probe.doctor_nodes import examine_nodes
+from muster.probe.doctor import DoctorRequest
+from muster.probe.doctor_nodes import run_node_checks
 from muster.spec.errors import ConfigError, MusterError
-from muster.train.errors import STOPPED
-from muster.train.nodes import line
-from muster.train.nodes import meet as meeting
-from muster.train.nodes import team as teams
-from muster.train.nodes.agree import differences
-from muster.train.nodes.line import Line
-from muster.train.nodes.meet import meet
-from muster.train.nodes.reach import Doorstep, reach
-from muster.train.nodes.request import NodesRequest, data_interface, listening_address
-from muster.train.nodes.team import Member, Over, Team
 from tests.nodes import ADDRESSES, HOSTS, Network, network
 from tests.test_launch import assert_gone
 from tests.train_runs import AT_ONCE, QUICK, Command, Ended, assert_one_sentence, exit_of, losses, rows_of, train
@@ -88,21 +88,21 @@ def test_copies_that_are_not_one_for_each_node_are_refused(
 
 def test_this_machine_knows_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("lo", "127.0.0.1") in [(one.name, one.address) for one in interfaces()]
-    assert interface_towards("127.0.0.1").name == "lo"
-    assert own_interface("192.0.2.1") is None
+    assert route_interface("127.0.0.1").name == "lo"
+    assert local_interface("192.0.2.1") is None
     assert resolve("localhost") == "127.0.0.1"
     with pytest.raises(MusterError, match=r"the name no\.such\.invalid has no address here \(.*\): give the first"):
         resolve("no.such.invalid")
     with pytest.raises(MusterError, match=r"--rendezvous 192\.0\.2\.1 but this one's addresses are .*start node 0"):
-        listening_address(NodesRequest(2, 0, "192.0.2.1"))
-    monkeypatch.setattr("muster.train.nodes.request.resolve", lambda host: "127.0.1.1")
+        listening_address(RendezvousConfig(2, 0, "192.0.2.1"))
+    monkeypatch.setattr("muster.launch.nodes.rendezvous_config.resolve", lambda host: "127.0.1.1")
     with pytest.raises(MusterError, match=r"--rendezvous box is 127\.0\.1\.1 here, which no other machine can reach"):
-        listening_address(NodesRequest(2, 0, "box"))
+        listening_address(RendezvousConfig(2, 0, "box"))
     with pytest.raises(ConfigError, match=r"--interface eth9: there is no such interface .* only 127\.0\.0\.1 on lo"):
-        data_interface(NodesRequest(2, 0, "box", interface="eth9"), "127.0.0.1")
+        data_interface(RendezvousConfig(2, 0, "box", interface="eth9"), "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME eth8: there is no such interface"):
-        data_interface(NodesRequest(2, 0, "box"), "127.0.0.1")
+        data_interface(RendezvousConfig(2, 0, "box"), "127.0.0.1")
 
 
 def test_no_node_tells_others_an_address_that_is_its_own_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +116,12 @@ def test_no_node_tells_others_an_address_that_is_its_own_to_each(monkeypatch: py
     monkeypatch.setattr(addresses, "resolve", {"here": "127.0.1.1", "there": "10.0.0.1"}.__getitem__)
     monkeypatch.setattr(addresses, "interface_towards", towards)
     monkeypatch.setattr(addresses, "interfaces", lambda: [*routes.values(), Interface("eth0", "10.1.0.9")])
-    assert [own_host(host) for host in ("localhost", "127.0.0.1", "there")] == ["127.0.0.1"] * 2 + ["10.0.0.9"]
-    assert own_host("here") == "10.0.0.9", "without a default route any address that others may reach"
+    assert [local_address_for(host) for host in ("localhost", "127.0.0.1", "there")] == ["127.0.0.1"] * 2 + ["10.0.0.9"]
+    assert local_address_for("here") == "10.0.0.9", "without a default route any address that others may reach"
     routes["192.0.2.1"] = Interface("eth0", "10.1.0.9")
-    assert own_host("here") == "10.1.0.9"
+    assert local_address_for("here") == "10.1.0.9"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
-    assert own_host("here") == "10.0.0.9"
+    assert local_address_for("here") == "10.0.0.9"
 
 
 def test_one_connection_that_fails_closes_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,23 +133,23 @@ def test_one_connection_that_fails_closes_no_door(monkeypatch: pytest.MonkeyPatc
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept_in_the_end)
-    doorstep = Doorstep(1, "127.0.0.1")
+    doorstep = ProbeListener(1, "127.0.0.1")
     try:
-        assert reach({"node 1": (1, "127.0.0.1", doorstep.port)}, "127.0.0.1") == {}
+        assert find_unreachable({"node 1": (1, "127.0.0.1", doorstep.port)}, "127.0.0.1") == {}
     finally:
         doorstep.close()
 
 
 def test_lines_are_closed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first can send what it has to say only when the second has been closed."""
-    monkeypatch.setattr(line, "CLOSE_LIMIT_S", 30.0)
+    monkeypatch.setattr(connection, "CLOSE_LIMIT_S", 30.0)
     (ours, theirs), (ours_too, theirs_too) = socket.socketpair(), socket.socketpair()
     monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are no TCP
-    lines = [Line(connection, 0, queue.SimpleQueue()) for connection in (ours, ours_too)]
+    lines = [LauncherConnection(connection, 0, queue.SimpleQueue()) for connection in (ours, ours_too)]
     long = "x" * (8 << 20)
-    lines[0].say("long", text=long)
+    lines[0].send("long", text=long)
     for one in lines:
-        one.say("short")
+        one.send("short")
     with ThreadPoolExecutor(1) as pool:
 
         def read() -> tuple[int, int]:
@@ -157,7 +157,7 @@ def test_lines_are_closed_together(monkeypatch: pytest.MonkeyPatch) -> None:
                 return len(second.read()), len(first.read())
 
         read_both = pool.submit(read)
-        line.close_all(lines)
+        connection.close_connections(lines)
         short = len('{"kind": "short"}\n')
         assert read_both.result(LONG_S) == (short, len('{"kind": "long", "text": ""}\n') + len(long) + short)
 
@@ -181,19 +181,19 @@ def own_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def request(port: int, rank: int, count: int = 2, limit_s: float = LONG_S, **more: Any) -> NodesRequest:
-    return NodesRequest(count, rank, "127.0.0.1", port, join_limit_s=limit_s, **more)
+def request(port: int, rank: int, count: int = 2, limit_s: float = LONG_S, **more: Any) -> RendezvousConfig:
+    return RendezvousConfig(count, rank, "127.0.0.1", port, timeout_s=limit_s, **more)
 
 
-def member(node: int, **facts: object) -> Member:
-    return Member(node, HOSTS[node], {"job": "train", "ranks": "1 rank", **facts}, ADDRESSES[node], "cable", 1)
+def member(node: int, **facts: object) -> NodeInfo:
+    return NodeInfo(node, HOSTS[node], {"job": "train", "ranks": "1 rank", **facts}, ADDRESSES[node], "cable", 1)
 
 
 def test_what_differs_is_told_with_the_node() -> None:
     a = {"muster": "1 (a)", "torch": "2.7", "python": "3.11", "plan": "dp2 (aa)"}
     config = {"seed": 1, "train": {"steps": 4}, "parallel": {"pp": 2}}
     first = member(0, **a, config=config)
-    assert list(differences(first, member(1, **a, config=config))) == []
+    assert list(node_differences(first, member(1, **a, config=config))) == []
     changes = {
         "muster": ("1 (b)", "node 1 on node-b runs Muster 1 (b), but node 0 on node-a runs Muster 1 (a): install the"),
         "torch": ("2.6", "node 1 on node-b has PyTorch 2.6, but node 0 on node-a has PyTorch 2.7: install the same"),
@@ -206,9 +206,9 @@ def test_what_differs_is_told_with_the_node() -> None:
         ),
     }
     for key, (value, words) in changes.items():
-        (said,) = differences(first, member(1, **{**a, "config": config, key: value}))
+        (said,) = node_differences(first, member(1, **{**a, "config": config, key: value}))
         assert said.startswith(words), said
-    assert [*differences(first, member(1, job="doctor"))] == [
+    assert [*node_differences(first, member(1, job="doctor"))] == [
         "node 1 on node-b was started to doctor, node 0 on node-a to train: start the same on all nodes"
     ]
 
@@ -226,9 +226,9 @@ def together(*bodies: Any) -> list[Any]:
         return [future.result() for future in [pool.submit(run, body) for body in bodies]]
 
 
-def joined(wanted: NodesRequest, use: Any = lambda team: None, **facts: object) -> Any:
+def joined(wanted: RendezvousConfig, use: Any = lambda team: None, **facts: object) -> Any:
     def body() -> Any:
-        with meet(wanted, dict(facts)) as team:
+        with rendezvous(wanted, dict(facts)) as team:
             return use(team)
 
     return body
@@ -238,22 +238,22 @@ def joined(wanted: NodesRequest, use: Any = lambda team: None, **facts: object) 
 def said(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     """What launchers print while they meet, as they do it."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(meeting, "print", lambda line, **_: lines.put(line), raising=False)
+    monkeypatch.setattr(meeting, "print", lambda line, **_: lines.put(connection), raising=False)
     return lines
 
 
 def test_two_launchers_meet_reach_each_other_and_compare_clocks(port: int, said: "queue.SimpleQueue[str]") -> None:
-    def hub(team: Team) -> tuple:
+    def hub(team: LauncherGroup) -> tuple:
         begin = time.monotonic()
         team.measure_clocks()
         off_at_most_s = time.monotonic() - begin  # the clocks are one, seen with the delay of a message
-        problems = team.unreached()
-        team.tell("start", store="x")
-        return sorted(team.members), problems, abs(team.clock_off_s[1]) <= off_at_most_s
+        problems = team.check_connectivity()
+        team.send("start", store="x")
+        return sorted(team.nodes), problems, abs(team.clock_offset_s[1]) <= off_at_most_s
 
-    def other(team: Team) -> tuple:
-        problems = team.unreached()
-        return sorted(team.members), problems, team.expect("start", LONG_S)[0]["store"]
+    def other(team: LauncherGroup) -> tuple:
+        problems = team.check_connectivity()
+        return sorted(team.nodes), problems, team.wait_for("start", LONG_S)[0]["store"]
 
     def late() -> Any:
         assert said.get(timeout=LONG_S) == "waiting for 1 of 2 nodes: node 1"
@@ -309,7 +309,7 @@ def test_who_does_not_come_is_waited_for_a_while_only(
 def test_two_that_take_one_place_are_refused(port: int) -> None:
     go, begun = threading.Event(), threading.Event()
 
-    def hub(team: Team) -> str:
+    def hub(team: LauncherGroup) -> str:
         begun.set()
         go.wait(LONG_S)
         return "ok"
@@ -366,22 +366,22 @@ def test_strangers_at_the_door_disturb_nobody(port: int) -> None:
             assert connection.recv(1) == b""
         joined(request(port, 1), lambda team: team.expect("start", LONG_S))()
 
-    def hub(team: Team) -> list[int]:
-        team.tell("start")
-        return sorted(team.members)
+    def hub(team: LauncherGroup) -> list[int]:
+        team.send("start")
+        return sorted(team.nodes)
 
     assert together(joined(request(port, 0), hub), stranger)[0] == [0, 1]
 
 
 def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:
-    def fail(team: Team) -> None:
+    def fail(team: LauncherGroup) -> None:
         raise ConfigError("the run file is bad")
 
-    def wait(team: Team) -> None:
-        team.expect("start", LONG_S)
+    def wait(team: LauncherGroup) -> None:
+        team.wait_for("start", LONG_S)
 
     hub, other = together(joined(request(port, 0), fail), joined(request(port, 1), wait))
-    assert isinstance(other, Over)
+    assert isinstance(other, JobEnded)
     assert (str(hub), other.code, other.reason) == (
         "the run file is bad",
         2,
@@ -392,30 +392,30 @@ def test_what_ends_one_launcher_is_told_to_the_others(port: int) -> None:
     assert str(hub) == f"node 1 on {HOST}: the run file is bad"
 
 
-@pytest.mark.parametrize("end", [SystemExit(STOPPED), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("end", [SystemExit(EXIT_STOPPED), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
 def test_who_is_asked_to_stop_before_there_are_ranks_stops_all(port: int, end: BaseException) -> None:
-    def stop(team: Team) -> None:
+    def stop(team: LauncherGroup) -> None:
         raise end
 
-    def wait(team: Team) -> None:
-        team.expect("start", LONG_S)
+    def wait(team: LauncherGroup) -> None:
+        team.wait_for("start", LONG_S)
 
     hub, other = together(joined(request(port, 0), wait), joined(request(port, 1), stop))
-    assert (hub.exit_code, other) == (STOPPED, end)
+    assert (hub.exit_code, other) == (EXIT_STOPPED, end)
     assert str(hub).endswith(f"node 1 on {HOST} was asked to stop")
     hub, other = together(joined(request(port, 0), stop), joined(request(port, 1), wait))
-    assert teams.error_of(other.code, other.reason).exit_code == STOPPED
+    assert teams.error_for_code(other.code, other.reason).exit_code == EXIT_STOPPED
 
 
 def test_a_launcher_is_welcomed_before_it_is_told_anything(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Line.say
+    say = LauncherConnection.send
 
-    def slowly(line: Line, kind: str, **content: Any) -> None:
+    def slowly(line: LauncherConnection, kind: str, **content: Any) -> None:
         if kind == "welcome":
             time.sleep(0.3)
-        say(line, kind, **content)
+        say(connection, kind, **content)
 
-    monkeypatch.setattr(Line, "say", slowly)
+    monkeypatch.setattr(LauncherConnection, "say", slowly)
     monkeypatch.setattr(teams, "BEAT_S", 0.05)
     first = joined(request(port, 0), lambda team: team.tell("start"))
     second = joined(request(port, 1), lambda team: sorted(team.expect("start", LONG_S)))  # stays until it is heard
@@ -425,14 +425,14 @@ def test_a_launcher_is_welcomed_before_it_is_told_anything(port: int, monkeypatc
 def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
-    def mute(team: Team) -> None:
+    def mute(team: LauncherGroup) -> None:
         monkeypatch.setattr(team, "tell", lambda *_, **__: None)
         over.wait(LONG_S)
 
-    def hub(team: Team) -> None:
+    def hub(team: LauncherGroup) -> None:
         monkeypatch.setattr(teams, "LOST_S", 1.0)
         try:
-            team.expect("ready", LONG_S)
+            team.wait_for("ready", LONG_S)
         finally:
             over.set()
 
@@ -660,7 +660,7 @@ def test_what_happens_on_one_node_ends_all_with_one_sentence(fault: Any, nodes: 
     assert_gone(ranks)
     latest = find_latest(run / "checkpoints")
     assert latest is not None
-    assert problem_of(latest) is None
+    assert find_damage(latest) is None
     print(f"{fault.__name__}: both ended within {took_s:.1f} s")
     if fault in (kill_launcher, ask_to_stop):
         steps = str(max(row["step"] for row in rows_of(run)) + 2)
@@ -746,10 +746,12 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
 ) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {})
     monkeypatch.setattr(doctor_nodes, "CHECKS", {})
-    monkeypatch.setattr(line, "time", Shifted())
+    monkeypatch.setattr(connection, "time", Shifted())
     own = iter([{"muster": "1", "python": "3", "torch": "none"}, {"muster": "2", "python": "3", "torch": "none"}])
     monkeypatch.setattr(doctor_nodes, "software", lambda: next(own))
-    seen = together(*(lambda rank=rank: [*examine_nodes(Request(tmp_path), request(port, rank))] for rank in range(2)))
+    seen = together(
+        *(lambda rank=rank: [*run_node_checks(DoctorRequest(tmp_path), request(port, rank))] for rank in range(2))
+    )
     assert seen[0] == seen[1]
     found = {finding.check: finding for finding in seen[0]}
     assert found["versions"].level == "problem"
@@ -759,7 +761,7 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     assert found["clocks"].sentence.endswith(f"s off that of node 0 on {HOST}: start NTP on both")
     assert found["ranks"].sentence == "without PyTorch on all nodes no ranks can be started"
     monkeypatch.setattr(doctor_nodes, "software", lambda: {"torch": "none"})
-    (alone,) = examine_nodes(Request(tmp_path, limit_s=1), request(port, 1))
+    (alone,) = run_node_checks(DoctorRequest(tmp_path, limit_s=1), request(port, 1))
     assert (alone.check, alone.level) == ("nodes", "problem")
     assert f"node 0 did not answer at 127.0.0.1:{port} within 1 s (Connection refused)" in alone.sentence
 

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.checkpoint.load import load
-from muster.checkpoint.save import alone, save
+from muster.checkpoint.save import save, single_rank_exchange
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_muon_matrix, optimizer_state_numel, skips_weight_decay
+from muster.layout import matrix_owners
+from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
+from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
 from muster.optim.base import Optimizer
-from muster.optim.make import make_optimizer
-from muster.optim.muon import orthogonal
-from muster.spec import owners
+from muster.optim.build import build_optimizer
+from muster.optim.muon import orthogonalize
 from muster.spec.errors import MusterError
-from muster.spec.layout import Box, TensorLayout, rank_layouts
-from muster.spec.model import parameters
-from muster.spec.optim import OptimConfig
-from muster.spec.optim_state import is_muon_matrix, no_decay, state_numel
-from muster.spec.owners import OwnedMatrix, deal, sent_numel
+from muster.spec.model import parameter_shapes
 from muster.spec.plan_name import parse_plan_name
 from tests.optim_ranks import LR, SPEC, cut, draw, local_params, pieces, plain, run_members, walk, whole
 from tests.ranks import run_ranks
@@ -32,11 +32,11 @@ CONFIGS = {
         name="muon", lr=LR, muon_scale="original", muon_lr_ratio=3.0, nesterov=False, momentum=0.7
     ),
 }
-WHOLE = {name: whole(name, shape) for name, shape in parameters(SPEC)}
+WHOLE = {name: whole(name, shape) for name, shape in parameter_shapes(SPEC)}
 
 
 def make_whole(config: OptimConfig, layouts: dict[str, TensorLayout] = WHOLE) -> Optimizer:
-    return make_optimizer(config, local_params(layouts), layouts)
+    return build_optimizer(config, local_params(layouts), layouts)
 
 
 # --- one process ---
@@ -52,9 +52,9 @@ def test_an_optimizer_equals_its_plain_form(config):
 
 
 def test_what_decays_and_what_is_a_matrix_for_muon():
-    names = dict(parameters(SPEC))
+    names = dict(parameter_shapes(SPEC))
     outer = {name for name in names if "norm" in name or name == "embed.weight"}
-    assert {name for name in names if no_decay(name)} == outer
+    assert {name for name in names if skips_weight_decay(name)} == outer
     assert {name for name in names if is_muon_matrix(name, names[name])} == set(names) - outer - {"head.weight"}
 
 
@@ -63,7 +63,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_bit_for_bit(config, tmp_path):
     first, other = make_whole(config), make_whole(config)
     walk(first, WHOLE, range(1, 3))
     info = {"plan": {}, "model": {}, "counters": {}}
-    folder = save(tmp_path, 2, pieces(first, WHOLE), info, 0, 1, alone)
+    folder = save(tmp_path, 2, pieces(first, WHOLE), info, 0, 1, single_rank_exchange)
     other.step_count = load(folder, pieces(other, WHOLE)).step
     for optimizer in (first, other):
         walk(optimizer, WHOLE, range(3, 5))
@@ -86,9 +86,9 @@ def test_the_state_is_what_the_memory_formula_counts(config, dtype):
     if config.name == "muon":
         layouts = WHOLE  # one rank alone must hold whole matrices
     params = {name: param.to(dtype) for name, param in local_params(layouts).items()}
-    state = make_optimizer(config, params, layouts).state()
+    state = build_optimizer(config, params, layouts).state()
     found = sum(tensor.numel() for _, tensor in state.values())
-    assert found == state_numel(config, layouts.values())
+    assert found == optimizer_state_numel(config, layouts.values())
     numel = sum(param.numel() for param in params.values())
     inner = sum(param.numel() for name, param in params.items() if name.startswith("layers.") and param.ndim == 2)
     per_number = {"adamw": 2 * numel, "lion": numel, "muon": 2 * numel - inner}
@@ -112,7 +112,7 @@ def test_bf16_newton_schulz_equals_pytorch_bit_for_bit():
     names = [name for name, one in WHOLE.items() if is_muon_matrix(name, one.shape)]
     ours = {name: draw(name, WHOLE[name].shape, 0).float() for name in names}
     theirs = {name: param.clone() for name, param in ours.items()}
-    optimizer = make_optimizer(config, ours, {name: WHOLE[name] for name in names})
+    optimizer = build_optimizer(config, ours, {name: WHOLE[name] for name in names})
     torchs = torch.optim.Muon(theirs.values(), lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 4):
         for params in (ours, theirs):
@@ -125,10 +125,10 @@ def test_bf16_newton_schulz_equals_pytorch_bit_for_bit():
 
 @pytest.mark.parametrize("shape", [(96, 32), (16, 48)])
 def test_newton_schulz_turns_singular_values_to_about_one(shape):
-    found = torch.linalg.svdvals(orthogonal(draw("x", shape, 1)))
+    found = torch.linalg.svdvals(orthogonalize(draw("x", shape, 1)))
     assert found.min() > 0.6
     assert found.max() < 1.25
-    assert not orthogonal(torch.zeros(shape)).any()
+    assert not orthogonalize(torch.zeros(shape)).any()
 
 
 # --- Muon over several ranks ---
@@ -179,7 +179,7 @@ def member_layouts(draw_from) -> list[dict[str, TensorLayout]]:
 @settings(deadline=None, max_examples=40)
 def test_muon_from_any_boxes_equals_whole_matrices(members, small_batches):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owners, "BATCH_NUMEL", 1 if small_batches else 1 << 24)
+        patch.setattr(matrix_owners, "BATCH_NUMEL", 1 if small_batches else 1 << 24)
         found, sent = run_members(CONFIGS["muon"], members, steps=2)
         assert sent == [2 * numel for numel in predicted_traffic(members)]
     wholes = {name: whole(name, one.shape) for name, one in members[0].items()}
@@ -196,7 +196,7 @@ def predicted_traffic(members: list[dict[str, TensorLayout]]) -> list[int]:
     boxes = {name: tuple(member[name].boxes for member in members) for name in shapes}
     batches = [
         [OwnedMatrix(name, shapes[name], boxes[name], owner) for name, owner in batch.items()]
-        for batch in deal(shapes, len(members))
+        for batch in assign_owners(shapes, len(members))
     ]
     return [sum(sent_numel(batch, member) for batch in batches) for member in range(len(members))]
 
@@ -220,7 +220,7 @@ def test_boxes_that_do_not_make_up_a_matrix_are_refused(rows):
     st.integers(1, 9),
 )
 def test_matrices_are_dealt_evenly(shapes, members):
-    batches = deal(shapes, members)
+    batches = assign_owners(shapes, members)
     assert sorted(name for batch in batches for name in batch) == sorted(shapes)
     assert len(batches) <= 1  # so few numbers travel at once
     load, largest = [0] * members, 0
@@ -232,4 +232,4 @@ def test_matrices_are_dealt_evenly(shapes, members):
 
 
 def test_a_member_with_a_large_matrix_gets_no_small_ones():
-    assert deal({"large": (9, 9), "b": (2, 2), "a": (2, 2)}, 2) == [{"large": 0, "a": 1, "b": 1}]
+    assert assign_owners({"large": (9, 9), "b": (2, 2), "a": (2, 2)}, 2) == [{"large": 0, "a": 1, "b": 1}]

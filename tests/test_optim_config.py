@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.optim.lr import learning_rate, rate_of_step
+from muster.config.load_config import load_run_config, write_run_files
+from muster.config.optim_config import OptimConfig
+from muster.config.step_law import batch_tokens_for_steps, derived_value_line, non_embedding_parameters, step_law
+from muster.config.step_law import step_law_values as derive
+from muster.optim.lr import learning_rate, lr_at_step
 from muster.planner.auto import choose_plan, resolve_plan
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import load_run, write_resolved
-from muster.spec.optim import OptimConfig
-from muster.spec.step_law import batch_tokens_for_steps, derived_line, non_embedding_parameters, step_law
-from muster.spec.step_law import step_law_values as derive
 from muster.train.run import TrainOptions, prepare
 from tests.optim_ranks import SPEC
 
@@ -56,7 +56,7 @@ def test_learning_rates_on_the_way(options, rates):
     optim = OptimConfig(
         lr=1.0, warmup_steps=10, min_lr_ratio=0.2, **{key: options[key] for key in options if key in CONFIGURED}
     )
-    assert {step: rate_of_step(optim, step, 110) for step in rates} == pytest.approx(rates)
+    assert {step: lr_at_step(optim, step, 110) for step in rates} == pytest.approx(rates)
 
 
 CONFIGURED = ("schedule", "decay_fraction", "decay_shape")
@@ -73,12 +73,12 @@ def test_an_unknown_schedule_is_refused():
 def test_optimizers_have_defaults_of_their_own(tmp_path):
     found = {}
     for name in ("adamw", "sgd", "muon", "lion"):
-        resolved = load_run("tiny", None, [("optim.name", name)])
+        resolved = load_run_config("tiny", None, [("optim.name", name)])
         optim = resolved.config.optim
         found[name] = (optim.beta2, optim.momentum, optim.nesterov)
         plan = resolve_plan(resolved, None)
-        write_resolved(resolved, plan, tmp_path / name)
-        assert load_run(None, tmp_path / name / "config.yaml", []).config.optim == optim
+        write_run_files(resolved, plan, tmp_path / name)
+        assert load_run_config(None, tmp_path / name / "config.yaml", []).config.optim == optim
     own = {"sgd": (0.95, 0.9, False), "muon": (0.95, 0.95, True), "lion": (0.99, 0.0, False)}
     assert found == {"adamw": (0.95, 0.0, False), **own}
     assert OptimConfig(name="lion", lr=1.0, beta2=0.9).beta2 == 0.9
@@ -100,7 +100,7 @@ def test_optimizers_have_defaults_of_their_own(tmp_path):
 )
 def test_values_that_do_not_go_together_are_refused(overrides, sentence):
     with pytest.raises(ConfigError) as caught:
-        load_run("tiny", None, [(f"optim.{key}", value) for key, value in overrides.items()])
+        load_run_config("tiny", None, [(f"optim.{key}", value) for key, value in overrides.items()])
     assert sentence in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_what_a_run_file_leaves_out_is_derived():
     num_params = non_embedding_parameters(SPEC)
     assert num_params == 2 * (6 * 6 + 2 * 2 * 6 + 6 * 6 + 3 * 6 * 5 + 2 * 6) + 6
     assert lr == pytest.approx(step_law(num_params, 50_000 * 512 * 1024).lr, rel=1e-2)
-    assert derived_line("optim.lr", lr, origin) == (
+    assert derived_value_line("optim.lr", lr, origin) == (
         f"optim.lr {lr:g}, derived (Step Law, arXiv:2503.04715: for {num_params} parameters outside embedding and head"
         " and 26.2B tokens; an extrapolation, fitted to 60M to 1B parameters)"
     )
@@ -159,10 +159,10 @@ def test_nothing_is_derived_from_wrong_values(wrong):
 def test_what_is_derived_is_told_before_training_and_where_it_does_not_fit(tmp_path, capsys):
     (tmp_path / "text.md").write_text("What is read. " * 300)
     keys = {"model": "tiny", "data.source": str(tmp_path / "text.md"), "train.steps": "3", "train.seq_len": "64"}
-    resolved = load_run(None, None, list(keys.items()))
+    resolved = load_run_config(None, None, list(keys.items()))
     prepare(resolved, choose_plan(resolved, 1), TrainOptions(tmp_path / "run"))
     told = capsys.readouterr().out
     assert "\ntrain.global_batch_size 1, derived (Step Law, arXiv:2503.04715: " in told
     assert f"\noptim.lr {resolved.config.optim.lr:g}, derived (Step Law, arXiv:2503.04715: for 394k param" in told
     with pytest.raises(InfeasibleError, match=r"is not a multiple of 2 .*; train.global_batch_size 1, derived \(Step"):
-        resolve_plan(load_run(None, None, [*keys.items(), ("parallel", "dp2-mb1-fp32")]), None)
+        resolve_plan(load_run_config(None, None, [*keys.items(), ("parallel", "dp2-mb1-fp32")]), None)

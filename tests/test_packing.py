@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.cli.main import main
-from muster.data.by_length import arrange
-from muster.data.dataset import NOT_COUNTED, Dataset, Packing, Samples, StreamHash, sample_digest
-from muster.data.mixed import MixedDataset
-from muster.data.mixture import BLOCK, MixStage, MixtureOrder, quotas
-from muster.data.prepare import Preparation, prepare
-from muster.data.share import read_share
+from muster.data.blend import BLOCK_SAMPLES, BlendOrder, BlendWeights, block_quotas
+from muster.data.blended_dataset import BlendedDataset
+from muster.data.dataset import IGNORE_INDEX, Dataset, Packing, SampleStream, StreamHash, sample_digest
+from muster.data.dp_slice import read_dp_slice
+from muster.data.length_bucketing import bucket_by_length
+from muster.data.prepare import PrepareOptions, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
+from muster.layout.mesh import coordinates_of
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.init import init_stage
 from muster.model.recompute import apply_recompute
-from muster.parallel.offload import Offload
-from muster.spec.mesh import coordinates
+from muster.parallel.offload import ActivationOffload
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
@@ -33,12 +33,12 @@ from tests import forks
 from tests.train_runs import AT_ONCE, Command, rows_of, sample_hash, train
 
 TOKENIZER = ByteTokenizer()
-END = TOKENIZER.end
+END = TOKENIZER.eos_id
 
 
 def make_store(folder: Path, name: str, rows: list[dict]) -> TokenStore:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(Preparation(str(folder / f"{name}.jsonl"), TOKENIZER), folder / name)
+    return prepare(PrepareOptions(str(folder / f"{name}.jsonl"), TOKENIZER), folder / name)
 
 
 def texts(seed: int, count: int, longest: int = 40) -> list[str]:
@@ -59,9 +59,9 @@ def _stores(tmp_path_factory) -> dict[str, TokenStore]:
 # --- packing ---
 
 
-def learnt(store: TokenStore) -> list[tuple[int, int]]:
+def valid_labels(store: TokenStore) -> list[tuple[int, int]]:
     """Every pair of a token and the next that is to be learnt, document by document."""
-    counted = store.read_counted(0, store.header.num_tokens)
+    counted = store.read_loss_mask(0, store.header.num_tokens)
     pairs = []
     ends = [*store.document_starts.tolist()[1:], store.header.num_tokens]
     for start, end in zip(store.document_starts.tolist(), ends, strict=True):
@@ -78,19 +78,19 @@ def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing:
     store = stores[name]
     dataset = Dataset(store, seq_len, 3, packing=packing)
     batch = dataset.train_batch(0, dataset.num_train_samples)
-    counted = batch.labels_BS != NOT_COUNTED
+    counted = batch.labels_BS != IGNORE_INDEX
     pairs = list(zip(batch.tokens_BS[counted].tolist(), batch.labels_BS[counted].tolist(), strict=True))
-    assert sorted(pairs) == sorted(learnt(store))
-    assert batch.num_valid == len(pairs) == dataset.num_valid(0, dataset.num_train_samples)
-    parts = [dataset.num_valid(first, 3) for first in range(0, dataset.num_train_samples, 3)]
+    assert sorted(pairs) == sorted(valid_labels(store))
+    assert batch.num_valid_tokens == len(pairs) == dataset.num_valid_tokens(0, dataset.num_train_samples)
+    parts = [dataset.num_valid_tokens(first, 3) for first in range(0, dataset.num_train_samples, 3)]
     assert sum(parts) >= len(pairs)  # the last three reach into the next epoch
-    assert [dataset.train_batch(3 * i, 3).num_valid for i in range(len(parts))] == parts
+    assert [dataset.train_batch(3 * i, 3).num_valid_tokens for i in range(len(parts))] == parts
     positions = batch.positions_BS
     if packing == "none":
         assert positions is None
         filled = dataset.lengths(np.arange(dataset.num_train_samples))
         assert filled is not None
-        assert np.all(batch.labels_BS[np.arange(seq_len) >= filled[:, None]] == NOT_COUNTED)
+        assert np.all(batch.labels_BS[np.arange(seq_len) >= filled[:, None]] == IGNORE_INDEX)
         assert not np.any((batch.tokens_BS == END)[:, :-1]), "an end is predicted, not read"
         return
     assert positions is not None
@@ -103,16 +103,16 @@ def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_whole_documents_are_cut_only_where_they_must(lengths, seq_len):
-    from muster.data.packing import WholeDocuments
+    from muster.data.packing import PackedDocuments
 
     lengths = [length + 1 for length in lengths]
     ends = np.cumsum(lengths)
-    windows = WholeDocuments(int(ends[-1]), seq_len, 0.0, ends - lengths) if ends[-1] > seq_len else None
+    windows = PackedDocuments(int(ends[-1]), seq_len, 0.0, ends - lengths) if ends[-1] > seq_len else None
     if windows is None:
         return
     assert "_spans" in vars(windows), "they are laid out at once, since a first batch must not take long"
     all_windows = np.arange(windows.num_windows)
-    starts, filled = windows.starts(all_windows), windows.num_valid(all_windows)
+    starts, filled = windows.starts(all_windows), windows.lengths(all_windows)
     assert np.all((filled > 0) & (filled <= seq_len))
     predicted = sorted(
         token for start, size in zip(starts, filled, strict=True) for token in range(start + 1, start + size + 1)
@@ -148,10 +148,12 @@ def token_losses(
     model: Decoder, tokens_BS: np.ndarray, labels_BS: np.ndarray, positions: np.ndarray | None
 ) -> torch.Tensor:
     device = torch.device("cpu")
-    model.where.documents = None if positions is None else Documents.of(torch.from_numpy(positions), device)
+    model.position_state.documents = (
+        None if positions is None else Documents.from_positions(torch.from_numpy(positions), device)
+    )
     logits = model(torch.from_numpy(tokens_BS))
     return F.cross_entropy(
-        logits.flatten(0, 1), torch.from_numpy(labels_BS).flatten(), reduction="none", ignore_index=NOT_COUNTED
+        logits.flatten(0, 1), torch.from_numpy(labels_BS).flatten(), reduction="none", ignore_index=IGNORE_INDEX
     )
 
 
@@ -189,21 +191,21 @@ def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(sto
 @pytest.mark.parametrize("kind", SPECS)
 def test_what_packed_documents_keep_goes_to_the_host_and_comes_back(stores, kind):
     gradients = []
-    for offload in (None, Offload(torch.device("cpu"))):
+    for offload in (None, ActivationOffload(torch.device("cpu"))):
         model = make_model(kind)
         for layer in model.blocks():
             if offload is not None:
-                offload.watch(layer)
+                offload.track_layer(layer)
         batch = Dataset(stores["plain"], 64, 5, packing="whole").train_batch(0, 4)
         losses = token_losses(model, batch.tokens_BS, batch.labels_BS, batch.positions_BS)
         if offload is not None:
-            offload.keep(0, losses)
-            offload.send(0)()
-            assert offload.moved_bytes > 0
-            documents = model.where.documents
+            offload.end_forward(0, losses)
+            offload.offload(0)()
+            assert offload.copied_bytes > 0
+            documents = model.position_state.documents
             assert documents is not None
             assert documents.positions_BS.tolist() == batch.positions_BS.tolist()
-            offload.fetch(0)()
+            offload.reload(0)()
         losses.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
@@ -224,7 +226,7 @@ def test_padded_documents_have_the_losses_that_they_have_alone(stores, kind):
         alone.append(F.pad(own, (0, longest - length)))
     torch.testing.assert_close(padded, torch.cat(alone), rtol=0, atol=1e-12)
     # The bug that this would find: padding that is learnt.
-    learnt_BS = np.where(batch.labels_BS == NOT_COUNTED, 0, batch.labels_BS)[:, :longest]
+    learnt_BS = np.where(batch.labels_BS == IGNORE_INDEX, 0, batch.labels_BS)[:, :longest]
     seen = token_losses(model, batch.tokens_BS[:, :longest], learnt_BS, None)
     assert (seen - padded).abs().max() > 1e-6
 
@@ -233,11 +235,11 @@ def test_padded_documents_have_the_losses_that_they_have_alone(stores, kind):
 @settings(max_examples=40, deadline=None)
 def test_micro_batches_by_length(lengths, name):
     plan, lengths_B = parse_plan_name(name), np.array(lengths)
-    found = arrange(lengths_B, plan, 4, seq_len=48)
+    found = bucket_by_length(lengths_B, plan, 4, seq_len=48)
     assert sorted(found.samples_B.tolist()) == list(range(12))
     by_micro_batch: list[list[int]] = [[] for _ in found.lengths_M]
-    for rank in range(plan.mesh(0).data_ranks):
-        for place, at in enumerate(plan.samples_of(rank, 12)):
+    for rank in range(plan.mesh(0).dp_size):
+        for place, at in enumerate(plan.sample_range(rank, 12)):
             by_micro_batch[place // plan.micro_batch_size].append(int(lengths_B[found.samples_B[at]]))
     for own, padded in zip(by_micro_batch, found.lengths_M, strict=True):
         assert max(own) <= padded <= min(48, max(own) + 7)
@@ -249,38 +251,38 @@ def test_micro_batches_by_length(lengths, name):
 
 
 def test_a_block_has_each_source_in_its_proportion():
-    assert quotas([0.7, 0.3]).tolist() == [700, 300]
-    assert quotas([1, 1, 1]).tolist() == [334, 333, 333]
-    assert quotas([1, 0, 1e-9]).tolist() == [999, 0, 1]
+    assert block_quotas([0.7, 0.3]).tolist() == [700, 300]
+    assert block_quotas([1, 1, 1]).tolist() == [334, 333, 333]
+    assert block_quotas([1, 0, 1e-9]).tolist() == [999, 0, 1]
     with pytest.raises(ValueError, match="not all of them 0"):
-        quotas([0, 0])
+        block_quotas([0, 0])
 
 
 @given(st.integers(0, 2_500), st.integers(1, 2_500), st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_each_source_is_gone_through_without_a_gap_over_all_stages(first, count, seed):
-    order = MixtureOrder([MixStage(0, (3, 1)), MixStage(1_234, (0, 1)), MixStage(1_300, (1, 1))], seed)
+    order = BlendOrder([BlendWeights(0, (3, 1)), BlendWeights(1_234, (0, 1)), BlendWeights(1_300, (1, 1))], seed)
     source, index = order.locate(0, first + count)
     for one in (0, 1):
         assert sorted(index[source == one].tolist()) == list(range(int((source == one).sum())))
-    assert order.taken(first + count).tolist() == np.bincount(source, minlength=2).tolist()
+    assert order.samples_per_source(first + count).tolist() == np.bincount(source, minlength=2).tolist()
     again = order.locate(first, count)
     assert np.array_equal(again[0], source[first:])
     assert np.array_equal(again[1], index[first:])
     assert set(source[1_234:1_300].tolist()) <= {1}
-    if first + count >= BLOCK:
-        assert (source[:BLOCK] == 0).sum() == 750
+    if first + count >= BLOCK_SAMPLES:
+        assert (source[:BLOCK_SAMPLES] == 0).sum() == 750
 
 
-def stream(dataset: Samples, plans: list[tuple[str, int, int]]) -> str:
+def stream(dataset: SampleStream, plans: list[tuple[str, int, int]]) -> str:
     """The hash of what the ranks of each plan are fed, which go on where the one before stopped."""
     hash_, at = StreamHash(), 0
     for name, batch_size, num_steps in plans:
         plan: Plan = parse_plan_name(name)
         for _ in range(num_steps):
-            places = [coordinates(plan, rank) for rank in range(plan.world_size)]
+            places = [coordinates_of(plan, rank) for rank in range(plan.world_size)]
             for place in places:
-                share = read_share(dataset.train_batch, plan, place, at, batch_size)
+                share = read_dp_slice(dataset.train_batch, plan, place, at, batch_size)
                 assert (share.positions_BS is None) == (dataset.train_batch(0, 1).positions_BS is None)
                 hash_.update(sample_digest(row) for row in share.tokens_BS)
             at += batch_size
@@ -290,24 +292,24 @@ def stream(dataset: Samples, plans: list[tuple[str, int, int]]) -> str:
 @pytest.mark.parametrize("packing", ["concatenate", "documents", "whole"])
 def test_the_stream_of_a_mixture_is_the_same_for_any_ranks_and_batches(stores, packing: Packing):
     sources = {name: Dataset(store, 32, seed, 0.1, packing) for seed, (name, store) in enumerate(stores.items())}
-    dataset = MixedDataset(sources, [MixStage(0, (2, 1, 1)), MixStage(50, (1, 1, 0))], 7)
+    dataset = BlendedDataset(sources, [BlendWeights(0, (2, 1, 1)), BlendWeights(50, (1, 1, 0))], 7)
     assert dataset.num_train_samples < 320  # so that there is more than an epoch
     whole = stream(dataset, [("dp1-mb16", 16, 20)])
     assert stream(dataset, [("dp4-mb2", 8, 10), ("dp2-mb4", 16, 5), ("dp8-mb1", 32, 5)]) == whole
     assert stream(dataset, [("dp4-mb2", 8, 10), ("dp2-mb4", 16, 5), ("dp8-mb1", 32, 4)]) != whole
     batch = dataset.train_batch(3, 9)
-    assert batch.num_valid == dataset.num_valid(3, 9) == (batch.labels_BS != NOT_COUNTED).sum()
+    assert batch.num_valid_tokens == dataset.num_valid_tokens(3, 9) == (batch.labels_BS != IGNORE_INDEX).sum()
 
 
 def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
     sources = {name: Dataset(store, 32, seed, 0.1) for seed, (name, store) in enumerate(stores.items())}
-    dataset = MixedDataset(sources, [MixStage(0, (1, 1, 1))], 7)
-    count = dataset.num_held_out_samples
-    mixed = dataset.held_out_batch(0, count + 3)
-    own = [one.held_out_batch(0, one.num_held_out_samples) for one in sources.values()]
+    dataset = BlendedDataset(sources, [BlendWeights(0, (1, 1, 1))], 7)
+    count = dataset.num_validation_samples
+    mixed = dataset.validation_batch(0, count + 3)
+    own = [one.validation_batch(0, one.num_validation_samples) for one in sources.values()]
     assert count == sum(len(batch.tokens_BS) for batch in own)
     assert sorted(map(bytes, mixed.tokens_BS[:count])) == sorted(bytes(row) for batch in own for row in batch.tokens_BS)
-    assert np.all(mixed.labels_BS[count:] == NOT_COUNTED)
+    assert np.all(mixed.labels_BS[count:] == IGNORE_INDEX)
     trained = dataset.train_batch(0, 400)
     assert not set(map(bytes, mixed.labels_BS[:count])) & set(map(bytes, trained.labels_BS))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muster.schedule.resolve import resolved
+from muster.schedule.resolve import resolve_schedule
 from muster.spec.plan_name import parse_plan_name
 from tests.parity import small_run
 from tests.plans import timed_order, unequal
@@ -199,7 +199,7 @@ def exact_order(name: str) -> dict[str, Any]:
     """Found once, since ranks may find different ones."""
     pytest.importorskip("ortools")
     config = small_run()
-    order = resolved(parse_plan_name(name), config.model, config.workload).order
+    order = resolve_schedule(parse_plan_name(name), config.model, config.workload).order
     assert order is not None
     return {"order": order.model_dump()}
 

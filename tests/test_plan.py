@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.schedule.build import program_of
+from muster.config.load_config import load_plan
+from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import problems
-from muster.spec.load import load_plan
+from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
-from muster.spec.nearest import nearest_legal, require_runnable
-from muster.spec.plan import LayerRun, Mesh, Plan, StageSpec, Strategy
-from muster.spec.plan_name import beyond_name, format_plan_name, parse_plan_name
-from muster.spec.runnable import RUNNABLE_RECOMPUTE, not_yet
-from muster.spec.schedules import SCHEDULES, place
+from muster.spec.nearest_plans import nearest_plans, require_runnable
+from muster.spec.plan import LayerOverride, LayerStrategy, Mesh, Plan, StageSpec
+from muster.spec.plan_name import format_plan_name, parse_plan_name, settings_beyond_name
+from muster.spec.schedules import SCHEDULES, stage_placement
+from muster.spec.supported import SUPPORTED_RECOMPUTE, unsupported_features
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=256, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=192)
@@ -29,7 +29,7 @@ sayable_plans = st.builds(
     schedule=st.sampled_from(list(SCHEDULES)),
     precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16", "fp8"]),
     default_strategy=st.builds(
-        Strategy,
+        LayerStrategy,
         zero=st.sampled_from(["z1", "z2", "z3"]),
         sp=st.booleans(),
         recompute=st.sampled_from(["none", "selective", "attention", "alternate", "full"]),
@@ -65,9 +65,9 @@ def test_different_plans_have_different_names(one, other):
         ("dp2x1", Plan(dp_replicate=2)),
         ("pp4v2-szbv", Plan(pp=4, vpp=2, schedule="zb-v")),
         ("sgpipe-pp2", Plan(pp=2, schedule="gpipe")),
-        ("tp4-sp", Plan(tp=4, default_strategy=Strategy(sp=True))),
-        ("dp2-z1-rfull", Plan(dp_shard=2, default_strategy=Strategy(zero="z1", recompute="full"))),
-        ("dp4-z1-share3.1", Plan(dp_shard=4, data_shares=(3, 1), default_strategy=Strategy(zero="z1"))),
+        ("tp4-sp", Plan(tp=4, default_strategy=LayerStrategy(sp=True))),
+        ("dp2-z1-rfull", Plan(dp_shard=2, default_strategy=LayerStrategy(zero="z1", recompute="full"))),
+        ("dp4-z1-share3.1", Plan(dp_shard=4, data_shares=(3, 1), default_strategy=LayerStrategy(zero="z1"))),
         ("dp4-share6.6.2.2", Plan(dp_shard=4, data_shares=(3, 1))),
         ("dp4-share7.7", Plan(dp_shard=4)),
         ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
@@ -83,7 +83,7 @@ def test_different_plans_have_different_names(one, other):
                 ep=8,
                 etp=2,
                 schedule="zb-v",
-                default_strategy=Strategy(sp=True, recompute="selective"),
+                default_strategy=LayerStrategy(sp=True, recompute="selective"),
             ),
         ),
     ],
@@ -123,8 +123,8 @@ def test_a_single_process_is_dp1():
     [
         Plan(compile=True),
         Plan(axis_order=("dp_replicate", "dp_shard", "pp", "cp", "tp")),
-        Plan(default_strategy=Strategy(attention="unfused")),
-        Plan(overrides=(LayerRun(start=0, count=2, strategy=Strategy(zero="z1")),)),
+        Plan(default_strategy=LayerStrategy(attention="unfused")),
+        Plan(overrides=(LayerOverride(start=0, count=2, strategy=LayerStrategy(zero="z1")),)),
         Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
         Plan(pp=2, dp_shard=2, data_shares=(1234567890, 1)),
     ],
@@ -175,22 +175,22 @@ RUNNABLE_SCHEDULES = [name for name, entry in SCHEDULES.items() if not entry.sea
 @pytest.mark.parametrize("name", RUNNABLE_SCHEDULES)
 def test_a_plan_knows_where_each_schedule_puts_its_stages(name):
     entry = SCHEDULES[name]
-    schedule = make_schedule(name, Setting(4, 8, entry.default_chunks, replicas=entry.default_replicas))
+    schedule = make_schedule(name, ScheduleSpec(4, 8, entry.default_chunks, replicas=entry.default_replicas))
     assert schedule.replicas == entry.default_replicas
-    assert schedule.placement == place(entry, 4, entry.default_chunks)
-    assert entry.splits == any(action.kind == "W" for order in schedule.ranks for action in order)
+    assert schedule.placement == stage_placement(entry, 4, entry.default_chunks)
+    assert entry.split_backward == any(action.kind == "W" for order in schedule.ranks for action in order)
 
 
 @pytest.mark.parametrize("name", RUNNABLE_SCHEDULES)
 def test_the_nearest_plans_can_be_made_into_programs(name):
     for vpp in (1, 3, 4):
-        for near in nearest_legal(Plan(pp=2, vpp=vpp, schedule=name), MODEL, WORKLOAD, 4, limit=9):
-            program_of(near, MODEL, WORKLOAD)
+        for near in nearest_plans(Plan(pp=2, vpp=vpp, schedule=name), MODEL, WORKLOAD, 4, limit=9):
+            build_program(near, MODEL, WORKLOAD)
 
 
 def test_a_schedule_in_waves_wants_an_even_number_of_stages():
     plan = Plan(pp=2, vpp=3, schedule="hanayo")
-    assert problems(plan, MODEL, WORKLOAD, 2) == [
+    assert plan_violations(plan, MODEL, WORKLOAD, 2) == [
         "schedule hanayo runs 2 stages for each wave on each pipeline rank; that is pp2v2, not vpp 3"
     ]
 
@@ -233,7 +233,7 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
 )
 def test_problems_explain_themselves(name, world_size, sentence):
     plan = parse_plan_name(name)
-    assert any(sentence in problem for problem in problems(plan, MODEL, WORKLOAD, world_size))
+    assert any(sentence in problem for problem in plan_violations(plan, MODEL, WORKLOAD, world_size))
 
 
 def stages(*meshes: Mesh) -> tuple[StageSpec, ...]:
@@ -260,10 +260,10 @@ def stages(*meshes: Mesh) -> tuple[StageSpec, ...]:
     ],
 )
 def test_unequal_stages(plan, sentence):
-    found = problems(plan, MODEL, WORKLOAD, plan.world_size)
-    assert [sentence in one for one in found] == [True] if sentence else not found + not_yet(plan)
+    found = plan_violations(plan, MODEL, WORKLOAD, plan.world_size)
+    assert [sentence in one for one in found] == [True] if sentence else not found + unsupported_features(plan)
     if sentence is None:
-        check(program_of(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD))
+        check(build_program(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD))
 
 
 def test_what_an_override_leaves_out_is_as_in_the_default_strategy(tmp_path):
@@ -282,20 +282,20 @@ def test_what_an_override_leaves_out_is_as_in_the_default_strategy(tmp_path):
 
 
 def test_an_override_past_the_last_layer_is_a_problem():
-    plan = Plan(overrides=(LayerRun(start=6, count=3, strategy=Strategy()),))
-    assert problems(plan, MODEL, WORKLOAD, 1) == ["an override covers layers 6 to 8, but the model's last is 7"]
+    plan = Plan(overrides=(LayerOverride(start=6, count=3, strategy=LayerStrategy()),))
+    assert plan_violations(plan, MODEL, WORKLOAD, 1) == ["an override covers layers 6 to 8, but the model's last is 7"]
 
 
 def test_chunked_overlap_wants_sp():
-    plan = Plan(tp=2, default_strategy=Strategy(tp_overlap="chunked"))
-    assert problems(plan, MODEL, WORKLOAD, 2) == [
+    plan = Plan(tp=2, default_strategy=LayerStrategy(tp_overlap="chunked"))
+    assert plan_violations(plan, MODEL, WORKLOAD, 2) == [
         "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
     ]
 
 
 def test_a_vocabulary_and_an_inner_width_that_tp_does_not_divide_are_legal():
     model = MODEL.model_copy(update={"vocab_size": 257, "intermediate_size": 171})
-    assert problems(Plan(tp=4), model, WORKLOAD, 4) == []
+    assert plan_violations(Plan(tp=4), model, WORKLOAD, 4) == []
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_a_vocabulary_and_an_inner_width_that_tp_does_not_divide_are_legal():
 )
 def test_legal_plans_have_no_problems(name):
     plan = parse_plan_name(name)
-    assert problems(plan, MODEL, WORKLOAD, plan.world_size) == []
+    assert plan_violations(plan, MODEL, WORKLOAD, plan.world_size) == []
 
 
 @settings(deadline=None)
 @given(sayable_plans, st.integers(1, 64))
 def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size):
-    if problems(plan, MODEL, WORKLOAD, world_size):
+    if plan_violations(plan, MODEL, WORKLOAD, world_size):
         return
     assert plan.pp * plan.dp_replicate * plan.dp_shard * plan.cp * plan.tp == world_size
     per_rank = plan.num_micro_batches(WORKLOAD) * plan.micro_batch_size
@@ -324,22 +324,25 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(cp=2), "context parallelism"),
         (Plan(ep=2), "expert parallelism"),
         (Plan(etp=2), "tensor parallelism of experts"),
-        (Plan(default_strategy=Strategy(offload="all")), "offload of the optimizer's state"),
-        (Plan(overrides=(LayerRun(start=0, count=1, strategy=Strategy(zero="z1")),)), "a sharding level of its own"),
+        (Plan(default_strategy=LayerStrategy(offload="all")), "offload of the optimizer's state"),
         (
-            Plan(tp=2, overrides=(LayerRun(start=0, count=1, strategy=Strategy(sp=True)),)),
+            Plan(overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(zero="z1")),)),
+            "a sharding level of its own",
+        ),
+        (
+            Plan(tp=2, overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(sp=True)),)),
             "an sp or tp_overlap of its own",
         ),
         (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
-        (Plan(default_strategy=Strategy(recompute="attention")), "recompute of attention alone"),
-        (Plan(default_strategy=Strategy(attention="unfused")), "unfused attention"),
-        (Plan(compile=True, default_strategy=Strategy(recompute="selective")), "selective recompute with compile"),
+        (Plan(default_strategy=LayerStrategy(recompute="attention")), "recompute of attention alone"),
+        (Plan(default_strategy=LayerStrategy(attention="unfused")), "unfused attention"),
+        (Plan(compile=True, default_strategy=LayerStrategy(recompute="selective")), "selective recompute with compile"),
     ],
 )
 def test_what_cannot_be_run_yet_is_said(plan, sentence):
-    assert [said for said in not_yet(plan) if sentence in said]
+    assert [said for said in unsupported_features(plan) if sentence in said]
     with pytest.raises(InfeasibleError, match="nearest"):
         require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
 
@@ -353,7 +356,7 @@ def test_what_cannot_be_run_yet_is_said(plan, sentence):
 )
 def test_what_can_be_run(name):
     plan = parse_plan_name(name)
-    assert not_yet(plan) == []
+    assert unsupported_features(plan) == []
     require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
 
 
@@ -363,15 +366,15 @@ def test_what_can_be_run(name):
 @settings(deadline=None)
 @given(sayable_plans, st.integers(1, 32))
 def test_the_nearest_can_run_and_come_in_order(plan, world_size):
-    near = nearest_legal(plan, MODEL, WORKLOAD, world_size, limit=100)
+    near = nearest_plans(plan, MODEL, WORKLOAD, world_size, limit=100)
     for candidate in near:
         assert candidate.world_size == world_size
         require_runnable(candidate, MODEL, WORKLOAD, world_size)
         assert candidate.default_strategy.zero == plan.default_strategy.zero
         asked = plan.default_strategy.recompute
-        assert candidate.default_strategy.recompute == (asked if asked in RUNNABLE_RECOMPUTE else "selective")
+        assert candidate.default_strategy.recompute == (asked if asked in SUPPORTED_RECOMPUTE else "selective")
     assert len({candidate.hash for candidate in near}) == len(near)
-    assert nearest_legal(plan, MODEL, WORKLOAD, world_size) == near[:3]
+    assert nearest_plans(plan, MODEL, WORKLOAD, world_size) == near[:3]
 
 
 @settings(deadline=None)
@@ -380,8 +383,8 @@ def test_the_nearest_can_run_and_come_in_order(plan, world_size):
 )
 def test_a_plan_that_can_run_is_the_nearest_to_itself(shard, replicate, pp, micro_batch):
     plan = Plan(dp_shard=shard, dp_replicate=replicate, pp=pp, micro_batch_size=micro_batch)
-    if not problems(plan, MODEL, WORKLOAD, plan.world_size):
-        assert nearest_legal(plan, MODEL, WORKLOAD, plan.world_size)[0] == plan
+    if not plan_violations(plan, MODEL, WORKLOAD, plan.world_size):
+        assert nearest_plans(plan, MODEL, WORKLOAD, plan.world_size)[0] == plan
 
 
 @pytest.mark.parametrize(
@@ -397,21 +400,21 @@ def test_a_plan_that_can_run_is_the_nearest_to_itself(shard, replicate, pp, micr
     ],
 )
 def test_the_nearest_by_example(name, world_size, nearest):
-    found = nearest_legal(parse_plan_name(name), MODEL, WORKLOAD, world_size)
+    found = nearest_plans(parse_plan_name(name), MODEL, WORKLOAD, world_size)
     assert [format_plan_name(plan) for plan in found] == nearest
 
 
 def test_the_nearest_keep_compile_where_it_can_be():
-    (near, *_) = nearest_legal(Plan(dp_shard=5, compile=True), MODEL, WORKLOAD, 4)
+    (near, *_) = nearest_plans(Plan(dp_shard=5, compile=True), MODEL, WORKLOAD, 4)
     assert near.compile
-    selective = Plan(compile=True, default_strategy=Strategy(recompute="selective"))
-    (near, *_) = nearest_legal(selective, MODEL, WORKLOAD, 1)
+    selective = Plan(compile=True, default_strategy=LayerStrategy(recompute="selective"))
+    (near, *_) = nearest_plans(selective, MODEL, WORKLOAD, 1)
     assert (near.compile, near.default_strategy.recompute) == (False, "selective")
 
 
 def test_the_nearest_keep_recompute_by_layer():
-    run = LayerRun(start=2, count=3, strategy=Strategy(recompute="full"))
-    near = nearest_legal(Plan(dp_shard=5, overrides=(run,)), MODEL, WORKLOAD, 4)
+    run = LayerOverride(start=2, count=3, strategy=LayerStrategy(recompute="full"))
+    near = nearest_plans(Plan(dp_shard=5, overrides=(run,)), MODEL, WORKLOAD, 4)
     assert near
     assert all(plan.overrides == (run,) for plan in near)
     assert all(format_plan_name(plan).endswith(f"+{plan.hash}") for plan in near)
@@ -439,7 +442,7 @@ def test_where_no_plan_uses_all_processes_the_nearest_use_fewer():
 @pytest.mark.parametrize("name", ["dp1", "dp4-z1", "pp4-mb2", "dp2-pp2-z1", "dp2x2-pp2-z2-sgpipe", "pp2-l3.5"])
 def test_the_program_of_a_plan_can_run(name, train):
     plan = parse_plan_name(name)
-    program = program_of(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD, train)
+    program = build_program(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD, train)
     check(program)
     kinds = {step.action.kind for lanes in program.ranks for lane in lanes.values() for step in lane}
     assert program.num_micro_batches == plan.num_micro_batches(WORKLOAD)
@@ -455,20 +458,20 @@ def test_plans_of_before_data_shares_are_read():
 
 def test_each_copy_of_the_model_needs_a_micro_batch():
     name = "pp2v2-mb4-sdualpipe"
-    (problem,) = problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=4), 2)
+    (problem,) = plan_violations(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=4), 2)
     assert "2 copies of the model, each of which needs a micro-batch" in problem
-    assert problems(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []
+    assert plan_violations(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []
 
 
 def test_what_a_name_can_not_say_is_said_beside_it():
-    assert beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-rsel-bf16-l3.1.1.1.1.1.1.1")) == []
-    full = Strategy(recompute="full")
-    runs = (LayerRun(start=0, count=3, strategy=full), LayerRun(start=5, count=1, strategy=full))
+    assert settings_beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-rsel-bf16-l3.1.1.1.1.1.1.1")) == []
+    full = LayerStrategy(recompute="full")
+    runs = (LayerOverride(start=0, count=3, strategy=full), LayerOverride(start=5, count=1, strategy=full))
     axes = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
     plan = Plan(dp_shard=2, pp=2, axis_order=axes, overrides=runs)
-    assert beyond_name(plan) == ["axes, outermost first: dp_shard, pp", "recompute full in layers 0–2, 5"]
-    assert beyond_name(Plan(dp_shard=2, overrides=runs[1:])) == ["recompute full in layer 5"]
+    assert settings_beyond_name(plan) == ["axes, outermost first: dp_shard, pp", "recompute full in layers 0–2, 5"]
+    assert settings_beyond_name(Plan(dp_shard=2, overrides=runs[1:])) == ["recompute full in layer 5"]
     for changes in ({"compile": True}, {"bucket_layers": 2}, {"overrides": runs}, {"axis_order": axes}):
         changed = Plan(dp_shard=2, pp=2, **changes)
         assert "+" in format_plan_name(changed)
-        assert beyond_name(changed)
+        assert settings_beyond_name(changed)

@@ -6,17 +6,17 @@ from math import inf
 import pytest
 
 from muster.cli.main import main
-from muster.planner.answer import answer_to
-from muster.planner.explain import no_plan
-from muster.planner.found import Found
-from muster.planner.judge import Judge
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
+from muster.planner.answer import answer_request
+from muster.planner.explain import explain_no_plan
 from muster.planner.neighbours import neighbours
-from muster.planner.request import ask, usual_batch
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import parse_request, round_batch
 from muster.planner.search import search
-from muster.planner.space import Shape, make_plan
-from muster.report.plan_answer import show_answer
-from muster.spec.load_cluster import load_cluster
-from muster.spec.named_model import load_model
+from muster.planner.search_result import SearchResult
+from muster.planner.space import MeshShape, make_plan
+from muster.report.plan_answer import print_answer
 from muster.spec.plan_name import format_plan_name
 
 
@@ -30,24 +30,26 @@ def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(ca
 
 
 def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_none(monkeypatch) -> None:
-    asked = ask(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
-    judge = Judge(asked.request)
-    closest = make_plan(asked.request, Shape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
-    stopped = Found([], 1.0, closest)
+    asked = parse_request(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
+    judge = PlanEvaluator(asked.request)
+    closest = make_plan(asked.request, MeshShape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
+    stopped = SearchResult([], 1.0, closest)
     assert not stopped.proven
-    assert "not all were looked at" in no_plan(asked.request, stopped, judge)
-    assert no_plan(asked.request, Found([], inf, closest), judge).startswith("no plan fits: the smallest, tp8-")
+    assert "not all were looked at" in explain_no_plan(asked.request, stopped, judge)
+    assert explain_no_plan(asked.request, SearchResult([], inf, closest), judge).startswith(
+        "no plan fits: the smallest, tp8-"
+    )
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
-    asked = ask(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
+    asked = parse_request(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
     best = search(asked.request, 1).best[0].plan
     assert best.spread_vocab
     assert best.post_validation
     assert best.default_strategy.offload == "activations"
-    one_copy = ask(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2").request
+    one_copy = parse_request(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2").request
     assert {plan.plan.dp_replicate for plan in search(one_copy, 5).best} == {1}
-    copies = ask(load_model("tiny"), load_cluster("8xh100"), 256, 8, fix="dp4x2-z2").request
+    copies = parse_request(load_model("tiny"), load_cluster("8xh100"), 256, 8, fix="dp4x2-z2").request
     assert format_plan_name(search(copies, 1).best[0].plan).startswith("dp4x2-mb1-z2")
 
 
@@ -56,7 +58,7 @@ def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
     [(8, 1024, 1024), (7, 1024, 896), (24, 1024, 768), (1000, 1024, 1000), (4480, 1024, 1120), (16381, 1024, 1024)],
 )
 def test_a_usual_step_spreads_over_the_devices(devices: int, wanted: float, batch: int) -> None:
-    assert usual_batch(wanted, devices) == batch
+    assert round_batch(wanted, devices) == batch
 
 
 def test_an_interrupted_search_says_so(monkeypatch, capsys):
@@ -88,18 +90,19 @@ def test_what_pareto_does_not_go_with_is_named(capsys):
 
 
 def test_a_precision_that_devices_lack_is_said() -> None:
-    asked = ask(load_model("tiny"), load_cluster("8xv100"), 256, 8)
-    assert asked.derived[-1] == "v100-32-sxm is not known to compute in bf16: times are those of fp16"
+    asked = parse_request(load_model("tiny"), load_cluster("8xv100"), 256, 8)
+    assert asked.derived_lines[-1] == "v100-32-sxm is not known to compute in bf16: times are those of fp16"
     assert not any(
-        "known to compute" in line for line in ask(load_model("tiny"), load_cluster("8xh100"), 256, 8).derived
+        "known to compute" in line
+        for line in parse_request(load_model("tiny"), load_cluster("8xh100"), 256, 8).derived_lines
     )
 
 
 def test_changes_without_time_stand_in_one_line(capsys) -> None:
-    asked = ask(load_model("tiny"), load_cluster("4xh100"), 256, 16)
-    answer = answer_to(asked, 1, 60.0)
+    asked = parse_request(load_model("tiny"), load_cluster("4xh100"), 256, 16)
+    answer = answer_request(asked, 1, 60.0)
     answer.__dict__["why"] = neighbours(answer.found.best[0], answer.arranged.judge, limit_s=0.0)
-    show_answer(answer, explain=False)
+    print_answer(answer, explain=False)
     shown = capsys.readouterr().out
     assert shown.count("not looked at within --limit") == 1
     assert "  not looked at within --limit: " in shown

@@ -5,23 +5,23 @@ from test_measured import machine
 
 from muster.catalog import names
 from muster.cli.main import main
+from muster.config import local_machine as here
+from muster.config.load_config import load_run_config
+from muster.config.yaml_writer import yaml_text
 from muster.planner.auto import choose_plan, resolve_plan
-from muster.planner.found import Found
-from muster.planner.judge import Judge
-from muster.planner.request import Request
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
 from muster.planner.search import search
-from muster.schedule.build import program_of
+from muster.planner.search_result import SearchResult
+from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.simulate.predict import predict
-from muster.spec import machine as here
-from muster.spec.cluster import ClusterSpec, single_device
+from muster.spec.cluster import ClusterSpec, single_node_cluster
 from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import problems
-from muster.spec.load import load_run
+from muster.spec.legality import plan_violations
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.runnable import not_yet
-from muster.spec.write import yaml_text
+from muster.spec.supported import unsupported_features
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,12 @@ def _nowhere(tmp_path, monkeypatch) -> None:
 
 
 def tiny(*overrides: tuple[str, str], preset: str = "tiny"):
-    return load_run(preset, None, [("parallel", "auto"), *overrides])
+    return load_run_config(preset, None, [("parallel", "auto"), *overrides])
 
 
 def write_profile(tmp_path) -> None:
     device = DeviceSpec(name="here", kind="cpu", shared_cores=2, rates=machine())
-    group = single_device(device, 2).groups[0].model_dump(mode="json", exclude_defaults=True)
+    group = single_node_cluster(device, 2).groups[0].model_dump(mode="json", exclude_defaults=True)
     (tmp_path / "machine.yaml").write_text(yaml_text({"name": "here", "groups": [group]}))
 
 
@@ -48,9 +48,9 @@ def test_the_plan_is_for_the_processes_that_there_are_and_can_be_run(count):
     chosen = choose_plan(resolved, count)
     config = resolved.config
     assert chosen.plan.world_size == count
-    assert not problems(chosen.plan, config.model, config.workload, count)
-    assert not not_yet(chosen.plan)
-    check(program_of(chosen.plan, config.model, config.workload))
+    assert not plan_violations(chosen.plan, config.model, config.workload, count)
+    assert not unsupported_features(chosen.plan)
+    check(build_program(chosen.plan, config.model, config.workload))
     assert choose_plan(resolved, count) == chosen
     assert " ms a step by these times" in (chosen.step_line or "")
     assert not any(" ms" in line for line in chosen.lines), "a run says what a step takes once: of its own passes"
@@ -108,10 +108,10 @@ def test_a_number_of_processes_that_leaves_memory_free_goes_before_a_faster_one(
     """Two are faster, but say that no plan of theirs leaves head-room."""
     write_profile(tmp_path)
 
-    def tight(request: Request, top: int, limit_s: float, judge: Judge) -> Found:
+    def tight(request: PlanRequest, top: int, limit_s: float, judge: PlanEvaluator) -> SearchResult:
         found = search(request, top, limit_s, judge)
         if request.cluster.num_devices == 2:
-            judge.room.head_room = 0.0
+            judge.memory_budget.head_room = 0.0
         return found
 
     monkeypatch.setattr("muster.planner.auto.search", tight)
@@ -123,7 +123,7 @@ def test_ranks_share_the_cores_of_their_own_node_alone(monkeypatch):
     """On two nodes of two cores, four processes have a core each; laid across each other's stages or not."""
     monkeypatch.setattr(here, "usable_cores", lambda: 2)
     config = tiny().config
-    one, two = here.found_machine(2), here.found_machine(4, nodes=2)
+    one, two = here.detect_machine(2), here.detect_machine(4, nodes=2)
     inside = {"axis_order": ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
     for name, near, far in (("dp4-mb1-z1", "dp2-mb1-z1", {}), ("dp2-pp2-mb1-z1", "pp2-mb1", inside)):
         plan, alone = (parse_plan_name(f"{text}-fp32") for text in (name, near))
@@ -132,18 +132,18 @@ def test_ranks_share_the_cores_of_their_own_node_alone(monkeypatch):
         for laid in (plan, plan.model_copy(update=far)):
             found = predict(config.model, laid, config.workload, two)
             assert found.parts.compute_s == pytest.approx(expected_s, rel=0.02), name
-            judge = Judge(Request(config.model, two, config.workload, precision="fp32"))
+            judge = PlanEvaluator(PlanRequest(config.model, two, config.workload, precision="fp32"))
             assert judge.bound(laid) <= found.step_time_s * (1 + 1e-9)
-    crowded = predict(config.model, parse_plan_name("dp4-mb1-z1-fp32"), config.workload, here.found_machine(4))
+    crowded = predict(config.model, parse_plan_name("dp4-mb1-z1-fp32"), config.workload, here.detect_machine(4))
     assert crowded.parts.compute_s > 1.9 * expected_s
 
 
 def test_this_is_the_machine_that_was_measured_with_as_many_ranks_as_wanted(tmp_path):
     with pytest.raises(ConfigError, match="muster profile"):
-        here.cluster_here("this")
+        here.cluster_by_name("this")
     write_profile(tmp_path)
-    assert [here.cluster_here(text).num_devices for text in ("this", "4xthis", "2xh100")] == [2, 4, 2]
-    memory = here.cluster_here("4xthis").device.memory_bytes
+    assert [here.cluster_by_name(text).num_devices for text in ("this", "4xthis", "2xh100")] == [2, 4, 2]
+    memory = here.cluster_by_name("4xthis").device.memory_bytes
     assert memory == here.system_memory_bytes() // 4
 
 
@@ -158,25 +158,25 @@ def test_gpus_are_known_by_the_names_that_their_driver_gives(tmp_path, monkeypat
         "NVIDIA B200": "b200",
         "NVIDIA GeForce RTX 4090": "rtx4090",
     }
-    assert {driver: here.catalog_name(driver) for driver in known} == known
+    assert {driver: here.catalog_device_name(driver) for driver in known} == known
     assert set(known.values()) <= set(names("devices"))
     assert {name for _, name in here._NAMES} <= set(names("devices"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in range(4):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
         (tmp_path / "gpus" / str(number) / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 7\n")
-    cluster: ClusterSpec = here.found_machine(4)
+    cluster: ClusterSpec = here.detect_machine(4)
     assert (cluster.device.name, cluster.num_devices, cluster.num_nodes) == ("h200", 4, 1)
-    assert here.found_machine(8, nodes=2).num_nodes == 2
+    assert here.detect_machine(8, nodes=2).num_nodes == 2
     assert resolve_plan(tiny(("parallel.precision", "bf16")), None).world_size == 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert len(here.gpu_names()) == 2
-    assert here.found_machine(4).device.kind == "cpu"  # more processes than devices
+    assert len(here.nvidia_gpu_names()) == 2
+    assert here.detect_machine(4).device.kind == "cpu"  # more processes than devices
 
 
 def test_a_device_that_nobody_knows_still_gets_a_plan(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "gpus" / "0").mkdir(parents=True)
     (tmp_path / "gpus" / "0" / "information").write_text("Model: \t NVIDIA Future 1\n")
-    assert here.found_machine(1).device.name == "nvidia-future-1"
+    assert here.detect_machine(1).device.name == "nvidia-future-1"
     assert resolve_plan(tiny(), 1).world_size == 1

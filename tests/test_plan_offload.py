@@ -7,31 +7,31 @@ from itertools import chain, combinations_with_replacement, product
 import pytest
 
 from muster.cli.main import main
-from muster.cost.activations import offloaded_bytes
-from muster.cost.forecast import forecast, host_shares_bytes
-from muster.cost.walk import orders_of
+from muster.config.cluster_files import load_cluster
+from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.memory.forecast import forecast_memory, host_shares_bytes
+from muster.cost.memory.liveness import allocation_orders
 from muster.planner.explain import families
-from muster.planner.fit import MODES, Way, with_layer_ways, with_way
-from muster.planner.judge import Judge
-from muster.planner.lean import leanest
+from muster.planner.memory.budget import PendingFit
+from muster.planner.memory.fitter import RECOMPUTE_MODES, LayerPolicy, with_layer_policies, with_policy
+from muster.planner.memory.trim_offload import trim_offload
 from muster.planner.neighbours import neighbours
-from muster.planner.request import Request
-from muster.planner.room import Begun
-from muster.planner.search import everything, search
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
+from muster.planner.search import exhaustive_search, search
 from muster.report.prediction import prediction_lines
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec
-from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerRun, Plan, Strategy
+from muster.spec.plan import LayerOverride, LayerStrategy, Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=4096, hidden_size=1024, num_layers=4, num_heads=8, intermediate_size=2816, name="small")
 WORK = Workload(seq_len=4096, global_batch_size=12)
-WAYS = [Way(*pair) for pair in product(MODES, ("none", "activations"))]
+WAYS = [LayerPolicy(*pair) for pair in product(RECOMPUTE_MODES, ("none", "activations"))]
 
 
 def cluster(devices: int, host_bytes_per_s: float | None, host_memory_bytes: int | None) -> ClusterSpec:
@@ -42,17 +42,17 @@ def cluster(devices: int, host_bytes_per_s: float | None, host_memory_bytes: int
     return found.model_copy(update={"groups": (found.groups[0].model_copy(update=changed),)})
 
 
-def pipeline(host_bytes_per_s: float = 63e9, host_memory_bytes: int | None = None, **fixed) -> Request:
+def pipeline(host_bytes_per_s: float = 63e9, host_memory_bytes: int | None = None, **fixed) -> PlanRequest:
     """One micro-batch is a sequence, and every device a pipeline rank."""
     own = {"pp": 2, "schedule": "gpipe", "micro_batch_size": 1, "tp": 1, "cp": 1, **fixed}
-    return Request(MODEL, cluster(own["pp"], host_bytes_per_s, host_memory_bytes), WORK, fixed=own)
+    return PlanRequest(MODEL, cluster(own["pp"], host_bytes_per_s, host_memory_bytes), WORK, fixed=own)
 
 
 def choices(plan: Plan) -> list[Plan]:
     """Each of the ways for each layer; layers of one stage are alike."""
     of_stage = [list(combinations_with_replacement(WAYS, MODEL.num_layers // plan.pp))] * plan.pp
     chosen = (dict(enumerate(chain.from_iterable(stages))) for stages in product(*of_stage))
-    plans = [with_layer_ways(plan, ways, WAYS, MODEL.num_layers) for ways in chosen]
+    plans = [with_layer_policies(plan, ways, WAYS, MODEL.num_layers) for ways in chosen]
     return [one for one in plans if plan.pp == 2 or moves(one, 0) or moves(one, 1) or not offloads(one)]
 
 
@@ -69,32 +69,32 @@ def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
     """For falling limits of memory, what the search finds is no slower than the best of all plans that fit and differ
     in nothing else."""
     request = pipeline(host_bytes_per_s, schedule=schedule, pp=2 if schedule == "gpipe" else 4)
-    judge = Judge(request)
-    plain = search(request, 1, judge=judge).best[0].plan
-    over = {plan: max(judge.room.over_bytes(plan)) for plan in choices(plain)}
+    judge = PlanEvaluator(request)
+    plain = search(request, 1, evaluator=judge).best[0].plan
+    over = {plan: max(judge.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
     least, most = min(over.values()), over[plain]
     chosen = []
     for part in (0.9, 0.6, 0.3, 0.1, 0.0):
-        limit = least + part * (most - least) + 1 + (judge.room.limit_bytes(0) or 0)
-        own = Judge(replace(request, memory_limit_bytes=int(limit)))
-        found = search(own.request, 1, judge=own).best[0]
+        limit = least + part * (most - least) + 1 + (judge.memory_budget.limit_bytes(0) or 0)
+        own = PlanEvaluator(replace(request, memory_limit_bytes=int(limit)))
+        found = search(own.request, 1, evaluator=own).best[0]
         for plan, its_over in over.items():
             if its_over <= least + part * (most - least) and own.bound(plan) < found.value:
-                assert own.verdict(plan).value >= found.value * (1 - 1e-9), (part, plan, found.plan)
+                assert own.evaluate(plan).value >= found.value * (1 - 1e-9), (part, plan, found.plan)
         chosen.append(found.plan)
     assert any(map(offloads, chosen))
 
 
-def tight(request: Request, part: float) -> Request:
+def tight(request: PlanRequest, part: float) -> PlanRequest:
     """With so little memory that a plan without recompute lacks this part of what the smallest of all plans saves."""
-    judge = Judge(request)
-    plain = search(request, 1, judge=judge).best[0].plan
-    over = {plan: max(judge.room.over_bytes(plan)) for plan in choices(plain)}
-    limit = over[plain] - part * (over[plain] - min(over.values())) + 1 + (judge.room.limit_bytes(0) or 0)
+    judge = PlanEvaluator(request)
+    plain = search(request, 1, evaluator=judge).best[0].plan
+    over = {plan: max(judge.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
+    limit = over[plain] - part * (over[plain] - min(over.values())) + 1 + (judge.memory_budget.limit_bytes(0) or 0)
     return replace(request, memory_limit_bytes=int(limit))
 
 
-def without(request: Request) -> Request:
+def without(request: PlanRequest) -> PlanRequest:
     return replace(request, fixed={**request.fixed, "offload": "none"})
 
 
@@ -118,7 +118,7 @@ def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
     found, other = search(request, 1).best[0], search(without(request), 1).best[0]
     assert offloads(found.plan)
     assert found.value < other.value
-    said = {one.change: one.sentence for one in neighbours(found, Judge(request))}
+    said = {one.change: one.sentence for one in neighbours(found, PlanEvaluator(request))}
     assert "slower" in said["no offload"] or "doesn't fit" in said["no offload"]
 
 
@@ -128,42 +128,42 @@ def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) 
     slower copies less, and what is answered simulates like what was found."""
     wide = MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})
     request = tight(replace(pipeline(900e9), model=wide), part)
-    judge = Judge(request)
-    found = search(request, 1, judge=judge)
+    judge = PlanEvaluator(request)
+    found = search(request, 1, evaluator=judge)
     plan, value = found.best[0].plan, found.best[0].value
-    (lean,) = leanest(found, judge).best
+    (lean,) = trim_offload(found, judge).best
     assert copied(wide, lean.plan) < copied(wide, plan)
     assert lean.value == pytest.approx(value, rel=1e-9)
-    assert judge.room.fits(lean.plan)
-    assert leanest(replace(found, best=[lean]), judge).best == [lean]
-    for other in choices(with_way(plan, Way("none"))):
-        if copied(wide, other) < copied(wide, lean.plan) and judge.room.fits(other):
-            assert judge.verdict(other).value > value * (1 + 1e-9), other
+    assert judge.memory_budget.fits(lean.plan)
+    assert trim_offload(replace(found, best=[lean]), judge).best == [lean]
+    for other in choices(with_policy(plan, LayerPolicy("none"))):
+        if copied(wide, other) < copied(wide, lean.plan) and judge.memory_budget.fits(other):
+            assert judge.evaluate(other).value > value * (1 + 1e-9), other
     for same in (replace(request, objective="memory"), replace(request, fixed={**request.fixed, "offload": "none"})):
-        own = Judge(same)
-        before = search(same, 1, judge=own)
-        assert leanest(before, own).best == before.best
+        own = PlanEvaluator(same)
+        before = search(same, 1, evaluator=own)
+        assert trim_offload(before, own).best == before.best
 
 
 def copied(model: ModelSpec, plan: Plan) -> int:
     """In a step's micro-batch, by all stages."""
-    return sum(offloaded_bytes(model, plan, WORK, stage) for stage in range(plan.num_stages))
+    return sum(offloaded_activation_bytes(model, plan, WORK, stage) for stage in range(plan.num_stages))
 
 
 def test_no_more_is_offloaded_than_the_host_holds() -> None:
     request = tight(pipeline(), 0.9)
     found = search(request, 1).best[0].plan
     assert offloads(found)
-    sizes = {stage: offloaded_bytes(MODEL, found, WORK, stage) for stage in (0, 1)}
-    program = program_of(found, MODEL, WORK)
-    held = max(order.away_bytes(sizes) for order in orders_of(program))
+    sizes = {stage: offloaded_activation_bytes(MODEL, found, WORK, stage) for stage in (0, 1)}
+    program = build_program(found, MODEL, WORK)
+    held = max(order.max_host_bytes(sizes) for order in allocation_orders(program))
     assert held == max(peak_away(program, rank, sizes) for rank in (0, 1))
     for part, fits in ((1.01, True), (0.99, False)):
         host = cluster(2, 63e9, int(2 * held * part))
         assert ("its share of its host" in prediction_lines_of(request, host, found)) == (not fits)
-        judge = Judge(replace(request, cluster=host))
-        assert judge.room.fits(found) == fits
-        assert judge.verdict(found).prediction.fits == fits
+        judge = PlanEvaluator(replace(request, cluster=host))
+        assert judge.memory_budget.fits(found) == fits
+        assert judge.evaluate(found).prediction.fits == fits
         again = search(judge.request, 1).best
         assert [one.plan for one in again] == [found] if fits else found not in [one.plan for one in again]
 
@@ -171,15 +171,17 @@ def test_no_more_is_offloaded_than_the_host_holds() -> None:
 def test_each_node_s_memory_limits_what_its_own_ranks_offload() -> None:
     """Two nodes of one device each, of which one has next to no memory beside it."""
     request = tight(pipeline(), 0.9)
-    plan = with_layer_ways(search(request, 1).best[0].plan, {0: Way("none", "activations")}, WAYS, MODEL.num_layers)
+    plan = with_layer_policies(
+        search(request, 1).best[0].plan, {0: LayerPolicy("none", "activations")}, WAYS, MODEL.num_layers
+    )
     wide = cluster(2, 63e9, None)
     own = wide.groups[0].model_copy(update={"devices_per_node": 1, "host_memory_bytes": 2**40})
     small = own.model_copy(update={"host_memory_bytes": 2**20})
     for groups, fits in (((own, small), True), ((small, own), False)):
         mixed = wide.model_copy(update={"groups": groups})
-        room = Judge(replace(request, cluster=mixed, memory_limit_bytes=None)).room
-        assert (room.host_over_bytes(plan) <= 0) == fits
-        found = forecast(MODEL, plan, WORK, mixed, program_of(plan, MODEL, WORK))
+        room = PlanEvaluator(replace(request, cluster=mixed, memory_limit_bytes=None)).memory_budget
+        assert (room.host_excess_bytes(plan) <= 0) == fits
+        found = forecast_memory(MODEL, plan, WORK, mixed, build_program(plan, MODEL, WORK))
         assert found.fits == fits
     both = parse_plan_name("dp2-pp1-mb1-z1").model_copy(update={"axis_order": plan.axis_order})
     assert host_shares_bytes(both, mixed) == [2**20], "of ranks on both nodes the least"
@@ -188,7 +190,7 @@ def test_each_node_s_memory_limits_what_its_own_ranks_offload() -> None:
     assert not moves(again, 3)
 
 
-def prediction_lines_of(request: Request, host: ClusterSpec, plan: Plan) -> str:
+def prediction_lines_of(request: PlanRequest, host: ClusterSpec, plan: Plan) -> str:
     return "\n".join(prediction_lines(predict(MODEL, plan, request.workload, host)))
 
 
@@ -211,15 +213,20 @@ def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
     """And no bound is above the simulated time, however slow the link."""
     plan = parse_plan_name(name).model_copy(update={"precision": "bf16"})
     model = MODEL.model_copy(update={"num_layers": 8})
-    run = LayerRun(start=0, count=1, strategy=Strategy(zero=plan.default_strategy.zero))
+    run = LayerOverride(start=0, count=1, strategy=LayerStrategy(zero=plan.default_strategy.zero))
     for own, host_bytes_per_s in product((plan, plan.model_copy(update={"overrides": (run,)})), (63e9, 5e9)):
-        judge = Judge(Request(model, cluster(plan.world_size, host_bytes_per_s, None), WORK, memory_limit_bytes=2**33))
-        program = program_of(own, model, WORK)
-        found = forecast(model, own, WORK, judge.request.cluster, program)
-        assert judge.room.over_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
-        verdict = judge.verdict(own)
+        judge = PlanEvaluator(
+            PlanRequest(model, cluster(plan.world_size, host_bytes_per_s, None), WORK, memory_limit_bytes=2**33)
+        )
+        program = build_program(own, model, WORK)
+        found = forecast_memory(model, own, WORK, judge.request.cluster, program)
+        assert judge.memory_budget.excess_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
+        verdict = judge.evaluate(own)
         assert judge.bound(own) <= verdict.value * (1 + 1e-9)
-        assert judge.room.copies_bound_s(own, judge.seconds(own)) > 0.4 * verdict.value or host_bytes_per_s > 5e9
+        assert (
+            judge.memory_budget.offload_bound_s(own, judge.pass_times(own)) > 0.4 * verdict.value
+            or host_bytes_per_s > 5e9
+        )
 
 
 def test_offload_that_is_asked_for_is_in_every_plan(capsys) -> None:
@@ -233,9 +240,9 @@ def test_offload_that_is_asked_for_is_in_every_plan(capsys) -> None:
 def test_search_and_enumeration_agree_where_plans_offload() -> None:
     request = tight(pipeline(), 0.5)
     request = replace(request, fixed={"cp": 1, "tp": 1, "pp": 2, "schedule": "gpipe"})
-    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:3]
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:3]
     found = search(request, 3)
-    assert [verdict.order for verdict in found.best] == expected
+    assert [verdict.sort_key for verdict in found.best] == expected
     assert any(offloads(one.plan) for one in found.best)
 
 
@@ -243,25 +250,33 @@ def test_a_rank_with_too_few_micro_batches_to_offload_keeps_them() -> None:
     """Its share of the data is so small that nothing lies long enough; the ranks with more offload all the same."""
     host, work = cluster(4, 12e9, None), Workload(seq_len=4096, global_batch_size=8)
     plan = parse_plan_name("dp2-pp2-sgpipe-oact-z1-bf16").model_copy(update={"data_shares": (7, 1)})
-    most, least = (program_of(plan, MODEL, work, data=data) for data in (0, 1))
+    most, least = (build_program(plan, MODEL, work, data_rank=data) for data in (0, 1))
     assert any(lanes.get("copy") for lanes in most.ranks)
     assert not any(lanes.get("copy") for lanes in least.ranks)
-    plain = plan.model_copy(update={"default_strategy": Strategy(zero="z1")})
+    plain = plan.model_copy(update={"default_strategy": LayerStrategy(zero="z1")})
     assert predict(MODEL, plan, work, host).step_time_s >= predict(MODEL, plain, work, host).step_time_s
 
 
 def lacking(model: ModelSpec, plan: Plan, host: ClusterSpec, work: Workload) -> None:
     """For falling limits, the bound of a plan that doesn't fit is above nothing that is made of it."""
-    request = Request(model, host, work, memory_limit_bytes=2**36)
-    over = [max(Judge(request).room.over_bytes(with_way(plan, Way(mode)))) for mode in ("full", "none")]
+    request = PlanRequest(model, host, work, memory_limit_bytes=2**36)
+    over = [
+        max(PlanEvaluator(request).memory_budget.excess_bytes(with_policy(plan, LayerPolicy(mode))))
+        for mode in ("full", "none")
+    ]
     seen = 0
     for part in (-0.2, -0.06, 0.1, 0.4, 0.8):
-        judge = Judge(replace(request, memory_limit_bytes=int(2**36 + over[0] + part * (over[1] - over[0])) + 1))
-        begun, _ = judge.room.begun(plan)
-        if not isinstance(begun, Begun):
+        judge = PlanEvaluator(
+            replace(request, memory_limit_bytes=int(2**36 + over[0] + part * (over[1] - over[0])) + 1)
+        )
+        begun, _ = judge.memory_budget.start_fit(plan)
+        if not isinstance(begun, PendingFit):
             continue
-        for fitting in judge.room.finished(begun):
-            assert judge.bound_with(plan, begun.added_s) <= judge.verdict(fitting).value * (1 + 1e-9), (part, fitting)
+        for fitting in judge.memory_budget.finish_fit(begun):
+            assert judge.bound_with_added(plan, begun.added_s) <= judge.evaluate(fitting).value * (1 + 1e-9), (
+                part,
+                fitting,
+            )
             seen += 1
     assert seen
 
@@ -282,11 +297,11 @@ def test_the_bound_of_what_lacks_room_holds_where_data_lie_unevenly() -> None:
 
 
 def test_a_host_is_filled_where_head_room_is_given_up() -> None:
-    judge = Judge(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
+    judge = PlanEvaluator(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
     plan = parse_plan_name("pp2-sgpipe-oact-bf16")
-    kept = judge.room.host_over_bytes(plan)
-    judge.room.head_room = 0.0
-    assert judge.room.host_over_bytes(plan) < kept
+    kept = judge.memory_budget.host_excess_bytes(plan)
+    judge.memory_budget.head_room = 0.0
+    assert judge.memory_budget.host_excess_bytes(plan) < kept
 
 
 def test_recompute_of_attention_alone_may_be_asked_for_where_it_does_not_fit():
@@ -304,10 +319,13 @@ def test_a_plan_is_made_to_fit_wherever_recomputing_all_does(name: str, host_byt
     """Where logits are most of what a pass holds, layers free less of its peak than they keep."""
     model, plan = MODEL.model_copy(update={"vocab_size": 32000, "hidden_size": 2048}), parse_plan_name(name)
     work = Workload(seq_len=2048, global_batch_size=48)
-    request = Request(model, cluster(plan.world_size, host_bytes_per_s, None), work, memory_limit_bytes=2**36)
-    over = [max(Judge(request).room.over_bytes(with_way(plan, Way(mode)))) for mode in ("full", "none")]
+    request = PlanRequest(model, cluster(plan.world_size, host_bytes_per_s, None), work, memory_limit_bytes=2**36)
+    over = [
+        max(PlanEvaluator(request).memory_budget.excess_bytes(with_policy(plan, LayerPolicy(mode))))
+        for mode in ("full", "none")
+    ]
     assert over[0] < over[1]
-    room = Judge(replace(request, memory_limit_bytes=int(2**36 + over[0]) + 1)).room
-    found, _ = room.made_to_fit(plan)
+    room = PlanEvaluator(replace(request, memory_limit_bytes=int(2**36 + over[0]) + 1)).memory_budget
+    found, _ = room.fit(plan)
     assert found
     assert all(map(room.fits, found))

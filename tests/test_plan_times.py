@@ -2,19 +2,19 @@
 
 import pytest
 
-from muster.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_group
-from muster.cost.kernels import matmul_s
-from muster.cost.plan_times import plan_times
+from muster.config.cluster_files import load_cluster, load_device
+from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group
+from muster.cost.time.kernels import matmul_s
+from muster.cost.time.plan_times import plan_times
 from muster.schedule.action import KINDS
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.spec.cluster import NetworkTier
 from muster.spec.errors import InfeasibleError
-from muster.spec.load_cluster import load_cluster, load_device
+from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
-from muster.spec.model_parts import LinearAttention, MlaSpec, MoeSpec
-from muster.spec.plan import Plan, Strategy
+from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.software import Software
 from muster.spec.workload import Workload
 
 LLAMA = ModelSpec(
@@ -32,7 +32,7 @@ def test_every_instruction_of_a_program_is_timed(name):
     model = LLAMA.model_copy(update={"tied_embeddings": True})
     times = plan_times(model, plan, WORKLOAD, load_cluster("16xh100"))
     actions = {
-        item.action for lanes in program_of(plan, model, WORKLOAD).ranks for lane in lanes.values() for item in lane
+        item.action for lanes in build_program(plan, model, WORKLOAD).ranks for lane in lanes.values() for item in lane
     }
     for action in actions:
         if KINDS[action.kind].lane != "p2p":
@@ -50,7 +50,7 @@ def test_a_pass_takes_what_its_products_take_and_more():
 @pytest.mark.parametrize(("recompute", "share"), [("full", 1.0), ("selective", 0.15), ("alternate", 0.5)])
 def test_recompute_adds_its_share_of_a_forward(recompute, share):
     def backward_s(kind):
-        plan = Plan(default_strategy=Strategy(recompute=kind))
+        plan = Plan(default_strategy=LayerStrategy(recompute=kind))
         return plan_times(LLAMA, plan, WORKLOAD, load_cluster("1xh100")).seconds
 
     plain, again = backward_s("none"), backward_s(recompute)
@@ -61,7 +61,9 @@ def test_recompute_adds_its_share_of_a_forward(recompute, share):
 def test_latent_linear_and_expert_layers_are_costed():
     moe = MoeSpec(num_experts=64, top_k=4, expert_size=1024, shared_size=1024, dense_layers=1)
     mla = MlaSpec(q_lora_rank=1024, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
-    linear = LinearAttention(layers=(0, 2), num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128)
+    linear = LinearAttentionSpec(
+        layers=(0, 2), num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128
+    )
     dense = ModelSpec(vocab_size=32000, hidden_size=2048, num_layers=4, num_heads=16, intermediate_size=8192)
     cluster, plan = load_cluster("8xh100"), Plan(dp_shard=8, ep=8, precision="fp8")
     seconds = {}
@@ -75,10 +77,10 @@ def test_latent_linear_and_expert_layers_are_costed():
 
 
 def test_scores_in_memory_cost_more_than_flash_attention():
-    kept = Plan(default_strategy=Strategy(attention="unfused"))
+    kept = Plan(default_strategy=LayerStrategy(attention="unfused"))
     cluster = load_cluster("1xa100")
     flash, fused = (plan_times(LLAMA, plan, WORKLOAD, cluster).seconds["F", 0] for plan in (Plan(), kept))
-    unfused = plan_times(LLAMA, kept, WORKLOAD, cluster, Software(attention="unfused")).seconds["F", 0]
+    unfused = plan_times(LLAMA, kept, WORKLOAD, cluster, FrameworkTraits(attention="unfused")).seconds["F", 0]
     assert flash < fused < unfused
 
 
@@ -89,7 +91,7 @@ def test_tokens_that_travel_beside_other_passes_or_once_for_each_node_wait_less(
     plan, cluster = Plan(dp_shard=64, ep=64), load_cluster("64xh100")
 
     def waits(**software: bool) -> float:
-        times = plan_times(spec, plan, WORKLOAD, cluster, Software.model_validate(software))
+        times = plan_times(spec, plan, WORKLOAD, cluster, FrameworkTraits.model_validate(software))
         return times.exposed_s["F", 0]["ep"]
 
     assert waits(node_copies=True) < 0.5 * waits()  # to two nodes, not to eight experts
@@ -112,36 +114,38 @@ def step_parts(software, plan, cluster, model=LLAMA):
 
 def test_a_program_that_runs_operation_by_operation_is_slower():
     plan = Plan()
-    fused = step_parts(Software(), plan, "1xa100")[0]["B", 0]
-    norms = step_parts(Software(fused=False, fused_norms=True), plan, "1xa100")[0]["B", 0]
-    eager = step_parts(Software(fused=False), plan, "1xa100")[0]["B", 0]
+    fused = step_parts(FrameworkTraits(), plan, "1xa100")[0]["B", 0]
+    norms = step_parts(FrameworkTraits(fused=False, fused_norms=True), plan, "1xa100")[0]["B", 0]
+    eager = step_parts(FrameworkTraits(fused=False), plan, "1xa100")[0]["B", 0]
     assert fused < norms < eager < 1.5 * fused
 
 
 def test_gradients_that_are_summed_by_passes_of_their_own_take_longer():
     plan = Plan()
-    fused = step_parts(Software(), plan, "1xa100")[0]["W", 0]
-    apart = step_parts(Software(fused_gradients=False), plan, "1xa100")[0]["W", 0]
+    fused = step_parts(FrameworkTraits(), plan, "1xa100")[0]["W", 0]
+    apart = step_parts(FrameworkTraits(fused_gradients=False), plan, "1xa100")[0]["W", 0]
     moved = 10 * (LLAMA.num_parameters - 2 * LLAMA.vocab_size * LLAMA.hidden_size)
     assert 0.5 < (apart - fused) / (moved / (2039e9 * 0.85)) < 1.0
 
 
 def test_tensor_parallel_gradients_hide_beside_weights_only_where_the_program_does_so():
     plan = Plan(tp=8)
-    hidden = step_parts(Software(), plan, "8xa100")[1]["B", 0]["tp"]
-    waited = step_parts(Software(overlap_tensor_gradients=False), plan, "8xa100")[1]["B", 0]["tp"]
+    hidden = step_parts(FrameworkTraits(), plan, "8xa100")[1]["B", 0]["tp"]
+    waited = step_parts(FrameworkTraits(overlap_tensor_gradients=False), plan, "8xa100")[1]["B", 0]["tp"]
     assert waited > 2 * hidden
 
 
 def test_products_apart_add_up_their_input_s_gradient_each():
-    plan, apart = Plan(tp=8), Software(overlap_tensor_gradients=False, joint_inputs=False)
-    once = step_parts(Software(overlap_tensor_gradients=False), plan, "8xa100")[1]["I", 0]["tp"]
+    plan, apart = Plan(tp=8), FrameworkTraits(overlap_tensor_gradients=False, joint_inputs=False)
+    once = step_parts(FrameworkTraits(overlap_tensor_gradients=False), plan, "8xa100")[1]["I", 0]["tp"]
     assert step_parts(apart, plan, "8xa100")[1]["I", 0]["tp"] == pytest.approx(1.5 * once, rel=0.02)
 
 
 def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
     plan = Plan(tp=8)
-    own, whole = (step_parts(Software(fused_loss=False, whole_logits=all_), plan, "8xa100") for all_ in (False, True))
+    own, whole = (
+        step_parts(FrameworkTraits(fused_loss=False, whole_logits=all_), plan, "8xa100") for all_ in (False, True)
+    )
     tokens = 4096 * LLAMA.vocab_size
     assert whole[0]["F", 0] - own[0]["F", 0] > 30 * 7 / 8 * tokens / 2039e9
     assert whole[1]["F", 0]["tp"] - own[1]["F", 0]["tp"] > 2 * 7 / 8 * tokens / 300e9
@@ -149,31 +153,33 @@ def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
 
 def test_sends_that_block_hold_up_the_passes_before_them():
     plan = Plan(tp=8, pp=2)
-    whole, split = (step_parts(Software(overlap_p2p=False, split_p2p=cut), plan, "16xa100")[1] for cut in (False, True))
-    free = step_parts(Software(), plan, "16xa100")[1]
+    whole, split = (
+        step_parts(FrameworkTraits(overlap_p2p=False, split_p2p=cut), plan, "16xa100")[1] for cut in (False, True)
+    )
+    free = step_parts(FrameworkTraits(), plan, "16xa100")[1]
     assert not any("pp" in waits for waits in free.values())
     assert set(whole["F", 0]) - set(whole["F", 1]) == set(whole["B", 1]) - set(whole["B", 0]) == {"pp"}
     assert whole["F", 0]["pp"] > 5 * split["F", 0]["pp"]
 
 
 def test_collectives_in_parts_wait_less():
-    plan = Plan(tp=8, default_strategy=Strategy(sp=True))
-    whole = step_parts(Software(), plan, "8xh100")[1]["F", 0]["tp"]
-    parts = step_parts(Software(overlap_tensor=True), plan, "8xh100")[1]["F", 0]["tp"]
+    plan = Plan(tp=8, default_strategy=LayerStrategy(sp=True))
+    whole = step_parts(FrameworkTraits(), plan, "8xh100")[1]["F", 0]["tp"]
+    parts = step_parts(FrameworkTraits(overlap_tensor=True), plan, "8xh100")[1]["F", 0]["tp"]
     assert 0.1 * whole < parts < 0.6 * whole
 
 
 def test_gathering_rank_by_rank_grows_with_the_ranks():
     plan = Plan(dp_shard=64)
-    whole = step_parts(Software(), plan, "64xa100")[1]["F", 0]["dp"]
-    parts = step_parts(Software(gathers_parts=True), plan, "64xa100")[1]["F", 0]["dp"]
+    whole = step_parts(FrameworkTraits(), plan, "64xa100")[1]["F", 0]["dp"]
+    parts = step_parts(FrameworkTraits(gathers_parts=True), plan, "64xa100")[1]["F", 0]["dp"]
     copies = 64 * 6e-6 * 9 * LLAMA.num_layers
     assert parts > whole + copies
 
 
 def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
-    plan = Plan(dp_shard=64, default_strategy=Strategy(zero="z1"))
-    usual = Software(overlap_reduce=False, gradient_bytes=2)
+    plan = Plan(dp_shard=64, default_strategy=LayerStrategy(zero="z1"))
+    usual = FrameworkTraits(overlap_reduce=False, gradient_bytes=2)
     parts, whole = (
         step_parts(usual.model_copy(update=how), plan, "64xa100")[0]["REDUCE", 0]
         for how in ({}, {"reduces_whole": True})
@@ -183,8 +189,8 @@ def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
 
 def test_a_ring_without_balance_waits_for_its_last_rank():
     plan = Plan(cp=4)
-    even = step_parts(Software(), plan, "4xh100")[0]["F", 0]
-    uneven = step_parts(Software(balanced_context=False), plan, "4xh100")[0]["F", 0]
+    even = step_parts(FrameworkTraits(), plan, "4xh100")[0]["F", 0]
+    uneven = step_parts(FrameworkTraits(balanced_context=False), plan, "4xh100")[0]["F", 0]
     assert even < uneven < 1.75 * even
 
 
@@ -199,19 +205,19 @@ def test_every_doubling_of_nodes_costs_a_little():
 
 def test_rings_across_host_bridges_share_the_line_between_them():
     cluster = load_cluster("8xa100-80-pcie")
-    one_socket, both, two_rings = (make_group(cluster, ranks) for ranks in (range(4), range(8), range(0, 8, 2)))
+    one_socket, both, two_rings = (make_comm_group(cluster, ranks) for ranks in (range(4), range(8), range(0, 8, 2)))
     rates = [group.ring_bytes_per_s / 1e9 for group in (one_socket, both, two_rings)]
     assert rates == pytest.approx([20.7, 13.2, 7.3], rel=0.12)  # as measured, see the catalogue's links
 
 
 def test_a_tier_and_a_measured_matrix_limit_a_group():
     cluster = load_cluster("32xh100")
-    group = make_group(cluster, range(32))
+    group = make_comm_group(cluster, range(32))
     half = cluster.model_copy(update={"tiers": (NetworkTier(name="spine", nodes=2, bandwidth_share=0.5),)})
-    assert make_group(half, range(32)).network_bytes_per_s == 0.5 * group.network_bytes_per_s
-    assert make_group(half, range(16)).network_bytes_per_s == group.network_bytes_per_s
+    assert make_comm_group(half, range(32)).network_bytes_per_s == 0.5 * group.network_bytes_per_s
+    assert make_comm_group(half, range(16)).network_bytes_per_s == group.network_bytes_per_s
     matrix = cluster.model_copy(update={"node_bandwidth_bytes_per_s": ((4e11,) * 4,) * 4})
-    assert make_group(matrix, range(32)).network_bytes_per_s == 4e11 / 8
+    assert make_comm_group(matrix, range(32)).network_bytes_per_s == 4e11 / 8
 
 
 def test_a_tile_more_costs_a_wave():
@@ -236,23 +242,23 @@ def test_a_tile_more_costs_a_wave():
     ],
 )
 def test_collectives_take_what_was_measured(cluster, ranks, collective, size, measured_s):
-    group = make_group(load_cluster(cluster), range(ranks))
+    group = make_comm_group(load_cluster(cluster), range(ranks))
     assert collective(group, size) == pytest.approx(measured_s, rel=0.15)
 
 
 def test_a_group_with_one_rank_per_node_has_one_card():
     cluster = load_cluster("64xh100")
-    spread = make_group(cluster, range(0, 64, 8))
-    dense = make_group(cluster, range(64))
-    assert spread.domains == dense.domains == 8
+    spread = make_comm_group(cluster, range(0, 64, 8))
+    dense = make_comm_group(cluster, range(64))
+    assert spread.num_domains == dense.num_domains == 8
     assert all_gather_s(spread, 2**30) > 4 * all_gather_s(dense, 2**30)
-    assert all_to_all_s(dense, 2**27) > all_to_all_s(make_group(cluster, range(8)), 2**27)
+    assert all_to_all_s(dense, 2**27) > all_to_all_s(make_comm_group(cluster, range(8)), 2**27)
 
 
 def test_ranks_that_meet_at_every_layer_wait_more_for_the_slowest():
     """On twice the nodes the passes take longer by half a percent, by one where every layer gathers and reduces."""
     for zero, share in (("z1", 0.005), ("z3", 0.01)):
-        plan = Plan(dp_shard=8, default_strategy=Strategy(zero=zero))
+        plan = Plan(dp_shard=8, default_strategy=LayerStrategy(zero=zero))
         one, four = (
             plan_times(
                 LLAMA, plan.model_copy(update={"dp_replicate": nodes}), WORKLOAD, load_cluster(f"{8 * nodes}xh100")
@@ -265,9 +271,9 @@ def test_ranks_that_meet_at_every_layer_wait_more_for_the_slowest():
 def test_what_is_kept_in_fp8_is_widened_again():
     """Up-projections of latent attention are part of the backward then, and of nothing else."""
     mla = MlaSpec(q_lora_rank=1024, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
-    spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=Strategy(recompute="selective"))
+    spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=LayerStrategy(recompute="selective"))
     usual, compact = (
-        plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), Software(compact=compact)).seconds
+        plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), FrameworkTraits(compact=compact)).seconds
         for compact in (False, True)
     )
     device, heads = load_device("h100-sxm"), spec.num_heads

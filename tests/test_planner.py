@@ -18,30 +18,30 @@ from hypothesis import strategies as st
 
 import muster.planner.search as planner_search
 from muster.cli.main import main
-from muster.cost.forecast import HEAD_ROOM, forecast
-from muster.planner.balance import Load, balanced, least_busy_s, loads
-from muster.planner.bound import first_run
-from muster.planner.deferred import least_fullest, put_off
-from muster.planner.fit import Way, with_way
-from muster.planner.found import Found
-from muster.planner.judge import Judge
-from muster.planner.launch import LAUNCHERS, Job, check_launch, job_of, launch_files
-from muster.planner.layers import Option, cheapest
-from muster.planner.placement import annealed, block_orders, reordered
-from muster.planner.request import Request
-from muster.planner.room import Begun
-from muster.planner.search import everything, placed, search
-from muster.planner.space import orders, plans, shapes
-from muster.planner.unequal import arrange
-from muster.schedule.build import program_of, schedule_of
+from muster.config.cluster_files import load_cluster
+from muster.config.load_config import load_plan
+from muster.config.named_model import load_model
+from muster.cost.memory.forecast import MEMORY_HEADROOM, forecast_memory
+from muster.planner.balance import RankLoad, balance_layers, min_busiest_rank_s, rank_loads
+from muster.planner.bounds.step_bound import max_warmup_forwards
+from muster.planner.heterogeneous import find_best_plans
+from muster.planner.launch_files import LAUNCHERS, LaunchSpec, check_launch, launch_spec_of, render_launch_files
+from muster.planner.memory.budget import PendingFit
+from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
+from muster.planner.memory.fitter import LayerPolicy, with_policy
+from muster.planner.memory.knapsack import Option, cheapest_choice
+from muster.planner.node_order import anneal, block_orders, reorder_nodes
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
+from muster.planner.search import complete_draft, exhaustive_search, search
+from muster.planner.search_result import SearchResult
+from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
+from muster.schedule.build import build_program, schedule_for_plan
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems
-from muster.spec.load import load_plan
-from muster.spec.load_cluster import load_cluster
+from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
-from muster.spec.model_parts import MoeSpec
-from muster.spec.named_model import load_model
-from muster.spec.plan import AXES, Plan, Strategy
+from muster.spec.model_components import MoeSpec
+from muster.spec.plan import MESH_AXES, LayerStrategy, Plan
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=512, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256, name="small")
@@ -49,7 +49,7 @@ WORK = Workload(seq_len=512, global_batch_size=8)
 CLUSTERS = ("2xh100", "4xa100", "8xh100", "2xh100+2xa100", "4xv100", "4xl40s")
 
 
-def instance(seed: int) -> Request:
+def instance(seed: int) -> PlanRequest:
     """A small model on a small cluster, its memory often too small."""
     random = Random(seed)
     heads = random.choice((2, 4))
@@ -63,7 +63,7 @@ def instance(seed: int) -> Request:
         intermediate_size=random.choice((256, 768)),
     )
     workload = Workload(seq_len=random.choice((512, 2048)), global_batch_size=random.choice((4, 8, 12)))
-    request = Request(model, load_cluster(random.choice(CLUSTERS)), workload)
+    request = PlanRequest(model, load_cluster(random.choice(CLUSTERS)), workload)
     if random.random() < 0.6:
         least = search(replace(request, objective="memory", fixed={"cp": 1}), 1).best[0].peak_bytes
         request = replace(request, memory_limit_bytes=int(least * random.choice((1.01, 1.1, 1.3))))
@@ -74,13 +74,15 @@ def assert_search_finds_the_best(seed: int) -> None:
     assert_finds_the_best(instance(seed), f"seed {seed}")
 
 
-def assert_finds_the_best(request: Request, name: str) -> None:
-    judge = Judge(request)
-    expected = sorted({verdict.order for verdict in everything(request, judge)})[:3]  # some ways lead to one plan
+def assert_finds_the_best(request: PlanRequest, name: str) -> None:
+    judge = PlanEvaluator(request)
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, judge)})[
+        :3
+    ]  # some ways lead to one plan
     found = search(request, 3)
-    assert [verdict.order for verdict in found.best] == expected, name
+    assert [verdict.sort_key for verdict in found.best] == expected, name
     quick = search(request, 3, exact=1)
-    assert [verdict.order for verdict in quick.best[:1]] == expected[:1], name
+    assert [verdict.sort_key for verdict in quick.best[:1]] == expected[:1], name
     assert len(quick.best) == len(expected), name
     assert found.proven
 
@@ -97,33 +99,33 @@ def with_experts(moe: MoeSpec) -> ModelSpec:
 def test_the_search_finds_what_simulating_everything_finds_with_experts() -> None:
     few = with_experts(MoeSpec(num_experts=4, top_k=2, expert_size=512))
     workload = Workload(seq_len=512, global_batch_size=8)
-    request = Request(few, load_cluster("4xa100"), workload, fixed={"cp": 1}, memory_limit_bytes=int(1.2e9))
+    request = PlanRequest(few, load_cluster("4xa100"), workload, fixed={"cp": 1}, memory_limit_bytes=int(1.2e9))
     assert_finds_the_best(request, "experts")
 
 
 def test_plans_leave_head_room_where_any_does() -> None:
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="memory", memory_limit_bytes=None)
     least = search(request, 1).best[0].peak_bytes
-    for part, room in ((0.8, HEAD_ROOM), (0.95, 0.0)):
+    for part, room in ((0.8, MEMORY_HEADROOM), (0.95, 0.0)):
         device = request.cluster.device.model_copy(update={"memory_bytes": int(least / part)})
         groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
         own = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}), objective="time")
-        judge = Judge(own)
-        found = search(own, 5, judge=judge)
-        assert judge.room.head_room == room
+        judge = PlanEvaluator(own)
+        found = search(own, 5, evaluator=judge)
+        assert judge.memory_budget.head_room == room
         assert found.best
         assert all(one.peak_bytes <= (1 - room) * least / part for one in found.best)
 
 
 def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
+    request = PlanRequest(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
     real: Any = planner_search._search
 
-    def in_time(*arguments) -> Found:
+    def in_time(*arguments) -> SearchResult:
         """The first search finds nothing in its time, the second has all that it wants."""
         *others, limit_s, ceiling = arguments
         found = real(*others, inf, ceiling)
-        return Found([], 0.0, None) if others[1].room.head_room else found
+        return SearchResult([], 0.0, None) if others[1].room.head_room else found
 
     monkeypatch.setattr(planner_search, "_search", in_time)
     found = search(request, 1, 30.0)
@@ -134,21 +136,21 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
 
 def test_what_is_tried_before_the_search_counts_as_searched() -> None:
     """On unequal nodes, in a search that ends at once."""
-    request = Request(SMALL, load_cluster("2xh100+2xa100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 2})
+    request = PlanRequest(SMALL, load_cluster("2xh100+2xa100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 2})
     found = search(request, 1, 0.0)
     assert found.seen["drafts"] >= found.seen["simulated"] > 0
 
 
 def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
-    request = Request(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1})
+    request = PlanRequest(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1})
     least = search(replace(request, objective="memory"), 1).best[0].peak_bytes
     device = request.cluster.device.model_copy(update={"memory_bytes": int(least / 0.95)})
     groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
     tight = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}))
     both, alone = search(tight, 1), []
-    for room in (HEAD_ROOM, 0.0):
-        judge = Judge(tight)
-        judge.room.head_room = room
+    for room in (MEMORY_HEADROOM, 0.0):
+        judge = PlanEvaluator(tight)
+        judge.memory_budget.head_room = room
         alone.append(planner_search._search(tight, judge, (1, 1), (), inf, inf))
     assert not alone[0].best
     assert both.seen["simulated"] == sum(one.seen["simulated"] for one in alone)
@@ -157,11 +159,11 @@ def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
 
 
 def test_plans_without_time_to_offload_are_passed_over() -> None:
-    plain = Plan(pp=2, default_strategy=Strategy(offload="activations"))
+    plain = Plan(pp=2, default_strategy=LayerStrategy(offload="activations"))
     with pytest.raises(InfeasibleError, match="nothing to move"):
-        program_of(plain, SMALL, WORK)
+        build_program(plain, SMALL, WORK)
     fixed = {"cp": 1, "tp": 1, "pp": 2}
-    best = search(Request(SMALL, load_cluster("2xh100"), WORK, fixed=fixed, template=plain), 1).best[0].plan
+    best = search(PlanRequest(SMALL, load_cluster("2xh100"), WORK, fixed=fixed, template=plain), 1).best[0].plan
     assert best.default_strategy.offload == "activations"
     assert best.vpp > 1
 
@@ -170,7 +172,7 @@ def test_plans_that_have_nothing_to_offload_recompute_instead() -> None:
     """With zb-h1 on two ranks nothing lies for long, so that offloading it is neither cheaper nor dearer than not."""
     fixed = {"pp": 2, "schedule": "zb-h1", "cp": 1}
     workload = Workload(seq_len=8192, global_batch_size=512)
-    found = search(Request(load_model("llama3-8b"), load_cluster("8xh100"), workload, fixed=fixed), 3)
+    found = search(PlanRequest(load_model("llama3-8b"), load_cluster("8xh100"), workload, fixed=fixed), 3)
     assert found.proven
     assert found.best
     assert all(strategy.offload == "none" for one in found.best for strategy in one.plan.strategies)
@@ -199,26 +201,26 @@ def test_no_bound_is_above_a_simulated_time_where_layers_differ() -> None:
         window_layers=(0, 1, 2, 3),
     )
     workload = Workload(seq_len=32768, global_batch_size=8)
-    assert_bounds_hold(Request(few, load_cluster("4xh100"), workload, fixed={"cp": 1, "zero": "z1"}))
+    assert_bounds_hold(PlanRequest(few, load_cluster("4xh100"), workload, fixed={"cp": 1, "zero": "z1"}))
 
 
 def test_no_bound_is_above_a_simulated_time_where_some_layers_have_experts() -> None:
     few = with_experts(MoeSpec(num_experts=8, top_k=2, expert_size=512, dense_layers=1))
     workload = Workload(seq_len=512, global_batch_size=8)
-    assert_bounds_hold(Request(few, load_cluster("4xa100"), workload, fixed={"cp": 1, "tp": 1}))
+    assert_bounds_hold(PlanRequest(few, load_cluster("4xa100"), workload, fixed={"cp": 1, "tp": 1}))
 
 
-def assert_bounds_hold(request: Request) -> None:
-    judge, looked = Judge(request), 0
-    for shape in shapes(request):
-        for order in orders(request, shape):
-            for draft in plans(request, order):
-                plan = placed(judge, draft, order)
+def assert_bounds_hold(request: PlanRequest) -> None:
+    judge, looked = PlanEvaluator(request), 0
+    for shape in mesh_shapes(request):
+        for order in schedule_choices(request, shape):
+            for draft in draft_plans(request, order):
+                plan = complete_draft(judge, draft, order)
                 if plan is not None:
-                    time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
+                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                    bounds = [judge.order_bound(order), judge.unsharded_bound(order), judge.bound(plan)]
-                    bounds.append(judge.travel_bound(shape, split))
+                    bounds = [judge.choice_bound(order), judge.unsharded_bound(order), judge.bound(plan)]
+                    bounds.append(judge.comm_bound(shape, split))
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
@@ -230,16 +232,20 @@ def test_no_bound_of_what_makes_plans_fit_is_above_a_simulated_time() -> None:
     model, workload = load_model("qwen2.5-7b"), Workload(seq_len=4096, global_batch_size=32)
     for schedule, size, limit in (("1f1b", 2, 52e9), ("interleaved", 2, 52e9), ("zb-v", 1, 58e9)):
         fixed = {"cp": 1, "pp": 4, "micro_batch_size": size, "schedule": schedule}
-        request = Request(model, load_cluster("4xh100"), workload, fixed=fixed)
-        judge, known = Judge(replace(request, memory_limit_bytes=int(limit))), 0
-        for order in (order for shape in shapes(judge.request) for order in orders(judge.request, shape)):
-            for plan in filter(None, (placed(judge, draft, order) for draft in plans(judge.request, order))):
-                begun, _ = judge.room.begun(plan)
-                if isinstance(begun, Begun):
-                    least_s = judge.bound_with(plan, begun.added_s)
-                    for fitting in judge.room.finished(begun):
+        request = PlanRequest(model, load_cluster("4xh100"), workload, fixed=fixed)
+        judge, known = PlanEvaluator(replace(request, memory_limit_bytes=int(limit))), 0
+        for order in (
+            order for shape in mesh_shapes(judge.request) for order in schedule_choices(judge.request, shape)
+        ):
+            for plan in filter(
+                None, (complete_draft(judge, draft, order) for draft in draft_plans(judge.request, order))
+            ):
+                begun, _ = judge.memory_budget.start_fit(plan)
+                if isinstance(begun, PendingFit):
+                    least_s = judge.bound_with_added(plan, begun.added_s)
+                    for fitting in judge.memory_budget.finish_fit(begun):
                         known += any(begun.added_s)
-                        assert least_s <= judge.verdict(fitting).prediction.step_time_s * (1 + 1e-9), plan
+                        assert least_s <= judge.evaluate(fitting).prediction.step_time_s * (1 + 1e-9), plan
         assert known, schedule
 
 
@@ -247,19 +253,21 @@ def test_memory_is_weighed_without_a_program_as_with_it() -> None:
     """And the least that plans may hold is no more than that."""
     model = instance(3).model.model_copy(update={"num_layers": 8})
     workload = Workload(seq_len=512, global_batch_size=16)
-    request = Request(model, load_cluster("8xh100"), workload, fixed={"cp": 1, "tp": 1})
-    room, schedules = Judge(request).room, set()
-    for shape in shapes(request):
-        for order in orders(request, shape):
-            for plan in plans(request, order):
-                found = forecast(model, plan, workload, request.cluster, program_of(plan, model, workload))
+    request = PlanRequest(model, load_cluster("8xh100"), workload, fixed={"cp": 1, "tp": 1})
+    room, schedules = PlanEvaluator(request).memory_budget, set()
+    for shape in mesh_shapes(request):
+        for order in schedule_choices(request, shape):
+            for plan in draft_plans(request, order):
+                found = forecast_memory(model, plan, workload, request.cluster, build_program(plan, model, workload))
                 limits = [room.limit_bytes(rank.rank) or 0 for rank in found.ranks]
                 peaks = [rank.terms.total for rank in found.ranks]
-                assert room.over_bytes(plan) == [peak - limit for peak, limit in zip(peaks, limits, strict=True)], plan
+                assert room.excess_bytes(plan) == [peak - limit for peak, limit in zip(peaks, limits, strict=True)], (
+                    plan
+                )
                 split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                assert room.least_bytes(shape, split, order) <= max(peaks), plan
-                again = room.over_bytes(with_way(plan, Way("full")))
-                assert room.least_bytes(shape, split, order) <= max(map(add, again, limits)), plan
+                assert room.min_bytes(shape, split, order) <= max(peaks), plan
+                again = room.excess_bytes(with_policy(plan, LayerPolicy("full")))
+                assert room.min_bytes(shape, split, order) <= max(map(add, again, limits)), plan
                 schedules.add(plan.schedule)
     assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
 
@@ -269,14 +277,14 @@ def test_ranks_put_off_as_many_weight_backwards_as_the_floor_of_memory_counts(sc
     for pp, count in product((2, 3, 4, 7), (1, 2, 3, 5, 8, 13, 20)):
         plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
         most = []
-        for order in schedule_of(plan, count).ranks:
+        for order in schedule_for_plan(plan, count).ranks:
             waiting = Counter({stage: 0 for _, stage, *_ in order})
             at_once = 0
             for kind, stage, *_ in order:
                 waiting[stage] += {"I": 1, "W": -1}.get(kind, 0)
                 at_once = max(at_once, min(waiting.values()))
             most.append(at_once)
-        counted = put_off(schedule, pp, count)
+        counted = deferred_micro_batches(schedule, pp, count)
         assert all(one <= at_once for one, at_once in zip(counted, most, strict=True)), (pp, count)
         assert counted == tuple(most) or (schedule == "zb-v" and counted[-1] == max(0, most[-1] - 1)), (pp, count)
 
@@ -286,7 +294,7 @@ def test_ranks_put_off_as_many_weight_backwards_as_the_floor_of_memory_counts(sc
 def test_no_spread_of_layers_holds_less_than_the_least(counts: list[int], data: st.DataObject) -> None:
     layers = data.draw(st.lists(st.integers(0, 9), min_size=len(counts), max_size=len(counts)))
     fullest = max(held * (3.0 + count * 2.0) for held, count in zip(layers, counts, strict=True))
-    assert least_fullest(sum(layers), 3.0, 2.0, tuple(counts)) <= fullest + 1e-9
+    assert min_fullest_rank_bytes(sum(layers), 3.0, 2.0, tuple(counts)) <= fullest + 1e-9
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2), ("v-half", 2)])
@@ -294,15 +302,15 @@ def test_no_rank_does_more_forwards_of_its_first_stage_at_once_than_bounds_assum
     for pp, count in product((2, 3, 4, 7, 8), (1, 2, 3, 5, 8, 12, 23)):
         plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
         runs = []
-        for order in schedule_of(plan, count).ranks:
+        for order in schedule_for_plan(plan, count).ranks:
             forwards = takewhile(lambda action, own=order[0].stage: action[:2] == ("F", own), order)
             runs.append(sum(1 for _ in forwards))
-        assert all(run <= most for run, most in zip(runs, first_run(plan, count), strict=True)), (pp, count)
+        assert all(run <= most for run, most in zip(runs, max_warmup_forwards(plan, count), strict=True)), (pp, count)
 
 
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Judge.bound
-    monkeypatch.setattr(Judge, "bound", lambda self, plan: real(self, plan) * (1.5 if plan.pp > 1 else 1))
+    real = PlanEvaluator.bound
+    monkeypatch.setattr(PlanEvaluator, "bound", lambda self, plan: real(self, plan) * (1.5 if plan.pp > 1 else 1))
 
     def check_all() -> None:
         for seed in range(100, 103):
@@ -314,10 +322,15 @@ def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch)
 
 def test_every_plan_of_the_space_is_legal() -> None:
     request = instance(7)
-    found = [plan for shape in shapes(request) for order in orders(request, shape) for plan in plans(request, order)]
+    found = [
+        plan
+        for shape in mesh_shapes(request)
+        for order in schedule_choices(request, shape)
+        for plan in draft_plans(request, order)
+    ]
     assert found
     for plan in found:
-        assert not problems(plan, request.model, request.workload, request.cluster.num_devices)
+        assert not plan_violations(plan, request.model, request.workload, request.cluster.num_devices)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -336,42 +349,47 @@ def test_recompute_by_layer_is_what_trying_all_gives(layers, capacity):
         (sum(one.time_s for one in chosen), sum(one.memory_bytes for one in chosen)) for chosen in product(*table)
     ]
     fitting = [(time_s, memory) for time_s, memory in totals if memory <= capacity]
-    choice = cheapest(table, capacity)
+    choice = cheapest_choice(table, capacity)
     assert (choice is None) == (not fitting)
     if choice is not None:
         assert (choice.time_s, choice.memory_bytes) == min(fitting)
         assert choice.memory_bytes == sum(
-            next(one for one in layer if one.name == name).memory_bytes
-            for layer, name in zip(table, choice.names, strict=True)
+            next(one for one in layer if one.label == name).memory_bytes
+            for layer, name in zip(table, choice.labels, strict=True)
         )
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 2)), min_size=2, max_size=4), st.integers(4, 9))
 def test_no_split_of_layers_has_a_lower_busiest_rank(pairs, num_layers):
-    ranks = [Load(*pair) for pair in pairs]
+    ranks = [RankLoad(*pair) for pair in pairs]
     best = min(
-        max(load.of(count) for load, count in zip(ranks, counts, strict=True))
+        max(load.seconds_with(count) for load, count in zip(ranks, counts, strict=True))
         for counts in product(range(num_layers + 1), repeat=len(ranks))
         if sum(counts) == num_layers
     )
-    assert least_busy_s(ranks, num_layers) <= best * (1 + 1e-9)
+    assert min_busiest_rank_s(ranks, num_layers) <= best * (1 + 1e-9)
 
 
 def test_layers_go_to_the_faster_devices() -> None:
-    request = Request(
+    request = PlanRequest(
         instance(1).model.model_copy(update={"num_layers": 12}),
         load_cluster("8xh100+8xv100"),
         Workload(seq_len=2048, global_batch_size=16),
         fixed={"cp": 1, "tp": 1, "pp": 2, "schedule": "1f1b"},
     )
-    judge = Judge(request)
-    order = next(order for shape in shapes(request) for order in orders(request, shape) if order.balanced)
-    plan = next(plans(request, order))
-    moved = balanced(plan, 12, judge.seconds)
+    judge = PlanEvaluator(request)
+    order = next(
+        order for shape in mesh_shapes(request) for order in schedule_choices(request, shape) if order.balances_layers
+    )
+    plan = next(draft_plans(request, order))
+    moved = balance_layers(plan, 12, judge.pass_times)
     assert moved is not None
     assert moved.stages[0].layers > moved.stages[1].layers
-    assert max(load.layer_s for load in loads(plan, 12, judge.seconds)) > 2 * loads(plan, 12, judge.seconds)[0].layer_s
+    assert (
+        max(load.layer_s for load in rank_loads(plan, 12, judge.pass_times))
+        > 2 * rank_loads(plan, 12, judge.pass_times)[0].layer_s
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -392,10 +410,10 @@ def test_nodes_with_fast_links_are_put_together(tmp_path) -> None:
     model = instance(3).model.model_copy(
         update={"num_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 4096}
     )
-    fixed = {"cp": 1, "pp": 2, "tp": 1, "axis_order": AXES}
-    found = arrange(Request(model, cluster, Workload(seq_len=2048, global_batch_size=64), fixed=fixed), 1)
-    assert found.order is not None
-    assert set(found.order[:2]) in ({0, 2}, {1, 3})
+    fixed = {"cp": 1, "pp": 2, "tp": 1, "axis_order": MESH_AXES}
+    found = find_best_plans(PlanRequest(model, cluster, Workload(seq_len=2048, global_batch_size=64), fixed=fixed), 1)
+    assert found.node_order is not None
+    assert set(found.node_order[:2]) in ({0, 2}, {1, 3})
     assert found.naive_step_s is not None
     assert found.found.best[0].prediction.step_time_s < found.naive_step_s
 
@@ -408,14 +426,14 @@ def test_annealing_finds_the_best_order_of_few_nodes() -> None:
         return sum(cost_of[pair] for pair in zip(order, order[1:], strict=False))
 
     best = min(cost(order) for order in permutations(range(6)))
-    assert annealed(range(6), cost, 4000)[1] == pytest.approx(best, rel=0.1)
+    assert anneal(range(6), cost, 4000)[1] == pytest.approx(best, rel=0.1)
 
 
 def test_reordering_keeps_the_nodes_and_their_links(tmp_path) -> None:
     cluster = load_cluster("16xh100+8xa100")
-    changed = reordered(cluster, (2, 0, 1))
+    changed = reorder_nodes(cluster, (2, 0, 1))
     assert [group.device.name for group in changed.groups] == ["a100-80-sxm", "h100-sxm"]
-    assert reordered(changed, (1, 2, 0)) == cluster
+    assert reorder_nodes(changed, (1, 2, 0)) == cluster
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -488,25 +506,27 @@ def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tm
 
 
 def test_launch_files_name_the_nodes_and_the_plan() -> None:
-    job = Job("big", 4, 8, "h100-sxm", "run.yaml", "plan.yaml")
+    job = LaunchSpec("big", 4, 8, "h100-sxm", "run.yaml", "plan.yaml")
     for kind in LAUNCHERS:
-        ((name, text),) = launch_files(kind, job).items()
+        ((name, text),) = render_launch_files(kind, job).items()
         assert "muster train run.yaml --parallel plan.yaml" in text
         assert "--nproc-per-node 8" in text if kind == "torchrun" else "--nproc 8" in text
         assert name.startswith(("big", "start"))
-    assert "--nodes=4" in launch_files("slurm", job)["big.sbatch"]
-    service, batch = yaml.safe_load_all(launch_files("kubernetes", job)["big.yaml"])
+    assert "--nodes=4" in render_launch_files("slurm", job)["big.sbatch"]
+    service, batch = yaml.safe_load_all(render_launch_files("kubernetes", job)["big.yaml"])
     assert (service["kind"], batch["kind"], batch["spec"]["completions"]) == ("Service", "Job", 4)
-    assert yaml.safe_load(launch_files("skypilot", job)["big.sky.yaml"])["resources"]["accelerators"] == "H100:8"
+    assert yaml.safe_load(render_launch_files("skypilot", job)["big.sky.yaml"])["resources"]["accelerators"] == "H100:8"
 
 
 def test_launch_files_hold_odd_paths_together_and_names_that_are_hosts() -> None:
     odd = "my run's file.yaml"
-    job = job_of(Plan(dp_shard=32), load_cluster("32xh100"), "muster-Llama_3.1 8B'" + "x" * 60, odd, "a b/plan.yaml")
+    job = launch_spec_of(
+        Plan(dp_shard=32), load_cluster("32xh100"), "muster-Llama_3.1 8B'" + "x" * 60, odd, "a b/plan.yaml"
+    )
     assert re.fullmatch("[a-z][a-z0-9-]{0,49}", job.name)
     wanted = ["muster", "train", odd, "--parallel", "a b/plan.yaml"]
     for kind in LAUNCHERS:
-        ((_, text),) = launch_files(kind, job).items()
+        ((_, text),) = render_launch_files(kind, job).items()
         if kind == "kubernetes":
             _, batch = yaml.safe_load_all(text)
             text = batch["spec"]["template"]["spec"]["containers"][0]["command"][2]
@@ -523,10 +543,12 @@ def test_launch_files_hold_odd_paths_together_and_names_that_are_hosts() -> None
 
 
 def test_launch_files_ask_for_what_the_nodes_have() -> None:
-    cores, amd = (Job("big", 2, 4, name, "run.yaml", "plan.yaml", has_gpus=name != "cpu") for name in ("cpu", "mi300x"))
-    assert "amd.com/gpu: 4" in launch_files("kubernetes", amd)["big.yaml"]
+    cores, amd = (
+        LaunchSpec("big", 2, 4, name, "run.yaml", "plan.yaml", has_gpus=name != "cpu") for name in ("cpu", "mi300x")
+    )
+    assert "amd.com/gpu: 4" in render_launch_files("kubernetes", amd)["big.yaml"]
     for kind in LAUNCHERS:
-        ((_, text),) = launch_files(kind, cores).items()
+        ((_, text),) = render_launch_files(kind, cores).items()
         assert "gpu" not in text.lower()
     with pytest.raises(InfeasibleError, match="but these have a100-80-sxm and h100-sxm"):
         check_launch("skypilot", load_cluster("8xh100+8xa100"))
@@ -535,31 +557,31 @@ def test_launch_files_ask_for_what_the_nodes_have() -> None:
 @pytest.mark.parametrize("num_nodes", [1, 4])
 def test_the_commands_of_launch_files_are_those_that_train_takes(num_nodes: int) -> None:
     from muster.cli import train
-    from muster.cli.nodes import nodes_of
+    from muster.cli.node_flags import nodes_request
 
-    job = Job("big", num_nodes, 8, "h100-sxm", "run.yaml", "plan.yaml")
+    job = LaunchSpec("big", num_nodes, 8, "h100-sxm", "run.yaml", "plan.yaml")
     for kind in ("slurm", "kubernetes", "skypilot"):
-        ((_, text),) = launch_files(kind, job).items()
+        ((_, text),) = render_launch_files(kind, job).items()
         found = re.search(r"muster (train run.yaml [^'\n]*)", text)
         assert found is not None, text
         words = re.sub(r"\$\(.*?\)|\$first_node", "node-0", found[1])
         words = re.sub(r"\$(SLURM_NODEID|JOB_COMPLETION_INDEX|SKYPILOT_NODE_RANK)\b", "3", words)
         args, _ = train._parse(shlex.split(words)[1:])
-        place = nodes_of(args)
+        place = nodes_request(args)
         assert (str(args.file), args.parallel, str(args.run), args.nproc) == ("run.yaml", "plan.yaml", "runs/big", 8)
         if num_nodes == 1:
             assert place is None
         else:
             assert place is not None
-            assert (place.count, place.rank, place.port) == (4, 3, 29400)
+            assert (place.num_nodes, place.node_rank, place.port) == (4, 3, 29400)
             assert place.host in ("node-0", "big-0.big")
 
 
 def test_a_search_ends_at_its_limit_before_all_orders_have_a_bound(monkeypatch) -> None:
     model, cluster = load_model("llama3-8b"), load_cluster("32xh100")
-    request = Request(model, cluster, Workload(seq_len=4096, global_batch_size=256))
-    every = set(shapes(request))
-    assert set(planner_search._spread(list(every))) == every
+    request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256))
+    every = set(mesh_shapes(request))
+    assert set(planner_search._evenly_spread(list(every))) == every
     monkeypatch.setattr(planner_search, "LEAST_FILL_S", 0.0)
     found = search(request, 2, limit_s=0.02)
     assert 0 < found.seen["shapes"] < len(every)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from muster.checkpoint.folder import find_latest
-from muster.schedule.build import program_of
+from muster.checkpoint.checkpoint_dir import find_latest
+from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import ProgramError, parse_program
-from muster.spec.legal import problems
+from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
-from muster.spec.runnable import not_yet
+from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 
@@ -96,7 +96,7 @@ def test_a_run_saves_stops_and_gives_up_as_with_waiting(tmp_path: Path) -> None:
 def test_the_program_votes_and_steps_at_once() -> None:
     plan = parse_plan_name("dp2-pp2-z1-pv")
     assert "-pv-" in format_plan_name(plan)
-    program = program_of(plan, MODEL, WORKLOAD)
+    program = build_program(plan, MODEL, WORKLOAD)
     check(program)
     assert "0REDUCE@compute:7 VOTE@compute:7,collective:1\n" in str(program)
     for wrong, said in (("@collective:2", "STEP on rank 0 begins before VOTE is known to be over"),):
@@ -107,7 +107,7 @@ def test_the_program_votes_and_steps_at_once() -> None:
 def test_where_it_is_refused() -> None:
     def said(name: str) -> str:
         plan = parse_plan_name(name, Plan(precision="fp32"))
-        return "; ".join(problems(plan, MODEL, WORKLOAD, plan.world_size) or not_yet(plan))
+        return "; ".join(plan_violations(plan, MODEL, WORKLOAD, plan.world_size) or unsupported_features(plan))
 
     assert "post_validation lets pipeline ranks step without waiting for each other, but pp is 1" in said("dp2-pv")
     assert "post_validation with fp16" in said("pp2-pv-fp16")

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.config.run_config import RunConfig
 from muster.model.decoder import Decoder
 from muster.model.init import initial_value
 from muster.model.loss import loss_sums
 from muster.parallel.world import open_world
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import RunConfig
 from muster.train.loss_scale import GROWTH_STEPS, LossScale
 from muster.train.trainer import Trainer
 from tests.parity import WatchedTrainer, open_data, reference, small_run
@@ -31,7 +31,7 @@ def micro_batch_gradients(config: RunConfig, cache: str) -> list[dict[str, Tenso
     batch, found = dataset.train_batch(0, config.train.global_batch_size), []
     for tokens_S, labels_S in zip(batch.tokens_BS, batch.labels_BS, strict=True):
         logits = model(torch.from_numpy(tokens_S)[None])
-        (loss_sums(logits, torch.from_numpy(labels_S)[None]).total / batch.num_valid).backward()
+        (loss_sums(logits, torch.from_numpy(labels_S)[None]).total / batch.num_valid_tokens).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad(set_to_none=True)
     return found
@@ -83,11 +83,11 @@ def overflow(rank: int, world_size: int, store: dist.Store, payload: dict[str, A
             before = {name: local.clone() for name, local in trainer.parameters.items()}
             assert trainer.loss_scale is not None
             trainer.loss_scale.value = 2.0**60
-            skipped = trainer.step().skipped
+            skipped = trainer.step().skip_reason
             same = all(torch.equal(local, before[name]) for name, local in trainer.parameters.items())
             scale = trainer.counters()["loss_scale"]["value"]
             trainer.loss_scale.value = 2.0**10
-            applied = trainer.step().skipped is None
+            applied = trainer.step().skip_reason is None
             error = max(abs(a - b) / b for a, b in zip(own, losses, strict=False))
             found.append({"error": error, "skipped": skipped, "same": same, "scale": scale, "applied": applied})
     return found

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from muster.cli.main import main
-from muster.cost.op_times import Hop, OpTimes
-from muster.cost.plan_times import plan_times
-from muster.schedule.build import program_of
+from muster.config.cluster_files import load_cluster
+from muster.cost.time.op_times import OpTimes, P2PTime
+from muster.cost.time.plan_times import plan_times
+from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
-from muster.spec.load_cluster import load_cluster
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan, Strategy
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
@@ -44,10 +44,10 @@ def test_the_parts_of_a_step_make_up_the_step(name: str):
 
 def test_each_axis_gets_what_ranks_wait_for_on_it():
     """Two stages, one micro-batch: F 2 (of which 0.5 for tp), hop 1, F 2, B 3 (1 for dp), hop 1, B 3, REDUCE 2."""
-    plan = Plan(pp=2, dp_shard=2, default_strategy=Strategy(zero="z1"))
+    plan = Plan(pp=2, dp_shard=2, default_strategy=LayerStrategy(zero="z1"))
     seconds = {("F", -1): 2.0, ("B", -1): 3.0, ("REDUCE", -1): 2.0, ("NORM", -1): 0.25, ("STEP", -1): 1.0}
     exposed_s = {("F", -1): {"tp": 0.5}, ("B", 0): {"dp": 1.0}}
-    times = OpTimes(seconds, hops={(0, 1): Hop(1.0), (1, 0): Hop(1.0)}, exposed_s=exposed_s, data_s=0.125)
+    times = OpTimes(seconds, p2p_times={(0, 1): P2PTime(1.0), (1, 0): P2PTime(1.0)}, exposed_s=exposed_s, data_s=0.125)
     workload = Workload(seq_len=64, global_batch_size=2)
     one = predict(SMALL, plan, workload, load_cluster("4xh100"), times=times)
     assert one.step_time_s == pytest.approx(12 + 2 + 0.25 + 1 + 0.125)
@@ -165,9 +165,9 @@ def test_no_torch_and_little_else_is_imported():
 def test_times_are_made_once_for_many_predictions():
     """The planner's way: the same program under several times."""
     plan, cluster = parse_plan_name("dp2-pp4"), load_cluster("8xh100")
-    program = program_of(plan, SMALL, WORKLOAD)
+    program = build_program(plan, SMALL, WORKLOAD)
     times = plan_times(SMALL, plan, WORKLOAD, cluster)
-    slower = OpTimes({key: 2 * time_s for key, time_s in times.seconds.items()}, hops=times.hops)
+    slower = OpTimes({key: 2 * time_s for key, time_s in times.seconds.items()}, p2p_times=times.p2p_times)
     assert predict(SMALL, plan, WORKLOAD, cluster, program, slower).parts.compute_s > 1.9 * (
         predict(SMALL, plan, WORKLOAD, cluster, program, times).parts.compute_s
     )

@@ -13,13 +13,13 @@ import pytest
 
 from muster.cli.main import main
 from muster.data.chat import CHATML, ChatTemplate
-from muster.data.prepare import Preparation, prepare
+from muster.data.prepare import PrepareOptions, prepare
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer, load_tokenizer
 from muster.spec.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
-END = TOKENIZER.end
+END = TOKENIZER.eos_id
 DIALOGUE = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Ho"},
@@ -67,7 +67,7 @@ def write_rows(path: Path, *rows: Any) -> Path:
 def store_of(source: Path, **more: Any) -> TokenStore:
     tokenizer = more.pop("tokenizer", TOKENIZER)
     place = source.parent / f"store-{len(list(source.parent.iterdir()))}"
-    store = prepare(Preparation(str(source), tokenizer, **more), place)
+    store = prepare(PrepareOptions(str(source), tokenizer, **more), place)
     store.verify()
     return store
 
@@ -85,7 +85,7 @@ def documents(store: TokenStore) -> list[str]:
 
 def counted(store: TokenStore) -> str:
     """The text that is to be learnt, with | where a document ends."""
-    learnt = store.read_counted(0, store.header.num_tokens)
+    learnt = store.read_loss_mask(0, store.header.num_tokens)
     assert learnt is not None
     return "".join("|" if i == END else chr(i) for i in store.tokens[learnt == 1].tolist())
 
@@ -100,7 +100,7 @@ def test_rows_of_each_kind_become_documents_and_only_answers_are_learnt(tmp_path
     assert documents(store) == ["one", "2+2=4", text, "ende \u00e9"]
     assert counted(store).encode("latin-1").decode() == "one|4|Ho<|im_end|>\nNo<|im_end|>\n|ende \u00e9|"
     plain = store_of(write_rows(tmp_path / "b.jsonl", *rows[:1] * 3))
-    assert plain.counts_all
+    assert plain.has_full_loss
     own = store_of(write_rows(tmp_path / "c.jsonl", {"text": "no", "body": "yes"}), text_key="body")
     assert documents(own) == ["yes"]
 
@@ -160,12 +160,12 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library_and_brings_its_template(t
 
     own, theirs = load_tokenizer(str(tokenizers["folder"])), Tokenizer.from_file(str(tokenizers["json"]))
     assert own.encode("a rose goes").tolist() == theirs.encode("a rose goes").ids
-    assert (own.end, own.vocab_size) == (theirs.token_to_id("<eos>"), theirs.get_vocab_size())
+    assert (own.eos_id, own.vocab_size) == (theirs.token_to_id("<eos>"), theirs.get_vocab_size())
     assert own.decode(own.encode("so it is \u00e9")) == "so it is \u00e9"
-    assert own.template.segments(DIALOGUE[:2]) == [("user:Hi\n", False), ("assistant:Ho\n", True)]
+    assert own.chat_template.segments(DIALOGUE[:2]) == [("user:Hi\n", False), ("assistant:Ho\n", True)]
     source = write_rows(tmp_path / "a.jsonl", {"text": "a rose"}, {"text": "so"})
     store = store_of(source, tokenizer=own)
-    assert store.tokens.tolist() == [*theirs.encode("a rose").ids, own.end, *theirs.encode("so").ids, own.end]
+    assert store.tokens.tolist() == [*theirs.encode("a rose").ids, own.eos_id, *theirs.encode("so").ids, own.eos_id]
     with pytest.raises(ConfigError, match="was made with tokenizer json-.*, this run has bytes-"):
         TokenStore.open(store.directory, TOKENIZER)
 
@@ -176,7 +176,7 @@ def test_a_sentencepiece_model_gives_the_ids_of_its_library(tokenizers):
     own = load_tokenizer(str(tokenizers["spm"]))
     theirs: Any = sentencepiece.SentencePieceProcessor(model_file=str(tokenizers["spm"]))
     assert own.encode("a rose goes").tolist() == theirs.encode("a rose goes")
-    assert (own.end, own.decode(own.encode("a rose"))) == (theirs.eos_id(), "a rose")
+    assert (own.eos_id, own.decode(own.encode("a rose"))) == (theirs.eos_id(), "a rose")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path):
     with pytest.raises(
         ConfigError, match="tokens-00000.bin: token 3, in document 1, has the id 256, expected one below 9"
     ):
-        store.require_ids(9)
+        store.check_ids(9)
 
 
 # --- in parts, and again ---
@@ -272,16 +272,16 @@ def _parts(tmp_path, monkeypatch) -> Path:
 
 def test_shards_are_read_as_one_stream_and_name_their_lines(parts, tmp_path, monkeypatch):
     seen: list[int] = []
-    many = prepare(Preparation(str(parts), TOKENIZER), tmp_path / "many", seen.append)
+    many = prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "many", seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == parts.stat().st_size
-    two = prepare(Preparation(str(parts), TOKENIZER, workers=2), tmp_path / "two")
+    two = prepare(PrepareOptions(str(parts), TOKENIZER, workers=2), tmp_path / "two")
     assert two.fingerprint == many.fingerprint
     parts.write_text(parts.read_text() + "{\n")
     with pytest.raises(ConfigError, match=r"rows.jsonl:202: no JSON"):
-        prepare(Preparation(str(parts), TOKENIZER), tmp_path / "bad")
+        prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "bad")
     monkeypatch.undo()
-    one = prepare(Preparation(str(parts), TOKENIZER, bad_rows="skip"), tmp_path / "one")
+    one = prepare(PrepareOptions(str(parts), TOKENIZER, bad_rows="skip"), tmp_path / "one")
     assert len(many.shards) > 10
     assert len(one.shards) == 1
     assert many.tokens.tolist() == one.tokens.tolist()
@@ -323,7 +323,7 @@ def test_no_worker_outlives_a_killed_preparation():
 
 
 def test_a_killed_preparation_goes_on_with_what_is_finished(parts, tmp_path):
-    whole = prepare(Preparation(str(parts), TOKENIZER), tmp_path / "whole")
+    whole = prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "whole")
     command = [sys.executable, "-c", KILLED, str(parts), str(tmp_path / "store")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -335,7 +335,7 @@ def test_a_killed_preparation_goes_on_with_what_is_finished(parts, tmp_path):
     assert 4 <= kept < len(whole.shards)
     assert not (tmp_path / "store").exists()
     seen: list[int] = []
-    store = prepare(Preparation(str(parts), TOKENIZER), tmp_path / "store", seen.append)
+    store = prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "store", seen.append)
     assert seen[0] > 5_000
     same = [path for path, at in finished.items() if (tmp_path / "store" / path.name).stat().st_mtime_ns == at]
     assert len(same) >= kept
@@ -345,7 +345,7 @@ def test_a_killed_preparation_goes_on_with_what_is_finished(parts, tmp_path):
     # Finished shards of another text are of no use.
     (tmp_path / "store").rename(partial)
     (partial / "job.json").write_text("other")
-    assert prepare(Preparation(str(parts), TOKENIZER), tmp_path / "store").fingerprint == whole.fingerprint
+    assert prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "store").fingerprint == whole.fingerprint
 
 
 # --- the command ---

@@ -6,7 +6,15 @@ import pytest
 
 from muster.report.recipe_markdown import recipes_markdown
 from muster.spec.plan_name import parse_plan_name
-from muster.validate.recipes import ENOUGH, MOST_CLAIMED, Judged, job_of, judge, judged, recipes
+from muster.validate.recipes import (
+    MAX_UNEXPLAINED_GAIN,
+    SPEED_TOLERANCE,
+    RecipeResult,
+    evaluate_recipe,
+    evaluate_recipes,
+    job_of,
+    recipes,
+)
 
 BY_NAME = {recipe.name: recipe for recipe in recipes()}
 
@@ -15,19 +23,21 @@ def test_every_recipe_is_legal_and_says_why_it_differs():
     """Without the planner, which a soak test asks."""
     assert len(BY_NAME) >= 8
     small = [recipe for name, recipe in BY_NAME.items() if "530B" not in name and "1T" not in name]
-    for one in judged(chosen=small):
+    for one in evaluate_recipes(chosen=small):
         recipe = one.job.recipe
         assert not one.illegal
         assert recipe.source
         assert one.job.plan.world_size == one.job.cluster.num_devices
-        assert (one.fits and abs(one.error or 0.0) <= ENOUGH) or recipe.gap, recipe.name
+        assert (one.fits and abs(one.error or 0.0) <= SPEED_TOLERANCE) or recipe.gap, recipe.name
 
 
 def test_deepseek_fits_only_as_it_stores_what_it_computes():
     recipe = BY_NAME["DeepSeek-V3"]
-    assert judge(recipe).fits
+    assert evaluate_recipe(recipe).fits
     for usual in ({"compact": False}, {"moment_bytes": 4, "compact": False}):
-        assert not judge(recipe.model_copy(update={"software": recipe.software.model_copy(update=usual)})).fits
+        assert not evaluate_recipe(
+            recipe.model_copy(update={"software": recipe.software.model_copy(update=usual)})
+        ).fits
 
 
 @pytest.mark.parametrize(
@@ -45,10 +55,10 @@ def test_published_speeds_become_step_times(name, seconds):
 
 def test_a_plan_of_the_planner_is_compared_in_the_recipe_s_software():
     recipe = BY_NAME["Llama 3 8B"]
-    one = judge(recipe, lambda job: parse_plan_name("dp8-mb1-z1-rfull-bf16"))
-    assert one.claim is not None
-    assert one.claim == pytest.approx((one.step_time_s or 0) / (one.preferred_s or 1) - 1)
-    assert one.claim < -0.1  # full recompute is no gain
+    one = evaluate_recipe(recipe, lambda job: parse_plan_name("dp8-mb1-z1-rfull-bf16"))
+    assert one.claimed_gain is not None
+    assert one.claimed_gain == pytest.approx((one.step_time_s or 0) / (one.planner_step_time_s or 1) - 1)
+    assert one.claimed_gain < -0.1  # full recompute is no gain
     text = recipes_markdown([one])
     assert "dp8-mb1-z1-rfull-bf16" in text
     assert "Of 1 recipes 1 are legal and 1 are predicted to fit" in text
@@ -56,7 +66,7 @@ def test_a_plan_of_the_planner_is_compared_in_the_recipe_s_software():
 
 def test_a_recipe_that_cannot_hold_says_why():
     broken = BY_NAME["Llama 3 8B"].model_copy(update={"plan": "dp4-cp2-mb3-z1-bf16"})
-    one = judge(broken)
+    one = evaluate_recipe(broken)
     assert one.illegal
     assert one.step_time_s is None
     assert not one.fits
@@ -78,12 +88,12 @@ def test_recipes_are_met_and_the_planner_claims_little_more(capsys):
     found = json.loads(capsys.readouterr().out)["recipes"]
     assert len(found) == len(BY_NAME)
     for one in found:
-        near = one["error"] is None or abs(one["error"]) <= 100 * ENOUGH
-        modest = one["claim"] is not None and one["claim"] <= 100 * MOST_CLAIMED
+        near = one["error"] is None or abs(one["error"]) <= 100 * SPEED_TOLERANCE
+        modest = one["claim"] is not None and one["claim"] <= 100 * MAX_UNEXPLAINED_GAIN
         assert (one["legal"] and one["fits"] and near and modest) or one["gap"], one["name"]
 
 
 def test_what_is_unknown_is_shown_as_such():
-    one = Judged(job_of(BY_NAME["Mixtral 8x22B"]))
+    one = RecipeResult(job_of(BY_NAME["Mixtral 8x22B"]))
     assert one.error is None
     assert "N/A" in recipes_markdown([one]) or "n/a" in recipes_markdown([one])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.report import numbers
+from muster.report import formatting
 from muster.report.charts import Chart, Series, draw_chart
-from muster.report.curves import MAX_BUCKETS, Point, broken_steps, points_of, runs_of, smooth, thin
-from muster.report.data import ComparisonRow, RunFacts
+from muster.report.curves import MAX_BUCKETS, Point, downsample, line_segments, metric_points, non_finite_steps, smooth
 from muster.report.html import Html, element
 from muster.report.page import render_report, write_report
+from muster.report.report_data import PredictedVsMeasured, RunInfo
 from muster.report.scales import fit_scale, tick_labels, time_labels
 from muster.simulate.timeline import Timeline
 from muster.spec.errors import MusterError
@@ -28,28 +28,28 @@ from tests.report_example import metrics, report
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (numbers.format_seconds(0), "0 s"),
-        (numbers.format_seconds(1.2e-8), "12.0 ns"),
-        (numbers.format_seconds(0.00999996), "10.0 ms"),
-        (numbers.format_seconds(0.99996), "1.00 s"),
-        (numbers.format_seconds(59.96), "1 min 00 s"),
-        (numbers.format_seconds(7630), "2 h 07 min"),
-        (numbers.format_seconds(-0.5), "−500 ms"),
-        (numbers.format_seconds(None), "n/a"),
-        (numbers.format_bytes(0), "0 B"),
-        (numbers.format_bytes(1.5 * 2**20), "1.50 MiB"),
-        (numbers.format_bytes(2**30 - 1), "1.00 GiB"),
-        (numbers.format_count(412_345), "412k"),
-        (numbers.format_count(999_990), "1.00M"),
-        (numbers.format_count(87), "87"),
-        (numbers.format_number(3e-4), "3e−4"),
-        (numbers.format_number(1.23456), "1.235"),
-        (numbers.format_number(math.nan), "NaN"),
-        (numbers.format_number(-math.inf), "−∞"),
-        (numbers.format_error(1.1, 1.0, "s"), "+10.0 %"),
-        (numbers.format_error(0.14, 0.16, "fraction"), "−2.0 points"),
-        (numbers.format_error(1, 0, "bytes"), "n/a"),
-        (numbers.format_error(None, 1, "s"), "n/a"),
+        (formatting.format_seconds(0), "0 s"),
+        (formatting.format_seconds(1.2e-8), "12.0 ns"),
+        (formatting.format_seconds(0.00999996), "10.0 ms"),
+        (formatting.format_seconds(0.99996), "1.00 s"),
+        (formatting.format_seconds(59.96), "1 min 00 s"),
+        (formatting.format_seconds(7630), "2 h 07 min"),
+        (formatting.format_seconds(-0.5), "−500 ms"),
+        (formatting.format_seconds(None), "n/a"),
+        (formatting.format_bytes(0), "0 B"),
+        (formatting.format_bytes(1.5 * 2**20), "1.50 MiB"),
+        (formatting.format_bytes(2**30 - 1), "1.00 GiB"),
+        (formatting.format_count(412_345), "412k"),
+        (formatting.format_count(999_990), "1.00M"),
+        (formatting.format_count(87), "87"),
+        (formatting.format_number(3e-4), "3e−4"),
+        (formatting.format_number(1.23456), "1.235"),
+        (formatting.format_number(math.nan), "NaN"),
+        (formatting.format_number(-math.inf), "−∞"),
+        (formatting.format_error(1.1, 1.0, "s"), "+10.0 %"),
+        (formatting.format_error(0.14, 0.16, "fraction"), "−2.0 points"),
+        (formatting.format_error(1, 0, "bytes"), "n/a"),
+        (formatting.format_error(None, 1, "s"), "n/a"),
     ],
 )
 def test_numbers_as_words(words: str, expected: str) -> None:
@@ -59,9 +59,9 @@ def test_numbers_as_words(words: str, expected: str) -> None:
 @given(st.floats())
 def test_any_number_has_words(value: float) -> None:
     for unit in ("s", "bytes", "fraction"):
-        assert numbers.format_value(value, unit)
-    assert numbers.format_count(value)
-    assert numbers.format_number(value)
+        assert formatting.format_value(value, unit)
+    assert formatting.format_count(value)
+    assert formatting.format_number(value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,22 +70,22 @@ def test_any_number_has_words(value: float) -> None:
 
 def test_points_of_a_resumed_run() -> None:
     rows = [{"step": 2, "x": 5.0}, {"step": 1, "x": 7}, {"step": 2, "x": 6.0}, {"step": 3}, {"step": 4, "x": None}, {}]
-    points = points_of(rows, "x")
+    points = metric_points(rows, "x")
     assert points[:3] == [(1, 7), (2, 6), (3, None)]
-    assert broken_steps(points) == [4]
-    assert [len(run) for run in runs_of(points)] == [2]
+    assert non_finite_steps(points) == [4]
+    assert [len(run) for run in line_segments(points)] == [2]
 
 
 def test_thinning_keeps_peaks_ends_and_gaps() -> None:
     points = [Point(step, math.sin(step)) for step in range(50_000)]
     points[31_234] = Point(31_234, 99.0)
     points[40_000:42_000] = [Point(step, None) for step in range(40_000, 42_000)]
-    few = thin(points)
+    few = downsample(points)
     assert len(few) <= 2 * MAX_BUCKETS + 2
     assert few[0] == points[0]
     assert few[-1] == points[-1]
     assert points[31_234] in few
-    assert len(runs_of(few)) == 2
+    assert len(line_segments(few)) == 2
     assert [point.step for point in few] == sorted(point.step for point in few)
 
 
@@ -112,7 +112,7 @@ def test_axes_of_hard_values() -> None:
     for value in (0.0, -3.0, 1e-12, 1e99):
         scale = fit_scale([value], from_zero=True)
         assert scale.low <= value < scale.high
-    wide = fit_scale([1e-3, 1.0, 1e6], may_be_log=True)
+    wide = fit_scale([1e-3, 1.0, 1e6], allow_log=True)
     assert wide.log
     assert wide.fraction(1.0) == pytest.approx(1 / 3, abs=0.02)
     assert tick_labels([0, 2.5e-4, 5e-4]) == ("0", "2.5e−4", "5.0e−4")
@@ -167,8 +167,8 @@ def test_page_is_whole_and_loads_nothing() -> None:
 
 def test_all_text_is_escaped() -> None:
     evil = "</script></style></pre><img src=\"http://evil/\" onerror='alert(1)'>&amp;\ud800"
-    facts = RunFacts(1, 1, 1, evil, 0, evil, evil, evil)
-    rows = (ComparisonRow(evil, 1.0, None, "s"),)
+    facts = RunInfo(1, 1, 1, evil, 0, evil, evil, evil)
+    rows = (PredictedVsMeasured(evil, 1.0, None, "s"),)
     whole = {"title": evil, "plan_name": evil, "sample_prompt": evil, "sample_text": evil, "notes": (evil,)}
     page = render_report(report(facts=facts, comparison=rows, **whole))
     parser = parse(page)

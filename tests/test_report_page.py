@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from muster.cli.main import main
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
 from muster.report.page import render_report, write_report
 from muster.report.prediction import prediction_page
 from muster.simulate.predict import predict
-from muster.spec.load_cluster import load_cluster
-from muster.spec.named_model import load_model
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 from tests.chromium import Browser

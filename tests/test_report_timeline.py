@@ -12,12 +12,12 @@ from rich.console import Console
 
 from muster.report.gantt import draw_timelines
 from muster.report.palette import PAINTS, paint_of
-from muster.report.rows import MAX_RANKS, rows_of
 from muster.report.terminal import comparison_table, gantt_text, plan_lines
+from muster.report.timeline_rows import MAX_RANKS, timeline_rows
 from muster.schedule.action import Action
 from muster.simulate.timeline import Event, Timeline
 from muster.spec.model import ModelSpec
-from muster.spec.plan import LayerRun, Plan, Strategy
+from muster.spec.plan import LayerOverride, LayerStrategy, Plan
 from muster.spec.workload import Workload
 from tests.report_example import pipeline, report
 
@@ -91,7 +91,7 @@ def test_boxes_are_as_long_as_their_events() -> None:
 
 
 def test_very_many_ranks_are_sampled() -> None:
-    rows = rows_of(Timeline("predicted", 500, pipeline(500, 2)))
+    rows = timeline_rows(Timeline("predicted", 500, pipeline(500, 2)))
     assert (rows.ranks[0], rows.ranks[-1]) == (0, 499)
     assert len(rows.ranks) == MAX_RANKS
     assert "64 of 500 ranks are shown" in draw_timelines(Timeline("predicted", 500, pipeline(500, 2)))
@@ -123,7 +123,7 @@ def test_plan_lines() -> None:
         "storage   fp32 compute; z3, no recompute, no offload",
         "step      32 sequences × 128 = 4,096 tokens",
     ]
-    mixed = Plan(pp=12, overrides=(LayerRun(start=0, count=1, strategy=Strategy(recompute="full")),))
+    mixed = Plan(pp=12, overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(recompute="full")),))
     text = plan_lines(mixed, model, Workload(seq_len=128, global_batch_size=1), 1)
     assert "… 4 more" in text
     assert "z3, full recompute, no offload or, by layer, z3, no recompute, no offload" in text

@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from muster.checkpoint.folder import Keep, checkpoints, find_latest, problem_of
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_damage, find_latest, list_checkpoints
 from muster.checkpoint.load import read_full
-from muster.checkpoint.saver import Saver, Target
-from muster.checkpoint.staging import Staging
-from muster.spec.parts import Part
-from muster.train import own_step
-from muster.train.own_step import OwnStep
+from muster.checkpoint.staging import StagingBuffer
+from muster.plugins.registry import PluginComponent
+from muster.train import custom_step
+from muster.train.custom_step import CustomStep
 from muster.train.trainer import Trainer
 from tests.ranks import run_ranks, started
 from tests.saver_ranks import all_equal
-from tests.test_checkpoint import INFO, one_piece
+from tests.test_checkpoint import INFO, one_shard
 
 
 def test_saves_beside_the_training(tmp_path: Path) -> None:
@@ -42,25 +42,25 @@ def test_saves_beside_the_training(tmp_path: Path) -> None:
 def test_tensors_may_change_when_they_are_copied_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, take = threading.Event(), Staging.take
+    gate, take = threading.Event(), StagingBuffer.copy_from
 
-    def slowly(staging: Staging, *arguments: Any) -> None:
+    def slowly(staging: StagingBuffer, *arguments: Any) -> None:
         assert gate.wait(300)
         take(staging, *arguments)
 
-    monkeypatch.setattr(Staging, "take", slowly)
+    monkeypatch.setattr(StagingBuffer, "take", slowly)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    saver = Saver(0, 1, store)
-    piece = one_piece(value=3)
-    saver.begin(Target(tmp_path / "checkpoints", 1, INFO, Keep()), [piece])
+    saver = AsyncSaver(0, 1, store)
+    piece = one_shard(value=3)
+    saver.start(SaveRequest(tmp_path / "checkpoints", 1, INFO, RetentionPolicy()), [piece])
     order: list[str] = []
 
     def step() -> None:
         optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), piece.tensor.fill_(4)))
         trainer = SimpleNamespace(
-            before_change=saver.wait_copied, optimizer=optimizer, learning_rate=0.0, update_copies=lambda: None
+            before_change=saver.wait_staged, optimizer=optimizer, learning_rate=0.0, update_copies=lambda: None
         )
-        Trainer.take_step(cast(Any, trainer))
+        Trainer.optimizer_step(cast(Any, trainer))
 
     stepping = threading.Thread(target=step)
     stepping.start()
@@ -71,14 +71,14 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     assert order == ["changed"]
     assert saver.wait(300)
     saver.close()
-    assert saver.problem is None
+    assert saver.error is None
     assert (read_full(tmp_path / "checkpoints/step-00000001", "model/w") == 3).all()
 
 
 def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def sam(now: own_step.Now) -> None:
+    def sam(now: custom_step.StepContext) -> None:
         order.append("moved aside")
         now.update()
 
@@ -91,8 +91,8 @@ def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monk
         take_step=lambda: order.append("changed"),
         drop_gradients=lambda: None,
     )
-    monkeypatch.setattr(own_step, "find_part", lambda *_: Part("step", "sam", sam, None))
-    OwnStep(cast(Any, trainer), "sam").take(lambda: None)
+    monkeypatch.setattr(custom_step, "find_part", lambda *_: PluginComponent("step", "sam", sam, None))
+    CustomStep(cast(Any, trainer), "sam").run(lambda: None)
     assert order == ["copied", "moved aside", "changed"]
 
 
@@ -118,7 +118,9 @@ def test_kills_of_whole_jobs_lose_nothing(tmp_path: Path) -> None:
         latest = find_latest(root)
         assert latest is not None
         assert all_equal(latest) >= before + 1, "what was said to be saved is there"
-        assert all(problem_of(folder) is None for folder in checkpoints(root)), "half a checkpoint under a good name"
+        assert all(find_damage(folder) is None for folder in list_checkpoints(root)), (
+            "half a checkpoint under a good name"
+        )
 
 
 def kill_a_job(folder: Path, payload: dict, before: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from muster.config.run_config import TrainConfig
 from muster.parallel.world import World
 from muster.spec.errors import MusterError
-from muster.spec.run import TrainConfig
-from muster.train.saves import MIRROR_LIMIT_S, Saves
+from muster.train.checkpoint_manager import MIRROR_TIMEOUT_S, CheckpointManager
 
 
 class ScriptedSaver:
@@ -41,13 +41,13 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     """What is said, or raised as `error: …`, and how many saves were begun."""
     said: list[str] = []
     saver = ScriptedSaver(outcomes, said)
-    monkeypatch.setattr("muster.train.saves.Saver", lambda *_: saver)
-    monkeypatch.setattr("muster.train.saves.PAUSE_S", 0.0)
+    monkeypatch.setattr("muster.train.checkpoint_manager.Saver", lambda *_: saver)
+    monkeypatch.setattr("muster.train.checkpoint_manager.PAUSE_S", 0.0)
     where = SimpleNamespace(say=said.append)
 
     def alone(name: str, value: Any, limit: timedelta) -> list[Any]:
         assert name not in names, "a name twice would give the answer of the first time"
-        assert limit > timedelta(seconds=MIRROR_LIMIT_S), "a rank may wait for its disk so long before it comes"
+        assert limit > timedelta(seconds=MIRROR_TIMEOUT_S), "a rank may wait for its disk so long before it comes"
         names.append(name)
         return [value]
 
@@ -55,10 +55,10 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     world = SimpleNamespace(rank=0, size=1, store=None, where=where, exchange_within=alone)
     trainer = SimpleNamespace(step_count=3, pieces=list)
     train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, mirror="file:///there")
-    saves = Saves(train, cast(Any, trainer), cast(Any, world), run)
+    saves = CheckpointManager(train, cast(Any, trainer), cast(Any, world), run)
     assert trainer.before_change == saver.wait_copied
     try:
-        return saves.now({}), saver.begun
+        return saves.save_and_wait({}), saver.begun
     except MusterError as error:
         return f"error: {error}", saver.begun
 
@@ -83,7 +83,7 @@ def test_ranks_that_come_late_are_waited_for_without_a_collective() -> None:
     def come(rank: int) -> list[Any]:
         sleep(0.2 * rank)
         world = cast(Any, SimpleNamespace(rank=rank, size=3, store=store))  # there is no process group
-        return World.exchange_within(world, "save 1", (rank, None), timedelta(seconds=300))
+        return World.all_gather_object_via_store(world, "save 1", (rank, None), timedelta(seconds=300))
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(come, range(3))) == [[[0, None], [1, None], [2, None]]] * 3

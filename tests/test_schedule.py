@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import parse_action
 from muster.schedule.check import ProgramError, check
 from muster.schedule.forward_only import forward_only
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, format_program, parse_program
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import PassTimes, time_passes
 from muster.simulate.breakdown import breakdown
 from muster.simulate.simulator import simulate
@@ -26,12 +26,12 @@ many = settings(max_examples=60, deadline=None)
 PLAIN = ("gpipe", "1f1b")
 """Schedules of one stage per rank with whole backwards."""
 
-LOWERINGS = st.builds(Lowering, st.sampled_from(["z1", "z2", "z3"]), st.integers(1, 4), st.booleans())
+LOWERINGS = st.builds(LoweringOptions, st.sampled_from(["z1", "z2", "z3"]), st.integers(1, 4), st.booleans())
 
 
 def program(name: str = "1f1b", ranks: int = 2, micro_batches: int = 3, **lowering) -> Program:
     lowering = {"zero": "z1", "data_ranks": 2, "tied": True} | lowering
-    return lower(make_schedule(name, Setting(ranks, micro_batches)), Lowering(**lowering))
+    return lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), LoweringOptions(**lowering))
 
 
 def edited(text: str, *edits: tuple[str, str]) -> Program:
@@ -51,24 +51,24 @@ def words(schedule: Schedule) -> list[str]:
 
 
 def test_orders():
-    assert words(make_schedule("1f1b", Setting(2, 3))) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    assert words(make_schedule("gpipe", Setting(2, 2))) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert words(make_schedule("1f1b", Setting(1, 2))) == ["0F0 0B0 0F1 0B1"]
+    assert words(make_schedule("1f1b", ScheduleSpec(2, 3))) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert words(make_schedule("gpipe", ScheduleSpec(2, 2))) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert words(make_schedule("1f1b", ScheduleSpec(1, 2))) == ["0F0 0B0 0F1 0B1"]
     assert words(forward_only((0, 1, 0), 2)) == ["0F0 0F1 2F0 2F1", "1F0 1F1"]
     assert words(forward_only((0, 1, 0, 1), 3))[1] == "1F0 1F1 3F0 3F1 1F2 3F2"
 
 
 def test_registry_refuses_in_one_sentence():
     with pytest.raises(ConfigError, match=r"unknown schedule 'gpip'; known: gpipe, 1f1b, .*; did you mean 'gpipe'\?"):
-        make_schedule("gpip", Setting(2, 4))
+        make_schedule("gpip", ScheduleSpec(2, 4))
     with pytest.raises(InfeasibleError, match="one stage per pipeline rank, got 2; the nearest that runs has vpp 1"):
-        make_schedule("1f1b", Setting(2, 4, 2))
+        make_schedule("1f1b", ScheduleSpec(2, 4, 2))
     with pytest.raises(InfeasibleError, match="num_micro_batches of at least 1, got 0"):
-        make_schedule("1f1b", Setting(2, 0))
+        make_schedule("1f1b", ScheduleSpec(2, 0))
     with pytest.raises(InfeasibleError, match="chunks 3 don't spread over 2 replicas: expected a multiple of 2"):
-        Setting(2, 4, 3, replicas=2)
+        ScheduleSpec(2, 4, 3, replicas=2)
     with pytest.raises(InfeasibleError, match="memory_limit is 0, expected more than 0"):
-        Setting(2, 4, memory_limit=0)
+        ScheduleSpec(2, 4, memory_limit=0)
     assert all(entry.explanation for entry in SCHEDULES.values())
 
 
@@ -78,8 +78,8 @@ def test_registry_refuses_in_one_sentence():
 
 @many
 @given(st.sampled_from(PLAIN), st.integers(1, 8), st.integers(1, 16), LOWERINGS)
-def test_every_lowered_program_is_sound(name: str, ranks: int, micro_batches: int, lowering: Lowering):
-    lowered = lower(make_schedule(name, Setting(ranks, micro_batches)), lowering)
+def test_every_lowered_program_is_sound(name: str, ranks: int, micro_batches: int, lowering: LoweringOptions):
+    lowered = lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), lowering)
     assert parse_program(format_program(lowered)) == lowered
     peaks = check(lowered).peak_activations
     kept = {"gpipe": lambda rank: micro_batches, "1f1b": lambda rank: min(ranks - rank, micro_batches)}[name]
@@ -90,7 +90,7 @@ def test_every_lowered_program_is_sound(name: str, ranks: int, micro_batches: in
 
 @many
 @given(st.data(), st.integers(1, 4), st.integers(1, 7), st.integers(1, 8), LOWERINGS)
-def test_forwards_run_under_any_placement(data, ranks: int, stages: int, micro_batches: int, lowering: Lowering):
+def test_forwards_run_under_any_placement(data, ranks: int, stages: int, micro_batches: int, lowering: LoweringOptions):
     placement = [*range(ranks), *data.draw(st.lists(st.integers(0, ranks - 1), min_size=stages, max_size=stages))]
     placement = data.draw(st.permutations(placement))
     lowered = lower(forward_only(placement, micro_batches), replace(lowering, train=False))
@@ -131,7 +131,7 @@ def test_any_followable_order_is_lowered_soundly(data, ranks, stages, micro_batc
     check(lowered)
     assert parse_program(format_program(lowered)) == lowered
     unit_s = [1.0] * schedule.depth
-    timing = time_passes(schedule, PassTimes(unit_s, unit_s, unit_s, hop_s=0.25))
+    timing = time_passes(schedule, PassTimes(unit_s, unit_s, unit_s, p2p_s=0.25))
     timeline = simulate(lowered, OpTimes({("F", -1): 1.0, ("B", -1): 2.0, ("I", -1): 1.0, ("W", -1): 1.0}, 0.25))
     for rank, order in enumerate(schedule.ranks):
         events = [event for event in timeline.events if event.rank == rank and event.action.kind in "FBIW"]
@@ -148,7 +148,7 @@ BIDIRECTIONAL = Schedule(
 
 
 def test_two_replicas_add_up_their_gradients():
-    lowered = lower(BIDIRECTIONAL, Lowering("z1", 2, tied=True))
+    lowered = lower(BIDIRECTIONAL, LoweringOptions("z1", 2, tied_embeddings=True))
     assert (
         str(lowered)
         == """\
@@ -178,7 +178,7 @@ rank 1 collective: 2UNSHARD 1UNSHARD 1REDUCE@compute:2 2REDUCE@compute:3\
 
 def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
     ranks = (tuple(map(parse_action, ["0F0", "1F1", "0B0", "1B1"])),)
-    lowered = lower(Schedule("own", (0, 0), 2, ranks, replicas=2), Lowering())
+    lowered = lower(Schedule("own", (0, 0), 2, ranks, replicas=2), LoweringOptions())
     assert "\nrank 0 collective: 0MERGE@compute:3 NORM@compute:3,collective:0\n" in str(lowered)
     check(lowered)
 
@@ -204,7 +204,7 @@ def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
 )
 def test_faults_of_two_replicas_are_refused(edits, sentence):
     with pytest.raises(ProgramError) as refusal:
-        check(edited(str(lower(BIDIRECTIONAL, Lowering(tied=True))), *edits))
+        check(edited(str(lower(BIDIRECTIONAL, LoweringOptions(tied_embeddings=True))), *edits))
     assert sentence in str(refusal.value)
 
 
@@ -250,11 +250,11 @@ def test_lowering_refuses_an_order_that_cannot_be_followed():
         return Schedule("own", tuple(range(len(orders))), 2, ranks)
 
     with pytest.raises(ProgramError, match="0F1 is missing on rank 0; 1F1 on rank 1 waits for it"):
-        lower(schedule("0F0", "1F0 1F1"), Lowering())
+        lower(schedule("0F0", "1F0 1F1"), LoweringOptions())
     with pytest.raises(
         ProgramError, match="0B1 on rank 0 waits for 1B1 on rank 1, 1F0 on rank 1 waits for 0F0 on rank 0"
     ):
-        lower(schedule("0F1 0B1 0F0 0B0", "1F0 1B0 1F1 1B1"), Lowering())
+        lower(schedule("0F1 0B1 0F0 0B0", "1F0 1B0 1F1 1B1"), LoweringOptions())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -371,9 +371,9 @@ rank 0 copy: 0OFFLOAD0@compute:0 0RELOAD0@compute:2
 
 @many
 @given(st.data(), st.sampled_from(PLAIN), st.integers(2, 4), st.integers(1, 5), LOWERINGS)
-def test_no_instruction_can_be_dropped(data, name: str, ranks: int, micro_batches: int, lowering: Lowering):
+def test_no_instruction_can_be_dropped(data, name: str, ranks: int, micro_batches: int, lowering: LoweringOptions):
     """Whatever is taken out, with the waits for it, is missed."""
-    lowered = lower(make_schedule(name, Setting(ranks, micro_batches)), lowering)
+    lowered = lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), lowering)
     rank = data.draw(st.integers(0, ranks - 1))
     lane = data.draw(st.sampled_from(sorted(lowered.ranks[rank])))
     index = data.draw(st.integers(0, len(lowered.ranks[rank][lane]) - 1))

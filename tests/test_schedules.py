@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.schedule.check import check
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import time_schedule
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
-from muster.spec.placement import both_ways, looped, waves
 from muster.spec.plan import Plan
-from muster.spec.schedules import SCHEDULES, Entry
+from muster.spec.schedules import SCHEDULES, ScheduleEntry
+from muster.spec.stage_placement import bidirectional_placement, looped_placement, wave_placement
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(vocab_size=32, hidden_size=8, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=16)
@@ -33,11 +33,11 @@ RUNNABLE = {name for name, entry in SCHEDULES.items() if not entry.searched}
 many = settings(max_examples=100, deadline=None)
 
 
-def setting_of(name: str, ranks: int, micro_batches: int, times=(1.0, 1.0, 1.0), **more) -> Setting:
+def setting_of(name: str, ranks: int, micro_batches: int, times=(1.0, 1.0, 1.0), **more) -> ScheduleSpec:
     """With the chunks and replicas that the schedule has if nobody says how many."""
     entry = SCHEDULES[name]
     own = {"chunks": entry.default_chunks, "replicas": entry.default_replicas}
-    return Setting.of_shares(ranks, micro_batches, times, **{**own, **more})
+    return ScheduleSpec.uniform(ranks, micro_batches, times, **{**own, **more})
 
 
 def cost(name: str, *args, **more) -> list[float]:
@@ -182,7 +182,7 @@ SECONDS = st.floats(0, 3)
 
 
 @st.composite
-def any_settings(draw) -> tuple[str, Setting]:
+def any_settings(draw) -> tuple[str, ScheduleSpec]:
     name = draw(st.sampled_from(sorted(RUNNABLE)))
     entry = SCHEDULES[name]
     replicas = entry.replicas or draw(st.integers(1, 2))
@@ -191,12 +191,14 @@ def any_settings(draw) -> tuple[str, Setting]:
     depth = ranks * chunks // replicas
     forward, inputs, weights = (tuple(draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in range(3))
     hop_s, fill = draw(SECONDS), draw(st.booleans())
-    return name, Setting(ranks, micro_batches, chunks, forward, inputs, weights, hop_s, replicas=replicas, fill=fill)
+    return name, ScheduleSpec(
+        ranks, micro_batches, chunks, forward, inputs, weights, hop_s, replicas=replicas, fill=fill
+    )
 
 
 @many
 @given(any_settings())
-def test_every_schedule_can_be_followed_or_says_why_not(drawn: tuple[str, Setting]):
+def test_every_schedule_can_be_followed_or_says_why_not(drawn: tuple[str, ScheduleSpec]):
     name, setting = drawn
     if (name in ("dualpipe", "bitpipe") and setting.num_ranks % 2) or (name == "hanayo" and setting.chunks % 2):
         with pytest.raises(InfeasibleError, match="the nearest that runs"):
@@ -205,13 +207,13 @@ def test_every_schedule_can_be_followed_or_says_why_not(drawn: tuple[str, Settin
     schedule = make_schedule(name, setting)
     assert schedule.name == name
     assert time_schedule(schedule, setting).bubble_s >= -1e-9
-    check(lower(schedule, Lowering()))
+    check(lower(schedule, LoweringOptions()))
 
 
 def test_placements():
-    assert looped(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert waves(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
-    assert both_ways(waves(2, 2), 2) == (0, 1, 1, 0, 1, 0, 0, 1)
+    assert looped_placement(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert wave_placement(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
+    assert bidirectional_placement(wave_placement(2, 2), 2) == (0, 1, 1, 0, 1, 0, 0, 1)
 
 
 def test_groups_get_smaller_until_they_fit_in_memory():
@@ -265,8 +267,8 @@ def test_the_schedule_that_the_page_adds(monkeypatch: pytest.MonkeyPatch):
     module = ModuleType("muster.schedule.eager_1f1b")
     exec(file, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(SCHEDULES, "eager-1f1b", eval(f"{{{entry}}}", {"Entry": Entry})["eager-1f1b"])
+    monkeypatch.setitem(SCHEDULES, "eager-1f1b", eval(f"{{{entry}}}", {"Entry": ScheduleEntry})["eager-1f1b"])
     name, more, *costs = eval(line)
     test_costs(name, more, *costs)
     assert [cost(name, 4, 16, hop_s=hop_s)[0] for hop_s in (0.1, 0.3)] == [9.6, 10.8]
-    check(program_of(Plan(pp=4, schedule=name), MODEL, Workload(seq_len=8, global_batch_size=8)))
+    check(build_program(Plan(pp=4, schedule=name), MODEL, Workload(seq_len=8, global_batch_size=8)))

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.op_times import Hop, OpTimes
+from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.schedule.action import parse_action
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError, parse_program
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.breakdown import breakdown, spans_of
-from muster.simulate.cores import simulate_on_shared_cores
+from muster.simulate.shared_cores import simulate_on_shared_cores
 from muster.simulate.simulator import simulate, simulate_parts
 from muster.simulate.spans import time_by_part
 from muster.simulate.timeline import Event, Timeline, timeline_from_json, timeline_to_json
@@ -22,7 +22,7 @@ many = settings(max_examples=60, deadline=None)
 
 SECONDS = st.floats(0.1, 10)
 LOWERINGS = st.builds(
-    Lowering,
+    LoweringOptions,
     st.sampled_from(["z1", "z2", "z3"]),
     st.integers(1, 4),
     st.booleans(),
@@ -30,8 +30,8 @@ LOWERINGS = st.builds(
 )
 
 
-def program(name: str, ranks: int, micro_batches: int, lowering: Lowering | None = None) -> Program:
-    return lower(make_schedule(name, Setting(ranks, micro_batches)), lowering or Lowering())
+def program(name: str, ranks: int, micro_batches: int, lowering: LoweringOptions | None = None) -> Program:
+    return lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), lowering or LoweringOptions())
 
 
 def times(hop_s: float = 0.0, cores: int | None = None, processes: tuple[int, ...] = (), **seconds) -> OpTimes:
@@ -73,7 +73,7 @@ def test_hops_lengthen_the_step():
 
 
 def test_each_boundary_has_a_hop_of_its_own():
-    own = OpTimes({("F", -1): 1, ("B", -1): 2}, hop_s=0.5, hops={(0, 1): Hop(3), (2, 1): Hop(5)})
+    own = OpTimes({("F", -1): 1, ("B", -1): 2}, p2p_s=0.5, p2p_times={(0, 1): P2PTime(3), (2, 1): P2PTime(5)})
     at = spans(simulate(program("gpipe", 3, 1), own))
     assert at["1/1F0"][0] == 1 + 3
     assert at["2/2F0"][0] == 4 + 1 + 0.5
@@ -84,7 +84,7 @@ def test_each_boundary_has_a_hop_of_its_own():
 @pytest.mark.parametrize("shared", [False, True])
 def test_transfers_of_a_rank_share_its_way_out(shared: bool):
     """Three micro-batches of 1 s each, of which each keeps the wire for 2 s: the last is sent at 1 + 2 + 2."""
-    own = OpTimes({("F", -1): 1, ("B", -1): 2}, hops={(0, 1): Hop(2.5, 2.0)})
+    own = OpTimes({("F", -1): 1, ("B", -1): 2}, p2p_times={(0, 1): P2PTime(2.5, 2.0)})
     lowered = program("gpipe", 2, 3)
     at = spans(simulate_on_shared_cores(lowered, own) if shared else simulate(lowered, own))
     assert [at[f"1/1RF{i}"] for i in range(3)] == [(1, 3.5), (3, 5.5), (5, 7.5)]
@@ -97,13 +97,17 @@ def test_transfers_of_a_rank_share_its_way_out(shared: bool):
 
 @many
 @given(st.data(), st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 8), LOWERINGS, st.floats(0, 3))
-def test_any_timeline_is_possible(data, name: str, ranks: int, micro_batches: int, lowering: Lowering, hop_s: float):
+def test_any_timeline_is_possible(
+    data, name: str, ranks: int, micro_batches: int, lowering: LoweringOptions, hop_s: float
+):
     """No less than its lower bounds, in the order of its waits, and the same by both ways of simulating."""
     keys = [
         (kind, stage) for kind in ("F", "B", "UNSHARD", "REDUCE", "TIE", "OFFLOAD", "RELOAD") for stage in range(ranks)
     ]
     seconds = {key: data.draw(SECONDS) for key in [*keys, ("NORM", -1), ("STEP", -1)]}
-    own = OpTimes(seconds, hop_s, hops={(stage, stage + 1): Hop(hop_s, hop_s / 2) for stage in range(1, ranks)})
+    own = OpTimes(
+        seconds, hop_s, p2p_times={(stage, stage + 1): P2PTime(hop_s, hop_s / 2) for stage in range(1, ranks)}
+    )
     lowered = program(name, ranks, micro_batches, lowering)
     timeline = simulate(lowered, own)
     found_s, same = simulate_parts(lowered, own)
@@ -137,7 +141,9 @@ def test_any_timeline_is_possible(data, name: str, ranks: int, micro_batches: in
 
 
 def test_every_rank_is_in_the_norm_together():
-    timeline = simulate(program("1f1b", 3, 4, Lowering("z1", 2, tied=True)), times(F=1, B=2, REDUCE=3, TIE=4, NORM=5))
+    timeline = simulate(
+        program("1f1b", 3, 4, LoweringOptions("z1", 2, tied_embeddings=True)), times(F=1, B=2, REDUCE=3, TIE=4, NORM=5)
+    )
     at = spans(timeline)
     assert at["2/2TIE"][1] == at["0/0TIE"][1] == max(at["0/0TIE"][0], at["2/2TIE"][0]) + 4
     assert {at[f"{rank}/NORM"][1] for rank in range(3)} == {at["0/0TIE"][1] + 5}
@@ -190,7 +196,7 @@ def test_idle_ranks_leave_their_cores_to_others():
 
 
 def test_simulation_is_deterministic():
-    lowered = program("1f1b", 4, 8, Lowering("z1", 2, True))
+    lowered = program("1f1b", 4, 8, LoweringOptions("z1", 2, True))
     own = times(0.1, 2, (2, 2, 2, 2), F=1, B=2, UNSHARD=0.3, REDUCE=0.4, TIE=0.2, NORM=0.1, STEP=0.5)
     assert simulate(lowered, own) == simulate(lowered, own)
 
@@ -209,7 +215,7 @@ def timeline(source, num_ranks: int, text: str) -> Timeline:
 def test_breakdown_of_a_step():
     """Two stages, one micro-batch, a hop of 1: each rank's 20 s are told apart."""
     own = times(1.0, F=2, B=3, UNSHARD=1, REDUCE=2, NORM=1, STEP=1.5)
-    parts = breakdown(simulate(program("1f1b", 2, 1, Lowering("z1", 2)), own))
+    parts = breakdown(simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), own))
     # rank 0: UNSHARD 0–1, F 1–3, hop 3–4, (rank 1: F 4–6, B 6–9), hop 9–10, B 10–13, REDUCE 13–15, NORM 15–16, STEP
     assert parts.step_s == 17.5
     assert (parts.forward_s, parts.backward_s, parts.optimizer_s) == (2, 3, 2.5)
@@ -220,7 +226,9 @@ def test_breakdown_of_a_step():
 
 def test_a_measured_timeline_is_broken_down_alike():
     """Two data-parallel ranks per stage; a receive is recorded from when the rank stood still for it."""
-    predicted = breakdown(simulate(program("1f1b", 2, 1, Lowering("z1", 2)), times(1.0, F=2, B=3, UNSHARD=1, REDUCE=2)))
+    predicted = breakdown(
+        simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), times(1.0, F=2, B=3, UNSHARD=1, REDUCE=2))
+    )
     rows = []
     for rank in (0, 1):
         rows += [f"{rank} {word}" for word in (
@@ -253,5 +261,5 @@ def test_waiting_for_another_rank_is_bubble_not_communication():
 
 
 def test_timelines_survive_json():
-    predicted = simulate(program("gpipe", 2, 2, Lowering("z1", 2, True)), times(0.25, F=1, B=2, NORM=0.5))
+    predicted = simulate(program("gpipe", 2, 2, LoweringOptions("z1", 2, True)), times(0.25, F=1, B=2, NORM=0.5))
     assert timeline_from_json(timeline_to_json(predicted)) == predicted

@@ -15,10 +15,10 @@ import pytest
 from muster.catalog import names
 from muster.cli import checkpoint, data
 from muster.cli.main import VERBS, main
+from muster.config.run_config import RunConfig
 from muster.spec.cluster import ClusterSpec, NetworkTier, NodeGroup
+from muster.spec.config_errors import ConfigSchema
 from muster.spec.device import DeviceSpec, LinkSpec
-from muster.spec.explain import Shape
-from muster.spec.run import RunConfig
 from tests.chromium import Browser
 from tests.page_audit import audit
 
@@ -142,7 +142,7 @@ def test_tables_of_keys_are_those_of_the_code(page: str) -> None:
 
 def test_every_key_of_a_run_file_is_explained() -> None:
     text = (DOCS / "run-file-keys.md").read_text()
-    shape = Shape(RunConfig)
+    shape = ConfigSchema(RunConfig)
     parts = [name for name in shape.root["$defs"] for name in shape.root["$defs"][name].get("properties", {})]
     keys = {path.rpartition(".")[2] for path in shape.paths()} | set(parts)
     assert sorted(key for key in keys if not re.search(rf"`(?:[\w.]+\.)?{key}`", text)) == []

@@ -5,56 +5,56 @@ import math
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.folder import checkpoints, find_latest
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints
 from muster.checkpoint.load import read_full
 from muster.checkpoint.manifest import read_manifest
-from muster.spec.run import TrainConfig
-from muster.train.skips import Skips
+from muster.config.run_config import TrainConfig
+from muster.train.step_skipper import StepSkipper
 from tests.ranks import run_ranks
 from tests.train_runs import rows_of, sample_hash, steps
 
 
-def judge_of(**keys: Any) -> Skips:
-    return Skips(TrainConfig(steps=1, seq_len=1, global_batch_size=1, **keys))
+def judge_of(**keys: Any) -> StepSkipper:
+    return StepSkipper(TrainConfig(steps=1, seq_len=1, global_batch_size=1, **keys))
 
 
 def test_what_is_not_finite_is_skipped_and_counted() -> None:
     skips = judge_of()
-    assert skips.judge(2.0, 1e30) is None
-    assert skips.judge(math.nan, 1.0) == "its loss is nan"
-    assert skips.judge(2.0, math.inf) == "its gradient norm is inf"
-    assert (skips.total, skips.in_row) == (2, 2)
-    assert skips.judge(1e9, 1.0) is None, "nothing finite is a spike unless that is asked for"
-    assert (skips.total, skips.in_row) == (2, 0)
+    assert skips.check(2.0, 1e30) is None
+    assert skips.check(math.nan, 1.0) == "its loss is nan"
+    assert skips.check(2.0, math.inf) == "its gradient norm is inf"
+    assert (skips.total, skips.consecutive) == (2, 2)
+    assert skips.check(1e9, 1.0) is None, "nothing finite is a spike unless that is asked for"
+    assert (skips.total, skips.consecutive) == (2, 0)
 
 
 def test_a_spike_lies_far_above_the_mean_of_the_last_applied_steps() -> None:
     skips = judge_of(spike_sigmas=6, spike_window=8)
     norms = [1.0, 1.2, 0.9, 1.1]
-    assert [skips.judge(3.0, 50.0)] + [skips.judge(3.0 + n / 9, n) for n in norms] == [None] * 5
+    assert [skips.check(3.0, 50.0)] + [skips.check(3.0 + n / 9, n) for n in norms] == [None] * 5
     for norm in (1.0, 1.1, 0.9, 1.2):  # the first, 50, leaves the window
-        assert skips.judge(3.0, norm) is None
-    reason = skips.judge(3.1, 2.0)
+        assert skips.check(3.0, norm) is None
+    reason = skips.check(3.1, 2.0)
     assert reason is not None
     assert "its gradient norm 2 is a spike, more than 6 standard deviations (0.12) above the mean 1.05" in reason
-    assert skips.judge(3.1, 2.0) is not None, "a spike must not make the next one look usual"
-    assert "its loss 9 is a spike" in (skips.judge(9.0, 1.0) or "")
-    assert skips.judge(2.0, 0.1) is None, "what lies below the mean is no spike"
+    assert skips.check(3.1, 2.0) is not None, "a spike must not make the next one look usual"
+    assert "its loss 9 is a spike" in (skips.check(9.0, 1.0) or "")
+    assert skips.check(2.0, 0.1) is None, "what lies below the mean is no spike"
 
 
 def test_few_steps_make_no_mean() -> None:
     skips = judge_of(spike_sigmas=6, spike_window=8)
-    assert [skips.judge(3.0, norm) for norm in (1.0, 1.0, 1.0, 1e6)] == [None] * 4
+    assert [skips.check(3.0, norm) for norm in (1.0, 1.0, 1.0, 1e6)] == [None] * 4
 
 
 def test_the_state_goes_through_json_without_loss() -> None:
     first, second = (judge_of(spike_sigmas=3, spike_window=4) for _ in range(2))
     for step in range(9):
-        first.judge(2 + math.sin(step), 1 / (step + 3))
-    first.judge(math.nan, 1.0)
+        first.check(2 + math.sin(step), 1 / (step + 3))
+    first.check(math.nan, 1.0)
     second.load(json.loads(json.dumps(first.state())))
     assert second.state() == first.state()
-    assert second.judge(5.0, 0.1) == first.judge(5.0, 0.1) is not None
+    assert second.check(5.0, 0.1) == first.check(5.0, 0.1) is not None
 
 
 def test_two_ranks_skip_alike_go_on_and_end(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def _assert_doomed(run: Path, sentence: str) -> None:
     assert "steps 4 to 5 were skipped, as many in a row as train.max_skipped allows: step 5 because" in sentence
     assert f"the state before is in {run / 'failed'}, what followed are samples 24 to 39" in sentence
     assert steps(run) == [1, 2, 3, 4, 5]
-    (kept,) = checkpoints(run / "failed")
+    (kept,) = list_checkpoints(run / "failed")
     manifest = read_manifest(kept)
     assert (manifest.step, manifest.counters["samples_consumed"]) == (3, 24)

@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.op_times import OpTimes
-from muster.schedule.build import program_of
+from muster.cost.time.op_times import OpTimes
+from muster.layout.mesh import coordinates_of
+from muster.layout.tensor_layout import stage_layouts
+from muster.schedule.build import build_program
 from muster.schedule.check import check
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import Program, ProgramError, parse_program
 from muster.schedule.registry import SCHEDULES, make_schedule
-from muster.schedule.setting import Setting
-from muster.schedule.spread_words import WordTimes
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.vocab_passes import VocabTimes
 from muster.simulate.simulator import simulate
 from muster.spec.errors import InfeasibleError
-from muster.spec.layout import stage_layouts
-from muster.spec.mesh import coordinates
 from muster.spec.model import ModelSpec
-from muster.spec.nearest import require_runnable
+from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name, parse_plan_name
-from muster.spec.runnable import not_yet
+from muster.spec.supported import unsupported_features
 from muster.spec.workload import Workload
 from tests.ranks import run_ranks
 
 ONE_REPLICA = [name for name, entry in SCHEDULES.items() if entry.replicas == 1 and name not in ("auto", "exact")]
-WORDS = WordTimes(look_up=0.05, score=0.5, backward=0.25)
+WORDS = VocabTimes(embedding=0.05, logits=0.5, backward=0.25)
 MODEL = ModelSpec(
     vocab_size=128_256, hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4, intermediate_size=4096
 )
@@ -49,11 +49,11 @@ def test_loss_and_gradients_equal_the_whole_ones() -> None:
 def test_woven_programs_can_be_run(name: str, ranks: int, micro_batches: int, score: float, backward: float) -> None:
     """Any schedule, whatever its words take; at most one micro-batch more is kept on any rank."""
     try:
-        schedule = make_schedule(name, Setting(ranks, micro_batches, SCHEDULES[name].default_chunks))
+        schedule = make_schedule(name, ScheduleSpec(ranks, micro_batches, SCHEDULES[name].default_chunks))
     except InfeasibleError:
         return
-    words = WordTimes(score=score, backward=backward)
-    plain, woven = (check(lower(schedule, Lowering("z1", 2, words=times))) for times in (None, words))
+    words = VocabTimes(logits=score, backward=backward)
+    plain, woven = (check(lower(schedule, LoweringOptions("z1", 2, vocab_times=times))) for times in (None, words))
     for before, after in zip(plain.peak_activations, woven.peak_activations, strict=True):
         assert after <= before + 1
 
@@ -63,14 +63,15 @@ def test_words_cost_their_own_time_alone(name: str) -> None:
     """No rank waits for words: with equal parts on all ranks the makespan grows by what one rank's words take, and a
     hop's worth of filling at most."""
     chunks = SCHEDULES[name].default_chunks
-    schedule = make_schedule(name, Setting(4, 16, chunks))
+    schedule = make_schedule(name, ScheduleSpec(4, 16, chunks))
     part = 1 / chunks
     seconds = {("F", -1): part, ("B", -1): 2 * part, ("I", -1): part, ("W", -1): part}
-    seconds |= {(kind, -1): WORDS.of(kind) for kind in ("E", "S", "T", "EW")}
+    seconds |= {(kind, -1): WORDS.of_kind(kind) for kind in ("E", "S", "T", "EW")}
     plain, woven = (
-        simulate(lower(schedule, Lowering(words=words)), OpTimes(seconds)).makespan_s for words in (None, WORDS)
+        simulate(lower(schedule, LoweringOptions(vocab_times=words)), OpTimes(seconds)).makespan_s
+        for words in (None, WORDS)
     )
-    assert woven - plain < 16 * sum(WORDS.of(kind) for kind in ("E", "S", "T", "EW")) + 0.5
+    assert woven - plain < 16 * sum(WORDS.of_kind(kind) for kind in ("E", "S", "T", "EW")) + 0.5
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_words_cost_their_own_time_alone(name: str) -> None:
     ],
 )
 def test_wrong_words_are_refused(change: tuple[str, str], problem: str) -> None:
-    text = str(lower(make_schedule("1f1b", Setting(2, 3)), Lowering(words=WORDS)))
+    text = str(lower(make_schedule("1f1b", ScheduleSpec(2, 3)), LoweringOptions(vocab_times=WORDS)))
     assert str(parse_program(text)) == text
     assert text.count(change[0]) == 1
     with pytest.raises(ProgramError, match=problem):
@@ -95,7 +96,7 @@ def test_wrong_words_are_refused(change: tuple[str, str], problem: str) -> None:
 
 
 def test_missing_words_are_refused() -> None:
-    text = str(lower(make_schedule("gpipe", Setting(2, 2)), Lowering(words=WORDS)))
+    text = str(lower(make_schedule("gpipe", ScheduleSpec(2, 2)), LoweringOptions(vocab_times=WORDS)))
     with pytest.raises(ProgramError, match="1T1 is missing on rank 1"):
         check(parse_program(re.sub(r" 1T1\S*", "", text)))
 
@@ -108,10 +109,10 @@ def test_busiest_rank_is_near_the_mean() -> None:
 
 def _imbalance(plan: Plan) -> float:
     """The busiest rank's compute time over the mean."""
-    program = program_of(plan, MODEL, WORKLOAD)
+    program = build_program(plan, MODEL, WORKLOAD)
     seconds: dict[tuple[str, int], float] = {}
     for stage in range(plan.num_stages):
-        held = {layout.name: layout.numel for layout in stage_layouts(MODEL, plan, stage, coordinates(plan, stage))}
+        held = {layout.name: layout.numel for layout in stage_layouts(MODEL, plan, stage, coordinates_of(plan, stage))}
         head = held.pop("head.weight", 0)
         held.pop("embed.weight", 0)
         layers = sum(held.values()) + (0 if plan.spread_vocab else head)
@@ -131,7 +132,7 @@ def test_what_can_not_be_spread_is_refused() -> None:
         ("tp2-pp2-vocab", "tensor parallelism"),
         ("dp2-pp2-vocab", "under z3"),
     ):
-        assert any(reason in problem for problem in not_yet(parse_plan_name(name, Plan())))
+        assert any(reason in problem for problem in unsupported_features(parse_plan_name(name, Plan())))
     for name, words, reason in (
         ("dp4-vocab", 99, "pp is 1"),
         ("pp4-vocab", 9, "leaves a rank without any"),
@@ -150,7 +151,7 @@ def test_shards_cover_every_word_once() -> None:
             layout
             for rank in range(4)
             for stage in range(4)
-            for layout in stage_layouts(MODEL, plan, stage, coordinates(plan, rank))
-            if layout.name == name and plan.pp_rank(stage) == coordinates(plan, rank).pp
+            for layout in stage_layouts(MODEL, plan, stage, coordinates_of(plan, rank))
+            if layout.name == name and plan.pp_rank(stage) == coordinates_of(plan, rank).pp
         ]
         assert sum(layout.numel for layout in layouts if layout.copy_index == 0) == MODEL.vocab_size * MODEL.hidden_size

@@ -4,35 +4,35 @@ from dataclasses import replace
 
 import pytest
 
-from muster.planner.judge import Judge
+from muster.config.cluster_files import load_device
+from muster.planner.custom_schedules import find_custom_schedules
+from muster.planner.heterogeneous import find_best_plans
 from muster.planner.neighbours import neighbours
-from muster.planner.request import Request
-from muster.planner.timed import timed
-from muster.planner.unequal import arrange
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
 from muster.schedule.check import check
+from muster.schedule.custom_search import search_custom_orders, sort_final_weight_grads
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
-from muster.schedule.timed import stage_by_stage, timed_schedules
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import time_schedule
 from muster.spec.cluster import ClusterSpec, NodeGroup
-from muster.spec.load_cluster import load_device
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.workload import Workload
 
-SETTING = Setting(2, 12, 3, placement=(0, 0, 0, 1, 1, 1), hop_s=2, memory_limit=6)
+SETTING = ScheduleSpec(2, 12, 3, placement=(0, 0, 0, 1, 1, 1), p2p_s=2, memory_limit=6)
 HOPS_S = (0.0, 0.0, 2.0, 0.0, 0.0)
 
 
-def makespan_s(schedule: Schedule, setting: Setting = SETTING) -> float:
+def makespan_s(schedule: Schedule, setting: ScheduleSpec = SETTING) -> float:
     return time_schedule(schedule, setting).makespan_s
 
 
 def test_an_order_hides_slow_hops_within_its_memory() -> None:
     """No later than the work of the second rank, the first forward and a hop; ZB-H2 and a smaller memory wait."""
-    found = list(timed_schedules(SETTING, HOPS_S))
+    found = list(search_custom_orders(SETTING, HOPS_S))
     assert [schedule.placement for schedule in found] == [SETTING.placement] * 2
     for schedule in found:
         timing = time_schedule(schedule, SETTING)
@@ -41,14 +41,14 @@ def test_an_order_hides_slow_hops_within_its_memory() -> None:
     whole = replace(SETTING, chunks=1, placement=(), forward_s=(), input_backward_s=(), weight_backward_s=())
     assert makespan_s(make_schedule("zb-h2", whole), whole) > 1.02 * makespan_s(found[0])
     small = replace(SETTING, memory_limit=2)
-    tight, _ = timed_schedules(small, HOPS_S)
+    tight, _ = search_custom_orders(small, HOPS_S)
     assert max(time_schedule(tight, small).peak_activation) <= 2 + 1e-9
     assert makespan_s(tight) > 1.1 * makespan_s(found[0])
 
 
 def test_what_ends_an_order_is_sorted_by_stage() -> None:
-    found, _ = timed_schedules(SETTING, HOPS_S)
-    ordered = stage_by_stage(found)
+    found, _ = search_custom_orders(SETTING, HOPS_S)
+    ordered = sort_final_weight_grads(found)
     for before, after in zip(found.ranks, ordered.ranks, strict=True):
         assert sorted(before) == sorted(after)
         end = [action.stage for action in after[-4:]]
@@ -56,7 +56,7 @@ def test_what_ends_an_order_is_sorted_by_stage() -> None:
         assert end == sorted(end, reverse=True)
 
 
-def two_sites() -> Request:
+def two_sites() -> PlanRequest:
     """Two nodes on each of two sites, listed in turn."""
     device = load_device("a100-80-sxm")
     assert device.node is not None
@@ -70,7 +70,7 @@ def two_sites() -> Request:
     model = ModelSpec(
         vocab_size=8192, hidden_size=2048, num_layers=12, num_heads=16, num_kv_heads=16, intermediate_size=8192
     )
-    return Request(
+    return PlanRequest(
         model,
         cluster,
         Workload(seq_len=2048, global_batch_size=32),
@@ -79,35 +79,35 @@ def two_sites() -> Request:
 
 
 @pytest.fixture(scope="module")
-def request_of_sites() -> Request:
+def request_of_sites() -> PlanRequest:
     return two_sites()
 
 
-def test_sites_gain_by_an_order_for_their_own_times(request_of_sites: Request) -> None:
+def test_sites_gain_by_an_order_for_their_own_times(request_of_sites: PlanRequest) -> None:
     """The plan that is found beats the best with a schedule out of a book, fits, and is kept whole."""
-    found = arrange(request_of_sites, 2)
+    found = find_best_plans(request_of_sites, 2)
     best = found.found.best[0]
     plain = [one.value for one in found.found.best if one.plan.order is None]
     assert best.plan.order is not None
     assert not plain or best.value < 0.95 * min(plain)
     assert best.plan.order.times == "predicted"
-    assert found.judge.room.fits(best.plan)
-    assert not best.not_yet
+    assert found.judge.memory_budget.fits(best.plan)
+    assert not best.unsupported
     check(best.prediction.program)
     assert Plan.model_validate(best.plan.model_dump(mode="json")) == best.plan
-    again = Judge(found.request).verdict(best.plan)
+    again = PlanEvaluator(found.request).evaluate(best.plan)
     assert again.prediction.step_time_s == pytest.approx(best.value, rel=1e-12)
     assert not found.found.proven
     compared = {one.change: one for one in neighbours(best, found.judge, 1)}
-    assert (compared["schedule zb-h1"].slower or 0) > 0
+    assert (compared["schedule zb-h1"].slowdown or 0) > 0
 
 
-def test_what_is_asked_for_keeps_its_order(request_of_sites: Request) -> None:
+def test_what_is_asked_for_keeps_its_order(request_of_sites: PlanRequest) -> None:
     plan = parse_plan_name("dp4-pp2-z1-szbh2")
 
     def orders(**changes) -> list[Plan]:
         request = replace(request_of_sites, **changes)
-        return [one.plan for one in timed([plan], Judge(request), 0.5)]
+        return [one.plan for one in find_custom_schedules([plan], PlanEvaluator(request), 0.5)]
 
     assert [one.mesh(0) for one in orders()] == [plan.mesh(0)]
     assert not orders(fixed={"schedule": "zb-h2"})
@@ -115,4 +115,4 @@ def test_what_is_asked_for_keeps_its_order(request_of_sites: Request) -> None:
     assert not orders(objective="memory")
     (even,) = orders(fixed={"stages": ()})
     assert not even.stages
-    assert not timed([parse_plan_name("dp8-z1")], Judge(request_of_sites), 0.5)
+    assert not find_custom_schedules([parse_plan_name("dp8-z1")], PlanEvaluator(request_of_sites), 0.5)

@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import parse_action
-from muster.schedule.lower import Lowering, lower
+from muster.schedule.lower import LoweringOptions, lower
 from muster.schedule.program import ProgramError
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import Timing, time_schedule
 from muster.simulate.simulator import simulate
 
 
-def time_of(name: str, setting: Setting) -> Timing:
+def time_of(name: str, setting: ScheduleSpec) -> Timing:
     return time_schedule(make_schedule(name, setting), setting)
 
 
@@ -26,7 +26,7 @@ def time_of(name: str, setting: Setting) -> Timing:
 def test_the_bubble_is_that_of_the_closed_form_and_of_independent_simulations(
     name: str, hop_s: float, bubble_s: float
 ) -> None:
-    timing = time_of(name, Setting.of_shares(4, 16, hop_s=hop_s))
+    timing = time_of(name, ScheduleSpec.uniform(4, 16, hop_s=hop_s))
     assert timing.bubble_s == pytest.approx(bubble_s)
     assert timing.work_s == pytest.approx((48.0,) * 4)
     assert timing.span_bubble_s[0] == pytest.approx(bubble_s)  # rank 0 begins first and ends last
@@ -47,11 +47,11 @@ def test_the_timing_is_what_the_simulator_says_of_the_lowered_program(
     forward_s, input_s, weight_s = (
         tuple(data.draw(st.lists(st.floats(0, 3), min_size=ranks, max_size=ranks))) for _ in range(3)
     )
-    setting = Setting(ranks, micro_batches, 1, forward_s, input_s, weight_s, hop_s)
+    setting = ScheduleSpec(ranks, micro_batches, 1, forward_s, input_s, weight_s, hop_s)
     schedule = make_schedule(name, setting)
     seconds = {("F", stage): time_s for stage, time_s in enumerate(forward_s)}
     seconds |= {("B", stage): i_s + w_s for stage, (i_s, w_s) in enumerate(zip(input_s, weight_s, strict=True))}
-    timeline = simulate(lower(schedule, Lowering(train=False)), OpTimes(seconds, hop_s))
+    timeline = simulate(lower(schedule, LoweringOptions(train=False)), OpTimes(seconds, hop_s))
     timing = time_schedule(schedule, setting)
     for rank, order in enumerate(schedule.ranks):
         rows = zip(order, timing.begin_s[rank], timing.end_s[rank], strict=True)
@@ -61,7 +61,7 @@ def test_the_timing_is_what_the_simulator_says_of_the_lowered_program(
 
 def test_a_split_backward_keeps_its_activation_until_w() -> None:
     schedule = Schedule("own", (0,), 2, (tuple(map(parse_action, ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"])),))
-    timing = time_schedule(schedule, Setting.of_shares(1, 2, (3.0, 2.0, 1.0)))
+    timing = time_schedule(schedule, ScheduleSpec.uniform(1, 2, (3.0, 2.0, 1.0)))
     assert timing.begin_s == ([0.0, 3.0, 5.0, 8.0, 10.0, 11.0],)
     assert (timing.makespan_s, timing.bubble_s, timing.peak_activation) == (12.0, 0.0, (2.0,))
 
@@ -69,7 +69,7 @@ def test_a_split_backward_keeps_its_activation_until_w() -> None:
 def test_two_replicas_share_the_ranks_in_opposite_directions() -> None:
     orders = ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1")
     ranks = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    setting = Setting.of_shares(2, 2, chunks=2, replicas=2, hop_s=0.5)
+    setting = ScheduleSpec.uniform(2, 2, chunks=2, replicas=2, hop_s=0.5)
     timing = time_schedule(Schedule("own", (0, 1, 1, 0), 2, ranks, replicas=2), setting)
     assert timing.begin_s == ([0.0, 1.5, 2.5, 5.0], [0.0, 1.5, 2.5, 5.0])
     assert (timing.makespan_s, timing.bubble_s, timing.span_bubble_s) == (7.0, 1.0, (1.0, 1.0))
@@ -93,24 +93,24 @@ REFUSALS = {
 def test_a_wrong_schedule_is_refused_by_the_name_of_its_action(sentence: str) -> None:
     ranks = tuple(tuple(map(parse_action, order.split())) for order in REFUSALS[sentence].split("|"))
     with pytest.raises(ProgramError) as caught:
-        time_schedule(Schedule("own", (0, 1), 1, ranks), Setting.of_shares(2, 1))
+        time_schedule(Schedule("own", (0, 1), 1, ranks), ScheduleSpec.uniform(2, 1))
     assert str(caught.value) == sentence
 
 
 def test_a_circle_says_who_waits_for_whom() -> None:
     ranks = tuple(tuple(map(parse_action, order.split())) for order in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     with pytest.raises(ProgramError, match="0B0 on rank 0 waits for 1B0 on rank 1, 1F1 on rank 1 waits for 0F1 on "):
-        time_schedule(Schedule("own", (0, 1), 2, ranks), Setting.of_shares(2, 2))
+        time_schedule(Schedule("own", (0, 1), 2, ranks), ScheduleSpec.uniform(2, 2))
 
 
 def test_a_micro_batch_runs_through_one_replica() -> None:
     orders = ("0F0 0B0 3F0 3B0", "1F0 1B0 2F0 2B0")
     ranks = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    setting = Setting.of_shares(2, 1, chunks=2, replicas=2)
+    setting = ScheduleSpec.uniform(2, 1, chunks=2, replicas=2)
     with pytest.raises(ProgramError, match="micro-batch 0 runs through two replicas: 0F0 on rank 0, 2F0 on rank 1"):
         time_schedule(Schedule("own", (0, 1, 1, 0), 1, ranks, replicas=2), setting)
 
 
 def test_a_setting_of_another_size_is_refused() -> None:
     with pytest.raises(ProgramError, match="has 2 stages, 1 replicas and 1 micro-batches, its setting 4, 1 and 3"):
-        time_schedule(make_schedule("1f1b", Setting(2, 1)), Setting(4, 3))
+        time_schedule(make_schedule("1f1b", ScheduleSpec(2, 1)), ScheduleSpec(4, 3))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.data.prepare import Preparation, open_or_prepare, prepare
+from muster.data.prepare import PrepareOptions, open_or_prepare, prepare
 from muster.data.sources import source_files
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
@@ -24,7 +24,7 @@ TOKENIZER = ByteTokenizer()
 
 
 def build_store(source, directory, tokenizer, max_bytes=None, progress=None) -> TokenStore:
-    return prepare(Preparation(source, tokenizer, max_bytes), directory, progress)
+    return prepare(PrepareOptions(source, tokenizer, max_bytes), directory, progress)
 
 
 class OtherTokenizer(ByteTokenizer):
@@ -65,7 +65,7 @@ def test_decoding_gives_back_what_was_encoded(text):
 
 
 def test_decoding_survives_broken_text_and_ends_of_documents():
-    assert TOKENIZER.decode([0xE2, 104, TOKENIZER.end, 105]) == "\ufffdhi"
+    assert TOKENIZER.decode([0xE2, 104, TOKENIZER.eos_id, 105]) == "\ufffdhi"
 
 
 # --- sources ---
@@ -108,7 +108,7 @@ def test_a_file_is_one_document_whatever_its_name(tmp_path):
 def test_a_source_without_text_is_refused(tmp_path, make, sentence):
     make(tmp_path / "source")
     with pytest.raises(ConfigError, match=sentence):
-        open_or_prepare(Preparation(str(tmp_path / "source"), TOKENIZER), tmp_path / "cache")
+        open_or_prepare(PrepareOptions(str(tmp_path / "source"), TOKENIZER), tmp_path / "cache")
     with pytest.raises(ConfigError, match=sentence):
         build_store(str(tmp_path / "source"), tmp_path / "cache" / "x", TOKENIZER)
     assert not list(tmp_path.glob("cache/*"))
@@ -186,7 +186,7 @@ def test_verify_finds_a_flipped_bit(store, name):
 
 def test_the_cache_follows_the_source_the_tokenizer_and_the_limit(text, tmp_path):
     def built(tokenizer=TOKENIZER, max_bytes=None) -> Path:
-        return open_or_prepare(Preparation(str(text), tokenizer, max_bytes), tmp_path / "cache").directory
+        return open_or_prepare(PrepareOptions(str(text), tokenizer, max_bytes), tmp_path / "cache").directory
 
     first = built()
     modified = (first / "tokens-00000.bin").stat().st_mtime_ns
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_nothing_behind(text, tmp_path):
 def test_a_cache_that_cannot_be_written_is_one_sentence(text, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(MusterError, match="can't be written: .*set data.cache") as caught:
-        open_or_prepare(Preparation(str(text), TOKENIZER), tmp_path / "cache")
+        open_or_prepare(PrepareOptions(str(text), TOKENIZER), tmp_path / "cache")
     assert caught.value.exit_code == 1
     assert (tmp_path / "cache").read_text() == "a file"
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from muster.cli.main import main
-from muster.spec.load import load_run
-from muster.spec.run import RunConfig
-from muster.train import track
-from muster.train.track import TENSORBOARD, WANDB, Trackers
+from muster.config.load_config import load_run_config
+from muster.config.run_config import RunConfig
+from muster.train import tracking
+from muster.train.tracking import TENSORBOARD, WANDB, Trackers
 
 QUICK = ("--train.steps", "2", "--train.sample_tokens", "0", "--eval.batches", "1", "--parallel", "dp1-mb8")
 
 
 def config(**track: object) -> RunConfig:
-    return load_run("tiny", None, [(f"track.{key}", str(value).lower()) for key, value in track.items()]).config
+    return load_run_config(
+        "tiny", None, [(f"track.{key}", str(value).lower()) for key, value in tracking.items()]
+    ).config
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -65,7 +67,7 @@ class Failing:
 
 
 def test_a_tracker_that_fails_is_said_once_and_left_alone(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(track._KINDS, TENSORBOARD, Failing)
+    monkeypatch.setitem(tracking._KINDS, TENSORBOARD, Failing)
     trackers = Trackers(config(tensorboard=True), tmp_path, 0, is_main=True)
     for step in range(1, 5):
         trackers.log({"step": step, "train/loss": 1.0})
@@ -106,7 +108,7 @@ def test_weights_and_biases_is_one_run_that_stays_here(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_is_missing_is_said_before_anything_begins(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(track, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert main(["train", "--preset", "tiny", "--run", str(tmp_path / "run"), "--track.wandb", "true"]) == 2
     said = capsys.readouterr().err
     assert said == "muster: track.wandb needs the package wandb: pip install 'muster-llm[wandb]'\n"

@@ -8,36 +8,37 @@ import pytest
 from test_planner import TINY, instance
 
 from muster.cli.main import main
-from muster.planner.judge import Judge
-from muster.planner.pareto import front, parts_of, sketched, unbeaten
-from muster.planner.search import everything
-from muster.planner.what_if import changed, what_if
+from muster.config.cluster_files import load_cluster
+from muster.planner.pareto import non_dominated, pareto_front, sub_clusters, thin_front
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.search import exhaustive_search
+from muster.planner.what_if import apply_changes, what_if
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load_cluster import load_cluster
 
 
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans() -> None:
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
-    found = front(request, inf)
+    found = pareto_front(request, inf)
     assert found.proven
     for one in found.points:
         assert not any(
-            other.values != one.values and all(a <= b for a, b in zip(other.values, one.values, strict=True))
+            other.objectives != one.objectives
+            and all(a <= b for a, b in zip(other.objectives, one.objectives, strict=True))
             for other in found.points
         )
-    for cluster in parts_of(request.cluster):
+    for cluster in sub_clusters(request.cluster):
         own = replace(request, cluster=cluster)
-        fastest = min(verdict.prediction.step_time_s for verdict in everything(own, Judge(own)))
+        fastest = min(verdict.prediction.step_time_s for verdict in exhaustive_search(own, PlanEvaluator(own)))
         assert min(point.step_time_s for point in found.points if point.devices <= cluster.num_devices) <= fastest
-    shown = sketched(found.points)
+    shown = thin_front(found.points)
     assert shown
     assert len(shown) <= len(found.points)
-    assert unbeaten(found.points) == found.points
+    assert non_dominated(found.points) == found.points
 
 
 def test_the_front_says_what_binds() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
-        front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), inf)
+        pareto_front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), inf)
 
 
 def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
@@ -58,10 +59,10 @@ def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
 
 def test_changes_make_other_clusters() -> None:
     cluster = load_cluster("16xh100")
-    assert [changed(cluster, text).num_devices for text in ("nodes=x2", "nodes=/2", "nodes=12")] == [32, 8, 96]
-    assert changed(cluster, "failed=1").num_devices == 8
-    assert changed(cluster, "cluster=4xa100").name == "4xa100"
-    both = changed(cluster, "nodes=x2,network=/4")
+    assert [apply_changes(cluster, text).num_devices for text in ("nodes=x2", "nodes=/2", "nodes=12")] == [32, 8, 96]
+    assert apply_changes(cluster, "failed=1").num_devices == 8
+    assert apply_changes(cluster, "cluster=4xa100").name == "4xa100"
+    both = apply_changes(cluster, "nodes=x2,network=/4")
     slow, fast = both.groups[0].nics, cluster.groups[0].nics
     assert both.num_devices == 32
     assert slow is not None
@@ -81,7 +82,7 @@ def test_changes_make_other_clusters() -> None:
 )
 def test_what_is_no_change_is_said(change: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        changed(load_cluster("16xh100"), change)
+        apply_changes(load_cluster("16xh100"), change)
 
 
 def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> None:
@@ -98,12 +99,12 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
     )
     assert base.best is not None
     assert slow.best is not None
-    assert slow.same_plan_s is not None
-    assert base.best.prediction.step_time_s <= slow.best.prediction.step_time_s <= slow.same_plan_s
+    assert slow.same_plan_step_s is not None
+    assert base.best.prediction.step_time_s <= slow.best.prediction.step_time_s <= slow.same_plan_step_s
     assert failed.best is not None
     assert failed.best.plan.world_size in (8, 16)
     assert other.best is None
-    assert other.why_not
+    assert other.reason
 
 
 def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:

@@ -112,8 +112,8 @@ def test_no_collective_of_tensor_parallelism_warns() -> None:
         axis, x_BSD = TensorAxis(dist.distributed_c10d._get_default_group(), 1, 0, True), torch.ones(2, 3, 4)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert torch.equal(axis.gather(x_BSD).wait(), x_BSD)
-            assert torch.equal(axis.scatter_sum(x_BSD).wait(), x_BSD)
-            assert torch.equal(axis.add_up(x_BSD.clone()).wait(), x_BSD)
+            assert torch.equal(axis.all_gather(x_BSD).wait(), x_BSD)
+            assert torch.equal(axis.reduce_scatter(x_BSD).wait(), x_BSD)
+            assert torch.equal(axis.all_reduce(x_BSD.clone()).wait(), x_BSD)
     finally:
         dist.destroy_process_group()

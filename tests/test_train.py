@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from muster.checkpoint.folder import checkpoints, find_latest
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints
 from muster.checkpoint.manifest import read_manifest
+from muster.config.load_config import load_plan, load_run_config
 from muster.data.dataset import StreamHash, sample_digest
 from muster.data.tokenizer import ByteTokenizer
-from muster.spec.load import load_plan, load_run
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
-from muster.train.text import sample_prompt
+from muster.train.text_generation import sample_prompt
 from tests.test_launch import assert_gone
 from tests.train_runs import (
     QUICK,
@@ -80,15 +80,15 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
     assert result["comparison"]["memory: parameters"]["measured"] > 0
     assert (whole / "report.html").read_text().startswith("<!doctype html>")
     assert exit_of(whole)["code"] == 0
-    assert [path.name for path in checkpoints(whole / "checkpoints")] == ["step-00000015", "step-00000020"]
-    config = load_run(None, whole / "config.yaml", []).config
-    assert config.model_dump() == config.model_dump() | load_run("tiny", None, []).config.model_dump(
+    assert [path.name for path in list_checkpoints(whole / "checkpoints")] == ["step-00000015", "step-00000020"]
+    config = load_run_config(None, whole / "config.yaml", []).config
+    assert config.model_dump() == config.model_dump() | load_run_config("tiny", None, []).config.model_dump(
         exclude={"train": {"save_every"}, "parallel": {"micro_batch_size"}}
     ) | {"train": config.train.model_dump(), "parallel": config.parallel.model_dump()}
     assert ranks_of(whole) == 1
     dataset = open_dataset(config, whole)
     prompt = sample_prompt(dataset, ByteTokenizer(), config.train.seq_len)
-    held_out = dataset.held_out_batch(0, dataset.num_held_out_samples).tokens_BS.astype("uint8").tobytes()
+    held_out = dataset.validation_batch(0, dataset.num_validation_samples).tokens_BS.astype("uint8").tobytes()
     assert prompt.encode() in held_out, "the model has not learnt the beginning of its sample by heart"
     for words in (
         f"plan: {plan_of(whole)} for 1 process",
@@ -104,7 +104,7 @@ def test_a_run_leaves_all_that_is_promised(whole: Path, whole_ended: Ended) -> N
 
 
 def test_the_hash_is_that_of_the_samples_in_their_order(whole: Path) -> None:
-    config = load_run(None, whole / "config.yaml", []).config
+    config = load_run_config(None, whole / "config.yaml", []).config
     batch = open_dataset(config, whole).train_batch(0, 20 * config.train.global_batch_size)
     stream = StreamHash()
     stream.update(sample_digest(row) for row in batch.tokens_BS)

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from muster.checkpoint.folder import checkpoints, find_latest, problem_of
+from muster.checkpoint.checkpoint_dir import find_damage, find_latest, list_checkpoints
 from muster.checkpoint.manifest import read_manifest
 from muster.cli.main import main
+from muster.launch.shared_filesystem import require_shared_run_dir
 from muster.report.run_files import read_metrics
 from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
-from muster.train.agreement import require_agreement
+from muster.train.config_consistency import require_same_config
 from muster.train.metrics import MetricsLog
-from muster.train.shared_disk import require_shared
 from tests.parity import small_run
 from tests.test_checkpoint import save_one
 from tests.train_runs import (
@@ -195,20 +195,20 @@ def test_a_rank_that_sees_another_disk_says_so(tmp_path: Path) -> None:
     store = dist.HashStore()
     for name in ("here", "there"):
         (tmp_path / name / "logs").mkdir(parents=True)
-    require_shared(tmp_path / "here", 0, store)
-    require_shared(tmp_path / "here", 1, store)
+    require_shared_run_dir(tmp_path / "here", 0, store)
+    require_shared_run_dir(tmp_path / "here", 1, store)
     with pytest.raises(
         MusterError, match=r"rank 1 on .* doesn't see what rank 0 on .* writes in .*there: give a --run"
     ):
-        require_shared(tmp_path / "there", 1, store, wait_s=0.2)
+        require_shared_run_dir(tmp_path / "there", 1, store, timeout_s=0.2)
 
 
 def test_a_rank_that_reads_other_data_is_told() -> None:
     store, config, plan = dist.HashStore(), small_run(), Plan()
-    require_agreement(config, plan, "bytes-10", store, 0)
-    require_agreement(config, plan, "bytes-10", store, 1)
+    require_same_config(config, plan, "bytes-10", store, 0)
+    require_same_config(config, plan, "bytes-10", store, 1)
     with pytest.raises(MusterError, match="reads the data bytes-12, but rank 0 on .* reads bytes-10: give all ranks"):
-        require_agreement(config, plan, "bytes-12", store, 1)
+        require_same_config(config, plan, "bytes-12", store, 1)
 
 
 def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:
     assert f"passed over a damaged checkpoint: {tensor_file(run, 20)}" in ended.out
     assert f"resuming {run} after step 15" in ended.out
     assert_same_training(run, whole)
-    assert problem_of(tensor_file(run, 20).parent) is None
+    assert find_damage(tensor_file(run, 20).parent) is None
 
 
 def test_a_flipped_byte_is_noticed(whole: Path) -> None:
@@ -260,10 +260,10 @@ def test_losses_that_are_not_finite_stop_it_and_what_led_to_them_is_kept(whole: 
     assert "step 2 was skipped: its loss is nan (samples 24 to 47)" in ended.out
     assert exit_of(run)["code"] == 1
     assert steps(run) == [1, 2, 3]
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000001", "step-00000002"]
-    assert problem_of(run / "checkpoints/step-00000002") is None
-    (kept,) = checkpoints(run / "failed")
-    assert problem_of(kept) is None
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000001", "step-00000002"]
+    assert find_damage(run / "checkpoints/step-00000002") is None
+    (kept,) = list_checkpoints(run / "failed")
+    assert find_damage(kept) is None
     assert read_manifest(kept).counters["samples_consumed"] == 24
     assert not (run / "report.html").exists()
     assert (run / "notes.txt").read_text() == "mine"
@@ -296,8 +296,8 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, sm
     )
     assert "the checkpoint of step 4 was not saved" in ended.out
     assert "No space left on device (rank 0); the training goes on, and it is tried again after step 6" in ended.out
-    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
-    assert problem_of(run / "checkpoints/step-00000002") is None
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000002"]
+    assert find_damage(run / "checkpoints/step-00000002") is None
     assert steps(run) == list(range(1, 21)), "it trained to the end"
 
 
@@ -313,7 +313,7 @@ def test_a_disk_that_turns_read_only_is_one_sentence_and_loses_nothing(small_dis
     finally:
         subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert find_latest(root) == root / "step-00000010"
-    assert problem_of(root / "step-00000010") is None
+    assert find_damage(root / "step-00000010") is None
     save_one(root, 20)
     assert find_latest(root) == root / "step-00000020"
 
@@ -333,8 +333,8 @@ def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
         ended = job.wait()
     assert (ended.code, ended.err) == (0, "")
     assert "; the training goes on, and it is tried again after step " in said
-    assert kept is None or problem_of(kept) is None, "what was saved before is untouched"
-    assert problem_of(run / "checkpoints/step-00000020") is None
+    assert kept is None or find_damage(kept) is None, "what was saved before is untouched"
+    assert find_damage(run / "checkpoints/step-00000020") is None
     assert_same_training(run, whole)
 
 
@@ -351,12 +351,12 @@ def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
 
 def test_metrics_forget_what_is_done_again(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.forget_after(0)
+    log.truncate_after(0)
     for step in (1, 2, 3):
         log.append({"step": step})
     with log.path.open("a") as file:
         file.write('{"step": 4, "train/lo')
-    log.forget_after(2)
+    log.truncate_after(2)
     log.append({"step": 3})
     assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert read_metrics(log.path) == [{"step": 1}, {"step": 2}, {"step": 3}]

@@ -10,30 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.cost.collectives import all_reduce_s
-from muster.cost.plan_times import plan_setting, plan_times
-from muster.cost.traffic import pipeline_bytes
-from muster.planner.bound import step_bound_s
-from muster.planner.judge import Judge
-from muster.planner.launch import LAUNCHERS, job_of, launch_files
-from muster.planner.request import Request
-from muster.planner.search import everything, placed, search
-from muster.planner.shares import fairest
-from muster.planner.space import orders, plans, shapes
-from muster.planner.trips import _DELAYED, _UNDER_WAY, trips_bound_s
-from muster.planner.unequal import arrange
+from muster.config.cluster_files import load_cluster, load_device
+from muster.config.named_model import load_model
+from muster.cost.comm_volume import pipeline_bytes
+from muster.cost.time.collectives import all_reduce_s
+from muster.cost.time.plan_times import place_plan, plan_times
+from muster.layout.mesh import coordinates_of
+from muster.planner.bounds.latency_bound import _MAX_IN_FLIGHT, _WEIGHT_GRAD_DELAY, latency_bound_s
+from muster.planner.bounds.step_bound import step_bound_s
+from muster.planner.heterogeneous import find_best_plans
+from muster.planner.launch_files import LAUNCHERS, launch_spec_of, render_launch_files
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
+from muster.planner.search import complete_draft, exhaustive_search, search
+from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
+from muster.planner.uneven_batch import fastest_split
 from muster.schedule.registry import make_schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.predict import predict
 from muster.spec.cluster import ClusterSpec, NodeGroup
-from muster.spec.load_cluster import load_cluster, load_device
-from muster.spec.mesh import coordinates
+from muster.spec.framework_traits import FrameworkTraits, StateStorage
 from muster.spec.model import ModelSpec
-from muster.spec.named_model import load_model
-from muster.spec.plan import Mesh, Plan, StageSpec, Strategy
+from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.schedules import SCHEDULES
-from muster.spec.software import Software, Storage
 from muster.spec.workload import Workload
 
 MODEL = ModelSpec(
@@ -97,7 +97,7 @@ def test_no_other_shares_are_done_sooner(ranks: list[tuple[int, int, int]], more
         return lambda count: begin + each * max(count, flat)
 
     times = [rising(*rank) for rank in ranks]
-    counts = fairest(times, total)
+    counts = fastest_split(times, total)
     assert sum(counts) == total
     assert min(counts) >= 1
     ways = (way for way in product(range(1, total + 1), repeat=len(ranks)) if sum(way) == total)
@@ -105,19 +105,19 @@ def test_no_other_shares_are_done_sooner(ranks: list[tuple[int, int, int]], more
     assert max(time(count) for time, count in zip(times, counts, strict=True)) == least
 
 
-REQUEST = Request(
+REQUEST = PlanRequest(
     MODEL, mixed("h100-sxm", "a100-80-sxm"), Workload(seq_len=2048, global_batch_size=24), fixed={"cp": 1}
 )
 
 
 def test_bounds_of_plans_with_shares_hold() -> None:
-    judge, shared = Judge(REQUEST), 0
-    for shape in shapes(REQUEST):
-        for order in orders(REQUEST, shape):
-            for draft in plans(REQUEST, order) if order.shares else ():
-                if (plan := placed(judge, draft, order)) is not None:
-                    time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
-                    assert max(judge.order_bound(order), judge.bound(plan)) <= time_s, plan
+    judge, shared = PlanEvaluator(REQUEST), 0
+    for shape in mesh_shapes(REQUEST):
+        for order in schedule_choices(REQUEST, shape):
+            for draft in draft_plans(REQUEST, order) if order.uneven_batch else ():
+                if (plan := complete_draft(judge, draft, order)) is not None:
+                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
+                    assert max(judge.choice_bound(order), judge.bound(plan)) <= time_s, plan
                     shared += bool(plan.data_shares)
     assert shared > 10
 
@@ -125,9 +125,9 @@ def test_bounds_of_plans_with_shares_hold() -> None:
 def test_the_search_finds_the_best_shares() -> None:
     """What simulating everything finds; and pipelines within a kind of device get data as these are fast."""
     request = replace(REQUEST, fixed={"cp": 1, "pp": 1, "tp": 1})
-    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:3]
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:3]
     found = search(request, 3)
-    assert [verdict.order for verdict in found.best] == expected
+    assert [verdict.sort_key for verdict in found.best] == expected
     best = found.best[0].plan
     assert best.data_shares
     assert best.data_shares[0] > best.data_shares[-1]
@@ -138,28 +138,30 @@ def test_the_search_finds_the_best_shares() -> None:
 # --- slow links ---
 
 
-def slow_links() -> Request:
+def slow_links() -> PlanRequest:
     """Two sites of two nodes, over a link on which a hop takes as long as several passes."""
     node = load_cluster("2xh100").groups[0]
     group = node.model_copy(update={"num_nodes": 4, "nics": load_device("h100-sxm").node.nics})  # type: ignore[union-attr]
     matrix = tuple(tuple(9e11 if a == b else 4e10 if a // 2 == b // 2 else 1e9 for b in range(4)) for a in range(4))
     cluster = ClusterSpec(name="sites", groups=(group,), node_bandwidth_bytes_per_s=matrix)
-    return Request(MODEL, cluster, Workload(seq_len=2048, global_batch_size=16), fixed={"cp": 1, "tp": 1, "zero": "z1"})
+    return PlanRequest(
+        MODEL, cluster, Workload(seq_len=2048, global_batch_size=16), fixed={"cp": 1, "tp": 1, "zero": "z1"}
+    )
 
 
 def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
-    for name, (most, more) in _UNDER_WAY.items():
+    for name, (most, more) in _MAX_IN_FLIGHT.items():
         for pp, count in product((2, 3, 5, 8), (1, 3, 7, 24)):
             chunks = SCHEDULES[name].chunks or 1
-            schedule = make_schedule(name, Setting(pp, count, chunks))
+            schedule = make_schedule(name, ScheduleSpec(pp, count, chunks))
             for stage, rank in enumerate(schedule.placement):
                 passes = [action for action in schedule.ranks[rank] if action.stage == stage]
                 changes = [{"F": 1, "B": -1, "I": -1}.get(action.kind, 0) for action in passes]
                 under_way = most * (pp * chunks - stage) + more
                 assert max(accumulate(changes)) <= under_way, (name, pp, count, stage)
                 begun = {action[:3:2]: index for index, action in enumerate(passes)}
-                for trip in range(count - under_way if name in _DELAYED else 0):
-                    delayed = trip - _DELAYED[name] * stage
+                for trip in range(count - under_way if name in _WEIGHT_GRAD_DELAY else 0):
+                    delayed = trip - _WEIGHT_GRAD_DELAY[name] * stage
                     follows = begun["F", trip + under_way]
                     assert begun["I", trip] < follows
                     assert delayed < 0 or begun["W", delayed] < follows, (name, pp, count, stage, trip)
@@ -167,16 +169,16 @@ def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
 
 def test_bounds_over_slow_links_hold_and_bind() -> None:
     request, binding = slow_links(), 0
-    judge = Judge(request)
-    for shape in shapes(request):
-        for order in orders(request, shape):
-            for draft in plans(request, order):
-                if (plan := placed(judge, draft, order)) is not None:
-                    time_s = judge.verdict(plan).prediction.step_time_s * (1 + 1e-9)
+    judge = PlanEvaluator(request)
+    for shape in mesh_shapes(request):
+        for order in schedule_choices(request, shape):
+            for draft in draft_plans(request, order):
+                if (plan := complete_draft(judge, draft, order)) is not None:
+                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     count = plan.num_micro_batches(request.workload)
-                    trips_s = trips_bound_s(plan, judge.seconds(plan), count)
-                    passes_s = step_bound_s(plan, judge.seconds(plan), [count])
-                    assert max(trips_s, passes_s, judge.order_bound(order), judge.unsharded_bound(order)) <= time_s, (
+                    trips_s = latency_bound_s(plan, judge.pass_times(plan), count)
+                    passes_s = step_bound_s(plan, judge.pass_times(plan), [count])
+                    assert max(trips_s, passes_s, judge.choice_bound(order), judge.unsharded_bound(order)) <= time_s, (
                         plan
                     )
                     binding += trips_s > passes_s
@@ -185,8 +187,8 @@ def test_bounds_over_slow_links_hold_and_bind() -> None:
 
 def test_what_is_tried_first_over_slow_links_does_not_hide_the_best() -> None:
     request = slow_links()
-    expected = sorted({verdict.order for verdict in everything(request, Judge(request))})[:2]
-    assert [verdict.order for verdict in search(request, 2).best] == expected
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:2]
+    assert [verdict.sort_key for verdict in search(request, 2).best] == expected
 
 
 # --- what lies across kinds of devices ---
@@ -206,9 +208,9 @@ def test_a_stage_across_unlike_devices_must_fit_the_smallest() -> None:
         found = predict(MODEL, plan, workload, cluster)
         assert [one.rank for one in found.memory] == ranks
         assert found.fits is False
-        room = Judge(Request(MODEL, cluster, workload)).room
+        room = PlanEvaluator(PlanRequest(MODEL, cluster, workload)).memory_budget
         limits = [room.limit_bytes(rank) or 0 for rank in ranks]
-        assert room.over_bytes(plan) == [one.total - limit for one, limit in zip(found.memory, limits, strict=True)]
+        assert room.excess_bytes(plan) == [one.total - limit for one, limit in zip(found.memory, limits, strict=True)]
 
 
 def test_plans_with_shares_are_as_asked() -> None:
@@ -225,25 +227,25 @@ def test_bounds_of_shares_hold_where_links_differ() -> None:
     matrix = tuple(tuple(9e11 if a == b else 1e9 if (a, b) in slow else 4e11 for b in range(4)) for a in range(4))
     cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
     plan = parse_plan_name("dp2-pp4-z1-share15.1").model_copy(update={"axis_order": INSIDE})
-    judge = Judge(Request(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
-    assert judge.bound(plan) <= judge.verdict(plan).prediction.step_time_s
+    judge = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
+    assert judge.bound(plan) <= judge.evaluate(plan).prediction.step_time_s
 
 
 def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
     cluster = mixed("a100-80-sxm", "h100-sxm")
     fast = cluster.groups[1].device.model_copy(update={"name": "a100-80-sxm"})
     groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
-    judge = Judge(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
+    judge = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
     plan = parse_plan_name("dp4-z1-share1.3")
-    bound = max(judge.bound(plan), judge.shares.order_bound_s(next(shapes(judge.request))))
-    assert bound <= judge.verdict(plan).prediction.step_time_s
+    bound = max(judge.bound(plan), judge.batch_splitter.order_bound_s(next(mesh_shapes(judge.request))))
+    assert bound <= judge.evaluate(plan).prediction.step_time_s
 
 
 def test_which_device_is_slowest_depends_on_the_precision() -> None:
     cluster = mixed("l40s", "a100-80-sxm")
     workload = Workload(seq_len=512, global_batch_size=4)
     for precision, name in (("bf16", "l40s"), ("fp8", "a100-80-sxm")):
-        setting = plan_setting(MODEL, Plan(dp_shard=4, precision=precision), workload, cluster)
+        setting = place_plan(MODEL, Plan(dp_shard=4, precision=precision), workload, cluster)
         assert setting.device(0).name == name
 
 
@@ -254,21 +256,23 @@ def test_a_rank_that_receives_from_several_waits_for_all(first: int, last: int, 
     plan = Plan(pp=2, stages=stages, micro_batch_size=2)
     even = Plan(pp=2, dp_shard=first, micro_batch_size=2)
     workload, cluster = Workload(seq_len=4096, global_batch_size=32), load_cluster("8xh100")
-    hops, alike = (plan_times(MODEL, one, workload, cluster).hops for one in (plan, even))
+    hops, alike = (plan_times(MODEL, one, workload, cluster).p2p_times for one in (plan, even))
     for pair in ((0, 1), (1, 0)):
-        assert hops[pair].wire_s == pytest.approx(factor * alike[pair].wire_s)
-        assert hops[pair].total_s - hops[pair].wire_s == pytest.approx(alike[pair].total_s - alike[pair].wire_s)
+        assert hops[pair].send_busy_s == pytest.approx(factor * alike[pair].send_busy_s)
+        assert hops[pair].total_s - hops[pair].send_busy_s == pytest.approx(
+            alike[pair].total_s - alike[pair].send_busy_s
+        )
 
 
 @pytest.mark.parametrize(("storage", "shards"), [("muster", 4), ("megatron", 1)])
-def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: Storage, shards: int) -> None:
+def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: StateStorage, shards: int) -> None:
     """As many bytes as a rank of the runtime sends."""
     model, cluster = MODEL.model_copy(update={"tied_embeddings": True, "vocab_size": 2**17}), load_cluster("32xa100")
     workload = Workload(seq_len=512, global_batch_size=32)
-    plan = Plan(pp=2, dp_shard=4, tp=4, default_strategy=Strategy(zero="z1"))
-    sent = pipeline_bytes(model, plan, workload, 0, coordinates(plan, 0))["TIE"] * 4 / shards
-    setting = plan_setting(model, plan, workload, cluster)
-    tie_s = plan_times(model, plan, workload, cluster, Software(storage=storage)).seconds["TIE", 0]
+    plan = Plan(pp=2, dp_shard=4, tp=4, default_strategy=LayerStrategy(zero="z1"))
+    sent = pipeline_bytes(model, plan, workload, 0, coordinates_of(plan, 0))["TIE"] * 4 / shards
+    setting = place_plan(model, plan, workload, cluster)
+    tie_s = plan_times(model, plan, workload, cluster, FrameworkTraits(storage=storage)).seconds["TIE", 0]
     assert tie_s == all_reduce_s(setting.pair(0, setting.first_rank(1)), sent)
 
 
@@ -277,27 +281,27 @@ def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: S
 
 def test_launch_files_give_nodes_the_ranks_that_the_plan_wants() -> None:
     order, words = (2, 0, 3, 1), ("big", "run.yaml", "plan.yaml")
-    job = job_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, order)
-    text = launch_files("slurm", job)["big.sbatch"]
+    job = launch_spec_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, order)
+    text = render_launch_files("slurm", job)["big.sbatch"]
     (rank,) = re.findall(r"--node-rank (.*) --rendezvous", text)
     assert f"sed -n {order[0] + 1}p" in text
     for node in range(4):
         shown = subprocess.run(["bash", "-c", f"SLURM_NODEID={node}; echo {rank}"], capture_output=True, text=True)
         assert int(shown.stdout) == order.index(node)
     for kind in LAUNCHERS:
-        ((_, text),) = launch_files(kind, job).items()
+        ((_, text),) = render_launch_files(kind, job).items()
         assert kind == "slurm" or "in this order of those listed: 2 0 3 1." in text
-    as_listed = job_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, range(4))
-    assert "$(echo" not in launch_files("slurm", as_listed)["big.sbatch"]
-    assert "in this order of those listed: 0 1 2 3." in launch_files("kubernetes", as_listed)["big.yaml"]
-    assert '--node-rank "$2"' in launch_files("torchrun", job)["start.sh"]
+    as_listed = launch_spec_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, range(4))
+    assert "$(echo" not in render_launch_files("slurm", as_listed)["big.sbatch"]
+    assert "in this order of those listed: 0 1 2 3." in render_launch_files("kubernetes", as_listed)["big.yaml"]
+    assert '--node-rank "$2"' in render_launch_files("torchrun", job)["start.sh"]
 
 
 def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:
     """Where time is short, what is tried first sends over the line no more than each stage's ends and gradients."""
     model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
-    request = Request(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
-    found = arrange(request, 1, 0.0).found
+    request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
+    found = find_best_plans(request, 1, 0.0).found
     line = next(tier.link for tier in cluster.tiers if tier.link is not None)
     once_s = 256 * 4096 * model.hidden_size * 2 / line.bandwidth_bytes_per_s
     assert found.best[0].prediction.step_time_s < 2 * once_s

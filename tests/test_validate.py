@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from muster.report.validation import validation_text
-from muster.report.validation_markdown import validation_markdown
-from muster.report.validation_page import write_validation_page
-from muster.report.validation_rows import sections
+from muster.config.cluster_files import load_link
+from muster.report.accuracy_markdown import accuracy_markdown
+from muster.report.accuracy_page import write_accuracy_page
+from muster.report.accuracy_rows import sections
+from muster.report.accuracy_terminal import accuracy_text
 from muster.spec.errors import ConfigError
-from muster.spec.load_cluster import load_link
+from muster.validate.axis_bias import axis_biases
+from muster.validate.case import RowCase, RowInputs, row_inputs
+from muster.validate.comparison import CasePrediction, RowResult, predict_rows
+from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
-from muster.validate.predicted import Answer, Result, results_of
-from muster.validate.reading import UnreadableError
-from muster.validate.setting import Case, Setting, setting_of
-from muster.validate.summary import shipped_tables, summarize, to_json, validate
-from muster.validate.sweeps import spearman, sweeps_of
-from muster.validate.table import COLUMNS, NEEDED, Row, parse_table
-from muster.validate.tilts import tilts_of
-from muster.validate.words import Sharding, sharding_of
+from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
+from muster.validate.sweeps import score_sweeps, spearman
+from muster.validate.table import COLUMNS, REQUIRED_COLUMNS, MeasurementRow, parse_table
+from muster.validate.term_parsing import Sharding, parse_sharding
 from tests.chromium import Browser, find_chromium
 from tests.page_audit import audit, blank_pictures
 
@@ -70,16 +70,16 @@ def table(*rows: dict[str, str]) -> str:
     return out.getvalue()
 
 
-def row(**changes: str) -> Row:
+def row(**changes: str) -> MeasurementRow:
     return parse_table(table(changes), "t.csv")[0]
 
 
-def told(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> Answer:
-    return Answer(step_time_s, peak_bytes, 80e9, fits)
+def told(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> CasePrediction:
+    return CasePrediction(step_time_s, peak_bytes, 80e9, fits)
 
 
-def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[Result]:
-    return results_of(parse_table(table(*rows), "t.csv"), answer)
+def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[RowResult]:
+    return predict_rows(parse_table(table(*rows), "t.csv"), answer)
 
 
 # --- tables ---
@@ -126,16 +126,16 @@ def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_a_table_may_lack_what_it_never_states(delimiter):
-    found = parse_table(cut(table({}, {"value": "20"}), NEEDED, delimiter), "t.csv")
+    found = parse_table(cut(table({}, {"value": "20"}), REQUIRED_COLUMNS, delimiter), "t.csv")
     whole = row()
     assert [one.value for one in found] == [10, 20]
     assert (found[0].source, found[0].hidden, found[0].dp, found[0].sp) == ("t.csv", None, None, "")
-    assert setting_of(found[0]).model == setting_of(whole).model, "a known name says the widths"
-    assert set(setting_of(found[0]).unstated) == {"attn_kernel", "sp", "vpp", "micro_batch", "recompute"}
+    assert row_inputs(found[0]).model == row_inputs(whole).model, "a known name says the widths"
+    assert set(row_inputs(found[0]).unstated) == {"attn_kernel", "sp", "vpp", "micro_batch", "recompute"}
 
 
 def test_headers_may_be_written_in_capitals_and_with_columns_of_ones_own():
-    text = cut(table({}), NEEDED).replace("tp,pp", "TP, PP").replace("value", "value,gpu_hours", 1)
+    text = cut(table({}), REQUIRED_COLUMNS).replace("tp,pp", "TP, PP").replace("value", "value,gpu_hours", 1)
     assert parse_table(text.replace(",10\n", ",10,3\n"), "t.csv")[0].pp == 2
 
 
@@ -150,8 +150,8 @@ def test_a_time_that_is_an_outcome_is_read_as_one(said):
 )
 def test_owners_and_what_came_later_are_no_part_of_a_models_name(name):
     bare = dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab"), "")
-    named = setting_of(row(model_name=name, **bare)).model
-    assert named.model_copy(update={"name": ""}) == setting_of(row()).model.model_copy(update={"name": ""})
+    named = row_inputs(row(model_name=name, **bare)).model
+    assert named.model_copy(update={"name": ""}) == row_inputs(row()).model.model_copy(update={"name": ""})
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_owners_and_what_came_later_are_no_part_of_a_models_name(name):
     ],
 )
 def test_how_ranks_share_is_read_from_the_usual_words(words, zero, group):
-    assert sharding_of(words) == Sharding(zero, group)
+    assert parse_sharding(words) == Sharding(zero, group)
 
 
 def test_a_tilt_compares_layouts_that_differ_in_one_axis_alone():
     """Layouts of tp 2 take twice as long as predicted, whatever else differs; the third and fourth have no partner."""
     layouts = [("1", "1", "10"), ("2", "1", "20"), ("4", "2", "10"), ("2", "2", "20"), ("1", "2", "10")]
     rows = [{"tp": tp, "dp": "", "micro_batch": mb, "value": value} for tp, mb, value in layouts]
-    tilts = {(tilt.axis, tilt.change): tilt for tilt in tilts_of(scored(*(row | {"sp": "no"} for row in rows)))}
+    tilts = {(tilt.axis, tilt.change): tilt for tilt in axis_biases(scored(*(row | {"sp": "no"} for row in rows)))}
     assert {key: round(tilt.tilt) for key, tilt in tilts.items()} == {
         ("tp", "1 → 2"): round(-100 * log(2)),
         ("tp", "2 → 4"): round(100 * log(2)),
@@ -192,7 +192,7 @@ def test_few_small_sweeps_are_shown_one_by_one():
 
 
 def test_a_row_becomes_a_plan():
-    setting = setting_of(row())
+    setting = row_inputs(row())
     plan = setting.cases[0].plan
     assert (plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp) == (1, 4, 2, 2)
     assert (plan.default_strategy.zero, plan.default_strategy.sp, plan.schedule) == ("z1", True, "1f1b")
@@ -213,12 +213,12 @@ def test_a_row_becomes_a_plan():
     ],
 )
 def test_words_of_sharding(zero, replicate, shard, level):
-    plan = setting_of(row(zero=zero)).cases[0].plan
+    plan = row_inputs(row(zero=zero)).cases[0].plan
     assert (plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero) == (replicate, shard, level)
 
 
 def test_what_a_row_leaves_open_becomes_cases():
-    setting = setting_of(row(recompute="", sp="", vpp="", schedule="", attn_kernel=""))
+    setting = row_inputs(row(recompute="", sp="", vpp="", schedule="", attn_kernel=""))
     assert set(setting.unstated) == {"recompute", "sp", "vpp", "attn_kernel"}
     assert len(setting.cases) == 16
     assert len({case.plan.hash + repr(case.software) for case in setting.cases}) == 16
@@ -226,7 +226,7 @@ def test_what_a_row_leaves_open_becomes_cases():
 
 def test_what_says_nothing_is_not_open():
     """Sequence parallelism without tensor parallelism, chunks without a pipeline."""
-    alone = setting_of(row(tp="1", pp="1", dp="16", sp="", vpp="", schedule=""))
+    alone = row_inputs(row(tp="1", pp="1", dp="16", sp="", vpp="", schedule=""))
     assert alone.unstated == ()
 
 
@@ -282,7 +282,7 @@ def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):
 )
 def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
     changes = {"inter_link": text, "gpus_per_node": str(per_node)}
-    nics = setting_of(row(**changes)).cluster.groups[0].nics
+    nics = row_inputs(row(**changes)).cluster.groups[0].nics
     assert nics is not None
     assert (nics.link.bandwidth_bytes_per_s, nics.count) == (rate_bytes_per_s, count)
 
@@ -296,20 +296,20 @@ def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
     ],
 )
 def test_a_program_is_known_by_what_a_row_cites(changes):
-    case = setting_of(row(**changes)).cases[0]
+    case = row_inputs(row(**changes)).cases[0]
     assert case.software.reduces_whole
-    assert not setting_of(row(source="my sheet")).cases[0].software.reduces_whole
+    assert not row_inputs(row(source="my sheet")).cases[0].software.reduces_whole
 
 
 def test_the_name_of_a_source_goes_before_what_its_rows_cite():
-    case = setting_of(row(source="InternEvo", url_or_repo="github:Aleph-Alpha/scaling")).cases[0]
+    case = row_inputs(row(source="InternEvo", url_or_repo="github:Aleph-Alpha/scaling")).cases[0]
     assert case.software.broadcast_updates
     assert not case.software.reduces_whole
 
 
 @pytest.mark.parametrize("text", ["4x100Gb Omni-Path per node", "100 Gbps OPA", "Intel OmniPath 100Gb"])
 def test_omni_path_is_not_taken_for_infiniband(text):
-    nics = setting_of(row(inter_link=text)).cluster.groups[0].nics
+    nics = row_inputs(row(inter_link=text)).cluster.groups[0].nics
     assert nics is not None
     assert nics.link.efficiency == load_link("omnipath").efficiency
 
@@ -328,7 +328,7 @@ def test_omni_path_is_not_taken_for_infiniband(text):
     ],
 )
 def test_words_of_devices(gpu, name):
-    assert setting_of(row(gpu=gpu)).cluster.device.name == name
+    assert row_inputs(row(gpu=gpu)).cluster.device.name == name
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_words_of_devices(gpu, name):
     ],
 )
 def test_styles_of_models(changes, norm, gated, tied):
-    model = setting_of(row(**changes)).model
+    model = row_inputs(row(**changes)).model
     assert (model.norm, model.gated, model.tied_embeddings) == (norm, gated, tied)
 
 
@@ -363,21 +363,21 @@ def test_rates_become_times():
 
 def test_flops_of_published_formulas():
     """GPT-3 of 1 T parameters: iteration time and FLOP/s of arXiv:2205.05198, table 5; 175 B: arXiv:2104.04473."""
-    by_model = {(r.source, r.model_name, r.n_gpus): r for r in shipped_tables() if r.metric == "iteration_time_s"}
+    by_model = {(r.source, r.model_name, r.n_gpus): r for r in shipped_rows() if r.metric == "iteration_time_s"}
     one_trillion = next(
         r for (source, model, _), r in by_model.items() if "Korthikanti" in source and model == "GPT 1T"
     )
-    setting = setting_of(one_trillion)
+    setting = row_inputs(one_trillion)
     per_s = korthikanti_flops(setting.model, setting.workload) / (71.49 * 512 * 312e12)
     assert per_s == pytest.approx(0.563, abs=0.002)  # MFU in the same table
     gpt3 = next(r for (source, _, _), r in by_model.items() if "GPT-3" in source)
-    setting = setting_of(gpt3)
+    setting = row_inputs(gpt3)
     assert sc21_flops(setting.model, setting.workload) / (32 * 1024) == pytest.approx(138e12, rel=0.02)
 
 
 def test_megatron_counts_as_its_logs_do():
     """Llama 3 8B at 8192: 12,273 tokens/s and 711 TFLOP/s in one line of NeMo's summary."""
-    setting = setting_of(row())
+    setting = row_inputs(row())
     per_token = megatron_flops(setting.model, setting.workload) / setting.workload.tokens_per_step
     assert per_token * 12_273 == pytest.approx(711e12, rel=0.01)
 
@@ -395,7 +395,7 @@ def test_errors_are_weighed_by_family():
     assert found.every.median_ape == pytest.approx((50 + 25) / 2)
 
 
-def by_recompute(setting: Setting, case: Case) -> Answer:
+def by_recompute(setting: RowInputs, case: RowCase) -> CasePrediction:
     full = case.plan.default_strategy.recompute == "full"
     return told(13.0, 40e9) if full else told(9.0, 120e9, fits=False)
 
@@ -410,7 +410,7 @@ def test_an_interval_over_what_is_open_and_the_case_that_fits():
 
 
 def test_outcomes():
-    def answer(setting: Setting, case: Case) -> Answer:
+    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
         size = {1: 40e9, 2: 79e9, 4: 120e9}[case.plan.micro_batch_size]
         return told(10.0, size, fits=size < 80e9)
 
@@ -432,20 +432,20 @@ def test_sweeps():
     rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
     failed = {"metric": "outcome", "value": "OOM Error", "micro_batch": "4"}
 
-    def answer(setting: Setting, case: Case) -> Answer:
+    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
         tp, size = case.plan.tp, case.plan.micro_batch_size
         return told({2: 12.0, 4: 11.0, 8: 13.0}[tp] + size / 10, fits=size < 4)
 
-    [sweep] = sweeps_of(scored(*rows, failed, answer=answer))
+    [sweep] = score_sweeps(scored(*rows, failed, answer=answer))
     assert (sweep.layouts, sweep.failed) == (6, 1)
     assert sweep.rank_correlation == pytest.approx(spearman([12.1, 12.2, 11.1, 11.2, 13.1, 13.2], range(6)))
     assert sweep.first_reaches == pytest.approx(10 / 12)
     assert sweep.best_in_first_three
     assert sweep.three_reach == 1.0
-    assert sweeps_of(scored(*rows, failed, answer=answer), 2, 5) == []
+    assert score_sweeps(scored(*rows, failed, answer=answer), 2, 5) == []
     [small] = summarize(scored(*rows[:3], answer=answer)).small_sweeps
     assert small.layouts == 3
-    [hopeful] = sweeps_of(scored(*rows, failed, answer=lambda s, c: told(case_time(c))))
+    [hopeful] = score_sweeps(scored(*rows, failed, answer=lambda s, c: told(case_time(c))))
     assert hopeful.first_reaches == 0.0  # it ranks the one first that ran out of memory
 
 
@@ -453,11 +453,11 @@ def test_a_layout_that_nearly_fills_the_memory_is_ranked_after_those_that_do_not
     layouts = [{"tp": t, "dp": d, "micro_batch": m} for t, d in (("2", "4"), ("4", "2"), ("8", "1")) for m in "12"]
     rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
 
-    def answer(setting: Setting, case: Case) -> Answer:
+    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
         slow = case.plan.tp == 2 and case.plan.micro_batch_size == 1
         return told(12.0 if slow else 10.0 + case.plan.tp / 100, 40e9 if slow else 73e9)
 
-    [sweep] = sweeps_of(scored(*rows, answer=answer))
+    [sweep] = score_sweeps(scored(*rows, answer=answer))
     assert sweep.first_reaches == 1.0
 
 
@@ -465,11 +465,11 @@ def test_stages_where_embedding_norm_and_head_are_dealt_as_layers():
     changes = {"source": "Aleph Alpha", "model_name": "LLAMA-13B", "hidden": "5120", "heads": "40", "kv_heads": "40"}
     changes |= {"ffn_hidden": "13824", "layers": "40", "n_gpus": "64", "tp": "1", "dp": "16", "zero": "ZeRO-1"}
     changes |= {"pp": "4", "global_batch": "2048", "recompute": "none", "schedule": "1F1B"}
-    case = setting_of(row(**changes)).cases[0]
+    case = row_inputs(row(**changes)).cases[0]
     assert [stage.layers for stage in case.plan.stages] == [10, 11, 11, 8]  # 43 parts: 11, 11, 11, 10
 
 
-def case_time(case: Case) -> float:
+def case_time(case: RowCase) -> float:
     return 20.0 - case.plan.micro_batch_size
 
 
@@ -484,13 +484,13 @@ def test_spearman_shares_ranks():
 
 
 def test_every_shipped_row_can_be_read_or_says_why():
-    rows = shipped_tables()
+    rows = shipped_rows()
     assert len(rows) == 1208
     reasons = set()
     for one in rows:
         try:
-            setting_of(one)
-        except UnreadableError as error:
+            row_inputs(one)
+        except UnpredictableRowError as error:
             reasons.add(str(error))
     assert reasons == {
         "global_batch is empty",  # memory of one step alone
@@ -501,8 +501,8 @@ def test_every_shipped_row_can_be_read_or_says_why():
 
 
 def test_calculon_stands_beside_its_rows():
-    rows = [one for one in shipped_tables() if "Korthikanti" in one.source]
-    overall = summarize(results_of(rows, lambda setting, case: told())).overall
+    rows = [one for one in shipped_rows() if "Korthikanti" in one.source]
+    overall = summarize(predict_rows(rows, lambda setting, case: told())).overall
     assert overall.calculon.predicted == 9
     assert overall.calculon.mape == pytest.approx(4.5, abs=0.1)
 
@@ -538,7 +538,7 @@ def test_the_command(tmp_path: Path, capsys):
 
 @pytest.fixture(scope="module")
 def summary():
-    def answer(setting: Setting, case: Case) -> Answer:
+    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
         slow = case.plan.default_strategy.recompute == "full"
         return told(13.0 if slow else 9.0, 40e9 if slow else 78e9)
 
@@ -552,7 +552,7 @@ def test_the_page_is_legible(request, tmp_path, summary):
         message = "Chromium is not installed"
         pytest.fail(message) if request.config.getoption("--require-chromium") else pytest.skip(message)
     path = tmp_path / "page.html"
-    write_validation_page(path, summary)
+    write_accuracy_page(path, summary)
     with Browser() as browser:
         for width, dark in ((390, False), (390, True), (1280, False), (1280, True)):
             page = browser.open(path, width, dark=dark)
@@ -568,7 +568,7 @@ def test_the_page_is_legible(request, tmp_path, summary):
 
 
 def test_the_documentation_has_every_score(summary):
-    text = validation_markdown(summary)
+    text = accuracy_markdown(summary)
     assert "| a paper | 4 | 3 | 10.0 % |" in text
     assert "another \\| paper" in text
     assert "there is no device 'Quantum 9'" in text
@@ -579,30 +579,30 @@ def test_terminal_and_documentation_have_the_same_tables(summary):
     titles = [section.title for section in sections(summary)]
     assert titles[0] == "All rows"
     assert "Not predicted" in titles
-    text = validation_markdown(summary)
+    text = accuracy_markdown(summary)
     console = Console(width=200, record=True, file=StringIO())
-    console.print(validation_text(summary))
+    console.print(accuracy_text(summary))
     shown = console.export_text()
     assert all(f"## {title}\n" in text and title in shown for title in titles)
 
 
 @pytest.mark.soak
 def test_the_shipped_page_is_what_the_command_writes():
-    text = validation_markdown(validate())
+    text = accuracy_markdown(validate_table())
     assert (Path(__file__).resolve().parents[1] / "docs/accuracy.md").read_text() == text, "run it again"
 
 
 def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():
     seen = []
 
-    def answer(setting: Setting, case: Case) -> Answer:
+    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
         seen.append(setting.cluster.device.matmul_efficiency["bf16"])
         return told()
 
-    rows = [one for one in shipped_tables() if "Korthikanti" in one.source and one.metric == "iteration_time_s"]
-    stated, without = results_of(rows, answer), results_of(rows, answer, left_out=True)
+    rows = [one for one in shipped_rows() if "Korthikanti" in one.source and one.metric == "iteration_time_s"]
+    stated, without = predict_rows(rows, answer), predict_rows(rows, answer, uncalibrated=True)
     assert len(set(seen)) == 2
     group = summarize(stated, without).by_source[rows[0].source]
-    assert group.left_out is not None
-    assert group.left_out.rows == group.every.rows == 9
-    assert summarize(stated).overall.left_out is None
+    assert group.uncalibrated is not None
+    assert group.uncalibrated.rows == group.every.rows == 9
+    assert summarize(stated).overall.uncalibrated is None

@@ -17,21 +17,21 @@ import pytest
 import torch
 
 from muster.cli.main import main
-from muster.data.dataset import NOT_COUNTED, Batch
-from muster.data.share import read_share
-from muster.report.verdict import Verdict, verdict_sentence
-from muster.spec.load import Resolved, write_resolved
-from muster.spec.mesh import members
+from muster.config.load_config import ResolvedConfig, write_run_files
+from muster.config.run_config import RunConfig
+from muster.data.dataset import IGNORE_INDEX, Batch
+from muster.data.dp_slice import read_dp_slice
+from muster.layout.mesh import ranks_of_pp_rank
+from muster.report.parity import ParityResult, parity_sentence
 from muster.spec.plan import Mesh, Plan, StageSpec
 from muster.spec.plan_name import parse_plan_name
-from muster.spec.run import RunConfig
 from muster.spec.workload import Workload
 from muster.train.data import open_dataset
 from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
-from muster.train.verify.rank import WatchedTrainer
+from muster.train.verify.rank import TracingTrainer
 from muster.train.verify.reference import Reference
-from muster.train.verify.run import TOLERANCES, for_comparison
+from muster.train.verify.run import TOLERANCES, comparison_config
 from muster.train.verify.sketch import Sketches
 from tests import forks
 from tests.parity import small_run
@@ -70,11 +70,11 @@ SOWN = [
 
 def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
     kind = {key: case[key] for key in ("tied", "optim", "z_loss", "family") if key in case}
-    return for_comparison(small_run(**kind), 3, folder / "run")
+    return comparison_config(small_run(**kind), 3, folder / "run")
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[ParityResult]:
     """Of all cases, sound and sown, from one launch of two ranks."""
     folder = tmp_path_factory.mktemp("verify")
     cases: list[dict[str, Any]] = [*SOUND, *SOWN]
@@ -83,7 +83,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
         config, place = config_of(case, folder), folder / str(index)
         plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32")))
         open_dataset(config, place)
-        write_resolved(Resolved(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
+        write_run_files(ResolvedConfig(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
         asked.append({"folder": str(place), "bug": case.get("bug")})
     run_ranks(2, "tests.verify_ranks:run_cases", {"cases": asked})
     found, references = [], {}
@@ -97,9 +97,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     return found
 
 
-def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[Verdict]) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[ParityResult]) -> None:
     for case, verdict in zip(SOUND, verdicts, strict=False):
-        assert verdict.agrees, (case, verdict_sentence(verdict))
+        assert verdict.agrees, (case, parity_sentence(verdict))
         assert list(verdict.gradients) == list(verdict.updates) != []
         assert verdict.hidden.keys() >= {"layers.3.mlp", "norm"} | (
             set() if "vocab" in case["plan"] else {"embed", "head"}
@@ -107,12 +107,12 @@ def test_nothing_is_found_where_nothing_is_wrong(verdicts: list[Verdict]) -> Non
 
 
 @pytest.mark.parametrize("index", range(len(SOWN)), ids=[str(case["bug"]) for case in SOWN])
-def test_a_sown_bug_is_found(index: int, verdicts: list[Verdict]) -> None:
+def test_a_sown_bug_is_found(index: int, verdicts: list[ParityResult]) -> None:
     case, verdict = SOWN[index], verdicts[len(SOUND) + index]
     assert verdict.first is not None
-    assert (verdict.first.phase, verdict.first.where) == case["found"], verdict_sentence(verdict)
+    assert (verdict.first.phase, verdict.first.where) == case["found"], parity_sentence(verdict)
     assert verdict.first.size > 100 * verdict.tolerance
-    assert case.get("says", "") in verdict_sentence(verdict)
+    assert case.get("says", "") in parity_sentence(verdict)
 
 
 def test_sketches_of_parts_add_up_and_their_differences_are_those_of_the_outputs() -> None:
@@ -138,10 +138,10 @@ def test_padded_samples_are_those_of_the_stream_with_fewer_labels(tmp_path: Path
     padded = PaddedDataset(plain)
     whole, batch = plain.train_batch(3, 8), padded.train_batch(3, 8)
     assert (batch.tokens_BS == whole.tokens_BS).all()
-    counted = batch.labels_BS != NOT_COUNTED
+    counted = batch.labels_BS != IGNORE_INDEX
     assert (batch.labels_BS[counted] == whole.labels_BS[counted]).all()
     assert counted.sum(1).tolist() == [10, 16, 14, 12, 10, 16, 14, 12]
-    assert batch.num_valid == padded.num_valid(3, 8) == counted.sum()
+    assert batch.num_valid_tokens == padded.num_valid_tokens(3, 8) == counted.sum()
     assert (padded.train_batch(5, 2).labels_BS == batch.labels_BS[2:4]).all()
 
 
@@ -240,11 +240,11 @@ def test_stages_that_cut_the_data_otherwise_are_sketched_at_the_right_samples() 
         meshes = [Mesh(dp_shard=degree) for degree in degrees]
         plan = Plan(pp=2, micro_batch_size=2, stages=tuple(StageSpec(layers=2, mesh=mesh) for mesh in meshes))
         sketches = Sketches(config.model, config.workload, torch.device("cpu"))
-        for _, at in members(plan, 1):
-            samples = read_share(read, plan, at, 0, count).tokens_BS.reshape(-1, plan.rows(1))
+        for _, at in ranks_of_pp_rank(plan, 1):
+            samples = read_dp_slice(read, plan, at, 0, count).tokens_BS.reshape(-1, plan.local_micro_batch_size(1))
             for micro_batch, own in enumerate(samples):
                 rank = SimpleNamespace(
                     world=SimpleNamespace(at=at), plan=plan, config=config, sketches=sketches, _micro_batch=micro_batch
                 )
-                WatchedTrainer._see(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]
+                TracingTrainer._sketch_output(rank, None, "norm", whole_BSD[own])  # type: ignore[arg-type]
         torch.testing.assert_close(sketches.values, expected.values)

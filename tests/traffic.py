@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muster.cost import traffic
+from muster.cost import comm_volume
 from muster.parallel.world import World, open_world
 from muster.schedule.program import Instruction
 from muster.spec.plan import Plan
@@ -79,12 +79,12 @@ def count(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]
             for stage in trainer.stages.values():
                 for layer in stage.module.layers.values():
                     layer.register_forward_pre_hook(lambda *_: begun.append(counter.calls["all_gather"]))  # noqa: B023
-            do = trainer._executor._do
+            do = trainer._executor._handlers
             with counter, patch.dict(do, {kind: counter.label(handler) for kind, handler in do.items()}):
                 trainer.step()
-            if moved := sum(stage.moved_bytes for stage in trainer.stages.values()):
+            if moved := sum(stage.offloaded_bytes for stage in trainer.stages.values()):
                 counter.sent["host"] = Counter(OFFLOAD=moved // 2, RELOAD=moved // 2)
-            predicted = traffic.step_bytes(config.model, plan, config.workload, rank, config.optim)
+            predicted = comm_volume.step_comm_bytes(config.model, plan, config.workload, rank, config.optim)
             found.append(
                 {"plan": name, "counted": counter.sent, "predicted": predicted, "calls": counter.calls, "begun": begun}
             )

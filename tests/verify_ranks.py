@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from muster.parallel import stage, tensor
+from muster.parallel import stage, tensor_parallel
 from muster.parallel.stage import DecoderStage
 from muster.train.trainer import Trainer
 from muster.train.verify.rank import verify_rank
@@ -50,13 +50,13 @@ def dropped_layer() -> AbstractContextManager:
 
 
 def qkv_permuted() -> AbstractContextManager:
-    right = tensor.spread
+    right = tensor_parallel.column_parallel_linear
 
     def spread(*arguments: Any) -> tuple[Tensor, ...]:
         q, *others = right(*arguments)
         return (q, *reversed(others))
 
-    return patch.object(tensor, "spread", spread)
+    return patch.object(tensor_parallel, "spread", spread)
 
 
 def wrong_divisor() -> AbstractContextManager:

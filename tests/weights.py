@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muster.checkpoint.directory import open_directory, weights_of
-from muster.checkpoint.piece import Piece
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.model_directory import model_weights, open_directory
 from muster.checkpoint.save import save
-from muster.spec.layout import rank_layouts
-from muster.spec.load import load_run, write_resolved
-from muster.spec.model import ModelSpec, parameters
+from muster.config.load_config import load_run_config, write_run_files
+from muster.layout.tensor_layout import rank_layouts
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from tests.test_checkpoint import Ranks
 
@@ -34,14 +34,14 @@ def save_weights(folder: Path, spec: ModelSpec, plan: Plan | None = None, step: 
     }
     ranks = Ranks(plan.world_size)
 
-    def pieces(rank: int) -> list[Piece]:
+    def pieces(rank: int) -> list[LocalShard]:
         found = []
         for layout in rank_layouts(spec, plan, rank):
             for state in STATES:
                 name = state.format(layout.name)
                 whole = number_tensor(name, layout.shape)
                 parts = [whole[box.slices] for box in layout.boxes]
-                found.append(Piece(name, layout, torch.cat(parts) if parts else whole[:0]))
+                found.append(LocalShard(name, layout, torch.cat(parts) if parts else whole[:0]))
         return found
 
     results = ranks.each(
@@ -53,18 +53,18 @@ def save_weights(folder: Path, spec: ModelSpec, plan: Plan | None = None, step: 
 
 def make_run(run: Path, plan: str = "dp1", step: int = 7) -> Path:
     """A run directory of the preset `tiny` with a checkpoint."""
-    resolved = load_run("tiny", None, [("parallel", plan)])
-    write_resolved(resolved, resolved.config.parallel, run)
+    resolved = load_run_config("tiny", None, [("parallel", plan)])
+    write_run_files(resolved, resolved.config.parallel, run)
     save_weights(run / "checkpoints", resolved.config.model, resolved.config.parallel, step)
     return run
 
 
 def read_weights(path: Path, spec: ModelSpec | None = None) -> dict[str, Tensor]:
     """The weights of a directory of any kind, by our names."""
-    weights = weights_of(open_directory(path, spec))
-    return {name: weights.read(name, kind.whole) for name, kind in weights.kinds.items()}
+    weights = model_weights(open_directory(path, spec))
+    return {name: weights.read(name, kind.whole) for name, kind in weights.metas.items()}
 
 
 def expected_weights(spec: ModelSpec) -> dict[str, Tensor]:
     """What `save_weights` wrote."""
-    return {name: number_tensor(f"model/{name}", shape) for name, shape in parameters(spec)}
+    return {name: number_tensor(f"model/{name}", shape) for name, shape in parameter_shapes(spec)}

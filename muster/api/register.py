@@ -6,43 +6,43 @@ A name is of small letters, digits and hyphens, and belongs to one file. Nothing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from muster.api.runtime import runtime
+from muster.api.torch_import import import_torch_module
 from muster.catalog import names
-from muster.schedule.own import Order, own_maker
+from muster.config.optim_config import OPTIMIZERS
+from muster.config.optimizer_state import PluginOptimizer
+from muster.plugins.registry import component_names, register_component, require_callable, require_component_name
+from muster.schedule.plugin_schedule import RankFunction, plugin_schedule_function
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
-from muster.spec.optim import OPTIMIZERS
-from muster.spec.optim_state import OwnOptimizer
-from muster.spec.own_model import LayerFacts, OwnModel, Shape
-from muster.spec.parts import add_part, part_names, require_callable, require_name
-from muster.spec.schedules import SCHEDULES, Entry
+from muster.spec.plugin_model import LayerTrace, NamedShape, PluginModel
+from muster.spec.schedules import SCHEDULES, ScheduleEntry
 
 T = TypeVar("T")
 
 
 def register_schedule(
-    name: str, *, chunks: int = 1, turns: bool = False, splits: bool = False, explanation: str = ""
-) -> Callable[[Order], Order]:
+    name: str, *, chunks: int = 1, v_shaped: bool = False, split_backward: bool = False, explanation: str = ""
+) -> Callable[[RankFunction], RankFunction]:
     """Registers a pipeline schedule: `order(rank, setting)` gives the passes of one pipeline rank, as `2F0` or Actions.
 
-    `setting` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.setting`). Each rank has
+    `setting` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.schedule_spec`). Each rank has
     `chunks` stages, which lie round and round over the ranks, or there and back where the schedule `turns`. A backward
     is one pass, B, or where it `splits` two: I for the inputs and later W for the weights. In a plan's name it is
     `sNAME` without hyphens. Raises ConfigError where the name is taken.
     """
-    require_name("schedule", name)
+    require_component_name("schedule", name)
     if chunks < 1:
         raise ConfigError(f"register_schedule: expected chunks >= 1 for '{name}', got {chunks}")
 
-    def register(order: Order) -> Order:
+    def register(order: RankFunction) -> RankFunction:
         require_callable("schedule", name, order)
         word = name.replace("-", "")
         if same := [other for other in SCHEDULES if other != name and other.replace("-", "") == word]:
             raise ConfigError(f"register_schedule: a plan's name says s{word} for {same[0]}; choose another name")
-        add_part("schedule", name, order, SCHEDULES.keys() - part_names("schedule"))
-        make = own_maker(name, order, lambda: SCHEDULES[name])
+        register_component("schedule", name, order, SCHEDULES.keys() - component_names("schedule"))
+        make = plugin_schedule_function(name, order, lambda: SCHEDULES[name])
         line = explanation or (order.__doc__ or "a plugin's").strip().split("\n")[0]
-        SCHEDULES[name] = Entry(make, line, chunks, turns=turns, splits=splits)
+        SCHEDULES[name] = ScheduleEntry(make, line, chunks, v_shaped=v_shaped, split_backward=split_backward)
         return order
 
     return register
@@ -61,24 +61,24 @@ def register_model(
     from the weights. `documents` says that the layer keeps packed documents apart, as Muster's attention does.
     Raises ConfigError where the name is taken.
     """
-    require_name("model", name)
+    require_component_name("model", name)
 
     def register(layer: T) -> T:
         require_callable("model", name, layer)
         said = values if like is None else {"like": like, **values}
-        own = OwnModel(name, layer, said, tensor_parallel, documents, _shapes, _facts)
-        add_part("model", name, own, names("models"))
+        own = PluginModel(name, layer, said, tensor_parallel, documents, _shapes, _facts)
+        register_component("model", name, own, names("models"))
         return layer
 
     return register
 
 
-def _shapes(own: OwnModel, spec: ModelSpec) -> tuple[Shape, ...]:
-    return runtime("muster.model.own").count_shapes(own, spec)
+def _shapes(own: PluginModel, spec: ModelSpec) -> tuple[NamedShape, ...]:
+    return import_torch_module("muster.model.plugin_layer").count_shapes(own, spec)
 
 
-def _facts(own: OwnModel, spec: ModelSpec, seq_len: int, tp: int, precision: str) -> LayerFacts:
-    return runtime("muster.model.own").count_facts(own, spec, seq_len, tp, precision)
+def _facts(own: PluginModel, spec: ModelSpec, seq_len: int, tp: int, precision: str) -> LayerTrace:
+    return import_torch_module("muster.model.plugin_layer").count_facts(own, spec, seq_len, tp, precision)
 
 
 def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> Any:
@@ -89,18 +89,18 @@ def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> 
     parts of matrices: another one is refused when the run is asked for. May be used as a decorator or called with the
     class. Raises ConfigError where the name is taken.
     """
-    require_name("optimizer", name)
+    require_component_name("optimizer", name)
     if factory is None:
         return lambda found: register_optimizer(name, found)
     require_callable("optimizer", name, factory)
-    add_part("optimizer", name, OwnOptimizer(name, factory, _probe), OPTIMIZERS)
+    register_component("optimizer", name, PluginOptimizer(name, factory, _probe), OPTIMIZERS)
     return factory
 
 
-def _probe(optimizer: OwnOptimizer, options: Mapping[str, Any]) -> tuple[str, ...]:
-    from muster.optim.own import probe
+def _probe(optimizer: PluginOptimizer, options: Mapping[str, Any]) -> tuple[str, ...]:
+    from muster.optim.plugin_optimizer import probe_state
 
-    return probe(optimizer, options)
+    return probe_state(optimizer, options)
 
 
 def register_dataset(name: str) -> Callable[[T], T]:
@@ -123,7 +123,8 @@ def register_loss(name: str) -> Callable[[T], T]:
 
 def register_step(name: str) -> Callable[[T], T]:
     """Registers a training step, for `train.training_step`: `step(now)` is called on every rank when the gradients of a
-    global batch are complete, in place of clipping them and letting the optimizer step (`muster.train.own_step.Now`).
+    global batch are complete, in place of clipping them and letting the optimizer step
+    (`muster.train.custom_step.Now`).
 
     Raises ConfigError where the name is taken.
     """
@@ -131,11 +132,11 @@ def register_step(name: str) -> Callable[[T], T]:
 
 
 def _decorator(kind: Any, name: str) -> Callable[[T], T]:
-    require_name(kind, name)
+    require_component_name(kind, name)
 
     def register(what: T) -> T:
         require_callable(kind, name, what)
-        add_part(kind, name, what)
+        register_component(kind, name, what)
         return what
 
     return register

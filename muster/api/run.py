@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from muster.api.work import require_text, require_whole
+from muster.api.inputs import require_positive_int, require_text
+from muster.config.config_layers import flatten
+from muster.config.load_config import ResolvedConfig, config_yaml, load_config_tree, load_run_config
+from muster.config.run_config import RunConfig
+from muster.config.yaml_writer import yaml_text
 from muster.spec.errors import ConfigError
-from muster.spec.layers import flatten
-from muster.spec.load import Resolved, config_text, load_run, load_tree
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.run import RunConfig
-from muster.spec.write import yaml_text
 
 if TYPE_CHECKING:
-    from muster.api.training import Trained
+    from muster.api.training import RunResult
 
 
 class Run:
@@ -48,10 +48,10 @@ class Run:
             )
         own = {"extends": extends, "model": model, "data": data, "train": train, "optim": optim, "parallel": parallel}
         said = own | {"eval": eval, "plugins": plugins, "seed": seed} | others
-        tree = {key: _plain(value) for key, value in said.items() if value is not None}
-        self._set(load_tree(tree, "muster.Run"), Path(str(extends or "run")).stem)
+        tree = {key: _as_yaml_value(value) for key, value in said.items() if value is not None}
+        self._set(load_config_tree(tree, "muster.Run"), Path(str(extends or "run")).stem)
 
-    def _set(self, resolved: Resolved, name: str) -> None:
+    def _set(self, resolved: ResolvedConfig, name: str) -> None:
         self.resolved = resolved
         """The configuration with where each value comes from."""
         self.name = name
@@ -66,7 +66,7 @@ class Run:
         """The plan of the run, which `parallel: auto` chooses for this machine or for so many processes."""
         from muster.planner.auto import resolve_plan
 
-        return resolve_plan(self.resolved, require_whole("nproc", nproc))
+        return resolve_plan(self.resolved, require_positive_int("nproc", nproc))
 
     def train(
         self,
@@ -75,7 +75,7 @@ class Run:
         nproc: int | None = None,
         fresh: bool = False,
         allow_changes: bool = False,
-    ) -> "Trained":
+    ) -> "RunResult":
         """Trains as `muster train` does, on processes that this one starts, or goes on with what the directory holds.
 
         `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan wants. A script that
@@ -88,12 +88,12 @@ class Run:
         if directory is not None:
             require_text("directory", directory, "a path")
         place = Path("runs") / self.name if directory is None else Path(directory)
-        return train(self.resolved, place, require_whole("nproc", nproc), fresh, allow_changes)
+        return train(self.resolved, place, require_positive_int("nproc", nproc), fresh, allow_changes)
 
     def to_yaml(self) -> str:
         """A run file that says all of it, each value with where it comes from; of `auto` what was said so far."""
-        if not self.resolved.auto:
-            return config_text(self.resolved, self.config.parallel)
+        if not self.resolved.plan_is_auto:
+            return config_yaml(self.resolved, self.config.parallel)
         origins = self.resolved.origins
         tree = self.config.model_dump(mode="json", exclude={"parallel"}) | {"parallel": "auto"}
         return yaml_text(tree, lambda path: origins.get(path, "default"))
@@ -110,20 +110,21 @@ def load(file: str | Path | None = None, *, preset: str | None = None, **keys: A
         require_text("file", file, "a run file's path")
     if preset is not None:
         require_text("preset", preset, "a preset's name")
-    tree = {key: _plain(value) for key, value in keys.items()}
+    tree = {key: _as_yaml_value(value) for key, value in keys.items()}
     run = Run.__new__(Run)
     run._set(
-        load_run(preset, None if file is None else Path(file), list(flatten(tree))), Path(file or preset or "run").stem
+        load_run_config(preset, None if file is None else Path(file), list(flatten(tree))),
+        Path(file or preset or "run").stem,
     )
     return run
 
 
-def _plain(value: Any) -> Any:
+def _as_yaml_value(value: Any) -> Any:
     """As YAML would have it."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {str(key): _as_yaml_value(one) for key, one in value.items()}
+    return [_as_yaml_value(one) for one in value] if isinstance(value, list | tuple) else value

@@ -9,17 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from muster.api.runtime import runtime
+from muster.api.torch_import import import_torch_module
+from muster.config.load_config import ResolvedConfig
+from muster.config.run_config import RunConfig
+from muster.plugins.loader import is_loading_plugin
+from muster.plugins.registry import find_component
 from muster.report.run_files import read_metrics
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-from muster.spec.load import Resolved
-from muster.spec.parts import find_part
-from muster.spec.plugins import is_being_read
-from muster.spec.run import RunConfig
 
 
 @dataclass(frozen=True)
-class Trained:
+class RunResult:
     """A run directory after a training."""
 
     directory: Path
@@ -48,36 +48,36 @@ class Trained:
         return self.directory / "report.html"
 
 
-def train(resolved: Resolved, directory: Path, nproc: int | None, fresh: bool, allow_changes: bool) -> Trained:
+def train(resolved: ResolvedConfig, directory: Path, nproc: int | None, fresh: bool, allow_changes: bool) -> RunResult:
     """As `Run.train` says."""
-    if is_being_read():
+    if is_loading_plugin():
         raise ConfigError(
             "Run.train is called where a process of a run reads this file: put it under `if __name__ == '__main__':`"
         )
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("Run.train must be called in the main thread, which gets the signals")
-    _require_files(resolved.config)
-    start = runtime()
+    _require_plugin_files(resolved.config)
+    start = import_torch_module()
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         code = start.train(resolved, start.TrainOptions(directory, nproc, fresh, allow_changes))
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-    if code in (0, _STOPPED):
-        return Trained(directory, finished=code == 0)
+    if code in (0, _EXIT_STOPPED):
+        return RunResult(directory, finished=code == 0)
     kind = {2: ConfigError, 3: InfeasibleError}.get(code, MusterError)
     raise kind(json.loads((directory / "exit.json").read_text())["reason"])
 
 
-_STOPPED = 75
+_EXIT_STOPPED = 75
 """The exit code of a run that stopped because it was asked to."""
 
 
-def _require_files(config: RunConfig) -> None:
+def _require_plugin_files(config: RunConfig) -> None:
     """Raises ConfigError for a part that other processes can't read."""
-    for kind, name in config.own_parts:
-        if (part := find_part(kind, name)) is not None and part.file is None:
+    for kind, name in config.plugin_components:
+        if (part := find_component(kind, name)) is not None and part.file is None:
             raise ConfigError(
                 f"{kind} {name} is registered at a prompt or in a notebook, which the run's processes can't read:"
                 " put it into a file, and the file into plugins"

@@ -4,25 +4,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.api.usual import SEARCH_S
-from muster.api.work import cluster_of, model_of, plan_of, require_text, require_whole, usual_seq_len, usual_workload
-from muster.planner.answer import Answer, answer_to
-from muster.planner.request import OBJECTIVES, Asked, Objective, ask
+from muster.api.defaults import SEARCH_TIME_LIMIT_S
+from muster.api.inputs import (
+    default_seq_len,
+    default_workload,
+    require_positive_int,
+    require_text,
+    resolve_cluster,
+    resolve_model,
+    resolve_plan_input,
+)
+from muster.planner.answer import PlanAnswer, answer_request
+from muster.planner.request import OBJECTIVES, Objective, ParsedRequest, parse_request
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
-from muster.spec.sizes import read_bytes, read_count
 from muster.spec.suggest import did_you_mean
+from muster.spec.units import parse_bytes, parse_count
 
 
 @dataclass(frozen=True)
-class Plans:
+class PlanResults:
     """What a search has found."""
 
-    answer: Answer
+    answer: PlanAnswer
 
     @property
     def plans(self) -> list[Plan]:
@@ -58,13 +66,13 @@ def plan(
     memory: int | str | None = None,
     runnable: bool = False,
     top: int = 5,
-    limit_s: float = SEARCH_S,
-) -> Plans:
+    limit_s: float = SEARCH_TIME_LIMIT_S,
+) -> PlanResults:
     """The best plans for a model on a cluster; arguments are the flags of `muster plan`. Raises ConfigError, and
     InfeasibleError, with what binds, where there is none."""
-    if require_whole("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
+    if require_positive_int("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
         raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
-    asked = asked_for(
+    asked = plan_request(
         model,
         cluster,
         seq_len=seq_len,
@@ -76,10 +84,10 @@ def plan(
         memory=memory,
         runnable=runnable,
     )
-    return Plans(answer_to(asked, top, limit_s))
+    return PlanResults(answer_request(asked, top, limit_s))
 
 
-def asked_for(
+def plan_request(
     model: str | Path | ModelSpec,
     cluster: str | Path | ClusterSpec,
     *,
@@ -91,7 +99,7 @@ def asked_for(
     fix: str,
     memory: int | str | None,
     runnable: bool,
-) -> Asked:
+) -> ParsedRequest:
     """What `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
         hint = did_you_mean(str(objective), OBJECTIVES)
@@ -99,17 +107,17 @@ def asked_for(
     require_text("fix", fix, "parts of a plan's name such as tp2-z1")
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
-    spec = model_of(model)
-    return ask(
+    spec = resolve_model(model)
+    return parse_request(
         spec,
-        cluster_of(cluster),
-        usual_seq_len(seq_len, spec),
-        require_whole("global_batch", global_batch),
-        tokens=None if tokens is None else read_count(str(tokens), "--tokens"),
+        resolve_cluster(cluster),
+        default_seq_len(seq_len, spec),
+        require_positive_int("global_batch", global_batch),
+        tokens=None if tokens is None else parse_count(str(tokens), "--tokens"),
         objective=objective,
         precision=precision,
         fix=fix,
-        memory_limit_bytes=None if memory is None else read_bytes(str(memory), "--memory"),
+        memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory"),
         runnable=runnable,
     )
 
@@ -125,6 +133,6 @@ def predict(
     """How long a step of a plan takes, where its time goes and what each rank holds; arguments are the flags of
     `muster predict`, whose JSON is `.to_json()`. Where it doesn't fit in memory, `.fits` is False. Raises ConfigError,
     InfeasibleError."""
-    spec, spread = model_of(model), plan_of(plan)
-    workload = usual_workload(spread, usual_seq_len(seq_len, spec), global_batch)
-    return predict_plan(spec, spread, workload, cluster_of(cluster))
+    spec, spread = resolve_model(model), resolve_plan_input(plan)
+    workload = default_workload(spread, default_seq_len(seq_len, spec), global_batch)
+    return predict_plan(spec, spread, workload, resolve_cluster(cluster))

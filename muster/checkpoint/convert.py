@@ -11,35 +11,43 @@ from typing import Any
 
 import torch
 
-from muster.checkpoint.directory import ABOUT, Directory, Format, open_directory, read_json, state_of, weights_of
 from muster.checkpoint.formats.huggingface import (
-    CONFIG,
-    SIDE_FILES,
-    byte_tokenizer,
-    chunk_bytes,
-    dtype_names,
+    AUXILIARY_FILES,
+    CONFIG_FILE,
+    buffer_bytes,
+    byte_tokenizer_files,
+    dominant_dtype,
     write_json,
     write_weights,
 )
-from muster.checkpoint.formats.stored import write_checkpoint
-from muster.checkpoint.linked import RenamedTensors
-from muster.checkpoint.mapping import CastTensors, to_hf
-from muster.checkpoint.tensors import Tensors
+from muster.checkpoint.formats.native import write_checkpoint
+from muster.checkpoint.hf_mapping import CastTensors, to_hf
+from muster.checkpoint.model_directory import (
+    DCP_SIDECAR,
+    Format,
+    ModelDirectory,
+    model_weights,
+    open_directory,
+    read_json,
+    state_tensors,
+)
+from muster.checkpoint.remapped import RenamedTensors
+from muster.checkpoint.tensors import TensorSource
+from muster.config.load_config import load_run_config
+from muster.config.yaml_writer import fsync_directory
+from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.hf_config import hf_config
-from muster.spec.load import load_run
 from muster.spec.model import ModelSpec
-from muster.spec.write import sync_folder
 
-SIDE_FOLDER = "huggingface"
+AUXILIARY_FOLDER = "huggingface"
 """In a Muster checkpoint that came from a Hugging Face directory: what lay there beside the weights."""
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConversionOptions:
     """How a directory is to be written."""
 
-    to: Format
+    target_format: Format
     dtype: str | None = None
     """Of the weights, as torch calls it; None: as they are stored."""
     max_shard_bytes: int = 5_000_000_000
@@ -51,10 +59,10 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """What was written."""
 
-    source: Directory
+    source: ModelDirectory
     tensors: int
     parameters: int
     """Numbers in the model's weights."""
@@ -68,8 +76,12 @@ class Converted:
 
 
 def convert(
-    source: Path, target: Path, how: Conversion, begin: Callable[[int], None], progress: Callable[[int], None]
-) -> Converted:
+    source: Path,
+    target: Path,
+    options: ConversionOptions,
+    set_total: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> ConversionResult:
     """Writes what is at `source` as another kind of directory to `target`, which must not be there.
 
     `begin` receives the bytes that will be written, `progress` those of each chunk that was. Raises ConfigError for a
@@ -78,45 +90,49 @@ def convert(
     """
     if target.exists():
         raise ConfigError(f"{target} is there already: expected a directory that is not, to write a new one")
-    directory = open_directory(source, how.model)
-    tensors = _tensors(directory, how)
-    if not tensors.kinds:
+    directory = open_directory(source, options.model)
+    tensors = _tensors_to_write(directory, options)
+    if not tensors.metas:
         raise MusterError(f"{source} holds no tensors")
-    begin(sum(kind.nbytes for kind in tensors.kinds.values()))
-    with _appearing(target) as beside:
-        tokenizer = {"hf": _write_hf, "muster": _write_muster, "dcp": _write_dcp}[how.to](
-            beside, directory, tensors, how, progress
+    set_total(sum(kind.nbytes for kind in tensors.metas.values()))
+    with _atomic_folder(target) as beside:
+        tokenizer = {"hf": _write_hf, "muster": _write_native, "dcp": _write_dcp}[options.target_format](
+            beside, directory, tensors, options, progress
         )
         files = tuple(sorted(path.relative_to(beside).as_posix() for path in beside.rglob("*") if path.is_file()))
-    weights = {n: kind for n, kind in tensors.kinds.items() if how.to == "hf" or n.startswith(("model/", "model."))}
-    return Converted(
+    weights = {
+        n: kind
+        for n, kind in tensors.metas.items()
+        if options.target_format == "hf" or n.startswith(("model/", "model."))
+    }
+    return ConversionResult(
         source=directory,
-        tensors=len(tensors.kinds),
+        tensors=len(tensors.metas),
         parameters=sum(kind.numel for kind in weights.values()),
-        nbytes=sum(kind.nbytes for kind in tensors.kinds.values()),
-        dtype=dtype_names(weights),
+        nbytes=sum(kind.nbytes for kind in tensors.metas.values()),
+        dtype=dominant_dtype(weights),
         files=files,
         tokenizer=tokenizer,
     )
 
 
-def _tensors(directory: Directory, how: Conversion) -> Tensors:
+def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> TensorSource:
     """What will be written, by the names that it will have."""
-    dtype = None if how.dtype is None else getattr(torch, how.dtype)
-    if how.to == "hf":
-        weights = weights_of(directory)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    if options.target_format == "hf":
+        weights = model_weights(directory)
         assert directory.model is not None
         return to_hf(CastTensors(weights, dtype) if dtype else weights, directory.model)
-    state = state_of(directory)
+    state = state_tensors(directory)
     if dtype is not None:
-        state = CastTensors(state, dtype, only="model/")
-    if how.to == "muster":
+        state = CastTensors(state, dtype, prefix="model/")
+    if options.target_format == "muster":
         return state
-    return RenamedTensors(state, {name.replace("/", ".", 1): name for name in state.kinds})
+    return RenamedTensors(state, {name.replace("/", ".", 1): name for name in state.metas})
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def _atomic_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target, which becomes the target when all went well and is removed otherwise."""
     beside = None
     try:
@@ -124,9 +140,9 @@ def _appearing(target: Path) -> Iterator[Path]:
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
         beside.chmod(0o777 & ~_umask())
         yield beside
-        sync_folder(beside)
+        fsync_directory(beside)
         os.rename(beside, target)
-        sync_folder(target.parent)
+        fsync_directory(target.parent)
     except OSError as error:
         where = target if error.filename is None else error.filename
         raise MusterError(f"could not write {where}: {error.strerror or error}") from error
@@ -145,8 +161,12 @@ def _umask() -> int:
 # The kinds
 
 
-def _write_muster(
-    folder: Path, source: Directory, tensors: Tensors, how: Conversion, progress: Callable[[int], None]
+def _write_native(
+    folder: Path,
+    source: ModelDirectory,
+    tensors: TensorSource,
+    options: ConversionOptions,
+    progress: Callable[[int], None],
 ) -> str | None:
     manifest = source.manifest
     info = {
@@ -155,81 +175,91 @@ def _write_muster(
         "counters": source.counters,
         "run": manifest.run if manifest is not None else {},
     }
-    write_checkpoint(folder, tensors, source.step or 0, info, how.max_shard_bytes, progress)
-    beside = _side_folder(source, how)
+    write_checkpoint(folder, tensors, source.step or 0, info, options.max_shard_bytes, progress)
+    beside = _auxiliary_folder(source, options)
     if beside is not None:
-        (folder / SIDE_FOLDER).mkdir()
-        _copy_side_files(beside, folder / SIDE_FOLDER, (CONFIG, *SIDE_FILES))
+        (folder / AUXILIARY_FOLDER).mkdir()
+        _copy_auxiliary_files(beside, folder / AUXILIARY_FOLDER, (CONFIG_FILE, *AUXILIARY_FILES))
     return None if beside is None else str(beside)
 
 
 def _write_dcp(
-    folder: Path, source: Directory, tensors: Tensors, how: Conversion, progress: Callable[[int], None]
+    folder: Path,
+    source: ModelDirectory,
+    tensors: TensorSource,
+    options: ConversionOptions,
+    progress: Callable[[int], None],
 ) -> str | None:
     from muster.checkpoint.formats.dcp_write import write_dcp  # torch.distributed.checkpoint takes a second to import
 
-    write_dcp(folder, tensors, chunk_bytes(how.max_shard_bytes), progress)
+    write_dcp(folder, tensors, buffer_bytes(options.max_shard_bytes), progress)
     about = {"version": 1, "step": source.step or 0, "plan": source.plan, "counters": source.counters}
     model = {"model": source.model.model_dump(mode="json")} if source.model else {}
-    write_json(folder / ABOUT, about | model)
+    write_json(folder / DCP_SIDECAR, about | model)
     return None
 
 
 def _write_hf(
-    folder: Path, source: Directory, tensors: Tensors, how: Conversion, progress: Callable[[int], None]
+    folder: Path,
+    source: ModelDirectory,
+    tensors: TensorSource,
+    options: ConversionOptions,
+    progress: Callable[[int], None],
 ) -> str | None:
     assert source.model is not None
-    run = _run_of(source)
+    run = _run_config_of(source)
     context = source.model.max_positions or run.get("train", {}).get("seq_len")
     spec = source.model.model_copy(update={"max_positions": context})
-    config = hf_config(spec)
-    beside, tokenizer = _side_folder(source, how), None
+    config = hf_config_from_spec(spec)
+    beside, tokenizer = _auxiliary_folder(source, options), None
     if beside is not None:
         tokenizer = str(beside)
-        _copy_side_files(beside, folder, SIDE_FILES)
-        if (beside / CONFIG).exists() and (theirs := read_json(beside / CONFIG)).get("model_type") == config[
+        _copy_auxiliary_files(beside, folder, AUXILIARY_FILES)
+        if (beside / CONFIG_FILE).exists() and (theirs := read_json(beside / CONFIG_FILE)).get("model_type") == config[
             "model_type"
         ]:
-            config = {key: value for key, value in theirs.items() if key not in _OF_SHAPE} | config
+            config = {key: value for key, value in theirs.items() if key not in _REPLACED_CONFIG_KEYS} | config
     elif run.get("data", {}).get("tokenizer") == "bytes":
         tokenizer = "bytes"
-        for name, content in byte_tokenizer(context).items():
+        for name, content in byte_tokenizer_files(context).items():
             write_json(folder / name, content)
         config |= {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None}
-    config |= {"dtype": dtype_names(tensors.kinds), "torch_dtype": dtype_names(tensors.kinds)}
-    write_json(folder / CONFIG, config)
+    config |= {"dtype": dominant_dtype(tensors.metas), "torch_dtype": dominant_dtype(tensors.metas)}
+    write_json(folder / CONFIG_FILE, config)
     if not (folder / "generation_config.json").exists():
         special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
-    write_weights(folder, tensors, how.max_shard_bytes, progress)
+    write_weights(folder, tensors, options.max_shard_bytes, progress)
     return tokenizer
 
 
-_OF_SHAPE = ("rope_parameters", "quantization_config", "transformers_version")
+_REPLACED_CONFIG_KEYS = ("rope_parameters", "quantization_config", "transformers_version")
 """Keys of a config.json that is brought along which ours says in other words, or that are no longer true."""
 
 
-def _run_of(source: Directory) -> dict[str, Any]:
+def _run_config_of(source: ModelDirectory) -> dict[str, Any]:
     """The configuration of the run that wrote a checkpoint; empty where there is none."""
     if source.manifest is not None and source.manifest.run:
         return dict(source.manifest.run)
     if source.run is None:
         return {}
-    return load_run(None, source.run / "config.yaml", []).config.model_dump(mode="json")
+    return load_run_config(None, source.run / "config.yaml", []).config.model_dump(mode="json")
 
 
-def _side_folder(source: Directory, how: Conversion) -> Path | None:
+def _auxiliary_folder(source: ModelDirectory, options: ConversionOptions) -> Path | None:
     """Where the files of a Hugging Face directory that belong to the weights lie."""
-    if how.tokenizer is not None:
-        if not any((how.tokenizer / name).exists() for name in SIDE_FILES):
-            raise ConfigError(f"there are no tokenizer files in {how.tokenizer}: expected tokenizer.json or the like")
-        return how.tokenizer
+    if options.tokenizer is not None:
+        if not any((options.tokenizer / name).exists() for name in AUXILIARY_FILES):
+            raise ConfigError(
+                f"there are no tokenizer files in {options.tokenizer}: expected tokenizer.json or the like"
+            )
+        return options.tokenizer
     if source.format == "hf":
         return source.folder
-    return folder if (folder := source.folder / SIDE_FOLDER).is_dir() else None
+    return folder if (folder := source.folder / AUXILIARY_FOLDER).is_dir() else None
 
 
-def _copy_side_files(place: Path, folder: Path, names: tuple[str, ...]) -> None:
+def _copy_auxiliary_files(source: Path, folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
-        if (place / name).is_file():
-            shutil.copyfile(place / name, folder / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

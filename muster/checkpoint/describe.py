@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.directory import Directory, open_directory, weights_of
-from muster.checkpoint.folder import checkpoints
-from muster.checkpoint.formats.stored import StoredTensors
+from muster.checkpoint.checkpoint_dir import list_checkpoints
+from muster.checkpoint.formats.native import NativeTensors
+from muster.checkpoint.model_directory import ModelDirectory, model_weights, open_directory
 from muster.checkpoint.statistics import statistics
-from muster.checkpoint.tensors import Kind, chunks
+from muster.checkpoint.tensors import TensorMeta, split_into_boxes
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
@@ -22,7 +22,7 @@ def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) 
     Raises as `open_directory` does, and ConfigError for a tensor that isn't there.
     """
     directory = open_directory(path)
-    kinds = directory.stored.kinds
+    kinds = directory.stored.metas
     for name in names:
         if name not in kinds:
             raise ConfigError(f"{directory.folder} holds no tensor {name}{did_you_mean(name, kinds)}")
@@ -40,9 +40,11 @@ def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) 
         "groups": _groups(kinds),
     }
     if with_tensors:
-        facts["tensors"] = {name: _kind(kind) for name, kind in kinds.items()}
+        facts["tensors"] = {name: _tensor_facts(kind) for name, kind in kinds.items()}
     if names:
-        facts["statistics"] = {name: _kind(kinds[name]) | asdict(statistics(directory.stored, name)) for name in names}
+        facts["statistics"] = {
+            name: _tensor_facts(kinds[name]) | asdict(statistics(directory.stored, name)) for name in names
+        }
     return facts
 
 
@@ -50,14 +52,14 @@ def _plan_name(plan: Mapping[str, Any] | None) -> str | None:
     return None if not plan else format_plan_name(Plan.model_validate(plan))
 
 
-def _files(directory: Directory) -> dict[str, int]:
+def _files(directory: ModelDirectory) -> dict[str, int]:
     if directory.manifest is not None:
         return dict(directory.manifest.files)
     files = sorted(path for path in directory.folder.rglob("*") if path.is_file())
     return {path.relative_to(directory.folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _groups(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
+def _groups(kinds: Mapping[str, TensorMeta]) -> dict[str, dict[str, Any]]:
     """Tensors, numbers and bytes by the part before the name (`model`, `optim`), and by dtype within it."""
     groups: dict[str, dict[str, Any]] = {}
     for name, kind in kinds.items():
@@ -71,7 +73,7 @@ def _groups(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _kind(kind: Kind) -> dict[str, Any]:
+def _tensor_facts(kind: TensorMeta) -> dict[str, Any]:
     return {"shape": list(kind.shape), "dtype": str(kind.dtype).removeprefix("torch."), "bytes": kind.nbytes}
 
 
@@ -80,7 +82,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
 
 
 @dataclass
-class Checked:
+class VerifiedDirectory:
     """What reading all of a directory found."""
 
     path: str
@@ -93,28 +95,28 @@ class Checked:
     problems: list[str] = field(default_factory=list)
 
 
-def verify(path: Path, begin: Callable[[int], None], progress: Callable[[int], None]) -> list[Checked]:
+def verify(path: Path, set_total: Callable[[int], None], progress: Callable[[int], None]) -> list[VerifiedDirectory]:
     """Reads all tensors of the directory at `path`; of a run, those of each of its checkpoints.
 
     `begin` receives the bytes of each directory before it is read, `progress` those of each part. Raises ConfigError
     when there is nothing to verify.
     """
-    folders = checkpoints(path / "checkpoints") or checkpoints(path) or [path]
-    return [_verify_one(folder, begin, progress) for folder in folders]
+    folders = list_checkpoints(path / "checkpoints") or list_checkpoints(path) or [path]
+    return [_verify_one(folder, set_total, progress) for folder in folders]
 
 
-def _verify_one(folder: Path, begin: Callable[[int], None], progress: Callable[[int], None]) -> Checked:
-    checked = Checked(str(folder))
+def _verify_one(folder: Path, set_total: Callable[[int], None], progress: Callable[[int], None]) -> VerifiedDirectory:
+    checked = VerifiedDirectory(str(folder))
     try:
         directory = open_directory(folder)
-        checked.format, checked.tensors = directory.format, len(directory.stored.kinds)
-        begin(sum(kind.nbytes for kind in directory.stored.kinds.values()))
-        if isinstance(directory.stored, StoredTensors):
-            _check_pieces(directory.stored, checked, progress)
+        checked.format, checked.tensors = directory.format, len(directory.stored.metas)
+        set_total(sum(kind.nbytes for kind in directory.stored.metas.values()))
+        if isinstance(directory.stored, NativeTensors):
+            _check_chunks(directory.stored, checked, progress)
         else:
             _check_readable(directory, checked, progress)
         if directory.model is not None:
-            weights_of(directory)
+            model_weights(directory)
     except (ConfigError, InfeasibleError):
         raise
     except MusterError as error:
@@ -122,12 +124,12 @@ def _verify_one(folder: Path, begin: Callable[[int], None], progress: Callable[[
     return checked
 
 
-def _check_pieces(stored: StoredTensors, checked: Checked, progress: Callable[[int], None]) -> None:
+def _check_chunks(stored: NativeTensors, checked: VerifiedDirectory, progress: Callable[[int], None]) -> None:
     checked.checksums = True
     wrong: dict[str, dict[str, str]] = {}  # by file, the tensors of which some piece is wrong, and how
-    for name in stored.kinds:
-        for piece in stored.manifest.pieces(name):
-            if problem := stored.piece_problem(name, piece):
+    for name in stored.metas:
+        for piece in stored.manifest.chunks(name):
+            if problem := stored.find_chunk_damage(name, piece):
                 wrong.setdefault(piece.file, {})[name] = problem
             checked.pieces += 1
             checked.bytes += piece.nbytes
@@ -138,10 +140,10 @@ def _check_pieces(stored: StoredTensors, checked: Checked, progress: Callable[[i
         checked.problems.append(f"{said}{more}")
 
 
-def _check_readable(directory: Directory, checked: Checked, progress: Callable[[int], None]) -> None:
-    for name, kind in directory.stored.kinds.items():
+def _check_readable(directory: ModelDirectory, checked: VerifiedDirectory, progress: Callable[[int], None]) -> None:
+    for name, kind in directory.stored.metas.items():
         try:
-            for box in chunks(kind):
+            for box in split_into_boxes(kind):
                 progress(directory.stored.read(name, box).nbytes)
         except MusterError as error:
             checked.problems.append(str(error))

@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muster.checkpoint.folder import file_problem
+from muster.checkpoint.checkpoint_dir import find_file_damage
+from muster.checkpoint.local_shard import LocalShard, dtype_name
 from muster.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from muster.checkpoint.piece import Piece, dtype_name
-from muster.checkpoint.reads import Read, plan_reads, runs
+from muster.checkpoint.read_plan import ReadItem, coalesce_reads, plan_reads
+from muster.layout.tensor_layout import Box, TensorLayout, intersect, slices_within
 from muster.spec.checksum import crc32
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.layout import Box, TensorLayout, overlap, within
 
-THREADS = 2
+READ_THREADS = 2
 """Runs that are read at once: while one waits for the disk, the checksums of another are taken."""
 
 
-def load(folder: Path, wanted: Sequence[Piece], convert: bool = False) -> Manifest:
+def load(folder: Path, shards: Sequence[LocalShard], convert: bool = False) -> Manifest:
     """Fills the local tensor of every wanted piece from the checkpoint at `folder`, and returns its manifest.
 
     Whatever is read is checked against its crc32. Stored and wanted dtypes must be equal unless `convert`. Raises
@@ -31,101 +31,105 @@ def load(folder: Path, wanted: Sequence[Piece], convert: bool = False) -> Manife
     be partly filled.
     """
     manifest = read_manifest(folder)
-    fill(folder, manifest, wanted, convert)
+    fill_shards(folder, manifest, shards, convert)
     return manifest
 
 
-def fill(
-    folder: Path, manifest: Manifest, wanted: Sequence[Piece], convert: bool = False, files: "Files | None" = None
+def fill_shards(
+    folder: Path,
+    manifest: Manifest,
+    shards: Sequence[LocalShard],
+    convert: bool = False,
+    files: "CheckpointFiles | None" = None,
 ) -> None:
     """As `load`, where the manifest has been read already, and the `files` may lie elsewhere."""
-    for piece in wanted:
-        _require_same(folder, manifest, piece, convert)
-    goals = [_Goal(piece.name, box, tensor) for piece in wanted for box, tensor in piece.parts()]
+    for piece in shards:
+        _require_matching(folder, manifest, piece, convert)
+    goals = [_ReadTarget(piece.name, box, tensor) for piece in shards for box, tensor in piece.box_views()]
     reads = plan_reads(manifest, [(goal.name, goal.box) for goal in goals])
-    files = files or Files(folder, manifest)
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(lambda run: _read_run(files, run, goals), runs(reads)):
+    files = files or CheckpointFiles(folder, manifest)
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        for _ in pool.map(lambda run: _read_contiguous(files, run, goals), coalesce_reads(reads)):
             pass
 
 
 def read_full(folder: Path, name: str, manifest: Manifest | None = None) -> Tensor:
     """One whole tensor of the checkpoint at `folder`, with the dtype it was stored in."""
     manifest = manifest or read_manifest(folder)
-    shape = _stored(folder, manifest, name).shape
+    shape = _stored_tensor(folder, manifest, name).shape
     return read_box(folder, manifest, name, Box((0,) * len(shape), shape))
 
 
 def read_box(folder: Path, manifest: Manifest, name: str, box: Box) -> Tensor:
     """One box of a tensor of the checkpoint at `folder`, with the dtype it was stored in."""
-    stored = _stored(folder, manifest, name)
+    stored = _stored_tensor(folder, manifest, name)
     tensor = torch.empty(box.size, dtype=getattr(torch, stored.dtype))
-    fill(folder, manifest, [Piece(name, TensorLayout(name, stored.shape, (box,)), tensor)])
+    fill_shards(folder, manifest, [LocalShard(name, TensorLayout(name, stored.shape, (box,)), tensor)])
     return tensor
 
 
-class _Goal:
+class _ReadTarget:
     """A wanted box and the tensor of its size that it goes into."""
 
     def __init__(self, name: str, box: Box, into: Tensor) -> None:
         self.name, self.box, self._into = name, box, into
 
-    def place(self, read: Read, dtype: str) -> Tensor | None:
+    def direct_buffer(self, read: ReadItem, dtype: str) -> Tensor | None:
         """The bytes of the tensor that a piece can be read into as it lies on disk; None where it can't."""
         if (
-            overlap(read.box, self.box) != read.box
+            intersect(read.box, self.box) != read.box
             or dtype_name(self._into) != dtype
             or self._into.device.type != "cpu"
         ):
             return None
-        part = self._into[within(read.box, self.box)]
+        part = self._into[slices_within(read.box, self.box)]
         return part.view(-1).view(torch.uint8) if part.is_contiguous() else None
 
-    def take(self, read: Read, data: Tensor, dtype: str) -> None:
+    def copy_from(self, read: ReadItem, data: Tensor, dtype: str) -> None:
         """Copies what is wanted of a piece's bytes."""
-        common = overlap(read.box, self.box)
+        common = intersect(read.box, self.box)
         assert common is not None
         piece = data.view(getattr(torch, dtype)).view(read.box.size)
-        self._into[within(common, self.box)].copy_(piece[within(common, read.box)])
+        self._into[slices_within(common, self.box)].copy_(piece[slices_within(common, read.box)])
 
 
-class _Buffers(threading.local):
+class _ThreadBuffers(threading.local):
     """Memory of each thread's own for what can't be read to its place; used again from run to run."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def allocate(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """A buffer for each of so many bytes; the former ones are given up."""
-        ends = list(accumulate((size + -size % _ALIGN for size in sizes), initial=0))
+        ends = list(accumulate((size + -size % _ALIGN_BYTES for size in sizes), initial=0))
         if self._memory.numel() < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
         memory = self._memory
         return (memory[start : start + size] for start, size in zip(ends, sizes, strict=False))
 
 
-_ALIGN = 16
+_ALIGN_BYTES = 16
 """Bytes at whose multiples numbers of every type may begin."""
 
 
-class Files:
+class CheckpointFiles:
     """The tensor files of a checkpoint. Each is opened for a run and closed again: there may be very many."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
-        self.buffers = _Buffers()
+        self.buffers = _ThreadBuffers()
         self._checked: set[int] = set()
 
     def path(self, number: int) -> Path:
         return self._folder / self._manifest.file_names[number]
 
-    def dtype(self, goal: _Goal) -> str:
+    def dtype_of(self, goal: _ReadTarget) -> str:
         return self._manifest.tensors[goal.name].dtype
 
     def read(self, number: int, offset: int, buffers: list[memoryview], name: str) -> None:
         """Fills the buffers one after the other from `offset` on; `name` is what they are for."""
         path = self.path(number)
-        problem = None if number in self._checked else file_problem(path, self._manifest.files[path.name])
+        problem = None if number in self._checked else find_file_damage(path, self._manifest.files[path.name])
         self._checked.add(number)
         try:
             if problem is not None:
@@ -139,29 +143,29 @@ class Files:
             raise MusterError(f"could not read {name} from {path}: {error}") from error
 
 
-def _read_run(files: Files, run: Sequence[Read], goals: Sequence[_Goal]) -> None:
+def _read_contiguous(files: CheckpointFiles, reads: Sequence[ReadItem], targets: Sequence[_ReadTarget]) -> None:
     """Reads pieces that lie side by side, with one call where the system allows it, and checks them."""
-    places = [(goal := goals[read.wanted]).place(read, files.dtype(goal)) for read in run]
-    spare = files.buffers.of([read.nbytes for read, place in zip(run, places, strict=True) if place is None])
+    places = [(goal := targets[read.target_index]).direct_buffer(read, files.dtype_of(goal)) for read in reads]
+    spare = files.buffers.allocate([read.nbytes for read, place in zip(reads, places, strict=True) if place is None])
     buffers = [next(spare) if place is None else place for place in places]
-    first = run[0]
-    files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], goals[first.wanted].name)
-    for read, buffer, place in zip(run, buffers, places, strict=True):
-        goal = goals[read.wanted]
+    first = reads[0]
+    files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], targets[first.target_index].name)
+    for read, buffer, place in zip(reads, buffers, places, strict=True):
+        goal = targets[read.target_index]
         if crc32(buffer.numpy().data) != read.crc32:
             raise MusterError(f"{files.path(read.file)} is damaged: the checksum of {goal.name} is wrong")
         if place is None:
-            goal.take(read, buffer, files.dtype(goal))
+            goal.copy_from(read, buffer, files.dtype_of(goal))
 
 
-_MOST_BUFFERS = 512
+_MAX_BUFFERS_PER_READ = 512
 """Buffers in one call; POSIX allows 1,024 on Linux and may allow less elsewhere."""
 
 
-def _read_into(handle: int, buffers: list[memoryview], offset: int) -> None:
+def _read_into(fd: int, buffers: list[memoryview], offset: int) -> None:
     """Fills the buffers one after the other from a file's bytes at `offset`. Raises OSError when it ends before."""
     while buffers:
-        count = os.preadv(handle, buffers[:_MOST_BUFFERS], offset)
+        count = os.preadv(fd, buffers[:_MAX_BUFFERS_PER_READ], offset)
         if not count:
             raise OSError("it ends too early")
         offset += count
@@ -172,17 +176,17 @@ def _read_into(handle: int, buffers: list[memoryview], offset: int) -> None:
             buffers = [buffers[0][count:], *buffers[1:]]
 
 
-def _require_same(folder: Path, manifest: Manifest, piece: Piece, convert: bool) -> None:
-    stored = _stored(folder, manifest, piece.name)
-    if stored.shape != piece.layout.shape:
+def _require_matching(folder: Path, manifest: Manifest, shard: LocalShard, convert: bool) -> None:
+    stored = _stored_tensor(folder, manifest, shard.name)
+    if stored.shape != shard.layout.shape:
         raise ConfigError(
-            f"{piece.name} has shape {list(stored.shape)} in {folder}, but {list(piece.layout.shape)} is wanted"
+            f"{shard.name} has shape {list(stored.shape)} in {folder}, but {list(shard.layout.shape)} is wanted"
         )
-    if stored.dtype != dtype_name(piece.tensor) and not convert:
-        raise ConfigError(f"{piece.name} is {stored.dtype} in {folder}, but {dtype_name(piece.tensor)} is wanted")
+    if stored.dtype != dtype_name(shard.tensor) and not convert:
+        raise ConfigError(f"{shard.name} is {stored.dtype} in {folder}, but {dtype_name(shard.tensor)} is wanted")
 
 
-def _stored(folder: Path, manifest: Manifest, name: str) -> StoredTensor:
+def _stored_tensor(folder: Path, manifest: Manifest, name: str) -> StoredTensor:
     if name not in manifest.tensors:
         near = difflib.get_close_matches(name, manifest.tensors, n=1, cutoff=0.0)
         hint = f"; the nearest name there is {near[0]}" if near else ""

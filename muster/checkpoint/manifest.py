@@ -15,17 +15,17 @@ from pydantic import NonNegativeInt, ValidationError
 
 from muster.checkpoint.dtypes import SAFETENSORS_NAMES, item_bytes
 from muster.checkpoint.migrate import from_schema_1
+from muster.layout.tensor_layout import Box
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.layout import Box
 
-SCHEMA: Literal[2] = 2
+SCHEMA_VERSION: Literal[2] = 2
 """The newest manifest that this Muster reads, and the one that it writes."""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredChunk:
     """One box of a tensor: numbers in row-major order that lie in one place and have one checksum."""
 
     file: str
@@ -52,7 +52,7 @@ class StoredTensor(Frozen):
     sizes: tuple[tuple[int, ...], ...]
 
     @property
-    def num_pieces(self) -> int:
+    def num_chunks(self) -> int:
         return len(self.files)
 
     @property
@@ -61,21 +61,21 @@ class StoredTensor(Frozen):
         return prod(self.shape) * item_bytes(self.dtype)
 
     @cached_property
-    def begin(self) -> np.ndarray:
+    def chunk_starts(self) -> np.ndarray:
         """First index of each piece in each dimension, [pieces, dimensions]."""
-        return _rows(self.starts, self.num_pieces)
+        return _to_rows(self.starts, self.num_chunks)
 
     @cached_property
-    def extent(self) -> np.ndarray:
+    def chunk_sizes(self) -> np.ndarray:
         """Size of each piece in each dimension, [pieces, dimensions]."""
-        return _rows(self.sizes, self.num_pieces)
+        return _to_rows(self.sizes, self.num_chunks)
 
-    def box(self, index: int) -> Box:
+    def chunk_box(self, index: int) -> Box:
         """What piece `index` holds of the tensor."""
         return Box(tuple(column[index] for column in self.starts), tuple(column[index] for column in self.sizes))
 
 
-class RankList(Frozen):
+class TensorIndex(Frozen):
     """What one rank wrote; the manifest is made of all ranks' lists."""
 
     files: dict[str, NonNegativeInt]
@@ -87,20 +87,20 @@ class RankList(Frozen):
         """In the order that the pieces' file numbers mean."""
         return tuple(self.files)
 
-    def pieces(self, name: str) -> list[StoredPiece]:
+    def chunks(self, name: str) -> list[StoredChunk]:
         """The pieces of one tensor."""
         tensor = self.tensors[name]
-        boxes = [tensor.box(index) for index in range(tensor.num_pieces)]
+        boxes = [tensor.chunk_box(index) for index in range(tensor.num_chunks)]
         nbytes = [box.numel * item_bytes(tensor.dtype) for box in boxes]
         names = [self.file_names[number] for number in tensor.files]
         rows = zip(names, tensor.offsets, nbytes, tensor.crc32, boxes, strict=True)
-        return [StoredPiece(*row) for row in rows]
+        return [StoredChunk(*row) for row in rows]
 
 
-class Manifest(RankList):
+class Manifest(TensorIndex):
     """All that is needed to open a checkpoint under any plan."""
 
-    version: Literal[2] = SCHEMA
+    version: Literal[2] = SCHEMA_VERSION
     step: NonNegativeInt
     muster: str
     torch: str
@@ -113,7 +113,7 @@ class Manifest(RankList):
     """Where the run stands: samples consumed, hash of the sample stream, and the like."""
 
 
-def merge(lists: list[RankList]) -> RankList:
+def merge_indexes(lists: list[TensorIndex]) -> TensorIndex:
     """All ranks' lists as one.
 
     Raises MusterError when ranks disagree about a tensor, or when their boxes don't cover each tensor exactly once.
@@ -124,10 +124,10 @@ def merge(lists: list[RankList]) -> RankList:
         for name, tensor in one.tensors.items():
             parts.setdefault(name, []).append((len(files), tensor))
         files |= one.files
-    return RankList(files=files, tensors={name: _join(name, found) for name, found in parts.items()})
+    return TensorIndex(files=files, tensors={name: _merge_tensor(name, found) for name, found in parts.items()})
 
 
-def dump(manifest: RankList) -> str:
+def dump_manifest(manifest: TensorIndex) -> str:
     """The manifest, or a rank's list, as JSON with one tensor a line."""
     head = manifest.model_dump(mode="json", exclude={"tensors"})
     tensors = ",\n".join(f" {json.dumps(name)}: {one.model_dump_json()}" for name, one in manifest.tensors.items())
@@ -150,36 +150,36 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        if (version := _version(content)) > SCHEMA:
+        if (version := _schema_version(content)) > SCHEMA_VERSION:
             raise ConfigError(
-                f"{path} has schema {version}, but this Muster reads schemas up to {SCHEMA}: use a newer Muster"
+                f"{path} has schema {version}, but this Muster reads schemas up to {SCHEMA_VERSION}: use a newer Muster"
             ) from None
         if version == 1:
-            return _migrated(folder, content)
-        raise MusterError(f"{path} is damaged: {_first(error)}") from error
-    if problem := _misfit(manifest):
+            return _migrate(folder, content)
+        raise MusterError(f"{path} is damaged: {_first_error(error)}") from error
+    if problem := _find_inconsistency(manifest):
         raise MusterError(f"{path} is damaged: {problem}")
     return manifest
 
 
-def _migrated(folder: Path, content: bytes) -> Manifest:
+def _migrate(folder: Path, content: bytes) -> Manifest:
     path = folder / MANIFEST
     try:
         manifest = Manifest.model_validate(from_schema_1(folder, json.loads(content)))
     except ValidationError as error:
-        raise MusterError(f"{path} is damaged: {_first(error)}") from error
+        raise MusterError(f"{path} is damaged: {_first_error(error)}") from error
     except (LookupError, TypeError, ValueError) as error:
         raise MusterError(f"{path} is damaged: it claims schema 1, but a piece of a tensor is not described") from error
-    print(f"{path} has schema 1: read as schema {SCHEMA}; the next save writes that")
+    print(f"{path} has schema 1: read as schema {SCHEMA_VERSION}; the next save writes that")
     return manifest
 
 
-def _join(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTensor:
+def _merge_tensor(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTensor:
     """One tensor's pieces from all ranks; a part's file numbers are counted from the number given with it."""
     first = parts[0][1]
     for _, other in parts:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
-            raise MusterError(f"ranks disagree about {name}: {_kind(first)} on one, {_kind(other)} on another")
+            raise MusterError(f"ranks disagree about {name}: {_describe(first)} on one, {_describe(other)} on another")
     dims = range(len(first.shape))
     joined = StoredTensor(
         shape=first.shape,
@@ -190,18 +190,18 @@ def _join(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTensor:
         starts=tuple(tuple(at for _, part in parts for at in part.starts[dim]) for dim in dims),
         sizes=tuple(tuple(n for _, part in parts for n in part.sizes[dim]) for dim in dims),
     )
-    numel, held = prod(joined.shape), int(joined.extent.prod(axis=1).sum())
-    if held != numel or len(np.unique(joined.begin, axis=0)) != joined.num_pieces:
+    numel, held = prod(joined.shape), int(joined.chunk_sizes.prod(axis=1).sum())
+    if held != numel or len(np.unique(joined.chunk_starts, axis=0)) != joined.num_chunks:
         raise MusterError(f"the ranks' boxes of {name} hold {held} numbers instead of {numel}, each once")
     return joined
 
 
-def _rows(columns: tuple[tuple[int, ...], ...], pieces: int) -> np.ndarray:
+def _to_rows(columns: tuple[tuple[int, ...], ...], pieces: int) -> np.ndarray:
     """Columns as an array [pieces, dimensions]; a tensor without dimensions has no column."""
     return np.array(columns, dtype=np.int64).reshape(len(columns), pieces).T
 
 
-def _misfit(manifest: Manifest) -> str | None:
+def _find_inconsistency(manifest: Manifest) -> str | None:
     """What is wrong with the columns of some tensor; None when they fit."""
     for name, one in manifest.tensors.items():
         lengths = {len(column) for column in (one.files, one.offsets, one.crc32, *one.starts, *one.sizes)}
@@ -216,11 +216,11 @@ def _misfit(manifest: Manifest) -> str | None:
     return None
 
 
-def _kind(tensor: StoredTensor) -> str:
+def _describe(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _version(content: bytes) -> int:
+def _schema_version(content: bytes) -> int:
     """The schema that a manifest claims; 0 when it claims none."""
     try:
         return int(json.loads(content)["version"])
@@ -228,7 +228,7 @@ def _version(content: bytes) -> int:
         return 0
 
 
-def _first(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]

@@ -12,7 +12,7 @@ def from_schema_1(folder: Path, old: Mapping[str, Any]) -> dict[str, Any]:
     What is missing or malformed is left out, so that validation names it.
     """
     names = list(old["files"]) if isinstance(old.get("files"), dict) else []
-    headers = {name: _header(folder / name) for name in names}
+    headers = {name: _tensor_offsets(folder / name) for name in names}
     tensors = {}
     for name, tensor in (old["tensors"] if isinstance(old.get("tensors"), dict) else {}).items():
         pieces = tensor["pieces"]
@@ -29,7 +29,7 @@ def from_schema_1(folder: Path, old: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, "version": 2, "tensors": tensors}
 
 
-def _header(path: Path) -> dict[str, int]:
+def _tensor_offsets(path: Path) -> dict[str, int]:
     """Where each key of a safetensors file begins, in bytes from the file's start; nothing where it can't be read."""
     try:
         with open(path, "rb") as file:

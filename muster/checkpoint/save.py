@@ -10,14 +10,29 @@ import torch
 from torch import Tensor
 
 import muster
-from muster.checkpoint.folder import KEEP_TWO, Keep, folder_of, prune, publish, remove_stale, write_durably
-from muster.checkpoint.manifest import MANIFEST, Manifest, RankList, dump, merge
-from muster.checkpoint.piece import Piece, dtype_name
-from muster.checkpoint.write import Part, file_order, list_path, share_of, strips_of, write_file
+from muster.checkpoint.checkpoint_dir import (
+    KEEP_LAST_TWO,
+    RetentionPolicy,
+    checkpoint_path,
+    prune,
+    publish,
+    remove_incomplete,
+    write_durably,
+)
+from muster.checkpoint.local_shard import LocalShard, dtype_name
+from muster.checkpoint.manifest import MANIFEST, Manifest, TensorIndex, dump_manifest, merge_indexes
+from muster.checkpoint.rank_file import (
+    WriteItem,
+    column_strips,
+    local_share,
+    rank_index_path,
+    sort_for_file,
+    write_rank_file,
+)
+from muster.layout.tensor_layout import slices_within
 from muster.spec.errors import MusterError
-from muster.spec.layout import within
 
-Exchange = Callable[[str | None], Sequence[str | None]]
+ErrorExchange = Callable[[str | None], Sequence[str | None]]
 """Hands a short text to every rank and returns the ranks' texts. It must wait with a time limit.
 
 One that returns only the texts that some rank has given serves as well.
@@ -27,12 +42,12 @@ One that returns only the texts that some rank has given serves as well.
 def save(
     root: Path,
     step: int,
-    pieces: Sequence[Piece],
+    shards: Sequence[LocalShard],
     info: Mapping[str, Any],
     rank: int,
     world_size: int,
-    exchange: Exchange,
-    keep: Keep = KEEP_TWO,
+    exchange: ErrorExchange,
+    retention: RetentionPolicy = KEEP_LAST_TWO,
 ) -> Path:
     """Writes the checkpoint `root/step-…` together with all other ranks, and returns its folder.
 
@@ -41,22 +56,22 @@ def save(
     says. `root` must be the same folder for all ranks, and its parent must exist. When any rank fails, every rank
     raises MusterError and earlier checkpoints are untouched.
     """
-    write = partial(write_rank, rank=rank, pieces=pieces)
-    return save_with(write, root, step, info, rank, world_size, exchange, keep)
+    write = partial(write_local_shards, rank=rank, shards=shards)
+    return save_using(write, root, step, info, rank, world_size, exchange, retention)
 
 
-def save_with(
+def save_using(
     write: Callable[[Path], None],
     root: Path,
     step: int,
     info: Mapping[str, Any],
     rank: int,
     world_size: int,
-    exchange: Exchange,
-    keep: Keep,
+    exchange: ErrorExchange,
+    retention: RetentionPolicy,
 ) -> Path:
     """As `save`, where `write` writes this rank's part into the folder that it is given."""
-    folder = folder_of(root, step)
+    folder = checkpoint_path(root, step)
     beside = folder.with_name(folder.name + ".tmp")
 
     def together(action: Callable[[], None], only_first_rank: bool = False) -> None:
@@ -65,7 +80,7 @@ def save_with(
             try:
                 action()
             except Exception as error:  # whatever it is, the others must hear of it or they wait in vain
-                cause, problem = error, f"{_sentence(error, beside)} (rank {rank})"
+                cause, problem = error, f"{_format_error(error, beside)} (rank {rank})"
         if problems := [text for text in exchange(problem) if text]:
             raise MusterError(f"the checkpoint of step {step} was not saved: {problems[0]}") from cause
 
@@ -74,7 +89,7 @@ def save_with(
         publish(beside, folder)
 
     try:
-        together(lambda: _prepare(root, beside), only_first_rank=True)
+        together(lambda: _make_tmp_dir(root, beside), only_first_rank=True)
         together(lambda: write(beside))
         together(commit, only_first_rank=True)
     except MusterError:
@@ -82,62 +97,62 @@ def save_with(
             shutil.rmtree(beside, ignore_errors=True)
         raise
     if rank == 0:
-        prune(root, keep, folder)
+        prune(root, retention, folder)
     return folder
 
 
-def alone(text: str | None) -> list[str | None]:
+def single_rank_exchange(text: str | None) -> list[str | None]:
     """The exchange of a run of one rank."""
     return [text]
 
 
-def write_rank(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
+def write_local_shards(folder: Path, rank: int, shards: Sequence[LocalShard]) -> None:
     """Writes this rank's share of `pieces` and the list of what is in it, durably."""
-    tensors = parts_of(pieces)
-    parts = file_order(tensors)
-    write_file(folder, rank, parts, (tensor_bytes(tensors[part]) for part in parts))
+    tensors = write_items(shards)
+    parts = sort_for_file(tensors)
+    write_rank_file(folder, rank, parts, (host_bytes(tensors[part]) for part in parts))
 
 
-def parts_of(pieces: Iterable[Piece]) -> dict[Part, Tensor]:
+def write_items(shards: Iterable[LocalShard]) -> dict[WriteItem, Tensor]:
     """What this rank writes of `pieces`, and the local tensors that hold it."""
     parts = {}
-    for piece in pieces:
+    for piece in shards:
         dtype, layout = dtype_name(piece.tensor), piece.layout
         index = 0
-        for box, tensor in piece.parts():
-            if (own := share_of(layout, box, dtype)) is None:
+        for box, tensor in piece.box_views():
+            if (own := local_share(layout, box, dtype)) is None:
                 continue
-            for strip in strips_of(layout, own, dtype):
+            for strip in column_strips(layout, own, dtype):
                 key = f"{piece.name}#{index}" if index else piece.name
-                parts[Part(piece.name, key, layout.shape, dtype, strip)] = tensor[within(strip, box)]
+                parts[WriteItem(piece.name, key, layout.shape, dtype, strip)] = tensor[slices_within(strip, box)]
                 index += 1
     return parts
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
+def host_bytes(tensor: Tensor) -> memoryview:
     """The numbers of a tensor as bytes in row-major order; copied only from a device or from strided memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _prepare(root: Path, beside: Path) -> None:
+def _make_tmp_dir(root: Path, tmp_dir: Path) -> None:
     root.mkdir(exist_ok=True)  # its parent must be there: one that vanished may be another disk
-    remove_stale(root)
-    beside.mkdir()
+    remove_incomplete(root)
+    tmp_dir.mkdir()
 
 
-def write_manifest(beside: Path, step: int, info: Mapping[str, Any], world_size: int) -> None:
+def write_manifest(folder: Path, step: int, info: Mapping[str, Any], world_size: int) -> None:
     """Makes the manifest of what so many ranks have listed in the folder, durably, and removes their lists."""
-    paths = [list_path(beside, rank) for rank in range(world_size)]
+    paths = [rank_index_path(folder, rank) for rank in range(world_size)]
     if missing := [path for path in paths if not path.exists()]:
         raise MusterError(f"there is no {missing[0]}: checkpoints need a folder that all ranks share")
-    all_ranks = merge([RankList.model_validate_json(path.read_bytes()) for path in paths])
-    manifest = Manifest(**about(step, info), files=all_ranks.files, tensors=all_ranks.tensors)
-    write_durably(beside / MANIFEST, dump(manifest))
+    all_ranks = merge_indexes([TensorIndex.model_validate_json(path.read_bytes()) for path in paths])
+    manifest = Manifest(**manifest_header(step, info), files=all_ranks.files, tensors=all_ranks.tensors)
+    write_durably(folder / MANIFEST, dump_manifest(manifest))
     for path in paths:
         path.unlink()
 
 
-def about(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_header(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says beside its files and tensors."""
     return {
         "step": step,
@@ -150,7 +165,7 @@ def about(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sentence(error: Exception, beside: Path) -> str:
+def _format_error(error: Exception, tmp_dir: Path) -> str:
     if isinstance(error, OSError):
-        return f"could not write {error.filename or beside}: {error.strerror or error}"
+        return f"could not write {error.filename or tmp_dir}: {error.strerror or error}"
     return str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from muster.checkpoint.tensors import Tensors, chunks
+from muster.checkpoint.tensors import TensorSource, split_into_boxes
 from muster.spec.errors import MusterError
 
 
@@ -23,12 +23,12 @@ class Statistics:
     """Of the numbers themselves, not an estimate for more of them."""
 
 
-def statistics(tensors: Tensors, name: str) -> Statistics:
+def statistics(tensors: TensorSource, name: str) -> Statistics:
     """Of one tensor. Sums are taken in float64."""
     count = finite = zeros = 0
     total = squares = 0.0
     smallest, largest = math.inf, -math.inf
-    for box in chunks(tensors.kinds[name], limit_bytes=1 << 20):
+    for box in split_into_boxes(tensors.metas[name], limit_bytes=1 << 20):
         numbers = tensors.read(name, box).flatten().double()
         count += numbers.numel()
         numbers = numbers[numbers.isfinite()]
@@ -58,13 +58,13 @@ class Distance:
     """The root of the mean square of the differences over that of the first tensor's numbers."""
 
 
-def distance(a: Tensors, b: Tensors, name: str) -> Distance:
+def distance(a: TensorSource, b: TensorSource, name: str) -> Distance:
     """Of the tensor `name` in a and in b. Raises MusterError where their shapes differ."""
-    kind, other = a.kinds[name], b.kinds[name]
+    kind, other = a.metas[name], b.metas[name]
     if kind.shape != other.shape:
         raise MusterError(f"{name} has shape {list(kind.shape)} in one and {list(other.shape)} in the other")
     equal, far, squares, own = True, 0.0, 0.0, 0.0
-    for box in chunks(kind, limit_bytes=1 << 20):
+    for box in split_into_boxes(kind, limit_bytes=1 << 20):
         x, y = a.read(name, box).double(), b.read(name, box).double()
         if torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()):
             own += float(x.square().sum())

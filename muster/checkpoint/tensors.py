@@ -11,17 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from muster.layout.tensor_layout import Box
 from muster.spec.errors import MusterError
-from muster.spec.layout import Box
 
-CHUNK_BYTES = 4 << 20
+MAX_BOX_BYTES = 4 << 20
 """What is held of a tensor at once: large enough for a disk, small beside any model."""
 
-_LARGE_BYTES = 1 << 17
+_MMAP_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorMeta:
     """What is known of a tensor without reading it."""
 
     shape: tuple[int, ...]
@@ -43,11 +43,11 @@ class Kind:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """Named tensors, each of which can be read box by box."""
 
     @property
-    def kinds(self) -> Mapping[str, Kind]:
+    def metas(self) -> Mapping[str, TensorMeta]:
         """All there are, by name."""
         ...
 
@@ -56,21 +56,21 @@ class Tensors(Protocol):
         ...
 
 
-def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for a part of a tensor. A large part's comes from the system and goes back as soon as it is dropped: C's
     allocator keeps blocks of changing sizes, and was seen to hold ten times what was in use."""
     nbytes = prod(size) * dtype.itemsize
-    if nbytes < _LARGE_BYTES:
+    if nbytes < _MMAP_BYTES:
         return torch.empty(size, dtype=dtype)
     memory = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 
 
-def chunks(kind: Kind, limit_bytes: int = CHUNK_BYTES) -> Iterator[Box]:
+def split_into_boxes(meta: TensorMeta, limit_bytes: int = MAX_BOX_BYTES) -> Iterator[Box]:
     """Boxes of at most `limit_bytes` (at least one number) that make up a tensor, in the order of its numbers in
     memory: their bytes one after another are the tensor's. An empty tensor has none."""
-    if kind.numel:
-        yield from _split(kind.whole, 0, max(limit_bytes // kind.dtype.itemsize, 1))
+    if meta.numel:
+        yield from _split(meta.whole, 0, max(limit_bytes // meta.dtype.itemsize, 1))
 
 
 def _split(box: Box, dim: int, limit: int) -> Iterator[Box]:
@@ -87,7 +87,7 @@ def _split(box: Box, dim: int, limit: int) -> Iterator[Box]:
         yield from _split(part, dim + 1, limit)
 
 
-class ByteFile:
+class ArrayFile:
     """A file that holds arrays in row-major order, read with as few and as large reads as a box allows.
 
     Read, not mapped into memory: mapped pages would count as this process's memory.
@@ -96,13 +96,13 @@ class ByteFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read_box(self, offset: int, kind: Kind, box: Box) -> Tensor:
+    def read_box(self, offset: int, meta: TensorMeta, box: Box) -> Tensor:
         """A box of the array of `kind` whose first byte is at `offset`. Raises MusterError where the file ends."""
-        out = empty(box.size, kind.dtype)
-        strides = [prod(kind.shape[dim + 1 :]) * kind.dtype.itemsize for dim in range(len(kind.shape))]
+        out = allocate(box.size, meta.dtype)
+        strides = [prod(meta.shape[dim + 1 :]) * meta.dtype.itemsize for dim in range(len(meta.shape))]
         try:
             with open(self.path, "rb", buffering=0) as file:
-                self._fill(file, offset, kind.shape, strides, box, bytes_of(out))
+                self._fill(file, offset, meta.shape, strides, box, byte_view(out))
         except OSError as error:
             raise MusterError(f"could not read {self.path}: {error.strerror}") from error
         return out
@@ -128,6 +128,6 @@ class ByteFile:
             into = into[count:]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in this machine's memory; writing to them writes to it."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

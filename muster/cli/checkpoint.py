@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muster.api.runtime import runtime
-from muster.cli.parser import Parser, verb_of, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.parser import Parser, find_subcommand, positive_int
 from muster.cli.progress import ByteProgress
 from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
-from muster.spec.sizes import read_bytes
+from muster.spec.units import parse_bytes
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
-    (_, parse, act), rest = verb_of("checkpoint", VERBS, arguments)
+    (_, parse, act), rest = find_subcommand("checkpoint", VERBS, arguments)
     args = parse(rest)
     # A request to stop is an error like any other: what was written so far is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -46,23 +46,23 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Outcome = tuple[dict[str, Any], list[str], int]
+SubcommandOutput = tuple[dict[str, Any], list[str], int]
 """JSON, lines for people, exit code."""
 
 
-def _convert(args: argparse.Namespace) -> Outcome:
-    from muster.spec.named_model import load_model
+def _convert(args: argparse.Namespace) -> SubcommandOutput:
+    from muster.config.named_model import load_model
 
-    work = runtime("muster.checkpoint.convert")
+    work = import_torch_module("muster.checkpoint.convert")
     how = work.Conversion(
         to=args.to,
         dtype=args.dtype,
-        max_shard_bytes=read_bytes(args.max_shard_size, "--max-shard-size"),
+        max_shard_bytes=parse_bytes(args.max_shard_size, "--max-shard-size"),
         tokenizer=args.tokenizer,
         model=None if args.model is None else load_model(args.model),
     )
     with ByteProgress("writing") as progress:
-        done = work.convert(args.source, args.target, how, progress.begin, progress.done)
+        done = work.convert(args.source, args.target, how, progress.add_total, progress.advance)
     facts = {
         "version": 1,
         "source": {"path": str(done.source.folder), "format": done.source.format, "step": done.source.step},
@@ -77,28 +77,33 @@ def _convert(args: argparse.Namespace) -> Outcome:
     return facts, converted_lines(facts), 0
 
 
-def _inspect(args: argparse.Namespace) -> Outcome:
-    facts = runtime("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor)
+def _inspect(args: argparse.Namespace) -> SubcommandOutput:
+    facts = import_torch_module("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor)
     return facts, described_lines(facts), 0
 
 
-def _verify(args: argparse.Namespace) -> Outcome:
+def _verify(args: argparse.Namespace) -> SubcommandOutput:
     with ByteProgress("reading") as progress:
-        found = runtime("muster.checkpoint.describe").verify(args.path, progress.begin, progress.done)
+        found = import_torch_module("muster.checkpoint.describe").verify(
+            args.path, progress.add_total, progress.advance
+        )
     facts = {"version": 1, "directories": [vars(checked) for checked in found]}
     return facts, verified_lines(facts), int(any(checked.problems for checked in found))
 
 
-def _diff(args: argparse.Namespace) -> Outcome:
-    work, directories = runtime("muster.checkpoint.diff"), runtime("muster.checkpoint.directory")
+def _diff(args: argparse.Namespace) -> SubcommandOutput:
+    work, directories = (
+        import_torch_module("muster.checkpoint.diff"),
+        import_torch_module("muster.checkpoint.model_directory"),
+    )
     a, b = (directories.open_directory(path) for path in (args.a, args.b))
     with ByteProgress("comparing") as progress:
-        facts = work.compare(a, b, progress.begin, progress.done)
+        facts = work.compare(a, b, progress.add_total, progress.advance)
     return facts, diff_lines(facts), int(not facts["equal"])
 
 
-def _prune(args: argparse.Namespace) -> Outcome:
-    facts = runtime("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every, args.dry_run)
+def _prune(args: argparse.Namespace) -> SubcommandOutput:
+    facts = import_torch_module("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every, args.dry_run)
     return facts, pruned_lines(facts), 0
 
 
@@ -161,10 +166,10 @@ def _parse_prune(arguments: list[str]) -> argparse.Namespace:
         "RUN --keep-last N [flags]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo")
-    parser.add_argument("--keep-last", type=whole_number, required=True, metavar="N", help="so many of the newest stay")
+    parser.add_argument("--keep-last", type=positive_int, required=True, metavar="N", help="so many of the newest stay")
     parser.add_argument(
         "--keep-every",
-        type=whole_number,
+        type=positive_int,
         metavar="N",
         help="steps that are multiples of it stay too (default: the run's train.keep_every)",
     )
@@ -178,7 +183,9 @@ def _parser(verb: str, description: str, usage: str) -> Parser:
     return parser
 
 
-VERBS: dict[str, tuple[str, Callable[[list[str]], argparse.Namespace], Callable[[argparse.Namespace], Outcome]]] = {
+VERBS: dict[
+    str, tuple[str, Callable[[list[str]], argparse.Namespace], Callable[[argparse.Namespace], SubcommandOutput]]
+] = {
     "convert": ("write a checkpoint as another kind of directory", _parse_convert, _convert),
     "inspect": ("say what a directory holds", _parse_inspect, _inspect),
     "verify": ("read everything, and check it", _parse_verify, _verify),

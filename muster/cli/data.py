@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.cli.parser import Parser, verb_of, whole_number
+from muster.cli.parser import Parser, find_subcommand, positive_int
 from muster.cli.progress import ByteProgress
-from muster.report.stores import checked_lines, store_lines
+from muster.report.token_stores import check_lines, store_lines
 from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
-    from muster.data.prepare import Preparation
+    from muster.data.prepare import PrepareOptions
 
-Outcome = tuple[dict[str, Any], list[str], int]
+SubcommandOutput = tuple[dict[str, Any], list[str], int]
 """JSON, lines for people, exit code."""
 
 
@@ -24,19 +24,19 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
-    (_, parse, act), rest = verb_of("data", VERBS, arguments)
+    (_, parse, act), rest = find_subcommand("data", VERBS, arguments)
     args = parse(rest)
     try:
         facts, lines, code = act(args)
     except ConfigError as error:
-        raise ConfigError(in_flags(str(error))) from None
+        raise ConfigError(keys_as_flags(str(error))) from None
     print(json.dumps(facts) if args.json else "\n".join(lines))
     return code
 
 
-def in_flags(sentence: str, **own: str) -> str:
+def keys_as_flags(sentence: str, **extra: str) -> str:
     """A sentence about keys of a run file, in the words of a verb that has flags for them; `own`: names of its own."""
-    return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | own).get(key[1], key[0]), sentence)
+    return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | extra).get(key[1], key[0]), sentence)
 
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "end_token", "text_key", "chat_template")}
@@ -46,22 +46,22 @@ _FLAGS |= {"source": "SOURCE", "bad_rows": "--bad-rows", "max_bytes": "--max-byt
 # What the verbs do
 
 
-def _prepare(args: argparse.Namespace) -> Outcome:
+def _prepare(args: argparse.Namespace) -> SubcommandOutput:
     from muster.data.describe import describe, export_indexed
     from muster.data.prepare import prepare
     from muster.data.sources import source_files
-    from muster.data.store import HEADER
+    from muster.data.store import HEADER_FILE
 
     what = _preparation(args)
-    if args.out.exists() and not (args.out / HEADER).exists():
+    if args.out.exists() and not (args.out / HEADER_FILE).exists():
         raise ConfigError(f"--out {args.out} is there already and is no token store: choose another place")
     with ByteProgress("preparing") as bar:
-        bar.begin(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
+        bar.add_total(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
         seen = 0
 
         def progress(done: int) -> None:
             nonlocal seen
-            bar.done(done - seen)
+            bar.advance(done - seen)
             seen = done
 
         store = prepare(what, args.out, progress)
@@ -74,7 +74,7 @@ def _prepare(args: argparse.Namespace) -> Outcome:
     return facts, store_lines(facts), 0
 
 
-def _inspect(args: argparse.Namespace) -> Outcome:
+def _inspect(args: argparse.Namespace) -> SubcommandOutput:
     from muster.data.describe import describe, first_documents
     from muster.data.store import TokenStore
     from muster.data.tokenizer import load_tokenizer
@@ -89,7 +89,7 @@ def _inspect(args: argparse.Namespace) -> Outcome:
     return facts, lines, 0
 
 
-def _check(args: argparse.Namespace) -> Outcome:
+def _check(args: argparse.Namespace) -> SubcommandOutput:
     from muster.data.describe import check_source, check_store
     from muster.data.store import TokenStore, is_store
     from muster.data.tokenizer import load_tokenizer
@@ -99,20 +99,20 @@ def _check(args: argparse.Namespace) -> Outcome:
         facts = check_store(TokenStore.open(Path(args.source), tokenizer))
     else:
         facts = check_source(_preparation(args))
-    return facts, checked_lines(facts), 2 if facts.get("bad") else 0
+    return facts, check_lines(facts), 2 if facts.get("bad") else 0
 
 
-def _preparation(args: argparse.Namespace) -> "Preparation":
+def _preparation(args: argparse.Namespace) -> "PrepareOptions":
     from muster.data.chat import read_template
-    from muster.data.prepare import Preparation
+    from muster.data.prepare import PrepareOptions
     from muster.data.tokenizer import BYTES, load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer or BYTES, args.end_token)
     if args.chat_template is not None:
-        tokenizer.template = read_template(args.chat_template, tokenizer.template.special_tokens)
+        tokenizer.chat_template = read_template(args.chat_template, tokenizer.chat_template.special_tokens)
     workers = getattr(args, "workers", None) or len(os.sched_getaffinity(0))
     bad_rows: Any = getattr(args, "bad_rows", "stop")
-    return Preparation(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, bad_rows, workers)
+    return PrepareOptions(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, bad_rows, workers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--bad-rows", choices=("stop", "skip"), default="stop", help="stop at a bad row, or leave it out"
     )
-    parser.add_argument("--max-bytes", type=whole_number, metavar="N", help="read no more of text and JSON lines")
-    parser.add_argument("--workers", type=whole_number, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read no more of text and JSON lines")
+    parser.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx, too")
     return parser.parse(arguments)
 
@@ -136,7 +136,7 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
 def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("data inspect", "Say what a token store holds.")
     parser.add_argument("store", type=Path, metavar="STORE", help="a directory that prepare made")
-    parser.add_argument("--documents", type=whole_number, metavar="N", help="show the beginnings of the first N")
+    parser.add_argument("--documents", type=positive_int, metavar="N", help="show the beginnings of the first N")
     parser.add_argument("--tokenizer", default="bytes", metavar="T", help="the store's tokenizer (default: bytes)")
     parser.add_argument("--end-token", metavar="TOKEN", help="the token that ends documents")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

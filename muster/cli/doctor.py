@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from muster.cli.nodes import add_nodes, nodes_of
-from muster.cli.parser import Parser, whole_number
+from muster.cli.node_flags import add_node_flags, nodes_request
+from muster.cli.parser import Parser, positive_int
 
 _MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
 
@@ -20,24 +20,24 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to be written")
     parser.add_argument(
         "--ranks",
-        type=whole_number,
+        type=positive_int,
         metavar="N",
         help="processes that meet (default: 2, or 1 a node)",
     )
-    parser.add_argument("--limit", type=whole_number, default=60, metavar="S", help="seconds for each check, 60")
+    parser.add_argument("--limit", type=positive_int, default=60, metavar="S", help="seconds for each check, 60")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_nodes(parser)
+    add_node_flags(parser)
     args = parser.parse(arguments)
-    nodes = nodes_of(args)
-    from muster.probe.doctor import Request, examine
+    nodes = nodes_request(args)
+    from muster.probe.doctor import DoctorRequest, run_checks
 
-    request = Request(args.run, args.ranks or (1 if nodes else 2), args.limit)
+    request = DoctorRequest(args.run, args.ranks or (1 if nodes else 2), args.limit)
     if nodes is None:
-        findings = examine(request)
+        findings = run_checks(request)
     else:
-        from muster.probe.doctor_nodes import examine_nodes
+        from muster.probe.doctor_nodes import run_node_checks
 
-        findings = examine_nodes(request, nodes)
+        findings = run_node_checks(request, nodes)
     found = []
     for finding in findings:
         found.append(finding)

@@ -6,12 +6,12 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from muster.api.runtime import runtime
-from muster.cli.data import in_flags
-from muster.cli.parser import Parser, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.data import keys_as_flags
+from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
-SAMPLES = 256
+DEFAULT_SAMPLES = 256
 """Of each source, where nobody says how many."""
 
 
@@ -20,12 +20,12 @@ def run(arguments: list[str]) -> int:
     args = _parse(arguments)
     if args.tasks is not None:
         return _run_tasks(args)
-    wanted = runtime("muster.train.evaluate")
-    options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples or SAMPLES)
+    wanted = import_torch_module("muster.train.evaluate")
+    options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples or DEFAULT_SAMPLES)
     try:
         found = wanted.evaluate(options)
     except ConfigError as error:
-        raise (ConfigError(in_flags(str(error), source="--source")) if args.source else error) from None
+        raise (ConfigError(keys_as_flags(str(error), source="--source")) if args.source else error) from None
     if args.json:
         print(json.dumps({"version": 1, "place": str(args.place), "sources": found}))
     else:
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
 def _run_tasks(args: argparse.Namespace) -> int:
     if other := next((key for key in ("source", "tokenizer", "seq_len") if getattr(args, key) is not None), None):
         raise ConfigError(f"--{other.replace('_', '-')} is not for --tasks, which bring their own data: leave it out")
-    wanted = runtime("muster.train.harness")
+    wanted = import_torch_module("muster.train.harness")
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
         found = wanted.run_tasks(args.place, args.tasks.split(","), args.task_dir, args.samples)
     if args.json:
@@ -53,9 +53,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
     parser.add_argument("--source", metavar="SOURCE", help="other data than what the run holds out")
     parser.add_argument("--tokenizer", metavar="T", help="another tokenizer than the run's or the directory's own")
-    parser.add_argument("--seq-len", type=whole_number, metavar="N", help="tokens of each sample (default: the run's)")
+    parser.add_argument("--seq-len", type=positive_int, metavar="N", help="tokens of each sample (default: the run's)")
     parser.add_argument(
-        "--samples", type=whole_number, metavar="N", help=f"of each source (default: {SAMPLES}) or task (default: all)"
+        "--samples",
+        type=positive_int,
+        metavar="N",
+        help=f"of each source (default: {DEFAULT_SAMPLES}) or task (default: all)",
     )
     parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, over a Hugging Face directory")
     parser.add_argument("--task-dir", type=Path, metavar="DIR", help="tasks beside the harness's own")

@@ -6,29 +6,29 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from muster.api.runtime import runtime
-from muster.cli.parser import Parser, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.spec.generation import Sampling
+    from muster.spec.text_generation import SamplingParams
 
 
 def run(arguments: list[str]) -> int:
     """Makes text and prints it. Returns the exit code."""
     args = _parse(arguments)
-    from muster.spec.generation import require_generation
     from muster.spec.plan import Plan
     from muster.spec.plan_name import format_plan_name, parse_plan_name
+    from muster.spec.text_generation import require_generation_supported
 
     sampling = _sampling(args)
-    wanted = runtime("muster.train.text")
+    wanted = import_torch_module("muster.train.text_generation")
     source = wanted.find_source(args.run)
     plan = parse_plan_name(args.plan, Plan(precision=source.plan.precision))
-    require_generation(plan, source.model)
+    require_generation_supported(plan, source.model)
     prompts, start_s = tuple(args.prompt), perf_counter()
     request = wanted.Request(source=source, plan=plan, prompts=prompts, tokens=args.tokens, sampling=sampling)
-    texts = runtime("muster.train.generate").run_request(request)
+    texts = import_torch_module("muster.train.generate").run_request(request)
     if args.json:
         found = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         facts = {
@@ -44,13 +44,13 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _sampling(args: argparse.Namespace) -> "Sampling":
+def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from pydantic import ValidationError
 
-    from muster.spec.generation import Sampling
+    from muster.spec.text_generation import SamplingParams
 
     try:
-        return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+        return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     except ValidationError as error:
         problem = error.errors()[0]
         flag = "--" + str(problem["loc"][0]).replace("_", "-")
@@ -70,7 +70,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="a run directory, such as runs/demo, a checkpoint, or a converted directory",
     )
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--tokens", type=whole_number, default=200, metavar="N", help="new ones at most (default: 200)")
+    parser.add_argument("--tokens", type=positive_int, default=200, metavar="N", help="new ones at most (default: 200)")
     parser.add_argument(
         "--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest token (default: 0.7)"
     )

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser, whole_number
+from muster.cli.parser import Parser, positive_int
 
 if TYPE_CHECKING:
-    from muster.spec.foreign.read import Imported
+    from muster.config.import_config import ImportedConfig
 
 
 def run(arguments: list[str]) -> int:
@@ -22,15 +22,15 @@ def run(arguments: list[str]) -> int:
     add("-o", "--output", type=Path, metavar="RUN.yaml", help="where the run file is written (it is printed)")
     add(
         "--nproc",
-        type=whole_number,
+        type=positive_int,
         metavar="N",
         help="processes of the run, where the file leaves them to the launcher",
     )
     add("--model", metavar="M", help="torchtitan: Muster's name, or the file, of a model that it knows by no such name")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
+    from muster.config.import_config import import_config
     from muster.spec.errors import MusterError
-    from muster.spec.foreign.read import import_config
 
     found = import_config(args.file, args.nproc, args.model)
     if args.output is not None:
@@ -45,12 +45,12 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _show(found: "Imported", output: Path | None) -> None:
+def _show(found: "ImportedConfig", output: Path | None) -> None:
     if output is None:
         print(found.yaml())
-    carried = found.carried
-    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.left)} options not")
-    for one in carried.left:
+    carried = found.conversion
+    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.dropped)} options not")
+    for one in carried.dropped:
         value = "" if one.value is True or one.value is None else f" {one.value}"
         print(f"not carried over: {one.option}{value}: {one.reason}")
     for key in found.missing:

@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muster.api.runtime import runtime
-from muster.cli.parser import Parser, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.cost.forecast import MemoryForecast
+    from muster.cost.memory.forecast import MemoryForecast
     from muster.spec.model import ModelSpec
     from muster.spec.plan import Plan
     from muster.spec.workload import Workload
 
 TOLERANCE = 0.03
 """Relative difference that is allowed."""
-MICRO_BATCHES = 2
+DEFAULT_MICRO_BATCHES = 2
 """For each pipeline rank, where their number isn't given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class RankComparison:
     """One rank."""
 
     rank: int
@@ -39,14 +39,14 @@ class Compared:
 def run(arguments: list[str]) -> int:
     """Compares. Returns the exit code: 1 when a rank differs by more than the tolerance."""
     args = _parse(arguments)
-    from muster.spec.named_model import load_model
-    from muster.spec.nearest import require_runnable
+    from muster.config.named_model import load_model
+    from muster.spec.nearest_plans import require_runnable
     from muster.spec.plan_name import parse_plan_name
     from muster.spec.workload import Workload
 
     model, plan = load_model(args.model), parse_plan_name(args.plan)
-    count = args.micro_batches or MICRO_BATCHES * plan.pp
-    batch = plan.mesh(0).data_ranks * plan.micro_batch_size * count
+    count = args.micro_batches or DEFAULT_MICRO_BATCHES * plan.pp
+    batch = plan.mesh(0).dp_size * plan.micro_batch_size * count
     workload = Workload(seq_len=args.seq_len, global_batch_size=batch)
     require_runnable(plan, model, workload, plan.world_size)
     found = list(_compare(model, plan, workload, args.real))
@@ -65,12 +65,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", metavar="M", help="a model that comes with Muster, such as llama3-8b, or its file")
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2")
-    add("--seq-len", type=whole_number, default=2048, metavar="S", help="tokens of a sequence (default: 2048)")
+    add("--seq-len", type=positive_int, default=2048, metavar="S", help="tokens of a sequence (default: 2048)")
     add(
         "--micro-batches",
-        type=whole_number,
+        type=positive_int,
         metavar="N",
-        help=f"micro-batches of a step (default: {MICRO_BATCHES} for each pipeline rank)",
+        help=f"micro-batches of a step (default: {DEFAULT_MICRO_BATCHES} for each pipeline rank)",
     )
     add("--real", action="store_true", help="run the plan's ranks as processes on this machine, with real memory")
     add("--json", action="store_true", help="print one JSON object")
@@ -81,27 +81,28 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[Compared]:
-    check = runtime("muster.train.memory_check")
+def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[RankComparison]:
+    check = import_torch_module("muster.train.memory_check")
     found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
     counted = check.account_really(model, plan, workload) if real else []
     for one in found.ranks:
         accounting = counted[one.rank] if real else check.account(model, plan, workload, one.rank)
-        yield Compared(one.rank, one.at, one.terms.total, accounting.peak_bytes)
+        yield RankComparison(one.rank, one.peak_instruction, one.terms.total, accounting.peak_bytes)
 
 
 def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: object) -> "MemoryForecast":
-    from muster.cost.forecast import forecast
-    from muster.schedule.build import program_of
-    from muster.spec.cluster import single_device
+    from muster.cost.memory.forecast import forecast_memory
+    from muster.schedule.build import build_program
+    from muster.spec.cluster import single_node_cluster
     from muster.spec.device import DeviceSpec
 
-    cluster = single_device(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
-    return forecast(model, plan, workload, cluster, program_of(plan, model, workload), kernels=kernels)  # type: ignore[arg-type]
+    cluster = single_node_cluster(DeviceSpec(name="cpu", kind="cpu"), plan.world_size)
+    program = build_program(plan, model, workload)
+    return forecast_memory(model, plan, workload, cluster, program, kernel_workspace=kernels)  # type: ignore[arg-type]
 
 
-def _print(found: list[Compared], plan: "Plan", args: argparse.Namespace) -> None:
-    from muster.report.numbers import format_bytes
+def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) -> None:
+    from muster.report.formatting import format_bytes
     from muster.spec.plan_name import format_plan_name
 
     if args.json:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from muster.spec.errors import ConfigError
-from muster.spec.suggest import closest, did_you_mean
+from muster.spec.suggest import closest_match, did_you_mean
 
 Override = tuple[str, Any]
 """A dotted key and the text, or the value, given for it."""
@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
         super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
-        self.other_names: dict[str, str] = {}
+        self.foreign_flags: dict[str, str] = {}
         """Flags of other programs, and ours that do the same."""
         self.add_argument(
             "--plugins",
@@ -38,13 +38,13 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 self.error(f"unexpected argument '{flag}'")
             flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
-            flags |= {option: option for option in self._option_string_actions} | self.other_names
-            meant = closest(flag.replace("_", "-"), flags) or closest(flag, flags)
+            flags |= {option: option for option in self._option_string_actions} | self.foreign_flags
+            meant = closest_match(flag.replace("_", "-"), flags) or closest_match(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         if args.plugins:
-            from muster.spec.plugins import import_plugins, plugin_of
+            from muster.plugins.loader import load_plugins, resolve_plugin
 
-            import_plugins(map(plugin_of, args.plugins))
+            load_plugins(map(resolve_plugin, args.plugins))
         return args
 
     def _joined(self, arguments: Iterable[str]) -> list[str]:
@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
 
 def run_file_keys() -> list[str]:
     """Every dotted key of a run file."""
-    from muster.spec.explain import Shape
-    from muster.spec.run import RunConfig
+    from muster.config.run_config import RunConfig
+    from muster.spec.config_errors import ConfigSchema
 
-    return Shape(RunConfig).paths()
+    return ConfigSchema(RunConfig).paths()
 
 
 def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[Override]]:
@@ -86,7 +86,7 @@ def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[Override]
     return rest, overrides
 
 
-def whole_number(text: str) -> int:
+def positive_int(text: str) -> int:
     """A number of processes or steps."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
@@ -96,7 +96,7 @@ def whole_number(text: str) -> int:
 Verb = TypeVar("Verb")
 
 
-def verb_of(group: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> tuple[Verb, list[str]]:
+def find_subcommand(group: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> tuple[Verb, list[str]]:
     """What one of a verb's own verbs stands for, and the arguments after it. Raises ConfigError for another word."""
     verb, *rest = arguments
     if verb not in verbs:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.usual import SEARCH_S
-from muster.cli.parser import Parser, whole_number
-from muster.cli.work import add_work, require
+from muster.api.defaults import SEARCH_TIME_LIMIT_S
+from muster.cli.parser import Parser, positive_int
+from muster.cli.planning_flags import add_planning_flags, require_flags
 from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
-    from muster.planner.answer import Answer
-    from muster.planner.request import Asked
+    from muster.planner.answer import PlanAnswer
+    from muster.planner.request import ParsedRequest
     from muster.spec.plan import Plan
 
 
@@ -30,9 +30,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from muster.planner.answer import answer_to
-    from muster.planner.launch import check_launch
-    from muster.report.plan_answer import answer_json, show_answer
+    from muster.planner.answer import answer_request
+    from muster.planner.launch_files import check_launch
+    from muster.report.plan_answer import answer_json, print_answer
 
     if args.pareto:
         return _pareto(args)
@@ -41,12 +41,12 @@ def _run(args: argparse.Namespace) -> int:
     asked = _asked(args)
     if args.launch:
         check_launch(args.launch, asked.request.cluster)
-    answer = answer_to(asked, args.top, args.limit)
+    answer = answer_request(asked, args.top, args.limit)
     written = _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
         return 0
-    show_answer(answer, args.explain)
+    print_answer(answer, args.explain)
     if written:
         print("\nwritten   " + ", ".join(map(str, written)))
     return 0
@@ -60,10 +60,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         epilog="A plan marked * is predicted, but can't be run yet.",
     )
     add = parser.add_argument
-    add_work(parser, "4 Mi tokens, or the Step Law")
+    add_planning_flags(parser, "4 Mi tokens, or the Step Law")
     add("--tokens", metavar="T", help="tokens of the whole training, such as 15T: days, cost, energy and CO₂ of it")
     add("--objective", choices=("time", "cost", "energy", "memory"), default="time", help="what is made small")
-    add("--top", type=whole_number, default=5, metavar="K", help="plans that are shown (default: 5)")
+    add("--top", type=positive_int, default=5, metavar="K", help="plans that are shown (default: 5)")
     add("--precision", metavar="P", help="of the compute (default: bf16, fp32 on CPUs)")
     add(
         "--fix",
@@ -77,7 +77,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--limit",
         type=_seconds,
-        default=SEARCH_S,
+        default=SEARCH_TIME_LIMIT_S,
         metavar="S",
         help="seconds of search at most; most need less (default: %(default)g)",
     )
@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
-    require(args, {"model": "llama3-8b", "cluster": "64xh100"})
+    require_flags(args, {"model": "llama3-8b", "cluster": "64xh100"})
     others = [flag for flag in ("output", "launch", "explain") if getattr(args, flag)]
     if (args.pareto or args.what_if) and (others or (args.pareto and args.what_if)):
         mine = "pareto" if args.pareto else "what-if"
@@ -116,18 +116,18 @@ def _pareto(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from muster.planner.pareto import front, sketched
+    from muster.planner.pareto import pareto_front, thin_front
     from muster.report.page import write_page
-    from muster.report.trade_offs import front_json, front_lines, front_page, front_picture, front_table
+    from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = front(_asked(args).request, args.limit)
+    found = pareto_front(_asked(args).request, args.limit)
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
     if args.json:
         print(json.dumps(front_json(found), indent=2))
         return 0
     console, all_of_them = Console(highlight=False), len(found.points)
-    found = replace(found, points=sketched(found.points))
+    found = replace(found, points=thin_front(found.points))
     print("\n".join(front_lines(found)) + "\n")
     console.print(front_table(found))
     print("\nmemory of the fullest device over the time of a step:\n")
@@ -135,7 +135,7 @@ def _pareto(args: argparse.Namespace) -> int:
     more = all_of_them - len(found.points)
     if more:
         print(f"\nLeft out: {more:,} within 3 % of one of these (--json and --html have them).")
-    print(f"\n{found.looked_at:,} plans simulated in {found.seconds:.1f} s" + ("" if found.proven else _UNPROVEN))
+    print(f"\n{found.num_simulated:,} plans simulated in {found.seconds:.1f} s" + ("" if found.proven else _UNPROVEN))
     return 0
 
 
@@ -146,7 +146,7 @@ def _what_if(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from muster.planner.what_if import what_if
-    from muster.report.trade_offs import what_if_json, what_if_lines, what_if_table
+    from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
     cases = what_if(_asked(args).request, args.what_if, args.limit)
     if args.json:
@@ -157,10 +157,10 @@ def _what_if(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(args: argparse.Namespace) -> "Asked":
-    from muster.api.verbs import asked_for
+def _asked(args: argparse.Namespace) -> "ParsedRequest":
+    from muster.api.verbs import plan_request
 
-    return asked_for(
+    return plan_request(
         args.model,
         args.cluster,
         seq_len=args.seq_len,
@@ -184,7 +184,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _write(args: argparse.Namespace, answer: "Answer") -> list[Path]:
+def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     """Writes what is wanted as files, and returns where."""
     if not (args.output or args.launch):
         return []
@@ -194,23 +194,23 @@ def _write(args: argparse.Namespace, answer: "Answer") -> list[Path]:
 
 
 def _write_plan(path: Path, plan: "Plan") -> None:
-    from muster.spec.load import plan_text
-    from muster.spec.write import replace_text
+    from muster.config.load_config import plan_yaml
+    from muster.config.yaml_writer import write_atomically
 
     try:
-        replace_text(path, plan_text(plan))
+        write_atomically(path, plan_yaml(plan))
     except OSError as error:
         raise MusterError(f"the plan can't be written to {path}: {error.strerror}") from None
 
 
-def _launch(args: argparse.Namespace, answer: "Answer") -> list[Path]:
+def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     """Writes the plan and the files that start it, beside each other."""
-    from muster.planner.launch import job_of, write_launch_files
+    from muster.planner.launch_files import launch_spec_of, write_launch_files
 
     plan_file = args.output or Path("plan.yaml")
     plan, cluster = answer.found.best[0].plan, answer.request.cluster
     name, run_file = f"muster-{answer.request.model.name}", args.run_file or "run.yaml"
-    job = job_of(plan, cluster, name, run_file, str(plan_file), answer.arranged.order)
+    job = launch_spec_of(plan, cluster, name, run_file, str(plan_file), answer.arranged.node_order)
     try:
         return write_launch_files(args.launch, job, plan_file.parent)
     except OSError as error:

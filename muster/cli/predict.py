@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.usual import MICRO_BATCHES
+from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser
-from muster.cli.work import add_work, require
+from muster.cli.planning_flags import add_planning_flags, require_flags
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from muster.simulate.predict import Prediction
 
-PICTURE_EVENTS = 20_000
+MAX_DRAWN_EVENTS = 20_000
 """Of a larger program no picture is drawn: its passes are far narrower than a letter."""
 
 
@@ -44,12 +44,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, or its file")
-    add_work(parser, f"{MICRO_BATCHES} micro-batches for each pipeline rank")
+    add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches for each pipeline rank")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
     args = parser.parse(arguments)
-    require(args, {"model": "llama3-8b", "cluster": "64xh100", "plan": "dp8-tp4-pp2"})
+    require_flags(args, {"model": "llama3-8b", "cluster": "64xh100", "plan": "dp8-tp4-pp2"})
     return args
 
 
@@ -81,6 +81,6 @@ def _show(prediction: "Prediction") -> None:
     print(plan_lines(one.plan, one.model, one.workload, count))
     print(f"cluster   {one.cluster.name or one.cluster.device.name}")
     print("\n".join(prediction_lines(one)))
-    if sum(len(lane) for lanes in one.program.ranks for lane in lanes.values()) <= PICTURE_EVENTS:
+    if sum(len(lane) for lanes in one.program.ranks for lane in lanes.values()) <= MAX_DRAWN_EVENTS:
         print()
         console.print(gantt_text(one.timeline, console.width))

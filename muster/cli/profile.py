@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from muster.api.runtime import runtime
-from muster.cli.parser import Parser, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.parser import Parser, positive_int
 
 
 def run(arguments: list[str]) -> int:
@@ -17,11 +17,11 @@ def run(arguments: list[str]) -> int:
         "-o", "--output", type=Path, default=Path("machine.yaml"), metavar="FILE", help="default: machine.yaml"
     )
     parser.add_argument(
-        "--ranks", type=whole_number, metavar="N", help="processes that measure (default: one a GPU, or 4 to 8)"
+        "--ranks", type=positive_int, metavar="N", help="processes that measure (default: one a GPU, or 4 to 8)"
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and one type, in some seconds: a rough picture")
     args = parser.parse(arguments)
-    probe = runtime("muster.probe.profile")
+    probe = import_torch_module("muster.probe.profile")
     cluster = probe.profile(args.output, args.ranks, args.quick)
     print(probe.summary(cluster))
     print(f"written to {args.output}: muster predict --cluster {args.output} takes it")

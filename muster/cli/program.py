@@ -32,18 +32,18 @@ def run(arguments: list[str]) -> int:
 
 
 def _print(preset: str, overrides: list[Override]) -> None:
+    from muster.config.load_config import load_run_config
     from muster.planner.auto import resolve_plan
-    from muster.schedule.build import program_of
-    from muster.schedule.resolve import resolved as resolved_plan
-    from muster.spec.legal import asked_world_size, problems
-    from muster.spec.load import load_run
+    from muster.schedule.build import build_program
+    from muster.schedule.resolve import resolve_schedule as resolved_plan
+    from muster.spec.legality import plan_violations, required_world_size
 
-    resolved = load_run(preset, None, overrides)
+    resolved = load_run_config(preset, None, overrides)
     config = resolved.config
-    plan = resolve_plan(resolved, None) if resolved.auto else config.parallel
-    if found := problems(plan, config.model, config.workload, asked_world_size(plan)):
+    plan = resolve_plan(resolved, None) if resolved.plan_is_auto else config.parallel
+    if found := plan_violations(plan, config.model, config.workload, required_world_size(plan)):
         raise InfeasibleError(f"the plan has no program: {'; '.join(found)}")
-    print(program_of(resolved_plan(plan, config.model, config.workload), config.model, config.workload), end="")
+    print(build_program(resolved_plan(plan, config.model, config.workload), config.model, config.workload), end="")
 
 
 def _check(file: str) -> None:

@@ -7,7 +7,7 @@ from types import TracebackType
 class ByteProgress:
     """Shows how many of the announced bytes are done; a context manager."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, label: str) -> None:
         self._bar = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -15,7 +15,7 @@ class ByteProgress:
 
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(binary_units=True))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(what, total=0)
+            self._task = self._bar.add_task(label, total=0)
             self._total = 0
 
     def __enter__(self) -> "ByteProgress":
@@ -29,13 +29,13 @@ class ByteProgress:
         if self._bar:
             self._bar.stop()
 
-    def begin(self, nbytes: int) -> None:
+    def add_total(self, nbytes: int) -> None:
         """So many bytes more are to be done."""
         if self._bar:
             self._total += nbytes
             self._bar.update(self._task, total=self._total)
 
-    def done(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         """So many bytes more are done."""
         if self._bar:
             self._bar.advance(self._task, nbytes)

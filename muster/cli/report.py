@@ -8,9 +8,9 @@ from muster.cli.parser import Parser
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.report.compare import Comparison
+    from muster.report.run_comparison import RunComparison
 
-MOST_RUNS = 12
+MAX_RUNS = 12
 """Colours times kinds of line that a picture tells apart."""
 
 
@@ -23,23 +23,23 @@ def run(arguments: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object: figures and differences")
     args = parser.parse(arguments)
     if len(args.runs) == 1 and not args.json and args.html is None:
-        from muster.report.run_files import find_report
+        from muster.report.run_files import report_path
 
-        print(f"report: {find_report(args.runs[0])}")
+        print(f"report: {report_path(args.runs[0])}")
         return 0
-    if len(args.runs) > MOST_RUNS:
-        raise ConfigError(f"{len(args.runs)} runs are given, expected at most {MOST_RUNS}, which a picture tells apart")
+    if len(args.runs) > MAX_RUNS:
+        raise ConfigError(f"{len(args.runs)} runs are given, expected at most {MAX_RUNS}, which a picture tells apart")
     _compare(args.runs, args.html or (None if args.json else Path("comparison.html")), args.json)
     return 0
 
 
 def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
-    from muster.report.compare import compare
-    from muster.report.compare_page import comparison_page
     from muster.report.page import write_page
+    from muster.report.run_comparison import compare_runs
+    from muster.report.run_comparison_page import comparison_page
     from muster.report.run_files import read_runs
 
-    found = compare(read_runs(directories))
+    found = compare_runs(read_runs(directories))
     if html is not None:
         write_page(html, comparison_page(found))
     if as_json:
@@ -49,12 +49,12 @@ def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
         print(f"report: {html}")
 
 
-def _show(found: "Comparison") -> None:
-    from muster.report.compare_page import difference_rows, figure_rows
-    from muster.report.prediction import aligned
+def _show(found: "RunComparison") -> None:
+    from muster.report.prediction import align_columns
+    from muster.report.run_comparison_page import difference_rows, figure_rows
     from muster.spec.plan_name import format_plan_name
 
     plans = [(run.name, format_plan_name(run.plan)) for run in found.runs]
-    print("\n".join([*(f"{name}: {plan}" for name, plan in plans), "", *aligned(figure_rows(found))]))
+    print("\n".join([*(f"{name}: {plan}" for name, plan in plans), "", *align_columns(figure_rows(found))]))
     rows = difference_rows(found)
-    print("\n".join(["", "what differs:", *aligned(rows[1:])] if found.differences else ["", "nothing differs"]))
+    print("\n".join(["", "what differs:", *align_columns(rows[1:])] if found.differences else ["", "nothing differs"]))

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.cli.parser import Parser, whole_number
+from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.schedule.bound import Gap
-    from muster.schedule.compare import Request
+    from muster.schedule.compare import CompareRequest
+    from muster.schedule.makespan_bound import OptimalityGap
     from muster.schedule.schedule import Schedule
     from muster.schedule.timing import Timing
 
@@ -46,9 +46,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--list", action="store_true", help="explain each schedule in a line, with its bubble and memory")
     add("--compare", action="store_true", help="all schedules for one setting, the shortest first")
     add("--file", metavar="FILE", help="a schedule of your own, as --json prints one (- is standard input)")
-    add("--ranks", type=whole_number, metavar="P", help="pipeline ranks")
-    add("--microbatches", type=whole_number, metavar="M", help="micro-batches of a step, over all replicas")
-    add("--chunks", type=whole_number, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
+    add("--ranks", type=positive_int, metavar="P", help="pipeline ranks")
+    add("--microbatches", type=positive_int, metavar="M", help="micro-batches of a step, over all replicas")
+    add("--chunks", type=positive_int, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
     add(
         "--times",
         default="1,1,1",
@@ -57,7 +57,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--comm", default="0", metavar="C", help="from a pass on one rank until its result is on another (default: 0)")
     add("--memory-limit", default="inf", metavar="X", help="activations that a rank may keep (default: no limit)")
-    add("--replicas", type=whole_number, metavar="R", help="copies of the model: 2 run in opposite directions")
+    add("--replicas", type=positive_int, metavar="R", help="copies of the model: 2 run in opposite directions")
     add("--fill", action="store_true", help="2bp-*: weight backwards fill idle slots instead of standing at the end")
     add("--vocab", metavar="S", help="spread a vocabulary over the ranks, where scoring a rank's words takes S")
     add("--json", action="store_true", help="print one JSON object instead of the picture")
@@ -114,8 +114,8 @@ def _number(flag: str, text: str) -> float:
     return number
 
 
-def _request(args: argparse.Namespace) -> "Request":
-    from muster.schedule.compare import Request
+def _request(args: argparse.Namespace) -> "CompareRequest":
+    from muster.schedule.compare import CompareRequest
 
     for flag in ("ranks", "microbatches"):
         if getattr(args, flag) is None:
@@ -130,7 +130,7 @@ def _request(args: argparse.Namespace) -> "Request":
         )
     if size > _SLOW:
         print(f"making and timing the passes of {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
-    return Request(
+    return CompareRequest(
         args.ranks, args.microbatches, args.chunks, args.times, args.comm, args.memory_limit, args.replicas, args.fill
     )
 
@@ -139,50 +139,50 @@ def _request(args: argparse.Namespace) -> "Request":
 # One schedule
 
 
-def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, Gap | None]":
+def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, OptimalityGap | None]":
     """The schedule, its timing and, where that is known, how good it is."""
     from dataclasses import replace
 
-    from muster.schedule.auto import gap_of
-    from muster.schedule.compare import make_best, timed
-    from muster.schedule.registry import prove_exact
-    from muster.spec.schedules import entry_of
+    from muster.schedule.auto import optimality_gap
+    from muster.schedule.compare import make_with_best_chunks, time_within_limit
+    from muster.schedule.registry import solve_exact
+    from muster.spec.schedules import find_schedule
 
-    entry = entry_of(args.name)
+    entry = find_schedule(args.name)
     if args.fill and not args.name.startswith("2bp-"):
         raise ConfigError(f"--fill is for 2bp-gpipe and 2bp-1f1b, not for {args.name}")
     request = _request(args)
     if args.vocab is not None:
         return *_with_words(args, request), None
     if args.name == "exact":
-        setting = request.setting(entry)
-        proof = prove_exact(setting)
-        return *timed(proof.schedule, setting), proof.gap
-    schedule, timing = make_best(args.name, request)
+        setting = request.spec(entry)
+        proof = solve_exact(setting)
+        return *time_within_limit(proof.schedule, setting), proof.gap
+    schedule, timing = make_with_best_chunks(args.name, request)
     if args.name != "auto" or schedule.replicas > 1:
         return schedule, timing, None
-    setting = replace(request, chunks=schedule.chunks).setting(entry)
-    return schedule, timing, gap_of(setting, timing.makespan_s)
+    setting = replace(request, chunks=schedule.chunks).spec(entry)
+    return schedule, timing, optimality_gap(setting, timing.makespan_s)
 
 
-def _with_words(args: argparse.Namespace, request: "Request") -> "tuple[Schedule, Timing]":
+def _with_words(args: argparse.Namespace, request: "CompareRequest") -> "tuple[Schedule, Timing]":
     from dataclasses import replace
 
-    from muster.schedule.compare import make_best
-    from muster.schedule.spread_words import WordTimes, timed_with_words
-    from muster.spec.schedules import entry_of
+    from muster.schedule.compare import make_with_best_chunks
+    from muster.schedule.vocab_passes import VocabTimes, time_with_vocab_passes
+    from muster.spec.schedules import find_schedule
 
     score = _number("--vocab", args.vocab)
-    schedule, _ = make_best(args.name, request)
-    setting = replace(request, chunks=schedule.chunks).setting(entry_of(args.name))
+    schedule, _ = make_with_best_chunks(args.name, request)
+    setting = replace(request, chunks=schedule.chunks).spec(find_schedule(args.name))
     unit = score / args.times[0] if args.times[0] else score
-    return timed_with_words(schedule, WordTimes(unit / 10, unit, unit / 2), setting)
+    return time_with_vocab_passes(schedule, VocabTimes(unit / 10, unit, unit / 2), setting)
 
 
 def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
-    from muster.schedule.compare import timed
-    from muster.schedule.plain import schedule_from_json
-    from muster.schedule.setting import Setting
+    from muster.schedule.compare import time_within_limit
+    from muster.schedule.schedule_spec import ScheduleSpec
+    from muster.schedule.serialization import schedule_from_json
 
     for flag in ("ranks", "microbatches", "chunks", "replicas"):
         if getattr(args, flag) is not None:
@@ -197,7 +197,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
     chunks = len(schedule.placement) / max(1, len(schedule.ranks))
     if chunks != int(chunks):
         raise ConfigError(f"{args.file} has {schedule.num_stages} stages, which don't spread over its ranks evenly")
-    setting = Setting.of_shares(
+    setting = ScheduleSpec.uniform(
         len(schedule.ranks),
         schedule.num_micro_batches,
         args.times,
@@ -206,11 +206,11 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
     )
-    return timed(schedule, setting)
+    return time_within_limit(schedule, setting)
 
 
-def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap: "Gap | None") -> None:
-    from muster.schedule.plain import schedule_to_json
+def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap: "OptimalityGap | None") -> None:
+    from muster.schedule.serialization import schedule_to_json
 
     if args.svg is not None:
         from muster.report.schedule_svg import schedule_svg
@@ -218,18 +218,18 @@ def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap:
         _write(args.svg, schedule_svg(schedule, timing))
     if args.trace is not None:
         from muster.report.trace import chrome_trace
-        from muster.simulate.timeline import timeline_of
+        from muster.simulate.timeline import schedule_timeline
 
-        _write(args.trace, json.dumps(chrome_trace(timeline_of(schedule, timing), schedule.name)))
+        _write(args.trace, json.dumps(chrome_trace(schedule_timeline(schedule, timing), schedule.name)))
     if args.json:
         print(json.dumps(schedule_to_json(schedule, timing, gap)))
         return
     from rich.console import Console
 
-    from muster.report.grid import facts_text, grid_text
+    from muster.report.schedule_grid import grid_text, schedule_summary
 
     console = Console(highlight=False)
-    console.print(facts_text(schedule, timing), soft_wrap=True)
+    console.print(schedule_summary(schedule, timing), soft_wrap=True)
     if gap is not None:
         console.print(str(gap), soft_wrap=True)
     console.print(grid_text(schedule, timing, console.width))
@@ -254,14 +254,14 @@ def _list() -> None:
         print(f"{name:{width}}  {entry.explanation}")
 
 
-def _compare(request: "Request") -> None:
+def _compare(request: "CompareRequest") -> None:
     from rich.console import Console
 
-    from muster.report.grid import comparison_text
-    from muster.schedule.compare import compare
+    from muster.report.schedule_grid import schedule_comparison
+    from muster.schedule.compare import compare_schedules
 
-    made, refused = compare(request)
+    made, refused = compare_schedules(request)
     console = Console(highlight=False)
-    console.print(comparison_text(made), soft_wrap=True)
+    console.print(schedule_comparison(made), soft_wrap=True)
     for name, reason in refused:
         print(f"{name} refuses: {reason}")

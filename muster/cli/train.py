@@ -4,28 +4,28 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.runtime import runtime
-from muster.cli.nodes import add_nodes, nodes_of
-from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.node_flags import add_node_flags, nodes_request
+from muster.cli.parser import Override, Parser, positive_int, run_file_keys, split_overrides
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.spec.load import Resolved
-    from muster.train.nodes.request import NodesRequest
+    from muster.config.load_config import ResolvedConfig
+    from muster.launch.nodes.rendezvous_config import RendezvousConfig
 
 
 def run(arguments: list[str]) -> int:
     """Trains. Returns the exit code."""
     args, overrides = _parse(arguments)
-    nodes = nodes_of(args)
-    from muster.spec.load import load_run
+    nodes = nodes_request(args)
+    from muster.config.load_config import load_run_config
 
-    resolved = load_run(args.preset, args.file, overrides)
+    resolved = load_run_config(args.preset, args.file, overrides)
     run_dir = args.run or Path("runs") / (args.file.stem if args.file else args.preset)
     if args.dry_run:
         _show(resolved, args.nproc, run_dir, nodes)
         return 0
-    train = runtime()
+    train = import_torch_module()
     return train.train(resolved, train.TrainOptions(run_dir, args.nproc, args.fresh, args.allow_changes, nodes))
 
 
@@ -42,9 +42,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         "--run", type=Path, metavar="DIR", help="the run directory (default: runs/ and the file's name)"
     )
     parser.add_argument(
-        "--nproc", type=whole_number, metavar="N", help="processes of a node (default: as the plan wants)"
+        "--nproc", type=positive_int, metavar="N", help="processes of a node (default: as the plan wants)"
     )
-    add_nodes(parser)
+    add_node_flags(parser)
     parser.add_argument("--parallel", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, its file, or auto")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
@@ -63,28 +63,30 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     return args, [(key, text) for key, text in flags if text is not None] + overrides
 
 
-def _show(resolved: "Resolved", nproc: int | None, run_dir: Path, nodes: "NodesRequest | None") -> None:
+def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "RendezvousConfig | None") -> None:
+    from muster.config.load_config import config_yaml
     from muster.planner.auto import choose_plan
-    from muster.schedule.build import program_of
+    from muster.schedule.build import build_program
     from muster.schedule.check import check
-    from muster.schedule.resolve import resolved as resolved_plan
-    from muster.spec.load import config_text
+    from muster.schedule.resolve import resolve_schedule as resolved_plan
     from muster.spec.plan_name import format_plan_name
 
     if nodes is None:
         chosen = choose_plan(resolved, nproc)
     else:
-        from muster.train.nodes.agree import ranks_here
+        from muster.launch.nodes.handshake import ranks_per_node
 
-        chosen = choose_plan(resolved, ranks_here(resolved, nproc, nodes.count) * nodes.count, nodes.count)
+        chosen = choose_plan(
+            resolved, ranks_per_node(resolved, nproc, nodes.num_nodes) * nodes.num_nodes, nodes.num_nodes
+        )
     plan = resolved_plan(chosen.plan, resolved.config.model, resolved.config.workload)
-    program = program_of(plan, resolved.config.model, resolved.config.workload)
+    program = build_program(plan, resolved.config.model, resolved.config.workload)
     peaks = ", ".join(map(str, check(program).peak_activations))
     lanes: dict[str, int] = {}
     for rank in program.ranks:
         for lane, instructions in rank.items():
             lanes[lane] = lanes.get(lane, 0) + len(instructions)
-    print(config_text(resolved, plan))
+    print(config_yaml(resolved, plan))
     print(f"model    {resolved.config.model.num_parameters:,} parameters")
     print(f"plan     {format_plan_name(plan)} (hash {plan.hash}), processes: {plan.world_size}")
     print(

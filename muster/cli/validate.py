@@ -9,7 +9,7 @@ from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from muster.spec.plan import Plan
-    from muster.validate.recipes import Job
+    from muster.validate.recipes import RecipeJob
     from muster.validate.summary import Summary
 
 SEARCH_S = 12.0
@@ -30,16 +30,16 @@ def run(arguments: list[str]) -> int:
         if args.csv or args.html:
             raise ConfigError("--recipes takes neither --csv nor --html: expected --json, --markdown FILE or nothing")
         return _recipes(args.json, args.markdown)
-    from muster.validate.summary import to_json, validate
+    from muster.validate.summary import to_json, validate_table
 
-    summary = validate(args.csv)
+    summary = validate_table(args.csv)
     _refuse_nothing(summary, args.csv)
     if args.html is not None:
-        from muster.report.validation_page import write_validation_page
+        from muster.report.accuracy_page import write_accuracy_page
 
-        write_validation_page(args.html, summary)
+        write_accuracy_page(args.html, summary)
     if args.markdown is not None:
-        from muster.report.validation_markdown import write_markdown
+        from muster.report.accuracy_markdown import write_markdown
 
         write_markdown(args.markdown, summary)
     if args.json:
@@ -47,18 +47,18 @@ def run(arguments: list[str]) -> int:
         return 0
     from rich.console import Console
 
-    from muster.report.validation import validation_text
+    from muster.report.accuracy_terminal import accuracy_text
 
-    Console(soft_wrap=False, highlight=False).print(validation_text(summary))
+    Console(soft_wrap=False, highlight=False).print(accuracy_text(summary))
     return 0
 
 
 def _recipes(as_json: bool, markdown: Path | None) -> int:
     """Judges the published recipes. Returns the exit code."""
     from muster.report.recipe_rows import recipe_notes, recipe_section, recipes_json
-    from muster.validate.recipes import judged
+    from muster.validate.recipes import evaluate_recipes
 
-    found = judged(_preferred)
+    found = evaluate_recipes(_preferred)
     if markdown is not None:
         from muster.report.recipe_markdown import write_recipes
 
@@ -68,7 +68,7 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
         return 0
     from rich.console import Console
 
-    from muster.report.validation import section_text
+    from muster.report.accuracy_terminal import section_text
 
     console = Console(soft_wrap=False, highlight=False)
     console.print(section_text([recipe_section(found)]))
@@ -77,21 +77,21 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
     return 0
 
 
-def _preferred(job: "Job") -> "Plan | None":
+def _preferred(job: "RecipeJob") -> "Plan | None":
     """The planner's first choice for a recipe's model, devices and batch."""
-    from muster.planner.request import Request
-    from muster.planner.unequal import arrange
+    from muster.planner.heterogeneous import find_best_plans
+    from muster.planner.request import PlanRequest
 
-    request = Request(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.held)
-    best = arrange(request, 1, SEARCH_S).found.best
+    request = PlanRequest(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.fixed_fields)
+    best = find_best_plans(request, 1, SEARCH_S).found.best
     return best[0].plan if best else None
 
 
 def _refuse_nothing(summary: "Summary", path: Path | None) -> None:
     """Raises ConfigError where nothing of a table was predicted, with the first reason."""
-    if any(result.answers for result in summary.results):
+    if any(result.predictions for result in summary.results):
         return
     reasons = [result for result in summary.results if result.reason]
-    first = f": {reasons[0].row.place}: {reasons[0].reason}" if reasons else ""
+    first = f": {reasons[0].row.location}: {reasons[0].reason}" if reasons else ""
     others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     raise ConfigError(f"{path}: none of the {len(summary.results)} rows can be predicted{first}{others}")

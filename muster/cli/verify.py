@@ -8,26 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.runtime import runtime
-from muster.cli.parser import Override, Parser, run_file_keys, split_overrides, whole_number
+from muster.api.torch_import import import_torch_module
+from muster.cli.parser import Override, Parser, positive_int, run_file_keys, split_overrides
 from muster.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from muster.report.verdict import Verdict
+    from muster.report.parity import ParityResult
 
 
 def run(arguments: list[str]) -> int:
     """Compares plans with one process. Returns the exit code: 1 when one of them differs."""
     args, overrides = _parse(arguments)
+    from muster.config.load_config import load_run_config
     from muster.planner.auto import resolve_plan
-    from muster.spec.load import load_run
 
     file = args.file / "config.yaml" if args.file is not None and args.file.is_dir() else args.file
     precision = [("parallel.precision", args.precision)] if args.precision else []
     choices: list[list[Override]] = [[], *([("parallel", plan)] for plan in args.against)]
-    contenders = [load_run(args.preset, file, [*overrides, *choice, *precision]) for choice in choices]
+    contenders = [load_run_config(args.preset, file, [*overrides, *choice, *precision]) for choice in choices]
     plans = [resolve_plan(contender, None) for contender in contenders]
-    verify = runtime("muster.train.verify.run").verify
+    verify = import_torch_module("muster.train.verify.run").verify
     verdicts = verify(contenders[0].config, plans, _run_dir(file, args.preset), args.steps, args.tolerance, _progress)
     _print(verdicts, args.steps, args.json)
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
@@ -46,7 +46,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument(
         "--against", nargs="+", default=[], metavar="PLAN", help="more plans, by name, such as dp2-pp2, or file"
     )
-    parser.add_argument("--steps", type=whole_number, default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--steps", type=positive_int, default=3, metavar="N", help="steps to compare (default: 3)")
     parser.add_argument("--tolerance", type=_tolerance, metavar="X", help="relative difference that is allowed")
     parser.add_argument("--precision", metavar="P", help="of all plans: fp64, fp32 or bf16 (default: each plan's own)")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
@@ -80,15 +80,15 @@ def _progress(sentence: str) -> None:
     print(f"running {sentence}", file=sys.stderr, flush=True)
 
 
-def _print(verdicts: "Sequence[Verdict]", steps: int, as_json: bool) -> None:
+def _print(verdicts: "Sequence[ParityResult]", steps: int, as_json: bool) -> None:
     from rich.console import Console
 
-    from muster.report.verdict import verdict_sentence, verdict_table, verdict_to_json
+    from muster.report.parity import parity_json, parity_sentence, parity_table
 
     if as_json:
-        print(json.dumps({"version": 1, "steps": steps, "plans": [verdict_to_json(verdict) for verdict in verdicts]}))
+        print(json.dumps({"version": 1, "steps": steps, "plans": [parity_json(verdict) for verdict in verdicts]}))
         return
     # Names of parameters are long: what is no terminal gets them on one line.
-    Console(width=None if sys.stdout.isatty() else 120).print(verdict_table(verdicts))
+    Console(width=None if sys.stdout.isatty() else 120).print(parity_table(verdicts))
     for verdict in verdicts:
-        print(verdict_sentence(verdict))
+        print(parity_sentence(verdict))

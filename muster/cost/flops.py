@@ -1,7 +1,7 @@
 """Floating-point operations of a decoder."""
 
-from muster.spec.model import ModelSpec, active_numel, parameters
-from muster.spec.own_model import own_model
+from muster.spec.model import ModelSpec, active_numel, parameter_shapes
+from muster.spec.plugin_model import plugin_model
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
@@ -13,13 +13,13 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
     (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all
     scores count. A plugin's layers are counted by the products of their forward.
     """
-    if (own := own_model(spec)) is not None:
+    if (own := plugin_model(spec)) is not None:
         head = 2 * spec.vocab_size * spec.hidden_size
-        return head + spec.num_layers * own.facts(spec, seq_len, 1, "bf16").flops // seq_len
+        return head + spec.num_layers * own.layer_trace(spec, seq_len, 1, "bf16").flops // seq_len
     looked_up = ("embed.weight", "positions.weight")
     matrices = sum(
         active_numel(spec, name, shape)
-        for name, shape in parameters(spec)
+        for name, shape in parameter_shapes(spec)
         if len(shape) > 1 and name not in looked_up and not name.endswith(".bias")
     )
     heads = spec.tied_embeddings + spec.mtp_layers

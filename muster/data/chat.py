@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from muster.data.bad_rows import BadRow
+from muster.data.invalid_rows import InvalidRow
 from muster.spec.errors import ConfigError, MusterError
 
 CHATML = (
@@ -37,21 +37,21 @@ class ChatTemplate:
                 continue
             asked, answered = self._render(messages[:index], True), self._render(messages[: index + 1], False)
             if not asked.startswith(done) or not answered.startswith(asked):
-                raise BadRow("template", f"the chat template changes what comes before message {index + 1}")
+                raise InvalidRow("template", f"the chat template changes what comes before message {index + 1}")
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
             done = answered
         if not pieces:
-            raise BadRow("empty", f"no message has the role {ASSISTANT}, so nothing in it is to be learnt")
+            raise InvalidRow("empty", f"no message has the role {ASSISTANT}, so nothing in it is to be learnt")
         return pieces
 
-    def _render(self, messages: list[dict[str, Any]], ask: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         special = dict(self.special_tokens)
         try:
-            return self._template.render(messages=messages, add_generation_prompt=ask, **special)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
         except (TemplateError, TypeError, KeyError) as error:
-            raise BadRow("template", f"the chat template refuses it: {error}") from None
+            raise InvalidRow("template", f"the chat template refuses it: {error}") from None
 
     @cached_property
     def _template(self) -> Any:
@@ -65,7 +65,7 @@ class ChatTemplate:
         # same rows would give other tokens tomorrow.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_template_error
         try:
             return environment.from_string(self.text)
         except TemplateSyntaxError as error:
@@ -86,7 +86,7 @@ def read_template(path: Path, special_tokens: tuple[tuple[str, str], ...] = ()) 
         raise ConfigError(f"data.chat_template: {path} can't be read as UTF-8 text ({error})") from error
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     from jinja2 import TemplateError
 
     raise TemplateError(message)

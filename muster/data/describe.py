@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from muster.data.bad_rows import BadRows
-from muster.data.prepare import Preparation, encoding_of
-from muster.data.readers import spans_of, write_span
-from muster.data.shard import Writer
+from muster.data.invalid_rows import InvalidRowLog
+from muster.data.prepare import PrepareOptions, make_encoding
+from muster.data.readers import split_file, tokenize_span
+from muster.data.shard import DocumentWriter
 from muster.data.sources import source_files
 from muster.data.store import TokenStore
 from muster.data.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ def describe(store: TokenStore) -> dict[str, Any]:
     """The facts of a store; lengths are in tokens, with the end of each document."""
     header = store.header
     lengths = document_lengths(store)
-    uncounted = sum(int((counted == 0).sum()) for counted in store.counted if counted is not None)
+    uncounted = sum(int((counted == 0).sum()) for counted in store.loss_masks if counted is not None)
     return {
         "store": str(store.directory),
         "source": header.source,
@@ -47,32 +47,32 @@ def document_lengths(store: TokenStore) -> np.ndarray:
     return np.diff(store.document_starts, append=store.header.num_tokens)
 
 
-def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, most_tokens: int = 400) -> list[str]:
+def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, max_tokens: int = 400) -> list[str]:
     """The beginnings of the first documents as text."""
     texts = []
     for start, length in zip(store.document_starts[:count].tolist(), document_lengths(store).tolist(), strict=False):
-        texts.append(tokenizer.decode(store.read(start, start + min(length, most_tokens)).tolist()))
+        texts.append(tokenizer.decode(store.read(start, start + min(length, max_tokens)).tolist()))
     return texts
 
 
 def check_store(store: TokenStore) -> dict[str, Any]:
     """Reads all of a store: checksums, ids, and that documents follow on one another. Raises ConfigError."""
     store.verify()
-    store.require_ids(store.header.vocab_size or 1 << 32)
+    store.check_ids(store.header.vocab_size or 1 << 32)
     starts = store.document_starts
     if starts[0] != 0 or (np.diff(starts, append=store.header.num_tokens) <= 0).any():
         raise ConfigError(f"{store.directory / 'documents.bin'}: its documents don't follow on one another")
     return {"store": str(store.directory), "tokens": store.header.num_tokens, "documents": store.header.num_documents}
 
 
-def check_source(what: Preparation) -> dict[str, Any]:
+def check_source(options: PrepareOptions) -> dict[str, Any]:
     """Reads all of a source as preparing would, and writes nothing: what it has, and the rows that are bad."""
-    bad, counter, encoding = BadRows("skip"), _Counter(), encoding_of(what)
-    for file in source_files(what.source):
-        for span in spans_of(file, _WHOLE_FILE):
-            write_span(span, encoding, bad, counter, lambda _: None)
+    bad, counter, encoding = InvalidRowLog("skip"), _CountingWriter(), make_encoding(options)
+    for file in source_files(options.source):
+        for span in split_file(file, _WHOLE_FILE):
+            tokenize_span(span, encoding, bad, counter, lambda _: None)
     return {
-        "source": what.source,
+        "source": options.source,
         "tokens": counter.tokens,
         "documents": counter.documents,
         "bad": dict(bad.counts),
@@ -80,13 +80,13 @@ def check_source(what: Preparation) -> dict[str, Any]:
     }
 
 
-class _Counter(Writer):
+class _CountingWriter(DocumentWriter):
     """Takes what a shard would, and counts it."""
 
     def __init__(self) -> None:
         self.tokens = self.documents = 0
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
         self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
 
     def begin_document(self) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ class _Counter(Writer):
     def extend(self, ids: np.ndarray | list[int]) -> None:
         self.tokens += len(ids)
 
-    def forget_document(self, marks: list[tuple[int, int]]) -> None:
+    def discard_document(self, marks: list[tuple[int, int]]) -> None:
         self.tokens, self.documents = marks[0][0], self.documents - 1
 
 
@@ -104,6 +104,6 @@ def export_indexed(store: TokenStore, prefix: Path) -> None:
     """Writes a store as Megatron's PREFIX.bin and PREFIX.idx. Raises ConfigError, OSError."""
     from muster.data.megatron import write_indexed
 
-    if not store.counts_all:
+    if not store.has_full_loss:
         raise ConfigError(f"{store.directory} has tokens that are not to be learnt, which Megatron's files can't say")
     write_indexed(prefix, store.shards, document_lengths(store), store.header.numpy_dtype)

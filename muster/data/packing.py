@@ -5,12 +5,12 @@ from functools import cached_property
 
 import numpy as np
 
-from muster.data.order import Windows
+from muster.data.sample_order import Windows
 from muster.spec.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
-class WholeDocuments(Windows):
+class PackedDocuments(Windows):
     """Samples of whole documents that follow on one another, as many as fit in `seq_len` positions; only a document
     longer than that is cut.
 
@@ -29,7 +29,7 @@ class WholeDocuments(Windows):
     def num_windows(self) -> int:
         return len(self._spans[0])
 
-    def num_valid(self, windows: np.ndarray) -> np.ndarray:
+    def lengths(self, windows: np.ndarray) -> np.ndarray:
         """How many positions of each sample are filled."""
         return self._spans[1][windows]
 
@@ -57,44 +57,44 @@ class WholeDocuments(Windows):
 
 
 @dataclass(frozen=True, eq=False)
-class LoneDocuments(Windows):
+class SingleDocuments(Windows):
     """Samples of one document each; of one that is longer than `seq_len` positions, a sample for each piece of so many.
     The last token of a document is predicted and not read."""
 
     document_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
     def __post_init__(self) -> None:
-        needed = 2 if self.held_out else 1
+        needed = 2 if self.validation_split else 1
         self._require_fraction()
         if self.num_windows < needed:
             raise ConfigError(
                 f"data.source has {self.num_windows} documents to learn, but data.packing none needs {needed}: one to"
-                " train on" + (" and one held out" if self.held_out else "")
+                " train on" + (" and one held out" if self.validation_split else "")
             )
 
     @property
     def num_windows(self) -> int:
-        return int(self._pieces_before[-1])
+        return int(self._samples_before[-1])
 
-    def num_valid(self, windows: np.ndarray) -> np.ndarray:
+    def lengths(self, windows: np.ndarray) -> np.ndarray:
         """How many positions each sample has."""
-        document, start = self._places(windows)
+        document, start = self._locate(windows)
         return np.minimum(self.seq_len, self._ends[document] - 1 - start)
 
     def starts(self, windows: np.ndarray) -> np.ndarray:
-        return self._places(windows)[1]
+        return self._locate(windows)[1]
 
-    def _places(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _locate(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The document of each sample, and the first token that it reads."""
-        document = np.searchsorted(self._pieces_before, windows, side="right") - 1
-        return document, self.document_starts[document] + (windows - self._pieces_before[document]) * self.seq_len
+        document = np.searchsorted(self._samples_before, windows, side="right") - 1
+        return document, self.document_starts[document] + (windows - self._samples_before[document]) * self.seq_len
 
     @cached_property
     def _ends(self) -> np.ndarray:
         return np.append(self.document_starts[1:], self.num_tokens)
 
     @cached_property
-    def _pieces_before(self) -> np.ndarray:
+    def _samples_before(self) -> np.ndarray:
         """Samples before each document, and in all. A document of one token has nothing to predict."""
         pieces = -(-(self._ends - self.document_starts - 1) // self.seq_len)
         return np.concatenate(([0], np.cumsum(pieces)))

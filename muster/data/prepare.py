@@ -23,24 +23,24 @@ from pathlib import Path
 
 import numpy as np
 
-from muster.data.bad_rows import BadRows, Policy
-from muster.data.readers import Encoding, Span, spans_of, write_span
+from muster.config.yaml_writer import fsync_directory
+from muster.data.invalid_rows import InvalidRowLog, InvalidRowPolicy
+from muster.data.readers import Encoding, FileSpan, split_file, tokenize_span
 from muster.data.rows import RowReader
-from muster.data.shard import Output, Shard, ShardWriter, starts_path
-from muster.data.sources import identity, source_files
-from muster.data.store import HEADER, VERSION, Header, TokenStore, is_store
+from muster.data.shard import ChecksummedFile, Shard, ShardWriter, starts_path
+from muster.data.sources import source_digest, source_files
+from muster.data.store import HEADER_FILE, VERSION, StoreHeader, TokenStore, is_store
 from muster.data.tokenizer import Tokenizer
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.write import sync_folder
 
-LEAST_PART_BYTES = 16 << 20
-MOST_PARTS = 1024
+MIN_SHARD_BYTES = 16 << 20
+MAX_SHARDS = 1024
 """A source becomes as many shards at most, about, unless each would hold less than `LEAST_PART_BYTES`."""
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PrepareOptions:
     """What is made into a store, and how."""
 
     source: str
@@ -48,44 +48,49 @@ class Preparation:
     max_bytes: int | None = None
     """Of text and JSON lines that are read at most."""
     text_key: str | None = None
-    bad_rows: Policy = "stop"
+    bad_rows: InvalidRowPolicy = "stop"
     workers: int = 1
 
     @property
-    def rows(self) -> RowReader:
-        return RowReader(self.tokenizer.template, self.text_key)
+    def row_reader(self) -> RowReader:
+        return RowReader(self.tokenizer.chat_template, self.text_key)
 
     @property
-    def key(self) -> str:
+    def content_key(self) -> str:
         """A hash of all that the store's tokens depend on."""
-        parts = (identity(self.source), self.tokenizer.fingerprint, self.tokenizer.template.text, self.max_bytes)
+        parts = (
+            source_digest(self.source),
+            self.tokenizer.fingerprint,
+            self.tokenizer.chat_template.text,
+            self.max_bytes,
+        )
         return hashlib.sha256(repr((VERSION, parts, self.text_key, self.bad_rows)).encode()).hexdigest()
 
 
-def open_or_prepare(what: Preparation, cache: Path, progress: Progress | None = None) -> TokenStore:
+def open_or_prepare(options: PrepareOptions, cache_dir: Path, progress: Progress | None = None) -> TokenStore:
     """The store of a source: the source itself where it is a store, else the one under `cache`, made when there is none
     of the source as it is now. Raises as `prepare` and `TokenStore.open` do."""
-    if is_store(Path(what.source)):
-        return TokenStore.open(Path(what.source), what.tokenizer)
-    directory = cache / f"{Path(what.source).resolve().name[:40]}-{what.key[:16]}"
+    if is_store(Path(options.source)):
+        return TokenStore.open(Path(options.source), options.tokenizer)
+    directory = cache_dir / f"{Path(options.source).resolve().name[:40]}-{options.content_key[:16]}"
     if directory.exists():
-        return TokenStore.open(directory, what.tokenizer)
-    return prepare(what, directory, progress)
+        return TokenStore.open(directory, options.tokenizer)
+    return prepare(options, directory, progress)
 
 
-def prepare(what: Preparation, directory: Path, progress: Progress | None = None) -> TokenStore:
+def prepare(options: PrepareOptions, directory: Path, progress: Progress | None = None) -> TokenStore:
     """Writes the store of a source; all of it appears in `directory` at once.
 
     What a killed builder of the same has finished is used. `progress` is called with the bytes that are done so far.
     Raises ConfigError where the source can't be read, a row is bad, or the directory holds another store, MusterError
     where the store can't be written; nothing is left behind then.
     """
-    key, planned = what.key, _Planned(what)
+    key, planned = options.content_key, _ShardPlan(options)
     folder = directory.with_name(directory.name + ".partial")
     try:
-        with _alone(folder, directory) as is_ours:
+        with _hold_build_lock(folder, directory) as is_ours:
             if is_ours:
-                _prepare(planned, key, folder, directory, progress or (lambda _: None))
+                _build(planned, key, folder, directory, progress or (lambda _: None))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise MusterError(
@@ -93,50 +98,52 @@ def prepare(what: Preparation, directory: Path, progress: Progress | None = None
             " another directory"
         ) from error
     except BaseException:
-        _tidy(folder)
+        _remove_if_empty(folder)
         raise
-    store = TokenStore.open(directory, what.tokenizer)
+    store = TokenStore.open(directory, options.tokenizer)
     if store.header.key not in (None, key):
         raise ConfigError(f"{directory} already holds a store of other text; delete it or choose another directory")
     return store
 
 
 @dataclass
-class _Planned:
+class _ShardPlan:
     """A preparation and its parts, one shard each."""
 
-    what: Preparation
+    options: PrepareOptions
 
     def __post_init__(self) -> None:
-        files = source_files(self.what.source)
+        files = source_files(self.options.source)
         total = sum(file.size_bytes for file in files)
-        target = max(LEAST_PART_BYTES, total // MOST_PARTS)
-        spans = _first_bytes((span for file in files for span in spans_of(file, target)), self.what.max_bytes)
-        self.parts: list[list[Span]] = [[]]
+        target = max(MIN_SHARD_BYTES, total // MAX_SHARDS)
+        spans = _limit_bytes((span for file in files for span in split_file(file, target)), self.options.max_bytes)
+        self.shards: list[list[FileSpan]] = [[]]
         for span in spans:
-            if sum(one.size_bytes for one in self.parts[-1]) + span.size_bytes > target and self.parts[-1]:
-                self.parts.append([])
-            self.parts[-1].append(span)
+            if sum(one.size_bytes for one in self.shards[-1]) + span.size_bytes > target and self.shards[-1]:
+                self.shards.append([])
+            self.shards[-1].append(span)
 
 
-def encoding_of(what: Preparation) -> Encoding:
+def make_encoding(options: PrepareOptions) -> Encoding:
     """How its rows and texts become tokens."""
-    dtype = np.dtype("uint16" if what.tokenizer.vocab_size <= 1 << 16 else "uint32").newbyteorder("<")
-    return Encoding(what.tokenizer, what.rows, dtype)
+    dtype = np.dtype("uint16" if options.tokenizer.vocab_size <= 1 << 16 else "uint32").newbyteorder("<")
+    return Encoding(options.tokenizer, options.row_reader, dtype)
 
 
-def _first_bytes(spans: Iterator[Span], limit: int | None) -> Iterator[Span]:
+def _limit_bytes(spans: Iterator[FileSpan], max_bytes: int | None) -> Iterator[FileSpan]:
     """The first `limit` bytes of them."""
-    left = limit
+    left = max_bytes
     for span in spans:
         if left is None:
             yield span
             continue
-        if span.file.kind == "plugin":
+        if span.file.file_format == "plugin":
             yield replace(span, end=left)
             return
-        if span.file.kind not in ("text", "jsonl"):
-            raise ConfigError(f"data.max_bytes is for text and JSON lines, but {span.file.path} is {span.file.kind}")
+        if span.file.file_format not in ("text", "jsonl"):
+            raise ConfigError(
+                f"data.max_bytes is for text and JSON lines, but {span.file.path} is {span.file.file_format}"
+            )
         if left <= 0:
             return
         size = min(left, span.size_bytes)
@@ -144,7 +151,7 @@ def _first_bytes(spans: Iterator[Span], limit: int | None) -> Iterator[Span]:
         left -= size
 
 
-def _prepare(planned: _Planned, key: str, folder: Path, directory: Path, progress: Progress) -> None:
+def _build(plan: _ShardPlan, key: str, folder: Path, directory: Path, progress: Progress) -> None:
     job = folder / "job.json"
     if not job.exists() or job.read_text() != key:
         for path in folder.iterdir():
@@ -152,35 +159,35 @@ def _prepare(planned: _Planned, key: str, folder: Path, directory: Path, progres
                 path.unlink()
         job.write_text(key)
     try:
-        _write_shards(planned, folder, progress)
-        _finish(planned, key, folder)
+        _write_shards(plan, folder, progress)
+        _write_header(plan, key, folder)
     except ConfigError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     for path in [job, *folder.glob("shard-*.json"), *folder.glob("starts-*.bin")]:
         path.unlink()
-    sync_folder(folder)
+    fsync_directory(folder)
     folder.rename(directory)
     (directory / "lock").unlink()
-    sync_folder(directory.parent)
+    fsync_directory(directory.parent)
 
 
-def _write_shards(planned: _Planned, folder: Path, progress: Progress) -> None:
+def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
     """All shards that are not there yet, in this process or in several."""
-    sizes = [sum(span.size_bytes for span in part) for part in planned.parts]
-    missing = [index for index in range(len(planned.parts)) if _read_shard(folder, index) is None]
+    sizes = [sum(span.size_bytes for span in part) for part in plan.shards]
+    missing = [index for index in range(len(plan.shards)) if _read_shard(folder, index) is None]
     done = sum(sizes) - sum(sizes[index] for index in missing)
-    work = partial(_write_shard, folder, encoding_of(planned.what), planned.what.bad_rows)
-    if len(missing) < 2 or planned.what.workers < 2:
+    work = partial(_write_shard, folder, make_encoding(plan.options), plan.options.bad_rows)
+    if len(missing) < 2 or plan.options.workers < 2:
         for index in missing:
-            work(index, planned.parts[index], _counting(progress, done, done + sizes[index]))
+            work(index, plan.shards[index], _cumulative(progress, done, done + sizes[index]))
             done += sizes[index]
             progress(done)
         return
-    workers = min(planned.what.workers, len(missing))
+    workers = min(plan.options.workers, len(missing))
     # Spawned, since a fork of a process with threads may hang; a worker's tokenizer has no threads of its own.
-    with ProcessPoolExecutor(workers, get_context("spawn"), _alone_in_process) as pool:
-        futures = {pool.submit(work, index, planned.parts[index]): index for index in missing}
+    with ProcessPoolExecutor(workers, get_context("spawn"), _init_worker) as pool:
+        futures = {pool.submit(work, index, plan.shards[index]): index for index in missing}
         left = set(futures)
         try:
             while left:
@@ -194,18 +201,18 @@ def _write_shards(planned: _Planned, folder: Path, progress: Progress) -> None:
             raise
 
 
-def _counting(progress: Progress, done: int, most: int) -> Progress:
+def _cumulative(progress: Progress, done: int, total: int) -> Progress:
     """Takes bytes as they come and gives their sum to `progress`. The last line of a part may reach beyond it."""
 
     def more(size_bytes: int) -> None:
         nonlocal done
-        done = min(done + size_bytes, most)
+        done = min(done + size_bytes, total)
         progress(done)
 
     return more
 
 
-def _alone_in_process() -> None:
+def _init_worker() -> None:
     """Begins a worker, which ends with the builder: the next one writes the same files."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     builder = parent_process()
@@ -219,12 +226,17 @@ def _alone_in_process() -> None:
 
 
 def _write_shard(
-    folder: Path, encoding: Encoding, policy: Policy, index: int, part: list[Span], progress: Progress = lambda _: None
+    folder: Path,
+    encoding: Encoding,
+    policy: InvalidRowPolicy,
+    index: int,
+    spans: list[FileSpan],
+    progress: Progress = lambda _: None,
 ) -> None:
     """Writes one shard, and as the last its shard-N.json."""
-    bad, writer = BadRows(policy), ShardWriter(folder, index, encoding.dtype)
-    for span in part:
-        write_span(span, encoding, bad, writer, progress)
+    bad, writer = InvalidRowLog(policy), ShardWriter(folder, index, encoding.dtype)
+    for span in spans:
+        tokenize_span(span, encoding, bad, writer, progress)
     said = {"shard": writer.finish().model_dump(), "skipped": bad.counts, "examples": bad.examples}
     beside = folder / f"shard-{index:05d}.tmp"
     with open(beside, "w") as file:
@@ -246,11 +258,11 @@ def _read_shard(folder: Path, index: int) -> tuple[Shard, Counter[str]] | None:
         return None
 
 
-def _finish(planned: _Planned, key: str, folder: Path) -> None:
+def _write_header(plan: _ShardPlan, key: str, folder: Path) -> None:
     """Makes one documents.bin of all shards' starts, and writes store.json. Shards without a token are left out."""
-    starts, shards, skipped = Output(folder / "documents.bin", np.dtype("<i8")), [], Counter[str]()
+    starts, shards, skipped = ChecksummedFile(folder / "documents.bin", np.dtype("<i8")), [], Counter[str]()
     num_tokens = 0
-    for index in range(len(planned.parts)):
+    for index in range(len(plan.shards)):
         found = _read_shard(folder, index)
         assert found is not None
         shard, bad = found
@@ -262,18 +274,18 @@ def _finish(planned: _Planned, key: str, folder: Path) -> None:
         else:
             (folder / shard.file).unlink()
     starts.close()
-    what = planned.what
+    what = plan.options
     if not num_tokens:
         reasons = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
         raise ConfigError(
             f"data.source: {what.source} has no document that can be used"
             + (f": all of its rows are bad ({reasons})" if reasons else "")
         )
-    header = Header(
+    header = StoreHeader(
         source=what.source if what.max_bytes is None else f"{what.source}, first {what.max_bytes} bytes",
         tokenizer=what.tokenizer.fingerprint,
         vocab_size=what.tokenizer.vocab_size,
-        dtype="uint16" if encoding_of(what).dtype.itemsize == 2 else "uint32",
+        dtype="uint16" if make_encoding(what).dtype.itemsize == 2 else "uint32",
         num_tokens=num_tokens,
         num_documents=starts.length,
         documents_crc32=starts.crc32,
@@ -281,7 +293,7 @@ def _finish(planned: _Planned, key: str, folder: Path) -> None:
         skipped=dict(skipped),
         key=key,
     )
-    with open(folder / HEADER, "wb") as file:
+    with open(folder / HEADER_FILE, "wb") as file:
         file.write(json.dumps(header.model_dump(), indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -291,7 +303,7 @@ def _finish(planned: _Planned, key: str, folder: Path) -> None:
 # One builder at a time
 
 
-def _tidy(folder: Path) -> None:
+def _remove_if_empty(folder: Path) -> None:
     """Removes a folder in which nothing is finished that could be gone on from, unless another builder is at work."""
     with contextlib.suppress(OSError), (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -300,7 +312,7 @@ def _tidy(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, directory: Path) -> Iterator[bool]:
+def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
     """Holds the lock in `folder`; false where another builder has finished `directory` meanwhile."""
     while True:
         if directory.exists():

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from muster.data.bad_rows import BadRow, BadRows
+from muster.data.invalid_rows import InvalidRow, InvalidRowLog
 from muster.data.megatron import read_indexed
-from muster.data.own_rows import own_rows
+from muster.data.plugin_rows import plugin_rows
 from muster.data.rows import RowReader, Segment
-from muster.data.shard import Writer
-from muster.data.sources import SourceFile, refuse
+from muster.data.shard import DocumentWriter
+from muster.data.sources import SourceFile, raise_unreadable
 from muster.data.tokenizer import ByteTokenizer, Tokenizer
 from muster.spec.errors import ConfigError, MusterError
 
-CHUNK_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 """Text that is tokenised at once, about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A part of a file, from `begin` to before `end`: bytes of text and JSON lines, row groups of Parquet, record
     batches of Arrow, documents of Megatron; of a plugin's data set the bytes of text that it gives, all where `end` is
     0."""
@@ -49,51 +49,55 @@ Progress = Callable[[int], None]
 """Called with bytes that have been read since the last call."""
 
 
-def spans_of(file: SourceFile, target_bytes: int) -> Iterator[Span]:
+def split_file(file: SourceFile, target_bytes: int) -> Iterator[FileSpan]:
     """A file in parts of about `target_bytes` that can be read apart. A text is one document, and so one part."""
-    if file.kind == "jsonl":
+    if file.file_format == "jsonl":
         for begin in range(0, file.size_bytes, target_bytes):
             end = min(begin + target_bytes, file.size_bytes)
-            yield Span(file, begin, end, end - begin)
-    elif file.kind == "megatron":
+            yield FileSpan(file, begin, end, end - begin)
+    elif file.file_format == "megatron":
         documents = len(read_indexed(file.path).bounds) - 1
         yield from _even_spans(file, documents, target_bytes)
-    elif file.kind == "parquet":
-        yield from _even_spans(file, _parquet(file.path).num_row_groups, target_bytes)
-    elif file.kind == "plugin":
-        yield Span(file, 0, 0, file.size_bytes)
+    elif file.file_format == "parquet":
+        yield from _even_spans(file, _open_parquet(file.path).num_row_groups, target_bytes)
+    elif file.file_format == "plugin":
+        yield FileSpan(file, 0, 0, file.size_bytes)
     else:
-        yield Span(file, 0, file.size_bytes, file.size_bytes)
+        yield FileSpan(file, 0, file.size_bytes, file.size_bytes)
 
 
-def _even_spans(file: SourceFile, units: int, target_bytes: int) -> Iterator[Span]:
+def _even_spans(file: SourceFile, units: int, target_bytes: int) -> Iterator[FileSpan]:
     parts = max(1, min(units, -(-file.size_bytes // target_bytes)))
     for part in range(parts):
         begin, end = (units * bound // parts for bound in (part, part + 1))
-        yield Span(file, begin, end, file.size_bytes // parts)
+        yield FileSpan(file, begin, end, file.size_bytes // parts)
 
 
-def write_span(span: Span, encoding: Encoding, bad: BadRows, writer: Writer, progress: Progress) -> None:
+def tokenize_span(
+    span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter, progress: Progress
+) -> None:
     """Adds what a span holds to a shard. Raises ConfigError where the file can't be read, or a row under `stop`."""
     try:
-        if span.file.kind == "text":
-            _write_text(span, encoding, bad, writer, progress)
-        elif span.file.kind == "megatron":
-            _write_indexed(span, encoding, bad, writer)
+        if span.file.file_format == "text":
+            _write_text(span, encoding, invalid, writer, progress)
+        elif span.file.file_format == "megatron":
+            _write_indexed(span, encoding, invalid, writer)
             progress(span.size_bytes)
         else:
-            _write_rows(_ROWS[span.file.kind](span, encoding.rows, bad), encoding, writer, progress)
+            _write_rows(_ROWS[span.file.file_format](span, encoding.rows, invalid), encoding, writer, progress)
     except OSError as error:
         if error.filename is None or Path(error.filename) != span.file.path:
             raise
-        refuse(error)
+        raise_unreadable(error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Text
 
 
-def _write_text(span: Span, encoding: Encoding, bad: BadRows, writer: Writer, progress: Progress) -> None:
+def _write_text(
+    span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter, progress: Progress
+) -> None:
     """One document; with bytes it may be larger than the memory."""
     tokenizer, place = encoding.tokenizer, str(span.file.path)
     mark = writer.begin_document()
@@ -106,26 +110,26 @@ def _write_text(span: Span, encoding: Encoding, bad: BadRows, writer: Writer, pr
             data = b"".join(_chunks(span))
             writer.extend(tokenizer.encode(data))
             progress(len(data))
-        writer.extend([tokenizer.end])
-    except BadRow as row:
-        writer.forget_document(mark)
-        bad.add(place, row)
+        writer.extend([tokenizer.eos_id])
+    except InvalidRow as row:
+        writer.discard_document(mark)
+        invalid.record(place, row)
 
 
-def _chunks(span: Span) -> Iterator[bytes]:
+def _chunks(span: FileSpan) -> Iterator[bytes]:
     """The bytes of a span of text. Raises BadRow at the first that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with span.file.path.open("rb") as file:
         left, line = span.end, 1
-        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+        while left and (chunk := file.read(min(READ_BYTES, left))):
             left -= len(chunk)
-            if span.file.is_checked:
+            if span.file.must_be_utf8:
                 try:
                     decoder.decode(chunk, final=span.end == span.file.size_bytes and not left)
                 except UnicodeDecodeError as error:
                     line += error.object[: error.start].count(b"\n")
                     message = f"line {line} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}"
-                    raise BadRow("encoding", message) from None
+                    raise InvalidRow("encoding", message) from None
                 line += chunk.count(b"\n")
             yield chunk
 
@@ -134,7 +138,7 @@ def _chunks(span: Span) -> Iterator[bytes]:
 # Rows
 
 
-def _write_rows(rows: Rows, encoding: Encoding, writer: Writer, progress: Progress) -> None:
+def _write_rows(rows: Rows, encoding: Encoding, writer: DocumentWriter, progress: Progress) -> None:
     """Adds rows in groups that are worth a call of the tokenizer."""
     group: list[list[Segment]] = []
     characters = read = 0
@@ -142,12 +146,12 @@ def _write_rows(rows: Rows, encoding: Encoding, writer: Writer, progress: Progre
         group.append(segments)
         read += size_bytes
         characters += sum(len(text) for text, _ in segments)
-        if characters >= CHUNK_BYTES:
-            writer.add(*encode_rows(group, encoding))
+        if characters >= READ_BYTES:
+            writer.add_documents(*encode_rows(group, encoding))
             progress(read)
             group, characters, read = [], 0, 0
     if group:
-        writer.add(*encode_rows(group, encoding))
+        writer.add_documents(*encode_rows(group, encoding))
     progress(read)
 
 
@@ -172,14 +176,14 @@ def encode_rows(rows: list[list[Segment]], encoding: Encoding) -> tuple[np.ndarr
         for row, end in enumerate(ends.tolist()):
             ids[begin:end] = flat[begin - row : end - row]
             begin = end + 1
-    ids[ends] = encoding.tokenizer.end
+    ids[ends] = encoding.tokenizer.eos_id
     counted = None
     if len(lengths) > len(rows) or not all(row[0][1] for row in rows):
         counted = np.repeat(np.array([counts for row in rows for _, counts in row], np.uint8), lengths)
     return ids, np.diff(ends, prepend=-1), counted
 
 
-def _json_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+def _json_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
     """Rows of the lines that begin within the span."""
     with span.file.path.open("rb") as file:
         at = 0
@@ -193,43 +197,43 @@ def _json_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
             if line.isspace():
                 continue
             try:
-                segments = reader.segments(_parsed(line))
-            except BadRow as row:
-                bad.add(f"{span.file.path}:{_lines_before(span.file.path, begin) + number}", row)
+                segments = reader.segments(_parse_json(line))
+            except InvalidRow as row:
+                invalid.record(f"{span.file.path}:{_count_lines(span.file.path, begin) + number}", row)
                 continue
             yield segments, len(line)
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     try:
         return json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
-        raise BadRow("encoding", f"not UTF-8: it has the byte 0x{line[error.start]:02x}") from None
+        raise InvalidRow("encoding", f"not UTF-8: it has the byte 0x{line[error.start]:02x}") from None
     except json.JSONDecodeError as error:
-        raise BadRow("json", f"no JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+        raise InvalidRow("json", f"no JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
-        raise BadRow("json", "no JSON that can be read: it is nested too deep") from None
+        raise InvalidRow("json", "no JSON that can be read: it is nested too deep") from None
 
 
-def _lines_before(path: Path, begin: int) -> int:
+def _count_lines(path: Path, begin: int) -> int:
     count = 0
     with path.open("rb") as file:
-        while begin and (chunk := file.read(min(CHUNK_BYTES, begin))):
+        while begin and (chunk := file.read(min(READ_BYTES, begin))):
             count, begin = count + chunk.count(b"\n"), begin - len(chunk)
     return count
 
 
-def _parquet_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
-    file = _parquet(span.file.path)
+def _parquet_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
+    file = _open_parquet(span.file.path)
     number = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
     for group in range(span.begin, span.end):
-        columns = [name for name in file.schema_arrow.names if name in reader.keys]
+        columns = [name for name in file.schema_arrow.names if name in reader.columns]
         for batch in file.iter_batches(row_groups=[group], columns=columns or None):
-            yield from _table_rows(span.file.path, batch, number, reader, bad)
+            yield from _table_rows(span.file.path, batch, number, reader, invalid)
             number += batch.num_rows
 
 
-def _arrow_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
+def _arrow_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
     pyarrow = _import_pyarrow()
     from pyarrow import ipc
 
@@ -242,30 +246,30 @@ def _arrow_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
                 whole = ipc.open_file(data)
                 batches = (whole.get_batch(index) for index in range(whole.num_record_batches))
             for batch in batches:
-                columns = [name for name in batch.schema.names if name in reader.keys]
+                columns = [name for name in batch.schema.names if name in reader.columns]
                 chosen = batch.select(columns) if columns else batch
-                yield from _table_rows(span.file.path, chosen, number, reader, bad)
+                yield from _table_rows(span.file.path, chosen, number, reader, invalid)
                 number += batch.num_rows
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{span.file.path} is no Arrow file that can be read: {error}") from error
 
 
-def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, bad: BadRows) -> Rows:
+def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, invalid: InvalidRowLog) -> Rows:
     for index, row in enumerate(batch.to_pylist(), number + 1):
         try:
             yield reader.segments(row), batch.nbytes // batch.num_rows
-        except BadRow as bad_row:
-            bad.add(f"{path}: row {index}", bad_row)
+        except InvalidRow as bad_row:
+            invalid.record(f"{path}: row {index}", bad_row)
 
 
-def _plugin_rows(span: Span, reader: RowReader, bad: BadRows) -> Rows:
-    return own_rows(span.file.name, span.file.path, reader, bad, span.end)
+def _plugin_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
+    return plugin_rows(span.file.name, span.file.path, reader, invalid, span.end)
 
 
 _ROWS = {"jsonl": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows, "plugin": _plugin_rows}
 
 
-def _parquet(path: Path) -> Any:
+def _open_parquet(path: Path) -> Any:
     pyarrow = _import_pyarrow()
     from pyarrow import parquet
 
@@ -289,7 +293,7 @@ def _import_pyarrow() -> Any:
 # Megatron
 
 
-def _write_indexed(span: Span, encoding: Encoding, bad: BadRows, writer: Writer) -> None:
+def _write_indexed(span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter) -> None:
     """Documents that are tokens already; each gets its end where it has none."""
     tokenizer = encoding.tokenizer
     indexed = read_indexed(span.file.path)
@@ -297,21 +301,21 @@ def _write_indexed(span: Span, encoding: Encoding, bad: BadRows, writer: Writer)
         ids = indexed.tokens[indexed.bounds[document] : indexed.bounds[document + 1]]
         try:
             _require_ids(ids, tokenizer)
-        except BadRow as row:
-            bad.add(f"{span.file.path.with_suffix('.bin')}: document {document + 1}", row)
+        except InvalidRow as row:
+            invalid.record(f"{span.file.path.with_suffix('.bin')}: document {document + 1}", row)
             continue
         writer.begin_document()
         writer.extend(ids)
-        if ids[-1] != tokenizer.end:
-            writer.extend([tokenizer.end])
+        if ids[-1] != tokenizer.eos_id:
+            writer.extend([tokenizer.eos_id])
 
 
 def _require_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
     if not len(ids):
-        raise BadRow("empty", "the document is empty")
+        raise InvalidRow("empty", "the document is empty")
     if ids.max() >= tokenizer.vocab_size or ids.min() < 0:
         at = int(np.flatnonzero((ids >= tokenizer.vocab_size) | (ids < 0))[0])
-        raise BadRow(
+        raise InvalidRow(
             "vocabulary",
             f"token {at + 1} has the id {ids[at]}, but the tokenizer's ids are 0 … {tokenizer.vocab_size - 1}",
         )

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.data.bad_rows import BadRow
 from muster.data.chat import ChatTemplate
+from muster.data.invalid_rows import InvalidRow
 
 Segment = tuple[str, bool]
 """A piece of text, and whether its tokens count in the loss."""
@@ -19,55 +19,55 @@ class RowReader:
     text_key: str | None = None
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         """The keys that are looked at."""
         return (self.text_key,) if self.text_key else ("messages", "prompt", "completion", "text")
 
     def segments(self, row: object) -> list[Segment]:
         """The pieces of a row in order. Raises BadRow."""
         if not isinstance(row, Mapping):
-            raise BadRow("fields", f"expected an object with {self._wanted()}, got {_shown(row)}")
+            raise InvalidRow("fields", f"expected an object with {self._expected()}, got {_abbreviate(row)}")
         if self.text_key is None and row.get("messages") is not None:
-            segments = self.template.segments(_messages(row["messages"]))
+            segments = self.template.segments(_require_messages(row["messages"]))
         elif self.text_key is None and row.get("prompt") is not None and row.get("completion") is not None:
-            segments = [(_text(row, "prompt"), False), (_text(row, "completion"), True)]
+            segments = [(_require_text(row, "prompt"), False), (_require_text(row, "completion"), True)]
         else:
             key = self.text_key or "text"
             if row.get(key) is None:
-                raise BadRow(
-                    "fields", f"expected {self._wanted()}, the row has {', '.join(map(str, row)) or 'nothing'}"
+                raise InvalidRow(
+                    "fields", f"expected {self._expected()}, the row has {', '.join(map(str, row)) or 'nothing'}"
                 )
-            segments = [(_text(row, key), True)]
+            segments = [(_require_text(row, key), True)]
         kept = [segment for segment in segments if segment[0]]
         if not any(counted for _, counted in kept):
-            raise BadRow("empty", "the document is empty" if not kept else "nothing in it is to be learnt")
+            raise InvalidRow("empty", "the document is empty" if not kept else "nothing in it is to be learnt")
         return kept
 
-    def _wanted(self) -> str:
+    def _expected(self) -> str:
         return self.text_key or "messages, prompt and completion, or text"
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _require_text(row: Mapping[str, Any], key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
-        raise BadRow("fields", f"{key} should be text, got {_shown(value)}")
+        raise InvalidRow("fields", f"{key} should be text, got {_abbreviate(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow("encoding", f"{key} has half of a surrogate pair, which no UTF-8 text can have") from None
+        raise InvalidRow("encoding", f"{key} has half of a surrogate pair, which no UTF-8 text can have") from None
     return value
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _require_messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise BadRow("fields", f"messages should be a list of messages, got {_shown(value)}")
+        raise InvalidRow("fields", f"messages should be a list of messages, got {_abbreviate(value)}")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow("fields", f"each message should have a role and content, got {_shown(message)}")
-        _text({"content": message.get("content", "")}, "content")
+            raise InvalidRow("fields", f"each message should have a role and content, got {_abbreviate(message)}")
+        _require_text({"content": message.get("content", "")}, "content")
     return value
 
 
-def _shown(value: object) -> str:
+def _abbreviate(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

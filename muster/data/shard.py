@@ -24,7 +24,7 @@ class Shard(Frozen):
     counted_crc32: int | None = None
 
 
-class Output:
+class ChecksummedFile:
     """A file that counts and sums what is written to it, and can go back."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -37,12 +37,12 @@ class Output:
         self.length += len(data)
         self.crc32 = crc32(data.data, self.crc32)
 
-    def mark(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Where the file stands, for `back_to`."""
         return self.length, self.crc32
 
-    def back_to(self, mark: tuple[int, int]) -> None:
-        self.length, self.crc32 = mark
+    def truncate_to(self, position: tuple[int, int]) -> None:
+        self.length, self.crc32 = position
         self._file.flush()
         self._file.seek(self.length * self.dtype.itemsize)
         self._file.truncate()
@@ -53,10 +53,10 @@ class Output:
         self._file.close()
 
 
-class Writer(Protocol):
+class DocumentWriter(Protocol):
     """What readers of files give documents to."""
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
         """Documents one after the other: their ids with their ends, the length of each, and whether each token
         counts."""
 
@@ -67,41 +67,41 @@ class Writer(Protocol):
     def extend(self, ids: np.ndarray | list[int]) -> None:
         """Tokens of the document that has begun."""
 
-    def forget_document(self, marks: list[tuple[int, int]]) -> None:
+    def discard_document(self, marks: list[tuple[int, int]]) -> None:
         """Takes back what came since `begin_document`."""
 
 
-class ShardWriter(Writer):
+class ShardWriter(DocumentWriter):
     """Writes tokens-N.bin, starts-N.bin and, once there is a token that doesn't count, counted-N.bin."""
 
     def __init__(self, folder: Path, index: int, dtype: np.dtype) -> None:
         self.folder, self.index = folder, index
-        self._tokens = Output(folder / f"tokens-{index:05d}.bin", dtype)
-        self._starts = Output(starts_path(folder, index), np.dtype("<i8"))
-        self._counted: Output | None = None
+        self._tokens = ChecksummedFile(folder / f"tokens-{index:05d}.bin", dtype)
+        self._starts = ChecksummedFile(starts_path(folder, index), np.dtype("<i8"))
+        self._loss_mask: ChecksummedFile | None = None
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None) -> None:
-        if counted is not None and self._counted is None:
-            self._counted = Output(self.folder / f"counted-{self.index:05d}.bin", np.dtype("u1"))
-            self._counted.write(np.ones(self._tokens.length, np.uint8))
-        if self._counted is not None:
-            self._counted.write(np.ones(len(ids), np.uint8) if counted is None else counted)
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
+        if loss_mask is not None and self._loss_mask is None:
+            self._loss_mask = ChecksummedFile(self.folder / f"counted-{self.index:05d}.bin", np.dtype("u1"))
+            self._loss_mask.write(np.ones(self._tokens.length, np.uint8))
+        if self._loss_mask is not None:
+            self._loss_mask.write(np.ones(len(ids), np.uint8) if loss_mask is None else loss_mask)
         self._starts.write(self._tokens.length + np.cumsum(lengths) - lengths)
         self._tokens.write(ids)
 
     def begin_document(self) -> list[tuple[int, int]]:
-        marks = [output.mark() for output in self._outputs]
+        marks = [output.position() for output in self._outputs]
         self._starts.write([self._tokens.length])
         return marks
 
     def extend(self, ids: np.ndarray | list[int]) -> None:
         self._tokens.write(ids)
-        if self._counted is not None:
-            self._counted.write(np.ones(len(ids), np.uint8))
+        if self._loss_mask is not None:
+            self._loss_mask.write(np.ones(len(ids), np.uint8))
 
-    def forget_document(self, marks: list[tuple[int, int]]) -> None:
+    def discard_document(self, marks: list[tuple[int, int]]) -> None:
         for output, mark in zip(self._outputs, marks, strict=True):
-            output.back_to(mark)
+            output.truncate_to(mark)
 
     def finish(self) -> Shard:
         """Closes the files. Raises OSError."""
@@ -112,13 +112,13 @@ class ShardWriter(Writer):
             num_tokens=self._tokens.length,
             num_documents=self._starts.length,
             crc32=self._tokens.crc32,
-            counted_file=self._counted.path.name if self._counted else None,
-            counted_crc32=self._counted.crc32 if self._counted else None,
+            counted_file=self._loss_mask.path.name if self._loss_mask else None,
+            counted_crc32=self._loss_mask.crc32 if self._loss_mask else None,
         )
 
     @property
-    def _outputs(self) -> list[Output]:
-        return [self._tokens, self._starts, *([self._counted] if self._counted else [])]
+    def _outputs(self) -> list[ChecksummedFile]:
+        return [self._tokens, self._starts, *([self._loss_mask] if self._loss_mask else [])]
 
 
 def starts_path(folder: Path, index: int) -> Path:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from muster.plugins.registry import PluginComponent, component_names, find_component
 from muster.spec.errors import ConfigError
-from muster.spec.parts import Part, find_part, part_names
 from muster.spec.suggest import did_you_mean
 
 PYTHON_STDLIB = "python-stdlib"
-Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron", "plugin"]
-TEXT_SUFFIXES: dict[str, Kind] = {".txt": "text", ".md": "text", ".py": "text"}
-ROW_SUFFIXES: dict[str, Kind] = {
+FileFormat = Literal["text", "jsonl", "parquet", "arrow", "megatron", "plugin"]
+TEXT_SUFFIXES: dict[str, FileFormat] = {".txt": "text", ".md": "text", ".py": "text"}
+ROW_SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
@@ -36,8 +36,8 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
-    kind: Kind = "text"
-    is_checked: bool = True
+    file_format: FileFormat = "text"
+    must_be_utf8: bool = True
     """Whether its text must be UTF-8; the standard library has files that are not, to test Python itself."""
 
 
@@ -49,21 +49,21 @@ def source_files(source: str) -> list[SourceFile]:
     *.idx files, or if it has none of them its *.txt, *.md and *.py files. Of a directory that the library `datasets`
     has saved, those files count that it names, of several splits those of `train`.
     """
-    if (part := find_part("dataset", source)) is not None:
-        return [_registered(part)]
+    if (part := find_component("dataset", source)) is not None:
+        return [_plugin_file(part)]
     if source == PYTHON_STDLIB:
-        stdlib = _scan(Path(sysconfig.get_path("stdlib")), {".py": "text"}, is_checked=False)
+        stdlib = _scan(Path(sysconfig.get_path("stdlib")), {".py": "text"}, must_be_utf8=False)
         files = [file for file in stdlib if os.access(file.path, os.R_OK)]
     elif (path := Path(source)).is_dir():
-        files = _saved_files(path) or _scan(path, ROW_SUFFIXES) or _scan(path, TEXT_SUFFIXES)
+        files = _saved_dataset_files(path) or _scan(path, ROW_SUFFIXES) or _scan(path, TEXT_SUFFIXES)
     elif path.is_file():
-        files = [_source_file(path, path.parent, _kind_of(path))]
+        files = [_source_file(path, path.parent, _format_of(path))]
     elif (index := Path(f"{source}.idx")).is_file():
         files = [_source_file(index, path.parent, "megatron")]
     else:
         raise ConfigError(
             f"data.source: there is no file or directory {source!r}"
-            + (did_you_mean(source, known) if (known := part_names("dataset")) else "")
+            + (did_you_mean(source, known) if (known := component_names("dataset")) else "")
             + f"; give a file, a directory, or {', '.join([PYTHON_STDLIB, *known])}"
         )
     if not files:
@@ -74,9 +74,9 @@ def source_files(source: str) -> list[SourceFile]:
     return full
 
 
-def identity(source: str) -> str:
+def source_digest(source: str) -> str:
     """A hash that changes when the source does, from its place and its files' names, sizes and times of change."""
-    if (part := find_part("dataset", source)) is not None:
+    if (part := find_component("dataset", source)) is not None:
         code = b"" if part.file is None else part.file.read_bytes()
         return hashlib.sha256(source.encode() + b"\n" + code).hexdigest()
     lines = [f"{source} {platform.python_version()}" if source == PYTHON_STDLIB else str(Path(source).resolve())]
@@ -84,48 +84,48 @@ def identity(source: str) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def _registered(part: Part) -> SourceFile:
-    if part.file is None:
-        raise ConfigError(f"data.source: data set {part.name} must be registered in a file, which plugins names")
-    return SourceFile(part.name, part.file, part.file.stat().st_size, part.file.stat().st_mtime_ns, "plugin")
+def _plugin_file(plugin: PluginComponent) -> SourceFile:
+    if plugin.file is None:
+        raise ConfigError(f"data.source: data set {plugin.name} must be registered in a file, which plugins names")
+    return SourceFile(plugin.name, plugin.file, plugin.file.stat().st_size, plugin.file.stat().st_mtime_ns, "plugin")
 
 
-def refuse(error: OSError) -> None:
+def raise_unreadable(error: OSError) -> None:
     """Raises ConfigError for a file that can't be read."""
     raise ConfigError(f"data.source: {error.filename} can't be read: {error.strerror}") from error
 
 
-def _kind_of(path: Path) -> Kind:
+def _format_of(path: Path) -> FileFormat:
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
     return SUFFIXES.get(path.suffix, "text")
 
 
-def _scan(root: Path, suffixes: dict[str, Kind], is_checked: bool = True) -> list[SourceFile]:
+def _scan(root: Path, suffixes: dict[str, FileFormat], must_be_utf8: bool = True) -> list[SourceFile]:
     found = []
-    for folder, folders, names in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_STDLIB]
         for name in names:
             path = Path(folder, name)
             if path.suffix in suffixes and not name.startswith(".") and path.is_file():
-                found.append(_source_file(path, root, suffixes[path.suffix], is_checked))
+                found.append(_source_file(path, root, suffixes[path.suffix], must_be_utf8))
     return sorted(found, key=lambda file: file.name)
 
 
-def _source_file(path: Path, root: Path, kind: Kind, is_checked: bool = True) -> SourceFile:
-    if kind == "megatron":
+def _source_file(path: Path, root: Path, file_format: FileFormat, must_be_utf8: bool = True) -> SourceFile:
+    if file_format == "megatron":
         path = path.with_suffix(".idx")
     status = path.stat()
     size = status.st_size
-    if kind == "megatron":
+    if file_format == "megatron":
         numbers = path.with_suffix(".bin")
         if not numbers.is_file():
             raise ConfigError(f"data.source: {path} has no {numbers.name} beside it, where its tokens should be")
         size = numbers.stat().st_size
-    return SourceFile(path.relative_to(root).as_posix(), path, size, status.st_mtime_ns, kind, is_checked)
+    return SourceFile(path.relative_to(root).as_posix(), path, size, status.st_mtime_ns, file_format, must_be_utf8)
 
 
-def _saved_files(folder: Path) -> list[SourceFile]:
+def _saved_dataset_files(folder: Path) -> list[SourceFile]:
     """The Arrow files of a directory made by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; none if it is no
     such directory. Files of its cache lie beside them and don't count."""
     if (splits := folder / "dataset_dict.json").is_file():

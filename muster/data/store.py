@@ -21,11 +21,11 @@ from muster.spec.checksum import crc32
 from muster.spec.errors import ConfigError
 
 VERSION = 2
-HEADER = "store.json"
-_REBUILD = "delete the store's directory, and the next run builds it again"
+HEADER_FILE = "store.json"
+_REBUILD_HINT = "delete the store's directory, and the next run builds it again"
 
 
-class Header(Frozen):
+class StoreHeader(Frozen):
     """What `store.json` says."""
 
     version: int = VERSION
@@ -54,10 +54,10 @@ class TokenStore:
     """An open store; its arrays are read-only and lie in the page cache, not in this process's own memory."""
 
     directory: Path
-    header: Header
+    header: StoreHeader
     shards: tuple[np.ndarray, ...]
     """Ids of each shard."""
-    counted: tuple[np.ndarray | None, ...]
+    loss_masks: tuple[np.ndarray | None, ...]
     """Of each shard, 1 for each token that is to be learnt, uint8; None where all are."""
     document_starts: np.ndarray
     """Index of each document's first token, int64 [num_documents]."""
@@ -67,7 +67,7 @@ class TokenStore:
         """Differs between stores with different tokens."""
         header = self.header
         sums = [(shard.crc32, shard.counted_crc32) for shard in header.shards]
-        total = sums[0][0] if len(sums) == 1 and self.counts_all else crc32(json.dumps(sums).encode())
+        total = sums[0][0] if len(sums) == 1 and self.has_full_loss else crc32(json.dumps(sums).encode())
         return f"{header.tokenizer}-{header.num_tokens}-{total:08x}"
 
     @property
@@ -76,27 +76,27 @@ class TokenStore:
         return self.shards[0] if len(self.shards) == 1 else np.concatenate(self.shards)
 
     @property
-    def counts_all(self) -> bool:
+    def has_full_loss(self) -> bool:
         """Whether every token is to be learnt."""
-        return all(shard is None for shard in self.counted)
+        return all(shard is None for shard in self.loss_masks)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens `start` … `stop − 1`."""
         if len(self.shards) == 1:
             return self.shards[0][start:stop]
-        parts = [self.shards[shard][span] for shard, span in self._spans(start, stop)]
+        parts = [self.shards[shard][span] for shard, span in self._locate(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.header.numpy_dtype), *parts])
 
-    def read_counted(self, start: int, stop: int) -> np.ndarray | None:
+    def read_loss_mask(self, start: int, stop: int) -> np.ndarray | None:
         """Which of these tokens are to be learnt, uint8; None: all."""
-        parts = [(self.counted[shard], span) for shard, span in self._spans(start, stop)]
+        parts = [(self.loss_masks[shard], span) for shard, span in self._locate(start, stop)]
         if all(counted is None for counted, _ in parts):
             return None
         return np.concatenate([np.ones(s.stop - s.start, np.uint8) if c is None else c[s] for c, s in parts])
 
-    def _spans(self, start: int, stop: int) -> list[tuple[int, slice]]:
+    def _locate(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """The parts of the shards that a range of tokens is."""
-        bounds = self._bounds
+        bounds = self._shard_bounds
         spans = []
         for shard in range(int(np.searchsorted(bounds, start, side="right")) - 1, len(self.shards)):
             low, high = int(bounds[shard]), int(bounds[shard + 1])
@@ -106,7 +106,7 @@ class TokenStore:
         return spans
 
     @cached_property
-    def _bounds(self) -> np.ndarray:
+    def _shard_bounds(self) -> np.ndarray:
         """Index of each shard's first token, and the number of all."""
         return np.cumsum([0, *(len(shard) for shard in self.shards)])
 
@@ -120,27 +120,27 @@ class TokenStore:
                 f"the token store {directory} was made with tokenizer {header.tokenizer}, this run has"
                 f" {tokenizer.fingerprint}; use the same tokenizer or another data.cache"
             )
-        shards = tuple(_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
+        shards = tuple(_memory_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
         counted = tuple(
-            _map(directory / one.counted_file, np.dtype("u1"), one.num_tokens) if one.counted_file else None
+            _memory_map(directory / one.counted_file, np.dtype("u1"), one.num_tokens) if one.counted_file else None
             for one in header.shards
         )
-        starts = _map(directory / "documents.bin", np.dtype("<i8"), header.num_documents)
+        starts = _memory_map(directory / "documents.bin", np.dtype("<i8"), header.num_documents)
         return TokenStore(directory, header, shards, counted, starts)
 
     def verify(self) -> None:
         """Reads everything once. Raises ConfigError where a byte is not what was written."""
         parts: list[tuple[str, np.ndarray, int]] = []
-        for shard, tokens, counted in zip(self.header.shards, self.shards, self.counted, strict=True):
+        for shard, tokens, counted in zip(self.header.shards, self.shards, self.loss_masks, strict=True):
             parts.append((shard.file, tokens, shard.crc32))
             if counted is not None and shard.counted_file and shard.counted_crc32 is not None:
                 parts.append((shard.counted_file, counted, shard.counted_crc32))
         parts.append(("documents.bin", self.document_starts, self.header.documents_crc32))
         for name, array, written in parts:
             if crc32(array.data) != written:
-                raise ConfigError(f"{self.directory / name} is damaged (its checksum is wrong); {_REBUILD}")
+                raise ConfigError(f"{self.directory / name} is damaged (its checksum is wrong); {_REBUILD_HINT}")
 
-    def require_ids(self, num_ids: int) -> None:
+    def check_ids(self, num_ids: int) -> None:
         """Reads every token. Raises ConfigError at the first whose id is not below `num_ids`."""
         begin = 0
         for shard, tokens in zip(self.header.shards, self.shards, strict=True):
@@ -158,14 +158,14 @@ class TokenStore:
 
 def is_store(path: Path) -> bool:
     """Whether there is a token store at the path."""
-    return (path / HEADER).is_file()
+    return (path / HEADER_FILE).is_file()
 
 
-def read_header(directory: Path) -> Header:
+def read_header(directory: Path) -> StoreHeader:
     """Raises ConfigError where there is no store, it is damaged, or of a later schema."""
-    path = directory / HEADER
+    path = directory / HEADER_FILE
     if not path.is_file():
-        raise ConfigError(f"{directory} is no token store, for store.json is missing; {_REBUILD}")
+        raise ConfigError(f"{directory} is no token store, for store.json is missing; {_REBUILD_HINT}")
     try:
         data = json.loads(path.read_bytes())
         version = int(data["version"])
@@ -174,12 +174,12 @@ def read_header(directory: Path) -> Header:
                 f"the token store {directory} has schema {version}, this Muster reads schemas up to {VERSION};"
                 " use a later Muster or another data.cache"
             )
-        return Header.model_validate(_of_version_1(data) if version == 1 else data)
+        return StoreHeader.model_validate(_migrate_version_1(data) if version == 1 else data)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is damaged; {_REBUILD}") from error
+        raise ConfigError(f"{path} is damaged; {_REBUILD_HINT}") from error
 
 
-def _of_version_1(data: dict[str, Any]) -> dict[str, Any]:
+def _migrate_version_1(data: dict[str, Any]) -> dict[str, Any]:
     """A header of schema 1, whose stores are one shard, as one of today."""
     data = dict(data)
     shard = Shard(
@@ -191,8 +191,8 @@ def _of_version_1(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"version": VERSION, "shards": [shard]}
 
 
-def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+def _memory_map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     expected, found = length * dtype.itemsize, path.stat().st_size if path.is_file() else 0
     if found != expected:
-        raise ConfigError(f"{path} has {found:,} bytes where store.json says {expected:,}; {_REBUILD}")
+        raise ConfigError(f"{path} has {found:,} bytes where store.json says {expected:,}; {_REBUILD_HINT}")
     return np.memmap(path, dtype, "r", shape=(length,)).view(np.ndarray)

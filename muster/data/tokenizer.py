@@ -13,7 +13,7 @@ from muster.data.chat import ChatTemplate, read_template
 from muster.spec.errors import ConfigError, MusterError
 
 BYTES = "bytes"
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """What ends a document where tokenizer_config.json doesn't say it, the first that there is."""
 
 
@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
     """What the rest of Muster asks of a tokenizer."""
 
     vocab_size: int
-    end: int
+    eos_id: int
     """The id that ends each document."""
     fingerprint: str
     """Differs between tokenizers that give different ids: kept in token stores and checkpoints."""
-    template: ChatTemplate
+    chat_template: ChatTemplate
     """Of dialogues."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
@@ -45,9 +45,9 @@ class ByteTokenizer:
     """Each byte is its own id; 256 ends a document."""
 
     vocab_size: int = 257
-    end: int = 256
+    eos_id: int = 256
     fingerprint: str = "bytes-" + hashlib.sha256(b"muster: bytes 0-255, end of document 256").hexdigest()[:12]
-    template: ChatTemplate = ChatTemplate()
+    chat_template: ChatTemplate = ChatTemplate()
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """The UTF-8 bytes of `text` as uint16, without the end of the document."""
@@ -69,46 +69,46 @@ class JsonTokenizer:
     Special tokens that stand in a text are read as such; none is added. Raises ConfigError, MusterError.
     """
 
-    def __init__(self, path: Path, end_token: str | None = None) -> None:
+    def __init__(self, path: Path, eos_token: str | None = None) -> None:
         tokenizers = _import("tokenizers", "hf")
-        self.path, self._end_token = path, end_token
+        self.path, self._eos_token = path, eos_token
         try:
             text = path.read_text(encoding="utf-8")
-            self._own: Any = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more special
             raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json that can be read ({error})") from error
-        self._own.no_truncation()
-        self._own.no_padding()
-        words = self._own.get_vocab(with_added_tokens=True)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        words = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(words.values()) + 1
-        config = _config_beside(path)
-        self.end: int = words[self._end_name(words, config, end_token)]
-        self.fingerprint: str = f"json-{_digest(text.encode(), self.end)}"
-        self.template: ChatTemplate = _template_beside(path, config)
+        config = _read_tokenizer_config(path)
+        self.eos_id: int = words[self._find_eos(words, config, eos_token)]
+        self.fingerprint: str = f"json-{_digest(text.encode(), self.eos_id)}"
+        self.chat_template: ChatTemplate = _find_chat_template(path, config)
 
     def encode(self, text: bytes | str) -> np.ndarray:
         return self.encode_batch([text if isinstance(text, str) else text.decode(errors="replace")])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [one.ids for one in self._own.encode_batch_fast(list(texts), add_special_tokens=False)]
+        ids = [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
 
     def decode(self, ids: Iterable[int]) -> str:
         """Special tokens are left out."""
-        return self._own.decode([int(i) for i in ids])
+        return self._tokenizer.decode([int(i) for i in ids])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, (self.path, self._end_token)
+        return JsonTokenizer, (self.path, self._eos_token)
 
-    def _end_name(self, words: dict[str, int], config: dict[str, Any], wanted: str | None) -> str:
+    def _find_eos(self, vocabulary: dict[str, int], config: dict[str, Any], wanted: str | None) -> str:
         named = config.get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
-        found = next((name for name in (wanted, named, *END_NAMES) if name in words), None)
-        if found is None or (wanted is not None and wanted not in words):
+        found = next((name for name in (wanted, named, *EOS_NAMES) if name in vocabulary), None)
+        if found is None or (wanted is not None and wanted not in vocabulary):
             raise ConfigError(
                 f"data.end_token: {self.path} has no token {wanted!r}; name one that ends a document, such as"
-                f" {sorted(words, key=lambda word: words[word])[-1]!r}"
+                f" {sorted(vocabulary, key=lambda word: vocabulary[word])[-1]!r}"
                 if wanted is not None
                 else f"data.tokenizer: {self.path} doesn't say which token ends a document; name it as data.end_token"
             )
@@ -118,42 +118,42 @@ class JsonTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece model; documents end with its </s>. Raises ConfigError, MusterError."""
 
-    def __init__(self, path: Path, end_token: str | None = None) -> None:
+    def __init__(self, path: Path, eos_token: str | None = None) -> None:
         sentencepiece = _import("sentencepiece", "data")
-        self.path, self._end_token = path, end_token
+        self.path, self._eos_token = path, eos_token
         try:
             data = path.read_bytes()
-            self._own: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"data.tokenizer: {path} is no SentencePiece model that can be read") from error
-        self.vocab_size: int = self._own.vocab_size()
-        self.end: int = self._own.eos_id() if end_token is None else self._own.piece_to_id(end_token)
-        if self.end < 0 or (end_token is not None and self.end == self._own.unk_id()):
-            raise ConfigError(f"data.end_token: {path} has no piece {end_token or '</s>'!r} to end documents with")
-        self.fingerprint: str = f"spm-{_digest(data, self.end)}"
-        self.template: ChatTemplate = _template_beside(path, _config_beside(path))
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eos_id: int = self._processor.eos_id() if eos_token is None else self._processor.piece_to_id(eos_token)
+        if self.eos_id < 0 or (eos_token is not None and self.eos_id == self._processor.unk_id()):
+            raise ConfigError(f"data.end_token: {path} has no piece {eos_token or '</s>'!r} to end documents with")
+        self.fingerprint: str = f"spm-{_digest(data, self.eos_id)}"
+        self.chat_template: ChatTemplate = _find_chat_template(path, _read_tokenizer_config(path))
 
     def encode(self, text: bytes | str) -> np.ndarray:
         return self.encode_batch([text if isinstance(text, str) else text.decode(errors="replace")])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._own.encode(list(texts), out_type=int)
+        ids = self._processor.encode(list(texts), out_type=int)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._own.decode([int(i) for i in ids])
+        return self._processor.decode([int(i) for i in ids])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SentencePieceTokenizer, (self.path, self._end_token)
+        return SentencePieceTokenizer, (self.path, self._eos_token)
 
 
-def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json or a directory with one, or a SentencePiece
     model (*.model). Raises ConfigError where there is none, MusterError where a library is missing."""
     if name == BYTES:
-        if end_token is not None:
-            raise ConfigError(f"data.end_token {end_token!r} is for tokenizers with words; bytes end with 256")
+        if eos_token is not None:
+            raise ConfigError(f"data.end_token {eos_token!r} is for tokenizers with words; bytes end with 256")
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
@@ -167,8 +167,8 @@ def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
             " SentencePiece model"
         )
     if path.suffix == ".model":
-        return SentencePieceTokenizer(path, end_token)
-    return JsonTokenizer(path, end_token)
+        return SentencePieceTokenizer(path, eos_token)
+    return JsonTokenizer(path, eos_token)
 
 
 def _import(module: str, extra: str) -> Any:
@@ -186,7 +186,7 @@ def _digest(data: bytes, end: int) -> str:
     return hashlib.sha256(data + f"\0{end}".encode()).hexdigest()[:12]
 
 
-def _config_beside(path: Path) -> dict[str, Any]:
+def _read_tokenizer_config(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path.parent / "tokenizer_config.json").read_bytes())
         return content if isinstance(content, dict) else {}
@@ -194,7 +194,7 @@ def _config_beside(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _template_beside(path: Path, config: dict[str, Any]) -> ChatTemplate:
+def _find_chat_template(path: Path, config: dict[str, Any]) -> ChatTemplate:
     """The chat template of a tokenizer's directory: chat_template.jinja, or that of its configuration."""
     special = {}
     for key, value in config.items():

@@ -11,30 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.model.documents import Documents, attend_each
-from muster.model.kernels import activate, gated, rms_norm, rotate
-from muster.model.own import make_own_layer
-from muster.model.positions import Positions
+from muster.model.documents import Documents, per_document_attention
+from muster.model.kernels import activate, apply_rotary, gated_activation, rms_norm
+from muster.model.plugin_layer import make_plugin_layer
+from muster.model.positions import PositionState
 from muster.spec.model import ModelSpec
-from muster.spec.own_model import own_model
+from muster.spec.plugin_model import plugin_model
 
 
-def spread(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+def project_in(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """What several linear layers make of one hidden state."""
     return tuple(linear(x_BSD) for linear in linears)
 
 
-def join(x: Tensor, linear: nn.Linear) -> Tensor:
+def project_out(x: Tensor, linear: nn.Linear) -> Tensor:
     """What a linear layer adds to the hidden state."""
     return linear(x)
 
 
-def pass_on(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any) -> Any:
+def recomputable(
+    make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any
+) -> Any:
     """What `consume` makes of what `make` makes of the inputs."""
     return consume(make(*inputs), *args)
 
 
-def attend(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_SS: Tensor | None, window: int | None) -> Tensor:
+def core_attention(
+    q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_SS: Tensor | None, window: int | None
+) -> Tensor:
     """What each query head makes of the values at its position and those before it, as far as `window` reaches:
     (B, H, S, d). The mask says the same; None where the window reaches everywhere."""
     grouped, causal = q_BHSd.shape[1] != k_BKSd.shape[1], mask_SS is None
@@ -84,8 +88,8 @@ class Attention(nn.Module):
     linear layers that is made quickly from what is kept anyway; selective recompute puts its own there.
     """
 
-    spread, join = staticmethod(spread), staticmethod(join)
-    attend, pass_on = staticmethod(attend), staticmethod(pass_on)
+    project_in, project_out = staticmethod(project_in), staticmethod(project_out)
+    core_attention, recomputable = staticmethod(core_attention), staticmethod(recomputable)
 
     def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
         super().__init__()
@@ -109,37 +113,41 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) without a window,
         `documents` where each sequence is one."""
-        qkv = self.pass_on(norm, (x_BSD,), self.spread, self.q, self.k, self.v)
+        qkv = self.recomputable(norm, (x_BSD,), self.project_in, self.q, self.k, self.v)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # The attention kernels take strided heads as they lie: a copy to (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         if documents is None:
-            out_BHSd = self.attend(*qkv_BHSd, mask, self.window)
+            out_BHSd = self.core_attention(*qkv_BHSd, mask, self.window)
         else:
-            out_BHSd = attend_each(self.attend, documents, qkv_BHSd, mask, self.window)
-        return self.join(out_BHSd.transpose(1, 2).flatten(2), self.o)
+            out_BHSd = per_document_attention(self.core_attention, documents, qkv_BHSd, mask, self.window)
+        return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o)
 
 
 class Mlp(nn.Module):
     """activation(gate) · up, or activation(up), through `down`; `spread`, `join` and `pass_on` as in `Attention`."""
 
-    spread, join, pass_on = staticmethod(spread), staticmethod(join), staticmethod(pass_on)
+    project_in, project_out, recomputable = (
+        staticmethod(project_in),
+        staticmethod(project_out),
+        staticmethod(recomputable),
+    )
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self._activate = partial(gated if spec.gated else activate, kind=spec.activation)
+        self._activate = partial(gated_activation if spec.gated else activate, kind=spec.activation)
 
     def forward(self, x_BSD: Tensor, norm: nn.Module) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        inner = self.pass_on(norm, (x_BSD,), self.spread, *linears)
-        return self.pass_on(self._activate, inner, self.join, self.down)
+        inner = self.recomputable(norm, (x_BSD,), self.project_in, *linears)
+        return self.recomputable(self._activate, inner, self.project_out, self.down)
 
 
 class Layer(nn.Module):
@@ -148,7 +156,7 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
-        self.attn = Attention(spec, spec.window(layer))
+        self.attn = Attention(spec, spec.attention_window(layer))
         self.mlp_norm = make_norm(spec)
         self.mlp = Mlp(spec)
 
@@ -175,23 +183,23 @@ class Decoder(nn.Module):
     are how tokens and weight (V, D) give hidden states, and hidden states and weight (V, D) logits.
     """
 
-    look_up, project = staticmethod(F.embedding), staticmethod(F.linear)
+    embed_tokens, project_logits = staticmethod(F.embedding), staticmethod(F.linear)
 
-    def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, words: bool = True) -> None:
+    def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, has_vocab: bool = True) -> None:
         super().__init__()
-        self.first, self.words = first and words, words
-        self.where = Positions(spec)
+        self.first, self.has_vocab = first and has_vocab, has_vocab
+        self.position_state = PositionState(spec)
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
-        own = own_model(spec)
-        make = Layer if own is None else partial(make_own_layer, own)
+        own = plugin_model(spec)
+        make = Layer if own is None else partial(make_plugin_layer, own)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
-        self.has_own_layers = own is not None
+        self.has_plugin_layers = own is not None
         """Whether they are a plugin's, of which nothing is known but what `Layer.forward` takes and gives."""
         self.norm = make_norm(spec) if last else None
         self.head = None
-        if not words:
+        if not has_vocab:
             return
         if last and not spec.tied_embeddings:
             self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
@@ -209,26 +217,26 @@ class Decoder(nn.Module):
         return self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
 
     def _through_layers(self, x: Tensor) -> Tensor:
-        x_BSD = self.look_up(x, self.embed.weight) if self.first and self.embed is not None else x
+        x_BSD = self.embed_tokens(x, self.embed.weight) if self.first and self.embed is not None else x
         if self.positions is not None:
-            x_BSD = x_BSD + self.where.rows(self.positions.weight, x_BSD)
-        cos, sin = self.where.tables(x_BSD)
+            x_BSD = x_BSD + self.position_state.learned_rows(self.positions.weight, x_BSD)
+        cos, sin = self.position_state.rotary_cos_sin(x_BSD)
         for layer in self.blocks():
             window = getattr(getattr(layer, "attn", None), "window", None)
-            x_BSD = layer(x_BSD, cos, sin, self.where.mask(window, x_BSD), self.where.documents)
+            x_BSD = layer(x_BSD, cos, sin, self.position_state.mask(window, x_BSD), self.position_state.documents)
         return x_BSD
 
     def _logits(self, x_BSD: Tensor) -> Tensor:
-        if not self.words:
+        if not self.has_vocab:
             return x_BSD
         head = self.head or self.embed
         assert head is not None, "a last stage has a head or an embedding"
-        return self.project(x_BSD, head.weight)
+        return self.project_logits(x_BSD, head.weight)
 
-    def kept_anyway(self) -> Iterator[Tensor]:
+    def resident_tensors(self) -> Iterator[Tensor]:
         """What autograd may keep for a backward without costing memory: parameters, and constants of all layers."""
         yield from self.parameters()
-        yield from self.where.shared()
+        yield from self.position_state.shared_constants()
 
     def blocks(self) -> list[Layer]:
         """The decoder layers in order: the unit of sharding, recompute and compilation."""

@@ -17,7 +17,7 @@ class Documents:
     """Of all documents, sequence after sequence; those of a sequence add up to S."""
 
     @staticmethod
-    def of(positions_BS: Tensor, device: torch.device) -> "Documents | None":
+    def from_positions(positions_BS: Tensor, device: torch.device) -> "Documents | None":
         """From positions in host memory, where each document begins with 0; None where each sequence is one
         document."""
         begins = torch.nn.functional.pad((positions_BS == 0).flatten(), (0, 1), value=True).nonzero().flatten()
@@ -27,8 +27,8 @@ class Documents:
         return Documents(positions_BS.to(device), lengths)
 
 
-def attend_each(
-    attend: Callable[..., Tensor],
+def per_document_attention(
+    attention: Callable[..., Tensor],
     documents: Documents,
     qkv_BHSd: tuple[Tensor, ...],
     mask_SS: Tensor | None,
@@ -47,6 +47,6 @@ def attend_each(
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in each)
         size = q.shape[2]
         hidden = mask_SS is not None and window is not None and size > window
-        out = attend(q, k, v, mask_SS[:size, :size] if hidden and mask_SS is not None else None, window)
+        out = attention(q, k, v, mask_SS[:size, :size] if hidden and mask_SS is not None else None, window)
         outs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outs).unflatten(0, (batch, length)).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Small functions with a derivative written by hand, where what PyTorch composes moves several times the memory.
 
 Eager training on a CPU is bound by memory traffic outside the matrix products. Each function here names what it saves
-for its backward, which is what `muster.cost.memory` counts. None can be differentiated twice.
+for its backward, which is what `muster.cost.precision_bytes` counts. None can be differentiated twice.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muster.spec.model_parts import Activation
+from muster.spec.model_components import Activation
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums, angles and the loss are computed for tensors of `dtype`: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -27,7 +27,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_wide = x.to(wide(x.dtype))
+        x_wide = x.to(accumulation_dtype(x.dtype))
         r = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
         return (x_wide * r).mul_(weight).to(x.dtype)
@@ -79,7 +79,7 @@ def _activate_backward(grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-class _Gated(torch.autograd.Function):
+class _GatedActivation(torch.autograd.Function):
     """Saves gate and up; the activation is computed again in the backward, which costs less than keeping it does."""
 
     @staticmethod
@@ -95,16 +95,16 @@ class _Gated(torch.autograd.Function):
         return _activate_backward(grads[0] * up, gate, ctx.kind), grad_up, None
 
 
-def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     """activation(gate) · up (arXiv:2002.05202)."""
-    return _Gated.apply(gate, up, kind)  # type: ignore[return-value]
+    return _GatedActivation.apply(gate, up, kind)  # type: ignore[return-value]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rotation of pairs
 
 
-class _Rotate(torch.autograd.Function):
+class _ApplyRotary(torch.autograd.Function):
     """Three passes over memory each way, where the written-out formula takes five and its derivative seven.
 
     Saves nothing: the tables are constants that all layers share, so they hang on the context.
@@ -113,15 +113,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
         ctx.cos, ctx.sin = cos_S1D, sin_S1D
-        return _turn(x_BSHD, cos_S1D, sin_S1D, 1.0)
+        return _rotate_pairs(x_BSHD, cos_S1D, sin_S1D, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # The transpose of a rotation is the rotation by minus the angle.
-        return _turn(grads[0], ctx.cos, ctx.sin, -1.0), None, None
+        return _rotate_pairs(grads[0], ctx.cos, ctx.sin, -1.0), None, None
 
 
-def _turn(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float) -> Tensor:
+def _rotate_pairs(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float) -> Tensor:
     half = x_BSHD.shape[-1] // 2
     y_BSHD = x_BSHD * cos_S1D
     y_BSHD[..., :half].addcmul_(x_BSHD[..., half:], sin_S1D[..., half:], value=-sign)
@@ -129,9 +129,9 @@ def _turn(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float) -> Tens
     return y_BSHD
 
 
-def rotate(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
+def apply_rotary(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
     """Number i of each head's first half turned with number i of its second half by the angle of the tables.
 
     This pairing is that of Hugging Face's Llama weights; Meta's own pairs neighbours.
     """
-    return _Rotate.apply(x_BSHD, cos_S1D, sin_S1D)  # type: ignore[return-value]
+    return _ApplyRotary.apply(x_BSHD, cos_S1D, sin_S1D)  # type: ignore[return-value]

@@ -8,28 +8,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muster.cost.own_memory import CPU_LOSS_NUMBERS, GPU_LOSS_NUMBERS
-from muster.model.kernels import wide
+from muster.cost.memory.native_memory import CPU_LOSS_CHUNK_LOGITS, GPU_LOSS_CHUNK_LOGITS
+from muster.model.kernels import accumulation_dtype
+from muster.plugins.loader import error_location
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.plugins import where_in
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of a position that does not count."""
 
-_CHUNK_NUMBERS = {"cpu": CPU_LOSS_NUMBERS}
-_CHUNK_NUMBERS_ELSEWHERE = GPU_LOSS_NUMBERS
+_CHUNK_ELEMENTS = {"cpu": CPU_LOSS_CHUNK_LOGITS}
+_DEFAULT_CHUNK_ELEMENTS = GPU_LOSS_CHUNK_LOGITS
 """Logits that are worked on at once: what stays in a core's cache, and elsewhere enough to fill a device."""
 
 
 @contextmanager
 def large_chunks() -> Iterator[None]:
     """Losses within work on as many logits at once as on a GPU, wherever they run."""
-    own = _CHUNK_NUMBERS.copy()
-    _CHUNK_NUMBERS.clear()
+    own = _CHUNK_ELEMENTS.copy()
+    _CHUNK_ELEMENTS.clear()
     try:
         yield
     finally:
-        _CHUNK_NUMBERS.update(own)
+        _CHUNK_ELEMENTS.update(own)
 
 
 class LossSums(NamedTuple):
@@ -53,12 +53,12 @@ class _LossSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, z_coefficient: float) -> LossSums:
-        dtype, device = wide(logits_NV.dtype), logits_NV.device
-        counts_N1 = (labels_N != IGNORED).to(dtype).unsqueeze(1)
+        dtype, device = accumulation_dtype(logits_NV.dtype), logits_NV.device
+        counts_N1 = (labels_N != IGNORE_INDEX).to(dtype).unsqueeze(1)
         target_N1 = labels_N.clamp(min=0).unsqueeze(1)
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         loss, z_loss = (torch.zeros((), dtype=dtype, device=device) for _ in range(2))
-        rows = max(1, _CHUNK_NUMBERS.get(device.type, _CHUNK_NUMBERS_ELSEWHERE) // logits_NV.shape[1])
+        rows = max(1, _CHUNK_ELEMENTS.get(device.type, _DEFAULT_CHUNK_ELEMENTS) // logits_NV.shape[1])
         for start in range(0, len(logits_NV), rows):
             part = slice(start, start + rows)
             log_p_RV = torch.log_softmax(logits_NV[part], dim=-1, dtype=dtype)
@@ -84,9 +84,9 @@ class _LossSums(torch.autograd.Function):
         return grad_NV.mul_(grads[0]), None, None
 
 
-def loss_sums(logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float = 0.0) -> LossSums:
+def loss_sums(logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0) -> LossSums:
     """The cross-entropy and the z-loss of the logits, each summed over the labels other than −100."""
-    return LossSums(*_LossSums.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(), z_coefficient))  # type: ignore[misc]
+    return LossSums(*_LossSums.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(), z_loss_coefficient))  # type: ignore[misc]
 
 
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return loss_sums(logits_BSV, labels_BS).total
 
 
-def own_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
+def plugin_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
     """What a plugin's loss says of all logits at once; it is reported in the place of the cross-entropy.
 
     Raises ConfigError, with file and line, where it fails, and where it isn't one number that can be differentiated.
@@ -105,7 +105,7 @@ def own_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, 
         raise
     except Exception as error:
         code = getattr(loss, "__code__", None)
-        where = where_in(Path(code.co_filename), error) if code is not None else repr(loss)
+        where = error_location(Path(code.co_filename), error) if code is not None else repr(loss)
         raise ConfigError(f"train.loss: {where}: {type(error).__name__}: {error}") from error
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from muster.model.documents import Documents
-from muster.model.kernels import wide
+from muster.model.kernels import accumulation_dtype
 from muster.spec.model import ModelSpec
-from muster.spec.model_parts import RopeScaling
+from muster.spec.model_components import RopeScaling
 
 
 def rotary_tables(
@@ -24,17 +24,17 @@ def rotary_tables(
     Pair i at position t is turned by t · theta^(−2i / head_dim) (RoFormer, arXiv:2104.09864 §3.2.2), or by what
     `scaling` makes of it, computed in float32 at least.
     """
-    exponents_P = torch.arange(0, head_dim, 2, dtype=wide(dtype), device=device) / head_dim
-    positions_S = torch.arange(seq_len, dtype=wide(dtype), device=device)
+    exponents_P = torch.arange(0, head_dim, 2, dtype=accumulation_dtype(dtype), device=device) / head_dim
+    positions_S = torch.arange(seq_len, dtype=accumulation_dtype(dtype), device=device)
     per_position_P, factor = theta**-exponents_P, 1.0
     if scaling is not None:
-        per_position_P, factor = scaled(per_position_P, theta, scaling), scaling.turn_factor
+        per_position_P, factor = scaled_frequencies(per_position_P, theta, scaling), scaling.attention_scaling
     angles_SP = torch.outer(positions_S, per_position_P)
     angles_S1D = torch.cat((angles_SP, angles_SP), dim=-1).unsqueeze(1)
     return (angles_S1D.cos() * factor).to(dtype), (angles_S1D.sin() * factor).to(dtype)
 
 
-def scaled(angle_P: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def scaled_frequencies(angle_P: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """The angle per position of each pair, as `scaling` changes it; sources in `RopeScaling`."""
     if scaling.kind == "linear":
         return angle_P / scaling.factor
@@ -71,7 +71,7 @@ def window_mask(seq_len: int, window: int, dtype: torch.dtype, device: torch.dev
     return torch.zeros(seq_len, seq_len, dtype=dtype, device=device).masked_fill_(~seen_SS, -math.inf)
 
 
-class Positions:
+class PositionState:
     """Where a decoder's hidden states stand in their sequences, and the constants that all its layers share.
 
     The constants are made at their first use, and again when a longer sequence, another dtype or another device comes.
@@ -82,31 +82,31 @@ class Positions:
         self._spec = spec
         self.seq_len: int | None = None
         """Positions of a sequence, where hidden states hold a part of it only."""
-        self.part = 0
+        self.sequence_shard = 0
         """Which of the equal parts it is."""
-        self.first = 0
+        self.offset = 0
         """The position of the sequence's first hidden state."""
         self.starts_B: Tensor | None = None
         """Where each sequence's position 0 lies, where that is not the first."""
         self.documents: Documents | None = None
         """What the sequences of the next pass are made up of, where that is not one document each."""
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._masks: dict[int, Tensor] = {}
 
-    def tables(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def rotary_cos_sin(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """cos and sin for all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim), or
         (B, S, 1, head_dim) for sequences of several documents; None where the model has no rotary positions."""
         if self._spec.position != "rope":
             return None, None
-        end, kind = self.first + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
-        tables = self._tables
+        end, kind = self.offset + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
+        tables = self._cos_sin
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
-            size = end if self.first == 0 else 2 * end  # a text that grows would need a new table for each token
+            size = end if self.offset == 0 else 2 * end  # a text that grows would need a new table for each token
             spec = self._spec
-            self._tables = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
+            self._cos_sin = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
         if self.documents is not None:
             return tables[0][self.documents.positions_BS], tables[1][self.documents.positions_BS]
-        return tables[0][self.first : end], tables[1][self.first : end]
+        return tables[0][self.offset : end], tables[1][self.offset : end]
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
         """The `window_mask` of whole sequences; None where it would hide nothing."""
@@ -118,10 +118,10 @@ class Positions:
             self._masks[window] = mask = window_mask(length, window, *kind)
         return mask if len(mask) == length else mask[:length, :length]
 
-    def rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
+    def learned_rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
         """Of a table with a vector for each position, those of the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]
-        begin = self.first + self.part * count
+        begin = self.offset + self.sequence_shard * count
         if self.documents is not None:
             return weight_PD[self.documents.positions_BS[:, begin : begin + count]]
         if self.starts_B is None:
@@ -129,7 +129,7 @@ class Positions:
         at_S = torch.arange(begin, begin + count, device=x_BSD.device)
         return weight_PD[(at_S - self.starts_B.unsqueeze(1)).clamp(min=0)]
 
-    def shared(self) -> list[Tensor]:
+    def shared_constants(self) -> list[Tensor]:
         """The constants that autograd keeps for a backward, and that no micro-batch has to itself."""
         return list(self._masks.values())
 

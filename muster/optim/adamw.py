@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import ADAMW_STATE
 from muster.optim.base import Optimizer, has_decay
-from muster.spec.optim import OptimConfig
-from muster.spec.optim_state import ADAMW_STATE
 
 
 class AdamW(Optimizer):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from muster.spec.optim import OptimConfig
-from muster.spec.optim_state import no_decay, state_names
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import optimizer_state_names, skips_weight_decay
 
 
 class Optimizer(ABC):
@@ -48,7 +48,7 @@ class ElementwiseOptimizer(Optimizer):
         super().__init__(params)
         self.config = config
         self._state = {
-            name: {kind: torch.zeros_like(param) for kind in state_names(config, name, tuple(param.shape))}
+            name: {kind: torch.zeros_like(param) for kind in optimizer_state_names(config, name, tuple(param.shape))}
             for name, param in self.params.items()
         }
 
@@ -75,4 +75,4 @@ class ElementwiseOptimizer(Optimizer):
 
 def has_decay(name: str, param: Tensor) -> bool:
     """Whether a parameter decays: matrices do, but not embeddings."""
-    return param.ndim >= 2 and not no_decay(name)
+    return param.ndim >= 2 and not skips_weight_decay(name)

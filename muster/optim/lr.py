@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from math import cos, pi, sqrt
 
+from muster.config.optim_config import OptimConfig
 from muster.spec.errors import ConfigError
-from muster.spec.optim import OptimConfig
 from muster.spec.suggest import did_you_mean
 
-SHAPES: dict[str, Callable[[float], float]] = {
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + cos(pi * progress)),
     "sqrt": lambda progress: 1 - sqrt(progress),
 }
 """How a rate falls: from 1 at progress 0 to 0 at progress 1."""
 
-SCHEDULES = ("cosine", "linear", "wsd")
+LR_SCHEDULES = ("cosine", "linear", "wsd")
 
 
-def rate_of_step(optim: OptimConfig, step: int, total_steps: int) -> float:
+def lr_at_step(optim: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate that the configuration gives step `step`, counted from 0, of `total_steps`."""
     return learning_rate(
         step,
@@ -49,13 +49,13 @@ def learning_rate(
     there in `decay_shape`. Step 0 already has 1 / warmup_steps of the peak, step warmup_steps − 1 has the peak itself,
     and the last step, like every one after it, the minimum. Raises ConfigError on an unknown schedule.
     """
-    if schedule not in SCHEDULES:
-        hint = did_you_mean(schedule, SCHEDULES)
-        raise ConfigError(f"unknown learning-rate schedule '{schedule}'{hint} (there are {', '.join(SCHEDULES)})")
+    if schedule not in LR_SCHEDULES:
+        hint = did_you_mean(schedule, LR_SCHEDULES)
+        raise ConfigError(f"unknown learning-rate schedule '{schedule}'{hint} (there are {', '.join(LR_SCHEDULES)})")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     fall_start, shape = warmup_steps, schedule
     if schedule == "wsd":
         fall_start, shape = max(warmup_steps, total_steps - max(1, round(decay_fraction * total_steps))), decay_shape
     progress = min(1.0, max(0, step + 1 - fall_start) / max(1, total_steps - fall_start))
-    return peak * (min_ratio + (1 - min_ratio) * SHAPES[shape](progress))
+    return peak * (min_ratio + (1 - min_ratio) * DECAY_SHAPES[shape](progress))

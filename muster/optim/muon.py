@@ -9,17 +9,17 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_muon_matrix
+from muster.layout.tensor_layout import TensorLayout
 from muster.optim.adamw import AdamW
 from muster.optim.base import Optimizer
-from muster.optim.matrices import box_views, share_out
-from muster.optim.peers import Peers
-from muster.spec.layout import TensorLayout
-from muster.spec.optim import OptimConfig
-from muster.spec.optim_state import is_muon_matrix
+from muster.optim.distributed_matrices import assign_matrices, box_views
+from muster.optim.peer_exchange import PeerGroup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic: steep at 0, so that five steps bring nearly all singular values to about 0.7 … 1.2."""
-STEPS = 5
+NEWTON_SCHULZ_STEPS = 5
 EPS = 1e-7
 
 
@@ -31,7 +31,7 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], peers: Peers
+        self, config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], peers: PeerGroup
     ) -> None:
         super().__init__(params)
         self._config = config
@@ -40,9 +40,11 @@ class Muon(Optimizer):
         self._momentum = {name: torch.zeros_like(params[name]) for name in self._layouts if name in params}
         kinds = [(param.dtype, param.device) for param in params.values()]
         # A rank that holds no parameter at all owns matrices too: it learns their dtype from the others.
-        dtype = next((found for found in peers.exchange(kinds[0][0] if kinds else None) if found), torch.float32)
+        dtype = next(
+            (found for found in peers.all_gather_object(kinds[0][0] if kinds else None) if found), torch.float32
+        )
         self._dtype = torch.bfloat16 if config.muon_precision == "bf16" else dtype
-        self._batches = share_out(
+        self._batches = assign_matrices(
             {name: one.shape for name, one in self._layouts.items()},
             {name: one.boxes for name, one in self._layouts.items()},
             peers,
@@ -58,13 +60,13 @@ class Muon(Optimizer):
         self._adamw.step(lr)
         matrix_lr = lr * self._config.muon_lr_ratio
         for batch in self._batches:
-            parts = {name: self._direction(name) for name in batch.names if name in self._momentum}
-            wholes = batch.bring_together(parts)
-            updates = batch.give_back({name: orthogonal(whole) for name, whole in wholes.items()})
+            parts = {name: self._update_direction(name) for name in batch.names if name in self._momentum}
+            wholes = batch.gather(parts)
+            updates = batch.scatter({name: orthogonalize(whole) for name, whole in wholes.items()})
             for name in parts:
                 self._apply(name, updates[name], matrix_lr)
 
-    def _direction(self, name: str) -> list[Tensor]:
+    def _update_direction(self, name: str) -> list[Tensor]:
         """The momentum with this step's gradient in it, by box. A gradient that is missing counts as zero."""
         momentum, beta = self._momentum[name], self._config.momentum
         grad = self.params[name].grad
@@ -90,13 +92,13 @@ def update_scale(kind: str, rows: int, cols: int) -> float:
     return 0.2 * sqrt(max(rows, cols)) if kind == "match_rms" else sqrt(max(1.0, rows / cols))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """About the nearest (semi-)orthogonal matrix U Vᵀ of U S Vᵀ, by Newton–Schulz steps in the matrix's own dtype."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix
     x = x / x.norm().clamp(min=EPS)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

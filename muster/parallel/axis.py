@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 # PyTorch 2.13 warns of the older names on every run; 2.11 has no others.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
-class Pending:
+class PendingTensor:
     """Communication under way."""
 
     works: Sequence[dist.Work | None]
@@ -28,7 +28,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class PipeAxis:
+class PipelineAxis:
     """The ranks with which this one shares the words, one of each pipeline rank."""
 
     group: dist.ProcessGroup
@@ -44,53 +44,53 @@ class TensorAxis:
     group: dist.ProcessGroup
     size: int
     index: int
-    sequence: bool
+    sequence_parallel: bool
     """The hidden state between layers is cut along the sequence."""
-    chunked: bool = False
+    async_tp: bool = False
     """Where products follow a gathering or come before a scattering, the parts go round one by one meanwhile."""
 
-    def add_up(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> PendingTensor:
         """All-reduce in place, begun."""
-        return Pending([dist.all_reduce(x, op, group=self.group, async_op=True)], lambda: x)
+        return PendingTensor([dist.all_reduce(x, op, group=self.group, async_op=True)], lambda: x)
 
-    def gather(self, x_BSD: Tensor) -> Pending:
+    def all_gather(self, x_BSD: Tensor) -> PendingTensor:
         """The sequence parts of all ranks, in order, begun: (B, S/t, D) → (B, S, D)."""
         parts = x_BSD.new_empty(self.size, *x_BSD.shape)
-        work = all_gather(parts.flatten(0, 1), x_BSD.contiguous(), group=self.group, async_op=True)
-        return Pending([work], lambda: parts.transpose(0, 1).flatten(1, 2))
+        work = all_gather_into_tensor(parts.flatten(0, 1), x_BSD.contiguous(), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: parts.transpose(0, 1).flatten(1, 2))
 
-    def scatter_sum(self, x_BSD: Tensor) -> Pending:
+    def reduce_scatter(self, x_BSD: Tensor) -> PendingTensor:
         """This rank's sequence part of the sum over ranks, begun: (B, S, D) → (B, S/t, D)."""
         parts = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         own = torch.empty_like(parts[0])
-        work = reduce_scatter(own, parts.flatten(0, 1), group=self.group, async_op=True)
-        return Pending([work], lambda: own)
+        work = reduce_scatter_tensor(own, parts.flatten(0, 1), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: own)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Part by part
 
-    def parts(self, x_BSD: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def ring_all_gather(self, x_BSD: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The sequence parts of all ranks, this one's first, as (whose, part): a ring, in which the next part travels
         while the caller works on one."""
         part = x_BSD.contiguous()
         for step in range(self.size):
-            next_part = self._pass_on(part) if step + 1 < self.size else None
+            next_part = self._ring_shift(part) if step + 1 < self.size else None
             yield (self.index - step) % self.size, part
             if next_part is not None:
                 part = next_part.wait()
 
-    def sum_parts(self, term: Callable[[int], Tensor]) -> Tensor:
+    def ring_reduce_scatter(self, partial_sum: Callable[[int], Tensor]) -> Tensor:
         """The sum over ranks of their `term(own index)`: a ring, in which a sum travels while the next term is made.
 
         `term(n)` is what this rank adds to the part of rank n, in memory of its own.
         """
-        total = term((self.index - 1) % self.size)
+        total = partial_sum((self.index - 1) % self.size)
         for step in range(2, self.size + 1):
-            travelling = self._pass_on(total)  # and `total` lives on until it is there
-            total = term((self.index - step) % self.size).add_(travelling.wait())
+            travelling = self._ring_shift(total)  # and `total` lives on until it is there
+            total = partial_sum((self.index - step) % self.size).add_(travelling.wait())
         return total
 
-    def _pass_on(self, x: Tensor) -> Pending:
+    def _ring_shift(self, x: Tensor) -> PendingTensor:
         """Sends to the next rank what the one before sends here, begun."""
         received = torch.empty_like(x)
         works = dist.batch_isend_irecv(
@@ -99,4 +99,4 @@ class TensorAxis:
                 dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.index - 1) % self.size),
             ]
         )
-        return Pending(works, lambda: received)
+        return PendingTensor(works, lambda: received)

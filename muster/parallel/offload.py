@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from muster.model.saved import watch_saved
+from muster.model.saved_tensors import observe_saved_tensors
 
 Storages = dict[int, torch.UntypedStorage]
 """By what tells storages apart."""
-Away = list[tuple[torch.UntypedStorage, Tensor]]
+OffloadedStorages = list[tuple[torch.UntypedStorage, Tensor]]
 """Emptied storages, each with the host's copy."""
 
 
-class HostMemory:
+class HostBufferPool:
     """Buffers on the host that are used again and again; pinned where the device is a GPU, so that copies run beside
     its kernels."""
 
@@ -29,34 +29,34 @@ class HostMemory:
         self.num_bytes = 0
         """Of all buffers there are."""
 
-    def take(self, size: int) -> Tensor:
+    def acquire(self, size: int) -> Tensor:
         """A buffer of `size` bytes."""
         if free := self._free.get(size):
             return free.pop()
         self.num_bytes += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """For the next one who takes as much."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
-class Offload:
+class ActivationOffload:
     """The storages that one stage's micro-batches keep between forward and backward, and where they are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.host = HostMemory(device.type == "cuda")
+        self.pool = HostBufferPool(device.type == "cuda")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._seen: Storages = {}
-        self._kept: dict[int, Storages] = {}
+        self._saved_in_forward: Storages = {}
+        self._resident: dict[int, Storages] = {}
         """Of each micro-batch that has had its forward, what can leave."""
-        self._away: dict[int, Away] = {}
+        self._offloaded: dict[int, OffloadedStorages] = {}
         """Of each micro-batch that is away."""
-        self.moved_bytes = 0
+        self.copied_bytes = 0
         """Copied so far, both ways."""
 
-    def watch(self, layer: nn.Module) -> None:
+    def track_layer(self, layer: nn.Module) -> None:
         """What this layer's forwards keep can leave."""
         layer.forward = partial(self._forward, layer, layer.forward)  # type: ignore[method-assign]
 
@@ -70,28 +70,28 @@ class Offload:
                 storage = tensor.untyped_storage()
                 seen[storage._cdata] = storage
 
-        with watch_saved(see):
+        with observe_saved_tensors(see):
             y = forward(x, *shared)
         # Parameters are gathered still; constants belong to all micro-batches. Documents hold whole numbers only.
-        _leave_out(seen, (*layer.parameters(), *(one for one in shared if isinstance(one, Tensor))))
-        self._seen |= seen
+        _exclude(seen, (*layer.parameters(), *(one for one in shared if isinstance(one, Tensor))))
+        self._saved_in_forward |= seen
         return y
 
-    def keep(self, micro_batch: int, output: Tensor) -> None:
+    def end_forward(self, micro_batch: int, output: Tensor) -> None:
         """Names what was seen in the forward of a micro-batch. Its output is on its way to others."""
-        self._kept[micro_batch], self._seen = self._seen, {}
-        _leave_out(self._kept[micro_batch], (output,))
+        self._resident[micro_batch], self._saved_in_forward = self._saved_in_forward, {}
+        _exclude(self._resident[micro_batch], (output,))
 
-    def forget(self, micro_batch: int) -> None:
+    def discard(self, micro_batch: int) -> None:
         """Before a backward, which frees each tensor when it has used it."""
-        self._kept.pop(micro_batch, None)
+        self._resident.pop(micro_batch, None)
 
-    def send(self, micro_batch: int) -> Callable[[], None]:
+    def offload(self, micro_batch: int) -> Callable[[], None]:
         """Begins to copy to the host. What is returned frees the device's memory, for what the device does from then
         on."""
-        storages = list(self._kept.pop(micro_batch).values())
-        away = [(storage, self.host.take(storage.nbytes())) for storage in storages]
-        self._away[micro_batch] = away
+        storages = list(self._resident.pop(micro_batch).values())
+        away = [(storage, self.pool.acquire(storage.nbytes())) for storage in storages]
+        self._offloaded[micro_batch] = away
         wait = self._copy(away, to_host=True)
 
         def finish() -> None:
@@ -101,9 +101,9 @@ class Offload:
 
         return finish
 
-    def fetch(self, micro_batch: int) -> Callable[[], None]:
+    def reload(self, micro_batch: int) -> Callable[[], None]:
         """Takes the device's memory again and begins to copy back; what is returned waits for that."""
-        away = self._away.pop(micro_batch)
+        away = self._offloaded.pop(micro_batch)
         for storage, buffer in away:
             storage.resize_(buffer.numel())
         wait = self._copy(away, to_host=False)
@@ -111,17 +111,17 @@ class Offload:
         def finish() -> None:
             wait()
             for _, buffer in away:
-                self.host.give_back(buffer)
+                self.pool.release(buffer)
             away.clear()
 
         return finish
 
-    def _copy(self, away: Away, to_host: bool) -> Callable[[], None]:
+    def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
         """What is returned makes the device wait for the end before it goes on."""
         pairs = [(buffer, _bytes_of(storage)) for storage, buffer in away]
         if not to_host:
             pairs = [(target, source) for source, target in pairs]
-        self.moved_bytes += sum(source.numel() for _, source in pairs)
+        self.copied_bytes += sum(source.numel() for _, source in pairs)
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -135,7 +135,7 @@ class Offload:
         return lambda: compute.wait_event(copied)
 
 
-def _leave_out(storages: Storages, tensors: Iterable[Tensor]) -> None:
+def _exclude(storages: Storages, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         storages.pop(tensor.untyped_storage()._cdata, None)
 

@@ -9,13 +9,13 @@ from time import perf_counter, process_time
 
 import torch
 
-from muster.cost.op_times import OpTimes
-from muster.model.saved import count_saved_bytes
-from muster.parallel.feed import Feed
-from muster.parallel.route import Route
-from muster.parallel.shard import gradient_bytes
+from muster.cost.time.op_times import OpTimes
+from muster.model.saved_tensors import count_saved_bytes
+from muster.parallel.fsdp import gradient_bytes
+from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
-from muster.parallel.words import Words
+from muster.parallel.stage_inputs import StageInputs
+from muster.parallel.vocab_parallel import VocabShard
 from muster.parallel.world import World
 from muster.schedule.action import Action
 from muster.schedule.program import Program
@@ -28,7 +28,7 @@ PASS_REPEATS = 8
 
 
 @dataclass(frozen=True)
-class Profile:
+class StageProfile:
     """What a short profile finds."""
 
     times: OpTimes
@@ -36,7 +36,7 @@ class Profile:
     """Held by this rank where a step holds most: before they are reduced."""
     saved_bytes: dict[int, int]
     """What one micro-batch's forward keeps for its backward, by stage of this rank."""
-    word_bytes: int
+    vocab_bytes: int
     """What one micro-batch keeps from S to T, where the vocabulary is spread."""
 
 
@@ -45,8 +45,8 @@ def profile_stages(
     stages: Mapping[int, DecoderStage],
     world: World,
     handlers: Mapping[str, Callable[[Action], None]],
-    routes: Mapping[tuple[int, int], Route],
-) -> Profile:
+    routes: Mapping[tuple[int, int], P2PRoute],
+) -> StageProfile:
     """Times the Program's kinds of instruction; spoils parameters and optimizer state, so run it before they get their
     values.
 
@@ -54,8 +54,8 @@ def profile_stages(
     than ranks wait for a core is the simulator's business (`_Clock`).
     All ranks must call it together; all get the same answer.
     """
-    cores = min(world.exchange(len(os.sched_getaffinity(0)))) if world.device.type == "cpu" else None
-    clock = _Clock(world, 1.0 if cores is None else max(1.0, world.size / cores))
+    cores = min(world.all_gather_object(len(os.sched_getaffinity(0)))) if world.device.type == "cpu" else None
+    clock = _InstructionTimer(world, 1.0 if cores is None else max(1.0, world.size / cores))
     actions = {instruction.action for instruction in program.ranks[world.at.pp].get("collective", ())}
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
     backwards = [kind for kind in ("I", "B") if kind in kinds]
@@ -67,37 +67,37 @@ def profile_stages(
             clock.time_together(("UNSHARD", index), stage.unshard if Action("UNSHARD", index) in actions else None)
         for index, stage in sorted(stages.items()):
             if repeat == 0:
-                saved[index] = _time_passes(stage, clock, backwards)
+                saved[index] = _profile_stage(stage, clock, backwards)
             else:
                 for kind in backwards:
-                    _pass_once(stage, clock, kind, copies)
+                    _time_forward_backward(stage, clock, kind, copies)
         for _, stage in sorted(stages.items()):
-            if stage.words is not None:
-                word_bytes = _words_once(stage, stage.words, clock)
+            if stage.vocab is not None:
+                word_bytes = _time_vocab_passes(stage, stage.vocab, clock)
         gradients = sum(gradient_bytes(stage.module) for stage in stages.values())
         for index, stage in sorted(stages.items()):
-            for kind, do in (("REDUCE", stage.reduce), ("SYNC", stage.synchronise)):
+            for kind, do in (("REDUCE", stage.reduce_gradients), ("SYNC", stage.all_reduce_replicated_grads)):
                 clock.time_together((kind, index), do if Action(kind, index) in actions else None)
-        for both in _exchanges(world.plan):
+        for both in _gradient_exchanges(world.plan):
             own = next((action for action in both if action in actions), None)
             do = None if own is None else partial(handlers[own.kind], own)
             clock.time_together(("", -1) if own is None else own[:2], do)
         for kind in ("NORM", "STEP"):
             clock.time_together((kind, -1), lambda kind=kind: handlers[kind](Action(kind)))
-    processes = tuple(world.plan.mesh(pp_rank).ranks for pp_rank in range(world.plan.pp))
-    merged, hop_s = _merge(world.exchange((clock.seconds(), _measure_hop(stages, world, routes))))
-    return Profile(OpTimes(merged, hop_s, cores, processes), gradients, saved, word_bytes)
+    processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
+    merged, hop_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
+    return StageProfile(OpTimes(merged, hop_s, cores, processes), gradients, saved, word_bytes)
 
 
-def _exchanges(plan: Plan) -> Iterator[list[Action]]:
+def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:
     """What two pipeline ranks do with each other, each by its own name."""
-    if plan.replicas > 1:
-        yield from ([Action("MERGE", stage)] for stage in range(plan.depth))
-    for first in range(0, plan.num_stages, plan.depth):
-        yield [Action("TIE", first), Action("TIE", first + plan.depth - 1)]
+    if plan.pipeline_replicas > 1:
+        yield from ([Action("MERGE", stage)] for stage in range(plan.stages_per_replica))
+    for first in range(0, plan.num_stages, plan.stages_per_replica):
+        yield [Action("TIE", first), Action("TIE", first + plan.stages_per_replica - 1)]
 
 
-class _Clock:
+class _InstructionTimer:
     """Times by kind and stage, of what is done while `crowding` ranks want each core.
 
     Where ranks have a core each, that is the time that passes. Where they share cores, it is the CPU time of the
@@ -105,9 +105,9 @@ class _Clock:
     latency, such as that of a collective in many small messages.
     """
 
-    def __init__(self, world: World, crowding: float) -> None:
-        self._world, self._crowding = world, crowding
-        self._passed_s: dict[tuple[str, int], list[float]] = {}
+    def __init__(self, world: World, ranks_per_core: float) -> None:
+        self._world, self._ranks_per_core = world, ranks_per_core
+        self._wall_s: dict[tuple[str, int], list[float]] = {}
         self._cpu_s: dict[tuple[str, int], list[float]] = {}
 
     def time_together(self, key: tuple[str, int], do: Callable[[], object] | None) -> None:
@@ -121,30 +121,30 @@ class _Clock:
         start_s, start_cpu_s = perf_counter(), process_time()
         do()
         self._synchronise()
-        self._passed_s.setdefault(key, []).append(perf_counter() - start_s)
+        self._wall_s.setdefault(key, []).append(perf_counter() - start_s)
         self._cpu_s.setdefault(key, []).append(process_time() - start_cpu_s)
 
     def seconds(self) -> dict[tuple[str, int], float]:
         """Means of the later half: what comes first pays for fresh memory and cold caches."""
-        found = {key: _late_mean(times) / self._crowding for key, times in self._passed_s.items()}
-        if self._crowding == 1:
+        found = {key: _mean_of_later_half(times) / self._ranks_per_core for key, times in self._wall_s.items()}
+        if self._ranks_per_core == 1:
             return found
-        return {key: max(share_s, _late_mean(self._cpu_s[key])) for key, share_s in found.items()}
+        return {key: max(share_s, _mean_of_later_half(self._cpu_s[key])) for key, share_s in found.items()}
 
     def _synchronise(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
 
-def _late_mean(values: list[float]) -> float:
+def _mean_of_later_half(values: list[float]) -> float:
     return mean(values[len(values) // 2 :])
 
 
-def _pass_once(stage: DecoderStage, clock: _Clock, backward: str, copies: bool = False) -> None:
+def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backward: str, copies: bool = False) -> None:
     """Forward and backward of one micro-batch of any data; the backward whole (B), or in two passes (I). `copies`: what
     the forward keeps goes to the host and back in between."""
     x = None if stage.reads_tokens else stage.receive_buffer(0).normal_()
-    gradient = None if stage.makes_loss else stage.receive_buffer(0).normal_()
+    gradient = None if stage.computes_loss else stage.receive_buffer(0).normal_()
     clock.time(("F", stage.index), lambda: stage.forward(0, x))
     if copies:
         clock.time(("OFFLOAD", stage.index), lambda: stage.offload(0)())
@@ -156,36 +156,38 @@ def _pass_once(stage: DecoderStage, clock: _Clock, backward: str, copies: bool =
         clock.time(("B", stage.index), lambda: stage.backward(0, gradient))
 
 
-def _words_once(stage: DecoderStage, words: Words, clock: _Clock) -> int:
+def _time_vocab_passes(stage: DecoderStage, words: VocabShard, clock: _InstructionTimer) -> int:
     """All that is done for words of one micro-batch, which all pipeline ranks begin together; the bytes kept for T."""
-    words.feed = stage.feed
+    words.inputs = stage.inputs
     given = {"HC": words.axis.index == words.last, "DC": words.axis.index == words.first}
     kept = 0
     for kind in ("E", "EC", "HC", "S", "SC", "T", "DC", "EW"):
         if kind == "T":
-            kept = words.kept_bytes(0)
+            kept = words.saved_bytes(0)
         if kind in words.passes:
             clock.time_together((kind, stage.index), partial(words.passes[kind], 0))
         else:
             tensor = stage.receive_buffer(0).normal_() if given.get(kind) else None
-            begin = partial(words.meetings[kind], 0, tensor)
+            begin = partial(words.collectives[kind], 0, tensor)
             clock.time_together((kind, stage.index), lambda begin=begin: begin().wait())
     return kept
 
 
-def _time_passes(stage: DecoderStage, clock: _Clock, backwards: list[str]) -> int:
+def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[str]) -> int:
     """Times the passes of one micro-batch, with each kind of backward that the Program has, after a first that counts
     the bytes that it saves."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
-    stage.feed = Feed((tokens,), (tokens,), tokens.numel())
-    saved = count_saved_bytes(lambda: _pass_once(stage, clock, backwards[0]), stage.module.kept_anyway())
+    stage.inputs = StageInputs((tokens,), (tokens,), tokens.numel())
+    saved = count_saved_bytes(
+        lambda: _time_forward_backward(stage, clock, backwards[0]), stage.module.resident_tensors()
+    )
     for _ in range(PASS_REPEATS):
         for kind in backwards:
-            _pass_once(stage, clock, kind)
+            _time_forward_backward(stage, clock, kind)
     return saved
 
 
-def _measure_hop(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], Route]) -> float:
+def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], P2PRoute]) -> float:
     """Seconds from a send's start until its receiver has the activation: half a round trip between the first two stages
     that follow each other on two ranks."""
     plan, own = world.plan, world.at.pp
@@ -216,7 +218,9 @@ def _measure_hop(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
     return median(times[1:])
 
 
-def _merge(values: list[tuple[dict[tuple[str, int], float], float]]) -> tuple[dict[tuple[str, int], float], float]:
+def _mean_over_ranks(
+    values: list[tuple[dict[tuple[str, int], float], float]],
+) -> tuple[dict[tuple[str, int], float], float]:
     """The mean over ranks of each time, and of the hops that were measured."""
     by_key: dict[tuple[str, int], list[float]] = {}
     for seconds, _ in values:

@@ -8,35 +8,46 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from muster.layout.tensor_layout import (
+    TensorLayout,
+    chunk_bounds,
+    has_vocab_shard,
+    stage_layouts,
+    tp_partial_grad_copies,
+    tp_shard,
+)
 from muster.model.decoder import Decoder
 from muster.model.init import initial_value
-from muster.model.loss import LossSums, loss_sums, own_loss_sums
+from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
-from muster.parallel import tensor
+from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
-from muster.parallel.deferred import WeightWork
-from muster.parallel.feed import Feed
-from muster.parallel.offload import Offload
-from muster.parallel.shard import (
+from muster.parallel.fsdp import (
     DTYPES,
+    apply_fsdp,
+    attach_local_gradients,
     finish_backward,
     local_parameters,
-    materialise,
-    parameter_dtype,
+    master_dtype,
+    materialize,
+    no_gradient_sync,
     reduce_gradients,
     reshard,
-    shard_stage,
-    take_gradients,
     unshard,
-    without_reduction,
 )
-from muster.parallel.tensor import add_up_copies, apply_products, apply_words
-from muster.parallel.words import Words, give_words
+from muster.parallel.offload import ActivationOffload
+from muster.parallel.stage_inputs import StageInputs
+from muster.parallel.tensor_parallel import (
+    all_reduce_replicated_grads,
+    apply_parallel_linears,
+    apply_vocab_parallel_embedding,
+)
+from muster.parallel.vocab_parallel import VocabShard, add_vocab_shard
+from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import World
-from muster.spec.layout import TensorLayout, has_words, partial_copies, shard_rows, stage_layouts, tensor_slice
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Zero
+from muster.spec.plan import ZeroLevel
 
 
 class Stage(Protocol):
@@ -70,10 +81,10 @@ class Stage(Protocol):
     def unshard(self) -> None:
         """Gathers the parameters."""
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """Reduces the gradients over the data-parallel ranks."""
 
-    def synchronise(self) -> None:
+    def all_reduce_replicated_grads(self) -> None:
         """Adds up the gradients of weights that tensor-parallel ranks have copies of."""
 
 
@@ -84,7 +95,7 @@ class DecoderStage:
     starts from the same bits. `split_backward`: a backward may be in two passes, I and W.
     """
 
-    offload_type = Offload
+    offload_type = ActivationOffload
 
     def __init__(
         self, spec: ModelSpec, world: World, index: int, seq_len: int, seed: int, split_backward: bool = False
@@ -92,57 +103,57 @@ class DecoderStage:
         plan = world.plan
         self.index, self.spec, self.world = index, spec, world
         self.is_first, self.is_last = plan.is_first(index), plan.is_last(index)
-        self.reads_tokens, self.makes_loss = (end and not plan.spread_vocab for end in (self.is_first, self.is_last))
+        self.reads_tokens, self.computes_loss = (end and not plan.spread_vocab for end in (self.is_first, self.is_last))
         self.layers = plan.layers(index, spec.num_layers)
         strategy = plan.strategy(self.layers.start)
         with torch.device("meta"):
-            self.module = Decoder(spec, self.layers, self.is_first, self.is_last, words=not plan.spread_vocab)
-            if has_words(plan, index):
-                start, rows = shard_rows(spec.vocab_size, plan.pp, world.at.pp)
-                give_words(self.module, rows, spec.hidden_size, spec.tied_embeddings)
-        self.module.to(parameter_dtype(plan.precision))
-        self.axis = world.tensor_axis(strategy)
-        self._first_word = 0
-        if self.axis is not None:
-            self._first_word = cut_weights(self.module, spec, self.axis)
-            apply_words(self.module, self.axis, self._first_word, seq_len)
-        self._work = WeightWork()
-        self._zero: Zero = strategy.zero
-        if self.axis is not None or split_backward:
-            apply_products(self.module, self.axis, self._work)
+            self.module = Decoder(spec, self.layers, self.is_first, self.is_last, has_vocab=not plan.spread_vocab)
+            if has_vocab_shard(plan, index):
+                start, rows = chunk_bounds(spec.vocab_size, plan.pp, world.at.pp)
+                add_vocab_shard(self.module, rows, spec.hidden_size, spec.tied_embeddings)
+        self.module.to(master_dtype(plan.precision))
+        self.tp_axis = world.tensor_axis(strategy)
+        self._vocab_start = 0
+        if self.tp_axis is not None:
+            self._vocab_start = shard_weights(self.module, spec, self.tp_axis)
+            apply_vocab_parallel_embedding(self.module, self.tp_axis, self._vocab_start, seq_len)
+        self._weight_grads = WeightGradStore()
+        self._zero: ZeroLevel = strategy.zero
+        if self.tp_axis is not None or split_backward:
+            apply_parallel_linears(self.module, self.tp_axis, self._weight_grads)
         if plan.compile:
             compile_blocks(self.module, world.device)
         self._offload = self.offload_type(world.device)
         for layer, block in zip(self.layers, self.module.blocks(), strict=True):
             apply_recompute(block, plan.strategy(layer).recompute)
             if plan.strategy(layer).offload in ("activations", "all"):
-                self._offload.watch(block)
-        self.is_sharded = shard_stage(self.module, world, strategy.zero, plan)
-        self._materialise()
+                self._offload.track_layer(block)
+        self.is_sharded = apply_fsdp(self.module, world, strategy.zero, plan)
+        self._materialize()
         self.parameters: dict[str, Tensor] = local_parameters(self.module)
         self.layouts: dict[str, TensorLayout] = {
             layout.name: layout for layout in stage_layouts(spec, plan, index, world.at)
         }
-        self._copies = partial_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
-        self.reset_values(seed)
-        self.micro_batch_shape = (plan.rows(index), seq_len)
+        self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
+        self.reset_parameters(seed)
+        self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len)
         """Of tokens; a micro-batch may be shorter."""
-        self._parts = self.axis.size if self.axis and self.axis.sequence else 1
+        self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
-        self.feed: Feed | None = None
+        self.inputs: StageInputs | None = None
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self.words: Words | None = None
-        if has_words(plan, index):
-            ends = plan.pp_rank(0), plan.pp_rank(plan.depth - 1)
+        self.vocab: VocabShard | None = None
+        if has_vocab_shard(plan, index):
+            ends = plan.pp_rank(0), plan.pp_rank(plan.stages_per_replica - 1)
             finish = partial(finish_backward, self.module)
-            self.words = Words(self.module, world.pipe_axis(), ends, start, self.receive_buffer, finish)
+            self.vocab = VocabShard(self.module, world.pipeline_axis(), ends, start, self.receive_buffer, finish)
         self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
         """By micro-batch, the input and where a backward begins: an output's place in the graph, not its memory."""
 
-    def _materialise(self) -> None:
-        materialise(self.module, self.world.device)
+    def _materialize(self) -> None:
+        materialize(self.module, self.world.device)
 
-    def reset_values(self, seed: int) -> None:
+    def reset_parameters(self, seed: int) -> None:
         """Sets every parameter to its initial value."""
         for name, local in self.parameters.items():
             layout = self.layouts[name]
@@ -156,70 +167,74 @@ class DecoderStage:
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         """Hidden states (B, S, D), or on the last stage the micro-batch's share of the step's loss (a scalar), unless
         the vocabulary is spread."""
-        assert self.feed is not None
+        assert self.inputs is not None
         if self.reads_tokens:
-            x = self.feed.tokens_M[micro_batch]
+            x = self.inputs.tokens_M[micro_batch]
         elif torch.is_grad_enabled():
             assert x is not None
             x.requires_grad_(True)
-        if self.axis is not None:
-            self.module.where.seq_len = self._length(micro_batch)
-        self.module.where.documents = None if self.feed.documents_M is None else self.feed.documents_M[micro_batch]
+        if self.tp_axis is not None:
+            self.module.position_state.seq_len = self._seq_len(micro_batch)
+        self.module.position_state.documents = (
+            None if self.inputs.documents_M is None else self.inputs.documents_M[micro_batch]
+        )
         y = self.module(x)
-        if self.makes_loss:
-            losses = self._losses_of(y, self.feed.labels_M[micro_batch], self.feed)
+        if self.computes_loss:
+            losses = self._losses_of(y, self.inputs.labels_M[micro_batch], self.inputs)
             if self.world.at.tp == 0:  # the others have the same
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
-            y = losses.total * (self.feed.loss_scale / self.feed.num_valid)
+            y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
         if torch.is_grad_enabled():
-            begin = y if self.makes_loss else get_gradient_edge(y)
+            begin = y if self.computes_loss else get_gradient_edge(y)
             self._saved[micro_batch] = (None if self.reads_tokens else x, begin)
-            self._offload.keep(micro_batch, y)
+            self._offload.end_forward(micro_batch, y)
         return y
 
-    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, feed: Feed) -> LossSums:
-        if feed.loss is not None and torch.is_grad_enabled():
-            return own_loss_sums(feed.loss, logits_BSV, labels_BS)
-        if self.axis is None:
-            return loss_sums(logits_BSV, labels_BS, feed.z_coefficient)
-        return tensor.loss_sums(self.axis, self._first_word, logits_BSV, labels_BS, feed.z_coefficient)
+    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, feed: StageInputs) -> LossSums:
+        if feed.plugin_loss is not None and torch.is_grad_enabled():
+            return plugin_loss_sums(feed.plugin_loss, logits_BSV, labels_BS)
+        if self.tp_axis is None:
+            return loss_sums(logits_BSV, labels_BS, feed.z_loss_coefficient)
+        return tensor_parallel.vocab_parallel_loss(
+            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, feed.z_loss_coefficient
+        )
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Adds to the parameters' gradients; the gradient of the input (B, S, D), None on the first stage."""
         x, begin = self._saved.pop(micro_batch)
-        self._offload.forget(micro_batch)
+        self._offload.discard(micro_batch)
         torch.autograd.backward(begin, gradient)
         return None if x is None else x.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """As `backward`, but leaves the gradients of matrices to `backward_weight`."""
-        with self._work.keeping(micro_batch), without_reduction(self.module, self._zero):
+        with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self._zero):
             return self.backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Adds the gradients that `backward_input` left."""
-        self._work.do(micro_batch)
+        self._weight_grads.flush(micro_batch)
         finish_backward(self.module)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
-        return self._offload.send(micro_batch)
+        return self._offload.offload(micro_batch)
 
     def reload(self, micro_batch: int) -> Callable[[], None]:
-        return self._offload.fetch(micro_batch)
+        return self._offload.reload(micro_batch)
 
     @property
-    def moved_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Copied to and from the host's memory so far."""
-        return self._offload.moved_bytes
+        return self._offload.copied_bytes
 
     def receive_buffer(self, micro_batch: int) -> Tensor:
-        rows, length = self.micro_batch_shape[0], self._length(micro_batch) // self._parts
+        rows, length = self.micro_batch_shape[0], self._seq_len(micro_batch) // self._sequence_shards
         shape = (rows, length, self.spec.hidden_size)
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
 
-    def _length(self, micro_batch: int) -> int:
+    def _seq_len(self, micro_batch: int) -> int:
         """Positions of the whole sequences of a micro-batch."""
-        tokens_M = self.feed.tokens_M if self.feed is not None else ()
+        tokens_M = self.inputs.tokens_M if self.inputs is not None else ()
         return tokens_M[micro_batch].shape[1] if tokens_M else self.micro_batch_shape[1]
 
     def unshard(self) -> None:
@@ -228,44 +243,44 @@ class DecoderStage:
     def reshard(self) -> None:
         reshard(self.module)
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         reduce_gradients(self.module)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Gradients
 
-    def synchronise(self) -> None:
+    def all_reduce_replicated_grads(self) -> None:
         """Adds up, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
         has seen a part of the data only."""
-        if self.axis is not None:
-            self.take_gradients()
-            add_up_copies(self.axis, self.parameters, self._copies)
+        if self.tp_axis is not None:
+            self.attach_local_gradients()
+            all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated)
 
-    def take_gradients(self) -> None:
+    def attach_local_gradients(self) -> None:
         """Makes `.grad` of each local parameter this rank's part of the reduced gradient."""
-        take_gradients(self.module, self.parameters)
+        attach_local_gradients(self.module, self.parameters)
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Forgets the step's gradients."""
         self.module.zero_grad(set_to_none=True)
         for local in self.parameters.values():
             local.grad = None
 
-    def take_losses(self) -> Tensor:
+    def pop_losses(self) -> Tensor:
         """The cross-entropy and the z-loss summed since the last call, over this rank's tokens: float64 [2]; zeros
         where the stage is not the last."""
-        if self.words is not None:
-            for losses in self.words.take_losses():
+        if self.vocab is not None:
+            for losses in self.vocab.pop_losses():
                 self._losses += losses
         losses, self._losses = self._losses, torch.zeros_like(self._losses)
         return losses
 
 
-def cut_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
+def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
     """Gives the parameters of a whole stage on the meta device this rank's shapes. Returns its first word."""
     first_word = 0
     for name, parameter in list(module.named_parameters()):
-        box, *_ = tensor_slice(spec, name, tuple(parameter.shape), axis.size, axis.index)
+        box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(parameter.new_empty(box.size)))
         if name in ("embed.weight", "head.weight"):

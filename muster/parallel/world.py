@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from muster.parallel.axis import PipeAxis, TensorAxis
-from muster.parallel.whereabouts import Whereabouts, own_whereabouts
-from muster.spec.mesh import STAGE_AXES, Coordinates, coordinates, members, rank_at
-from muster.spec.plan import Plan, Strategy
+from muster.launch.heartbeat import Heartbeat, open_heartbeat
+from muster.layout.mesh import STAGE_AXES, MeshCoordinates, coordinates_of, rank_at, ranks_of_pp_rank
+from muster.parallel.axis import PipelineAxis, TensorAxis
+from muster.spec.plan import LayerStrategy, Plan
 
 T = TypeVar("T")
 
-WAIT_LIMIT = timedelta(minutes=5)
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for another before it gives up."""
-LAST_WORK_LIMIT = timedelta(days=1)
+FINALIZE_TIMEOUT = timedelta(days=1)
 """How long rank 0 may work alone at the end, while the others wait for it."""
 
 
@@ -33,24 +33,24 @@ class World:
     rank: int
     size: int
     plan: Plan
-    at: Coordinates
+    at: MeshCoordinates
     device: torch.device
     store: dist.Store
     mesh: DeviceMesh
     """The ranks that hold the same stages as this one, by the axes within a stage."""
-    pipe: PipeAxis | None = None
+    pipeline: PipelineAxis | None = None
     """The ranks that share a spread vocabulary with this one."""
-    where: Whereabouts = field(default_factory=own_whereabouts)
+    heartbeat: Heartbeat = field(default_factory=open_heartbeat)
     """Says to the launcher what this rank begins."""
 
-    def data_mesh(self) -> DeviceMesh | None:
+    def fsdp_mesh(self) -> DeviceMesh | None:
         """The ranks that hold the same stage and different data, as fully_shard wants them; None for one alone."""
         mesh = self.plan.mesh(self.at.pp)
         if mesh.dp_replicate > 1:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"] if mesh.dp_shard > 1 else None
 
-    def tensor_axis(self, strategy: Strategy) -> TensorAxis | None:
+    def tensor_axis(self, strategy: LayerStrategy) -> TensorAxis | None:
         """The ranks that share each layer with this one; None where it has them whole."""
         size = self.plan.mesh(self.at.pp).tp
         if size == 1:
@@ -58,26 +58,26 @@ class World:
         chunked = strategy.tp_overlap == "chunked"
         return TensorAxis(self.mesh["tp"].get_group(), size, self.at.tp, strategy.sp, chunked)
 
-    def pipe_axis(self) -> PipeAxis:
+    def pipeline_axis(self) -> PipelineAxis:
         """The ranks that share the vocabulary with this one, where the plan spreads it."""
-        assert self.pipe is not None, "the plan's vocabulary is not spread"
-        return self.pipe
+        assert self.pipeline is not None, "the plan's vocabulary is not spread"
+        return self.pipeline
 
-    def wait_for_main(self) -> None:
+    def wait_for_rank_0(self) -> None:
         """Lets rank 0 finish what it does alone, however long it takes; every rank calls it."""
-        self.where.say("finish")
+        self.heartbeat.update("finish")
         if self.rank == 0:
             self.store.set("main is done", "")
         else:
-            self.store.wait(["main is done"], LAST_WORK_LIMIT)
+            self.store.wait(["main is done"], FINALIZE_TIMEOUT)
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def begin_sum(self, values: torch.Tensor) -> dist.Work:
+    def all_reduce_async(self, values: torch.Tensor) -> dist.Work:
         """Begins to sum `values` over all ranks, of which there are several; they hold the sum once that is over."""
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
@@ -88,14 +88,14 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order, on every rank. For small things only."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def exchange_within(self, name: str, value: T, limit: timedelta) -> list[T]:
+    def all_gather_object_via_store(self, name: str, value: T, limit: timedelta) -> list[T]:
         """As `exchange`, for what JSON can say, where a rank may come so much later than another. Each call wants a
         name of its own. It goes over the store: a collective would give up after WAIT_LIMIT."""
         keys = [f"exchange/{name}/{rank}" for rank in range(self.size)]
@@ -107,7 +107,7 @@ class World:
         self.store.wait([everyone], limit)
         return json.loads(self.store.get(everyone))
 
-    def share(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's `value`, on every rank. For small things only."""
         box = [value]
         if self.size > 1:
@@ -125,15 +125,19 @@ def open_world(
     doesn't, because the others may never come.
     """
     device = device or pick_device(rank, size)
-    where = own_whereabouts()
-    where.say("join")
+    where = open_heartbeat()
+    where.update("join")
     prefixed = dist.PrefixStore(f"generation-{generation}", store)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=rank, world_size=size, timeout=WAIT_LIMIT
+        "nccl" if device.type == "cuda" else "gloo",
+        store=prefixed,
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
     )
-    at = coordinates(plan, rank)
+    at = coordinates_of(plan, rank)
     meshes = [_stage_mesh(plan, pp_rank, device) for pp_rank in range(plan.pp)]  # all ranks make all groups, in order
-    pipe = _pipe_axis(plan, at) if plan.spread_vocab else None
+    pipe = _pipeline_axis(plan, at) if plan.spread_vocab else None
     world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe, where)
     try:
         yield world
@@ -145,26 +149,28 @@ def open_world(
 def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:
     """The world as `rank` sees it where all ranks are one process's fiction: the process group is there already, and it
     is PyTorch's fake one."""
-    at, device = coordinates(plan, rank), torch.device("cpu")
-    pipe = _pipe_axis(plan, at) if plan.spread_vocab else None
+    at, device = coordinates_of(plan, rank), torch.device("cpu")
+    pipe = _pipeline_axis(plan, at) if plan.spread_vocab else None
     return World(0, rank, plan.world_size, plan, at, device, store, _stage_mesh(plan, at.pp, device), pipe)
 
 
 def _stage_mesh(plan: Plan, pp_rank: int, device: torch.device) -> DeviceMesh:
     """The ranks of one pipeline rank. Every rank of the world must call it."""
-    ranks, mesh = [rank for rank, _ in members(plan, pp_rank)], plan.mesh(pp_rank)
+    ranks, mesh = [rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)], plan.mesh(pp_rank)
     sizes = [getattr(mesh, axis) for axis in STAGE_AXES]
     return DeviceMesh(device.type, torch.tensor(ranks).view(sizes), mesh_dim_names=STAGE_AXES)
 
 
-def _pipe_axis(plan: Plan, at: Coordinates) -> PipeAxis:
+def _pipeline_axis(plan: Plan, at: MeshCoordinates) -> PipelineAxis:
     """Every rank of the world must call it."""
-    own: PipeAxis | None = None
-    for ranks in zip(*([rank for rank, _ in members(plan, pp_rank)] for pp_rank in range(plan.pp)), strict=True):
+    own: PipelineAxis | None = None
+    for ranks in zip(
+        *([rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)] for pp_rank in range(plan.pp)), strict=True
+    ):
         group = dist.new_group(list(ranks))
         if rank_at(plan, at) in ranks:
             assert isinstance(group, dist.ProcessGroup)
-            own = PipeAxis(group, ranks, at.pp)
+            own = PipelineAxis(group, ranks, at.pp)
     assert own is not None
     return own
 

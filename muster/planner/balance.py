@@ -7,43 +7,43 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from muster.planner.bound import PassSeconds
+from muster.planner.bounds.step_bound import PassTimes
 from muster.spec.plan import Plan, StageSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RankLoad:
     """Seconds that one micro-batch takes on a pipeline rank: `fixed_s` and `layer_s` for each of its layers."""
 
     fixed_s: float
     layer_s: float
 
-    def of(self, layers: int) -> float:
+    def seconds_with(self, layers: int) -> float:
         """With so many layers."""
         return self.fixed_s + layers * self.layer_s
 
 
-def loads(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSeconds]) -> list[Load]:
+def rank_loads(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]) -> list[RankLoad]:
     """What each pipeline rank takes, from the times of the plan and of one whose ranks have a layer more or fewer.
 
     Exact where the layers of a model are alike.
     """
     counts = plan.layer_counts(num_layers)
-    moved = _moved(counts, plan.pp)
-    one, other = (_rank_seconds(plan, seconds_of(with_layers(plan, layers))) for layers in (counts, moved))
+    moved = _one_layer_shifted(counts, plan.pp)
+    one, other = (_rank_seconds(plan, pass_times_of(with_layers(plan, layers))) for layers in (counts, moved))
     found = []
-    placement = plan.placement[: plan.depth]
+    placement = plan.placement[: plan.stages_per_replica]
     held = [np.bincount(placement, layers, plan.pp).tolist() for layers in (counts, moved)]
     for rank in range(plan.pp):
         before, after = (layers[rank] for layers in held)
         layer_s = (other[rank] - one[rank]) / (after - before) if after != before else one[rank] / max(1, before)
-        found.append(Load(one[rank] - before * layer_s, layer_s))
+        found.append(RankLoad(one[rank] - before * layer_s, layer_s))
     return found
 
 
-def least_busy_s(ranks: Sequence[Load], num_layers: int) -> float:
+def min_busiest_rank_s(ranks: Sequence[RankLoad], num_layers: int) -> float:
     """The least time of the busiest rank for any numbers of layers, even broken ones."""
-    low, high = 0.0, max(load.of(num_layers) for load in ranks)
+    low, high = 0.0, max(load.seconds_with(num_layers) for load in ranks)
     for _ in range(60):
         middle = (low + high) / 2
         held = sum(
@@ -53,23 +53,23 @@ def least_busy_s(ranks: Sequence[Load], num_layers: int) -> float:
     return low
 
 
-def balanced(plan: Plan, num_layers: int, seconds_of: Callable[[Plan], PassSeconds]) -> Plan | None:
+def balance_layers(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]) -> Plan | None:
     """The plan with layers given one by one to the rank that is done first with one more: no split has a lower busiest
     rank. None where the plan's own split is that one, or where layers can't be moved."""
-    if plan.pp == 1 or num_layers < 2 * plan.depth:
+    if plan.pp == 1 or num_layers < 2 * plan.stages_per_replica:
         return None
-    ranks = loads(plan, num_layers, seconds_of)
-    placement = plan.placement[: plan.depth]
+    ranks = rank_loads(plan, num_layers, pass_times_of)
+    placement = plan.placement[: plan.stages_per_replica]
     own = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
-    counts = [1] * plan.depth
+    counts = [1] * plan.stages_per_replica
     held = [len(stages) for stages in own]
-    next_done = [(ranks[rank].of(held[rank] + 1), -rank) for rank in range(plan.pp)]
+    next_done = [(ranks[rank].seconds_with(held[rank] + 1), -rank) for rank in range(plan.pp)]
     heapify(next_done)
-    for _ in range(num_layers - plan.depth):
+    for _ in range(num_layers - plan.stages_per_replica):
         rank = -next_done[0][1]
         counts[min(own[rank], key=lambda stage: (counts[stage], stage))] += 1
         held[rank] += 1
-        heapreplace(next_done, (ranks[rank].of(held[rank] + 1), -rank))
+        heapreplace(next_done, (ranks[rank].seconds_with(held[rank] + 1), -rank))
     if counts == plan.layer_counts(num_layers):
         return None
     return with_layers(plan, counts)
@@ -85,7 +85,7 @@ def _stage(num_layers: int) -> StageSpec:
     return StageSpec(layers=num_layers)
 
 
-def _moved(counts: Sequence[int], num_ranks: int) -> list[int]:
+def _one_layer_shifted(counts: Sequence[int], num_ranks: int) -> list[int]:
     """The first stage of every rank with a layer more or fewer, where there is one to give. It is the stage of the
     rank's number, round and round as well as there and back."""
     moved = list(counts)
@@ -97,6 +97,8 @@ def _moved(counts: Sequence[int], num_ranks: int) -> list[int]:
     return moved
 
 
-def _rank_seconds(plan: Plan, seconds: PassSeconds) -> list[float]:
+def _rank_seconds(plan: Plan, seconds: PassTimes) -> list[float]:
     """What a micro-batch takes on each pipeline rank: its forwards and backwards."""
-    return np.bincount(plan.placement[: plan.depth], seconds.busy()[: plan.depth], plan.pp).tolist()
+    return np.bincount(
+        plan.placement[: plan.stages_per_replica], seconds.busy_s()[: plan.stages_per_replica], plan.pp
+    ).tolist()

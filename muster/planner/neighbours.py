@@ -6,21 +6,21 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from muster.planner.judge import Judge
-from muster.planner.request import Request
-from muster.planner.space import admitted
-from muster.planner.verdict import Verdict
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
+from muster.planner.space import is_admitted
 from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems
-from muster.spec.plan import LayerRun, Plan
-from muster.spec.runnable import not_yet
+from muster.spec.legality import plan_violations
+from muster.spec.plan import LayerOverride, Plan
+from muster.spec.supported import unsupported_features
 
-NO_TIME = "not looked at within --limit"
-LIKE = 0.005
+NOT_EVALUATED = "not looked at within --limit"
+SAME_SPEED_TOLERANCE = 0.005
 """Plans closer than this part of the step are called alike."""
 
-_PARTNERS = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
+_COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
 """Axes that make up for a changed degree, so that all devices stay in use: the first with which the plan is legal."""
 
 
@@ -30,29 +30,29 @@ class Neighbour:
 
     change: str
     plan: Plan
-    slower: float | None
+    slowdown: float | None
     """The part by which its step is longer; None where it doesn't fit, can't be or was not simulated."""
     sentence: str
-    verdict: Verdict | None = None
+    evaluated: EvaluatedPlan | None = None
     """None where it doesn't fit, or was not simulated."""
 
     @property
-    def is_late(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether there was no time to look at it."""
-        return self.sentence == f"{self.change}: {NO_TIME}"
+        return self.sentence == f"{self.change}: {NOT_EVALUATED}"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change to a plan, in words and made."""
 
-    words: str
+    description: str
     plan: Plan
-    refits: bool = True
+    may_refit: bool = True
     """Whether recompute may follow from it; not where recompute is what is changed."""
 
 
-def neighbours(winner: Verdict, judge: Judge, limit_s: float = inf) -> list[Neighbour]:
+def neighbours(winner: EvaluatedPlan, evaluator: PlanEvaluator, limit_s: float = inf) -> list[Neighbour]:
     """What one change to the winner would do, each in a sentence; only changes that leave a legal plan.
 
     What the search chooses for every plan is chosen for these too: layers lie on stages so that none has more to do
@@ -60,12 +60,12 @@ def neighbours(winner: Verdict, judge: Judge, limit_s: float = inf) -> list[Neig
     is proven, none within its space is faster. After `limit_s` no more are simulated, and that is said of each.
     """
     found, end_s = [], perf_counter() + limit_s
-    for change in changes(winner.plan, judge.request):
+    for change in single_changes(winner.plan, evaluator.request):
         if perf_counter() > end_s:
-            found.append(Neighbour(change.words, change.plan, None, f"{change.words}: {NO_TIME}"))
+            found.append(Neighbour(change.description, change.plan, None, f"{change.description}: {NOT_EVALUATED}"))
             continue
         try:
-            found.append(_judged(winner, change, judge))
+            found.append(_evaluate_change(winner, change, evaluator))
         except InfeasibleError:
             continue
     return found
@@ -75,7 +75,7 @@ def neighbours(winner: Verdict, judge: Judge, limit_s: float = inf) -> list[Neig
 # Changes
 
 
-def changes(plan: Plan, request: Request) -> Iterator[Change]:
+def single_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
     """One change at a time, to legal plans alone; another axis makes up for a changed degree."""
     seen: set[Plan] = set()
     seen.add(plan)
@@ -85,10 +85,10 @@ def changes(plan: Plan, request: Request) -> Iterator[Change]:
             yield change
 
 
-def _all_changes(plan: Plan, request: Request) -> Iterator[Change]:
+def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
     for axis in ("tp", "pp", "cp"):
         for grows in (True, False):
-            yield from _traded(plan, request, axis, grows)
+            yield from _degree_change(plan, request, axis, grows)
     for degree in (plan.ep * 2, plan.ep // 2):
         if request.model.moe is not None and degree and plan.ep % min(degree, plan.ep) == 0:
             yield Change(f"ep {degree}", plan.model_copy(update={"ep": degree}))
@@ -100,11 +100,11 @@ def _all_changes(plan: Plan, request: Request) -> Iterator[Change]:
             yield Change(f"sharding level {level}", _with_strategy(plan, zero=level))
     for mode in ("none", "full"):
         if plan.overrides or mode != plan.default_strategy.recompute:
-            yield Change(f"recompute {mode}", _everywhere(plan, recompute=mode), refits=False)
+            yield Change(f"recompute {mode}", _with_all_layers(plan, recompute=mode), may_refit=False)
     if any(strategy.offload != "none" for strategy in plan.strategies):
-        yield Change("no offload", _everywhere(plan, offload="none"), refits=False)
+        yield Change("no offload", _with_all_layers(plan, offload="none"), may_refit=False)
     if plan.pp > 1 and any(strategy.offload != "activations" for strategy in plan.strategies):
-        yield Change("offload of all layers", _everywhere(plan, offload="activations"), refits=False)
+        yield Change("offload of all layers", _with_all_layers(plan, offload="activations"), may_refit=False)
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
         if plan.pp > 1 and (schedule, chunks) != (plan.schedule, plan.vpp):
             stages = plan.stages if chunks == plan.vpp else ()
@@ -122,9 +122,9 @@ def _all_changes(plan: Plan, request: Request) -> Iterator[Change]:
             )
 
 
-def _traded(plan: Plan, request: Request, axis: str, grows: bool) -> Iterator[Change]:
+def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:
     """Twice or half a degree, with the first axis that can make up for it."""
-    for partner in _PARTNERS:
+    for partner in _COMPENSATING_AXES:
         one, other = getattr(plan, axis), getattr(plan, partner)
         if partner == axis or (other if grows else one) % 2:
             continue
@@ -136,7 +136,7 @@ def _traded(plan: Plan, request: Request, axis: str, grows: bool) -> Iterator[Ch
             return
 
 
-def _with_degrees(plan: Plan, degrees: dict[str, int], request: Request) -> Plan:
+def _with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> Plan:
     """With other degrees, and what these decide."""
     update: dict[str, Any] = dict(degrees)
     pp = degrees.get("pp", plan.pp)
@@ -150,16 +150,16 @@ def _with_degrees(plan: Plan, degrees: dict[str, int], request: Request) -> Plan
         strategy["sp"] = False
     elif plan.tp == 1:
         strategy["sp"] = request.fixed.get("sp", True)
-    if plan.mesh(0).data_ranks == 1 < changed.mesh(0).data_ranks:
+    if plan.mesh(0).dp_size == 1 < changed.mesh(0).dp_size:
         strategy["zero"] = request.fixed.get("zero", "z1")
     return _with_strategy(changed, **strategy) if strategy else changed
 
 
-def _is_legal(plan: Plan, request: Request) -> bool:
-    return not problems(plan, request.model, request.workload, request.cluster.num_devices)
+def _is_legal(plan: Plan, request: PlanRequest) -> bool:
+    return not plan_violations(plan, request.model, request.workload, request.cluster.num_devices)
 
 
-def _everywhere(plan: Plan, **changed: object) -> Plan:
+def _with_all_layers(plan: Plan, **changed: object) -> Plan:
     """With this for all layers; runs that then differ in nothing from the default are left out."""
     default = plan.default_strategy.model_copy(update=changed)
     runs = (run.model_copy(update={"strategy": run.strategy.model_copy(update=changed)}) for run in plan.overrides)
@@ -170,7 +170,7 @@ def _everywhere(plan: Plan, **changed: object) -> Plan:
 def _with_strategy(plan: Plan, **changed: object) -> Plan:
     """With this for all layers; recompute by layer stays as it is."""
     overrides = tuple(
-        LayerRun(
+        LayerOverride(
             start=run.start,
             count=run.count,
             strategy=run.strategy.model_copy(update={**changed, "recompute": run.strategy.recompute}),
@@ -185,97 +185,101 @@ def _with_strategy(plan: Plan, **changed: object) -> Plan:
 # What they make of the plan
 
 
-def _judged(winner: Verdict, change: Change, judge: Judge) -> Neighbour:
-    request, plan = judge.request, _with_layers_moved(winner.plan, change.plan, judge)
-    if not (change.refits and _may_refit(request)):
-        return _compared(winner, change.words, judge.verdict(plan), judge)
-    bare = _bare(plan, request)
-    fitting = sorted(map(judge.verdict, judge.room.made_to_fit(bare)[0]), key=lambda one: one.order)
+def _evaluate_change(winner: EvaluatedPlan, change: Change, evaluator: PlanEvaluator) -> Neighbour:
+    request, plan = evaluator.request, _rebalanced(winner.plan, change.plan, evaluator)
+    if not (change.may_refit and _may_refit(request)):
+        return _compare(winner, change.description, evaluator.evaluate(plan), evaluator)
+    bare = _without_fitting(plan, request)
+    fitting = sorted(map(evaluator.evaluate, evaluator.memory_budget.fit(bare)[0]), key=lambda one: one.sort_key)
     if not fitting:
-        full = judge.verdict(_everywhere(bare, recompute="full"))
-        return _compared(winner, change.words, full, judge, " with all recomputed")
-    note = "" if fitting[0].plan is bare or _refits(winner.plan, request) else ", with what makes it fit"
-    return _compared(winner, change.words, fitting[0], judge, note)
+        full = evaluator.evaluate(_with_all_layers(bare, recompute="full"))
+        return _compare(winner, change.description, full, evaluator, " with all recomputed")
+    note = "" if fitting[0].plan is bare or _was_fitted(winner.plan, request) else ", with what makes it fit"
+    return _compare(winner, change.description, fitting[0], evaluator, note)
 
 
-def changed_plans(plan: Plan, judge: Judge) -> Iterator[Plan]:
+def neighbour_plans(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
     """The plans that one change to a plan leads to, with what makes them fit, as far as they are searched for."""
-    request = judge.request
-    for change in changes(plan, request):
-        if change.refits and _may_refit(request):
+    request = evaluator.request
+    for change in single_changes(plan, request):
+        if change.may_refit and _may_refit(request):
             try:
-                found = judge.room.made_to_fit(_bare(_with_layers_moved(plan, change.plan, judge), request))[0]
+                found = evaluator.memory_budget.fit(
+                    _without_fitting(_rebalanced(plan, change.plan, evaluator), request)
+                )[0]
             except InfeasibleError:
                 continue
-            yield from (one for one in found if admitted(request, one))
+            yield from (one for one in found if is_admitted(request, one))
 
 
-def _may_refit(request: Request) -> bool:
+def _may_refit(request: PlanRequest) -> bool:
     """Whether recompute is the search's to choose by layer."""
     return "recompute" not in request.fixed and request.objective != "memory" and not request.base.overrides
 
 
-def _bare(plan: Plan, request: Request) -> Plan:
+def _without_fitting(plan: Plan, request: PlanRequest) -> Plan:
     """With neither recompute nor offload but what is asked for."""
     offload = request.fixed.get("offload", request.base.default_strategy.offload)
-    return _everywhere(plan, recompute="none", offload=offload)
+    return _with_all_layers(plan, recompute="none", offload=offload)
 
 
-def _refits(plan: Plan, request: Request) -> bool:
+def _was_fitted(plan: Plan, request: PlanRequest) -> bool:
     """Whether the plan itself recomputes or offloads so that it fits."""
-    return plan != _bare(plan, request)
+    return plan != _without_fitting(plan, request)
 
 
-def _with_layers_moved(winner: Plan, plan: Plan, judge: Judge) -> Plan:
+def _rebalanced(winner: Plan, plan: Plan, evaluator: PlanEvaluator) -> Plan:
     """With the layers where they suit the changed plan, and data in shares that do, where the winner's are so."""
-    request = judge.request
+    request = evaluator.request
     fixed = request.fixed.get("stages") or request.base.stages
     if winner.stages and not fixed and winner.is_uniform and plan.pp > 1 and plan.vpp == 1:
         # The judge knows the times of plans that recompute nothing; where layers lie best hardly depends on it.
-        even = _bare(plan, request).model_copy(update={"stages": ()})
-        moved = judge.moved(even)
-        if moved is not None and judge.bound(moved) < judge.bound(even):
+        even = _without_fitting(plan, request).model_copy(update={"stages": ()})
+        moved = evaluator.with_balanced_layers(even)
+        if moved is not None and evaluator.bound(moved) < evaluator.bound(even):
             plan = plan.model_copy(update={"stages": moved.stages})
         else:
             plan = plan.model_copy(update={"stages": ()})
     if winner.data_shares and "data_shares" not in request.fixed:
         even = plan.model_copy(update={"data_shares": ()})
-        plan = judge.shares.given(even) or even
+        plan = evaluator.batch_splitter.with_best_split(even) or even
     return plan
 
 
-def _compared(winner: Verdict, change: str, other: Verdict, judge: Judge, note: str = "") -> Neighbour:
+def _compare(
+    winner: EvaluatedPlan, change: str, other: EvaluatedPlan, evaluator: PlanEvaluator, note: str = ""
+) -> Neighbour:
     plan = other.plan
     over = [
         (rank.total - limit, rank.total, limit)
         for rank in other.prediction.memory
-        if (limit := judge.room.limit_bytes(rank.rank)) is not None
+        if (limit := evaluator.memory_budget.limit_bytes(rank.rank)) is not None
     ]
     if over and max(over)[0] > 0:
         _, total, limit = max(over)
         fits = f"doesn't fit{note}, {total / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
         return Neighbour(change, plan, None, f"{change}: {fits}")
-    starred = "; can't be run yet" if not_yet(plan) and not winner.not_yet else ""
-    if not admitted(replace(judge.request, runnable=False), plan):
+    starred = "; can't be run yet" if unsupported_features(plan) and not winner.unsupported else ""
+    if not is_admitted(replace(evaluator.request, runnable=False), plan):
         starred += "; not as asked"
-    words, slower = _difference(winner, other, judge.request)
+    words, slower = _difference(winner, other, evaluator.request)
     return Neighbour(change, plan, slower, f"{change}: {words}{note}{starred}", other)
 
 
-def _difference(winner: Verdict, other: Verdict, request: Request) -> tuple[str, float]:
+def _difference(winner: EvaluatedPlan, other: EvaluatedPlan, request: PlanRequest) -> tuple[str, float]:
     """In words; and the part by which the other's step is longer."""
     mine, its = winner.prediction, other.prediction
     slower = its.step_time_s / mine.step_time_s - 1
-    if request.objective == "memory" and abs(more := other.value / winner.value - 1) >= LIKE:
+    if request.objective == "memory" and abs(more := other.value / winner.value - 1) >= SAME_SPEED_TOLERANCE:
         return f"{abs(more):.1%} {'more' if more > 0 else 'less'} memory, {_slower(slower)}", slower
-    if abs(slower) < LIKE:
+    if abs(slower) < SAME_SPEED_TOLERANCE:
         return "as fast", slower
     name, more_s = largest_difference(mine, its, slower > 0)
     return f"{_slower(slower)}, {abs(more_s):.3g} s {'more' if slower > 0 else 'less'} {name}", slower
 
 
 def _slower(part: float) -> str:
-    return f"{abs(part):.1%} {'slower' if part > 0 else 'faster'}" if abs(part) >= LIKE else "as fast"
+    return f"{abs(part):.1%} {'slower' if part > 0 else 'faster'}" if abs(part) >= SAME_SPEED_TOLERANCE else "as fast"
 
 
 def largest_difference(mine: Prediction, its: Prediction, grows: bool) -> tuple[str, float]:

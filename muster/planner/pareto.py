@@ -9,138 +9,140 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from muster.planner.explain import no_plan
-from muster.planner.judge import Judge
-from muster.planner.neighbours import changes
-from muster.planner.request import Request
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.explain import explain_no_plan
+from muster.planner.neighbours import single_changes
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import PlanRequest
 from muster.planner.search import search
-from muster.planner.space import admitted
-from muster.planner.verdict import Verdict
+from muster.planner.space import is_admitted
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import problems
+from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """A plan of the front."""
 
-    verdict: Verdict
+    evaluated: EvaluatedPlan
     cluster: ClusterSpec
     """The devices that it takes of those that there are."""
 
     @property
     def devices(self) -> int:
-        return self.verdict.plan.world_size
+        return self.evaluated.plan.world_size
 
     @property
     def step_time_s(self) -> float:
-        return self.verdict.prediction.step_time_s
+        return self.evaluated.prediction.step_time_s
 
     @property
     def usd_per_step(self) -> float | None:
         """None where a price is unknown."""
-        return self.verdict.prediction.usd_per_step
+        return self.evaluated.prediction.usd_per_step
 
     @property
-    def values(self) -> tuple[float, float, float, int]:
+    def objectives(self) -> tuple[float, float, float, int]:
         """What a plan is better in when it is smaller: step time, memory per device, cost, devices."""
-        return self.step_time_s, float(self.verdict.peak_bytes), self.usd_per_step or 0.0, self.devices
+        return self.step_time_s, float(self.evaluated.peak_bytes), self.usd_per_step or 0.0, self.devices
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ParetoFront:
     """Plans that no other beats in all at once, by devices and time."""
 
-    points: list[Point]
-    looked_at: int
+    points: list[ParetoPoint]
+    num_simulated: int
     """Plans that were simulated."""
     seconds: float
     proven: bool
     """Whether each search came to its end: no plan is faster with as many devices."""
 
 
-def front(request: Request, limit_s: float) -> Front:
+def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
     """The front for a request, found within `limit_s`. Raises InfeasibleError, with what binds, where nothing fits."""
     begin_s, looked_at, proven = perf_counter(), 0, True
-    points: list[Point] = []
+    points: list[ParetoPoint] = []
     refusal: InfeasibleError | None = None
-    for number, cluster in enumerate(parts_of(request.cluster)):
+    for number, cluster in enumerate(sub_clusters(request.cluster)):
         own = replace(request, cluster=cluster, objective="time")
         end_s = begin_s + limit_s * (1 - 0.5 ** (number + 1))  # the more devices, the more plans there are
-        judge = Judge(own)
+        judge = PlanEvaluator(own)
         found = search(own, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50), judge)
         looked_at += found.seen["simulated"]
         proven = proven and found.proven
         if found.best:
-            points += _around(Point(found.best[0], cluster), judge, end_s)
+            points += _explore(ParetoPoint(found.best[0], cluster), judge, end_s)
         else:
-            refusal = refusal or InfeasibleError(no_plan(own, found, judge))
+            refusal = refusal or InfeasibleError(explain_no_plan(own, found, judge))
     if refusal is not None and not points:
         raise refusal
     looked_at += len(points)
-    best = sorted(unbeaten(points), key=lambda point: (-point.devices, point.step_time_s, point.verdict.name))
-    return Front(best, looked_at, perf_counter() - begin_s, proven)
+    best = sorted(non_dominated(points), key=lambda point: (-point.devices, point.step_time_s, point.evaluated.name))
+    return ParetoFront(best, looked_at, perf_counter() - begin_s, proven)
 
 
-def _around(fastest: Point, judge: Judge, end_s: float) -> list[Point]:
+def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, end_s: float) -> list[ParetoPoint]:
     """All that was looked at from the fastest plan on: each plan that nothing so far beats is changed in its turn."""
     seen: set[Plan] = set()
-    seen.add(fastest.verdict.plan)
+    seen.add(fastest.evaluated.plan)
     points, ahead = [fastest], [fastest]
     while ahead:
         point = ahead.pop(0)
-        if any(_beats(other, point) for other in points):
+        if any(_dominates(other, point) for other in points):
             continue
-        for plan in (change.plan for change in changes(point.verdict.plan, judge.request)):
+        for plan in (change.plan for change in single_changes(point.evaluated.plan, evaluator.request)):
             if perf_counter() > end_s:
                 return points
-            verdict = None if plan in seen else _judged(plan, judge)
+            verdict = None if plan in seen else _evaluate(plan, evaluator)
             seen.add(plan)
             if verdict is not None:
-                points.append(Point(verdict, point.cluster))
+                points.append(ParetoPoint(verdict, point.cluster))
                 ahead.append(points[-1])
     return points
 
 
-def _judged(plan: Plan, judge: Judge) -> Verdict | None:
+def _evaluate(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
     """The plan simulated; None where it can't be, doesn't fit or isn't wanted."""
-    request = judge.request
-    if problems(plan, request.model, request.workload, request.cluster.num_devices) or not admitted(request, plan):
+    request = evaluator.request
+    if plan_violations(plan, request.model, request.workload, request.cluster.num_devices) or not is_admitted(
+        request, plan
+    ):
         return None
     try:
-        return judge.verdict(plan) if judge.room.fits(plan) else None
+        return evaluator.evaluate(plan) if evaluator.memory_budget.fits(plan) else None
     except InfeasibleError:
         return None
 
 
-def unbeaten(points: Sequence[Point]) -> list[Point]:
+def non_dominated(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     """Those that no other equals in everything and beats in something."""
-    return [one for one in points if not any(_beats(other, one) for other in points)]
+    return [one for one in points if not any(_dominates(other, one) for other in points)]
 
 
-def sketched(points: Sequence[Point], alike: float = 0.03) -> list[Point]:
+def thin_front(points: Sequence[ParetoPoint], tolerance: float = 0.03) -> list[ParetoPoint]:
     """Of a front those that are worth a line: what is as good as one of them, but for that part, is left out."""
-    kept: list[Point] = []
+    kept: list[ParetoPoint] = []
     for point in points:
-        if not any(_serves(one, point, alike) for one in kept):
+        if not any(_covers(one, point, tolerance) for one in kept):
             kept.append(point)
     return kept
 
 
-def _serves(one: Point, other: Point, part: float) -> bool:
+def _covers(one: ParetoPoint, other: ParetoPoint, tolerance: float) -> bool:
     """Whether the one is as good as the other in all but for a part, and no smaller in devices."""
-    pairs = zip(one.values, other.values, strict=True)
-    return one.devices == other.devices and all(a <= b * (1 + part) for a, b in pairs)
+    pairs = zip(one.objectives, other.objectives, strict=True)
+    return one.devices == other.devices and all(a <= b * (1 + tolerance) for a, b in pairs)
 
 
-def _beats(one: Point, other: Point) -> bool:
-    pairs = list(zip(one.values, other.values, strict=True))
+def _dominates(one: ParetoPoint, other: ParetoPoint) -> bool:
+    pairs = list(zip(one.objectives, other.objectives, strict=True))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def parts_of(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+def sub_clusters(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     """The cluster, and parts of it: where nodes are alike, half of the devices, a quarter, … down to one; else the
     nodes of each kind alone."""
     yield cluster

@@ -6,13 +6,13 @@ from functools import lru_cache
 from math import log2, sqrt
 from typing import Any, Literal, get_args
 
+from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import PRECISIONS, Plan, Precision, Strategy
-from muster.spec.plan_name import said_by
+from muster.spec.plan import PRECISIONS, LayerStrategy, Plan, Precision
+from muster.spec.plan_name import parse_name_parts
 from muster.spec.schedules import SCHEDULES
-from muster.spec.step_law import SOURCE, non_embedding_parameters, step_law
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
@@ -21,7 +21,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """A model, the devices that it is trained on, and what is wanted."""
 
     model: ModelSpec
@@ -31,7 +31,7 @@ class Request:
     precision: Precision = "bf16"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a plan, or of its default strategy, that must have these values."""
-    asked: str = ""
+    fixed_text: str = ""
     """The same as people said it."""
     memory_limit_bytes: int | None = None
     """Of each device, where less than all of it may be used."""
@@ -45,7 +45,7 @@ class Request:
     @property
     def base(self) -> Plan:
         """What all candidates share."""
-        return self.template or _plain(self.precision)
+        return self.template or _base_plan(self.precision)
 
     def admits(self, name: str, value: object) -> bool:
         """Whether a field may have this value."""
@@ -53,7 +53,7 @@ class Request:
 
 
 @lru_cache(maxsize=16)
-def _plain(precision: Precision) -> Plan:
+def _base_plan(precision: Precision) -> Plan:
     return Plan(precision=precision)
 
 
@@ -61,25 +61,25 @@ def _plain(precision: Precision) -> Plan:
 # From what people say
 
 
-MOST_DEVICES = 1_000_000
-MOST_BATCH_TOKENS = 10**12
+MAX_DEVICES = 1_000_000
+MAX_BATCH_TOKENS = 10**12
 
 DEFAULT_BATCH_TOKENS = 4 * 2**20
 """Of a step where nobody says otherwise: that of Llama 3's first phase."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request, and what is said beside it."""
 
-    request: Request
+    request: PlanRequest
     tokens: float | None
     """Of the whole training."""
-    derived: list[str]
+    derived_lines: list[str]
     """A line for each value that was left out and follows from the tokens."""
 
 
-def ask(
+def parse_request(
     model: ModelSpec,
     cluster: ClusterSpec,
     seq_len: int,
@@ -91,24 +91,24 @@ def ask(
     fix: str = "",
     memory_limit_bytes: int | None = None,
     runnable: bool = False,
-) -> Asked:
+) -> ParsedRequest:
     """The request that people make, with what they leave out: a step's sequences from the number of tokens by the Step
     Law, the precision from the devices.
 
     `fix`: parts of a plan's name, such as `tp8-z1`. Raises ConfigError.
     """
-    if cluster.num_devices > MOST_DEVICES:
-        raise ConfigError(f"--cluster {cluster.name}: expected at most {MOST_DEVICES:,} devices")
-    batch, derived = _batch(model, seq_len, global_batch, tokens, cluster.num_devices)
-    fixed = fixed_by(fix)
+    if cluster.num_devices > MAX_DEVICES:
+        raise ConfigError(f"--cluster {cluster.name}: expected at most {MAX_DEVICES:,} devices")
+    batch, derived = _resolve_batch(model, seq_len, global_batch, tokens, cluster.num_devices)
+    fixed = fixed_fields(fix)
     schedule = fixed.get("schedule")
     if schedule and SCHEDULES[schedule].searched:
         raise ConfigError(
             f"--fix {fix}: schedule {schedule} is itself searched for, for a plan that is there: leave it out, and give"
             f" it to the plan that is found (--parallel.schedule {schedule})"
         )
-    kind = _precision(precision, fixed, fix, cluster)
-    request = Request(
+    kind = _resolve_precision(precision, fixed, fix, cluster)
+    request = PlanRequest(
         model,
         cluster,
         Workload(seq_len=seq_len, global_batch_size=batch),
@@ -120,13 +120,13 @@ def ask(
         runnable=runnable,
         template=_template(fixed, kind),
     )
-    return Asked(request, tokens, [*derived, *_stand_ins(cluster, kind)])
+    return ParsedRequest(request, tokens, [*derived, *_substituted_peaks(cluster, kind)])
 
 
-def _stand_ins(cluster: ClusterSpec, precision: Precision) -> list[str]:
+def _substituted_peaks(cluster: ClusterSpec, precision: Precision) -> list[str]:
     """Of devices that don't compute in a precision: whose peak is taken for it."""
     devices = {group.device.name: group.device for group in cluster.groups}
-    taken = {name: device.stands_for(precision) for name, device in devices.items()}
+    taken = {name: device.peak_precision(precision) for name, device in devices.items()}
     return [
         f"{name} is not known to compute in {precision}: times are those of {other}"
         for name, other in taken.items()
@@ -134,10 +134,10 @@ def _stand_ins(cluster: ClusterSpec, precision: Precision) -> list[str]:
     ]
 
 
-def fixed_by(parts: str) -> dict[str, Any]:
+def fixed_fields(name_parts: str) -> dict[str, Any]:
     """The fields that parts of a plan's name say, such as `tp8-z1`; `dp8` is one copy of the model, as it is in a name.
     Raises ConfigError."""
-    fixed = said_by(parts) if parts else {}
+    fixed = parse_name_parts(name_parts) if name_parts else {}
     return {"dp_replicate": 1, **fixed} if "dp_shard" in fixed else fixed
 
 
@@ -151,53 +151,53 @@ SEARCHED = frozenset(
 def _template(fixed: Mapping[str, Any], precision: Precision) -> Plan:
     """A plan with what is asked for and not searched, such as offload or a spread vocabulary."""
     given = {name: value for name, value in fixed.items() if name not in SEARCHED}
-    strategy = {name: given.pop(name) for name in tuple(given) if name in Strategy.model_fields}
-    own = Strategy().model_copy(update=strategy)
+    strategy = {name: given.pop(name) for name in tuple(given) if name in LayerStrategy.model_fields}
+    own = LayerStrategy().model_copy(update=strategy)
     return Plan().model_copy(update={**given, "precision": precision, "default_strategy": own})
 
 
-def asking_for(request: Request, parts: str) -> Request:
+def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
     """A request of people that wants these parts instead of those that it wants."""
-    fixed = fixed_by(parts)
+    fixed = fixed_fields(name_parts)
     kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
-    return replace(request, fixed=fixed, asked=parts, precision=kind, template=_template(fixed, kind))
+    return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=_template(fixed, kind))
 
 
-def usual_batch(wanted: float, num_devices: int) -> int:
+def round_batch(target: float, num_devices: int) -> int:
     """The sequences of a step nearest to what is wanted of those that spread well: powers of two, times the odd part of
     the number of devices, where the step is not far smaller than that."""
     odd = num_devices // (num_devices & -num_devices)
-    step = odd if odd < wanted * sqrt(2) else 1
-    return step * 2 ** max(0, round(log2(wanted / step)))
+    step = odd if odd < target * sqrt(2) else 1
+    return step * 2 ** max(0, round(log2(target / step)))
 
 
-def _batch(
-    model: ModelSpec, seq_len: int, asked: int | None, tokens: float | None, num_devices: int
+def _resolve_batch(
+    model: ModelSpec, seq_len: int, requested: int | None, tokens: float | None, num_devices: int
 ) -> tuple[int, list[str]]:
     """Sequences of a step, and what was derived."""
-    batch, derived = asked, []
+    batch, derived = requested, []
     if tokens is not None:
         law = step_law(non_embedding_parameters(model), tokens)
         if batch is None:
-            batch = usual_batch(law.batch_tokens / seq_len, num_devices)
-            derived.append(f"global batch {batch} sequences, derived ({SOURCE})")
-        derived.append(f"learning rate {law.lr:.3g}, derived ({SOURCE})")
-    batch = batch or usual_batch(DEFAULT_BATCH_TOKENS / seq_len, num_devices)
-    if batch * seq_len > MOST_BATCH_TOKENS:
+            batch = round_batch(law.batch_tokens / seq_len, num_devices)
+            derived.append(f"global batch {batch} sequences, derived ({STEP_LAW_SOURCE})")
+        derived.append(f"learning rate {law.lr:.3g}, derived ({STEP_LAW_SOURCE})")
+    batch = batch or round_batch(DEFAULT_BATCH_TOKENS / seq_len, num_devices)
+    if batch * seq_len > MAX_BATCH_TOKENS:
         raise ConfigError(
-            f"a step of {batch:,} sequences of {seq_len:,} tokens: expected at most {MOST_BATCH_TOKENS:,} tokens;"
+            f"a step of {batch:,} sequences of {seq_len:,} tokens: expected at most {MAX_BATCH_TOKENS:,} tokens;"
             " give a smaller --global-batch"
         )
     return batch, derived
 
 
-def _precision(asked: str | None, fixed: Mapping[str, Any], fix: str, cluster: ClusterSpec) -> Precision:
+def _resolve_precision(requested: str | None, fixed: Mapping[str, Any], fix: str, cluster: ClusterSpec) -> Precision:
     for known in PRECISIONS:
-        if known == asked:
-            if fixed.get("precision", asked) != asked:
-                raise ConfigError(f"--precision {asked} contradicts --fix {fix}: leave one of them out")
+        if known == requested:
+            if fixed.get("precision", requested) != requested:
+                raise ConfigError(f"--precision {requested} contradicts --fix {fix}: leave one of them out")
             return known
-    if asked is not None:
+    if requested is not None:
         known = f"expected one of {', '.join(PRECISIONS)}"
-        raise ConfigError(f"--precision {asked}: {known}{did_you_mean(asked, PRECISIONS)}")
+        raise ConfigError(f"--precision {requested}: {known}{did_you_mean(requested, PRECISIONS)}")
     return fixed.get("precision") or ("fp32" if cluster.device.kind == "cpu" else "bf16")

@@ -4,16 +4,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from muster.planner.explain import no_plan
-from muster.planner.judge import Judge
-from muster.planner.placement import nodes_of, reordered
-from muster.planner.request import MOST_DEVICES, Request
-from muster.planner.unequal import arrange
-from muster.planner.verdict import Verdict
+from muster.config.local_machine import cluster_by_name
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.explain import explain_no_plan
+from muster.planner.heterogeneous import find_best_plans
+from muster.planner.node_order import nodes_of, reorder_nodes
+from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.request import MAX_DEVICES, PlanRequest
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legal import problems
-from muster.spec.machine import cluster_here
+from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.suggest import did_you_mean
 
@@ -21,60 +21,62 @@ EXAMPLES = "nodes=x2, nodes=/2, nodes=12, network=/2, failed=1, cluster=64xa100"
 
 
 @dataclass(frozen=True)
-class Case:
+class WhatIfCase:
     """A cluster, and the best plan on it."""
 
     change: str
     """In the words that were given; empty for the cluster as it is."""
     cluster: ClusterSpec
-    best: Verdict | None
-    same_plan_s: float | None
+    best: EvaluatedPlan | None
+    same_plan_step_s: float | None
     """The step of the plan that is best without the change; None where it can't be, or where nothing is changed."""
-    why_not: str = ""
+    reason: str = ""
     """Where there is no plan."""
     gap: float = 0.0
     """The part by which another plan may be better that there was no time to look at."""
 
 
-def what_if(request: Request, changes: Sequence[str], limit_s: float) -> list[Case]:
+def what_if(request: PlanRequest, changes: Sequence[str], limit_s: float) -> list[WhatIfCase]:
     """The cluster as it is, then with each of the changes alone; several in one text, with commas between, are made
     together. Each is searched for `limit_s` at most.
 
     Raises ConfigError for what is no change, or can't be made to this cluster.
     """
-    clusters = [request.cluster, *(changed(request.cluster, text) for text in changes)]
-    cases: list[Case] = []
+    clusters = [request.cluster, *(apply_changes(request.cluster, text) for text in changes)]
+    cases: list[WhatIfCase] = []
     for text, cluster in zip(("", *changes), clusters, strict=True):
         base = cases[0].best if cases else None
-        cases.append(_case(replace(request, cluster=cluster), text, base, limit_s, "failed" in text))
+        cases.append(_evaluate_case(replace(request, cluster=cluster), text, base, limit_s, "failed" in text))
     return cases
 
 
-def _case(request: Request, change: str, base: Verdict | None, limit_s: float, spare: bool) -> Case:
+def _evaluate_case(
+    request: PlanRequest, change: str, base: EvaluatedPlan | None, limit_s: float, may_drop_nodes: bool
+) -> WhatIfCase:
     """`spare`: where no plan fills all nodes that are left, the largest number of them that one does."""
     gap = 0.0
     try:
-        arranged = arrange(request, 1, limit_s)
+        arranged = find_best_plans(request, 1, limit_s)
         gap = arranged.found.gap
-        why_not = "" if arranged.found.best else no_plan(arranged.request, arranged.found, arranged.judge)
+        why_not = "" if arranged.found.best else explain_no_plan(arranged.request, arranged.found, arranged.judge)
         best, cluster = next(iter(arranged.found.best), None), arranged.request.cluster
     except InfeasibleError as error:
         best, cluster, why_not = None, request.cluster, str(error)
-    if best is None and spare and request.cluster.num_nodes > 1:
+    if best is None and may_drop_nodes and request.cluster.num_nodes > 1:
         fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
-        return _case(fewer, change, base, limit_s, spare)
-    same_s = None if base is None else _step_of(base.plan, replace(request, cluster=cluster))
-    return Case(change, cluster, best, same_s, why_not, gap)
+        return _evaluate_case(fewer, change, base, limit_s, may_drop_nodes)
+    same_s = None if base is None else _step_of_plan(base.plan, replace(request, cluster=cluster))
+    return WhatIfCase(change, cluster, best, same_s, why_not, gap)
 
 
-def _step_of(plan: Plan, request: Request) -> float | None:
+def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:
     """Seconds of a step of that very plan; None where it is illegal, doesn't fit or can't be timed."""
-    if problems(plan, request.model, request.workload, request.cluster.num_devices):
+    if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
         return None
     try:
-        judge = Judge(request)
-        judge.room.head_room = 0.0
-        return judge.verdict(plan).prediction.step_time_s if judge.room.fits(plan) else None
+        judge = PlanEvaluator(request)
+        judge.memory_budget.head_room = 0.0
+        return judge.evaluate(plan).prediction.step_time_s if judge.memory_budget.fits(plan) else None
     except InfeasibleError:
         return None
 
@@ -83,7 +85,7 @@ def _step_of(plan: Plan, request: Request) -> float | None:
 # Changes
 
 
-def changed(cluster: ClusterSpec, text: str) -> ClusterSpec:
+def apply_changes(cluster: ClusterSpec, text: str) -> ClusterSpec:
     """The cluster with the changes that `text` says, from left to right. Raises ConfigError."""
     for part in text.split(","):
         what, equals, how = (piece.strip() for piece in part.partition("="))
@@ -91,8 +93,8 @@ def changed(cluster: ClusterSpec, text: str) -> ClusterSpec:
             hint = "" if what in _CHANGES else did_you_mean(what, _CHANGES)
             raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{hint}")
         cluster = _CHANGES[what](cluster, how, part.strip())
-        if cluster.num_devices > MOST_DEVICES:
-            raise ConfigError(f"--what-if {text}: expected at most {MOST_DEVICES:,} devices")
+        if cluster.num_devices > MAX_DEVICES:
+            raise ConfigError(f"--what-if {text}: expected at most {MAX_DEVICES:,} devices")
     return cluster
 
 
@@ -103,7 +105,7 @@ def _nodes(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
     count = _amount(cluster.num_nodes, how, text)
     if group.nics is None and count > 1 and group.domain_nodes == 1:
         raise ConfigError(f"--what-if {text}: {cluster.name} has no network to join more nodes; give cluster=C")
-    return _named(cluster.model_copy(update={"groups": (group.model_copy(update={"num_nodes": count}),)}), text)
+    return _with_name(cluster.model_copy(update={"groups": (group.model_copy(update={"num_nodes": count}),)}), text)
 
 
 def _network(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
@@ -135,7 +137,7 @@ def _network(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
             for one, row in enumerate(matrix)
         )
     update = {"groups": tuple(groups), "tiers": tiers, "node_bandwidth_bytes_per_s": matrix}
-    return _named(cluster.model_copy(update=update), text)
+    return _with_name(cluster.model_copy(update=update), text)
 
 
 def _failed(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
@@ -146,11 +148,11 @@ def _failed(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
             if cluster.num_nodes > 1
             else f"--what-if {text}: {cluster.name} is one node, and nothing is left without it"
         )
-    return _named(_first_nodes(cluster, cluster.num_nodes - int(how)), text)
+    return _with_name(_first_nodes(cluster, cluster.num_nodes - int(how)), text)
 
 
 def _cluster(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
-    return cluster_here(how)
+    return cluster_by_name(how)
 
 
 _CHANGES: dict[str, Callable[[ClusterSpec, str, str], ClusterSpec]] = {
@@ -163,10 +165,10 @@ _CHANGES: dict[str, Callable[[ClusterSpec, str, str], ClusterSpec]] = {
 
 def _first_nodes(cluster: ClusterSpec, count: int) -> ClusterSpec:
     assert count <= len(nodes_of(cluster))
-    return reordered(cluster, range(count))
+    return reorder_nodes(cluster, range(count))
 
 
-def _named(cluster: ClusterSpec, text: str) -> ClusterSpec:
+def _with_name(cluster: ClusterSpec, text: str) -> ClusterSpec:
     return cluster.model_copy(update={"name": f"{cluster.name}, {text}"})
 
 
@@ -181,8 +183,8 @@ def _factor(how: str, text: str) -> float:
 def _amount(now: int, how: str, text: str) -> int:
     """A number, or a factor of what is now."""
     count = float(how) if how.isdecimal() else now * _factor(how, text)
-    if not 1 <= count <= MOST_DEVICES or count != int(count):
+    if not 1 <= count <= MAX_DEVICES or count != int(count):
         raise ConfigError(
-            f"--what-if {text}: expected a whole number of nodes from 1 to {MOST_DEVICES:,}, got {count:g} of {now}"
+            f"--what-if {text}: expected a whole number of nodes from 1 to {MAX_DEVICES:,}, got {count:g} of {now}"
         )
     return int(count)

@@ -9,44 +9,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muster.model.decoder import attend
-from muster.model.kernels import gated, rms_norm, rotate
+from muster.model.decoder import core_attention
+from muster.model.kernels import apply_rotary, gated_activation, rms_norm
 from muster.model.loss import cross_entropy_sum
 from muster.model.positions import rotary_tables
-from muster.parallel.shard import DTYPES
-from muster.probe.clock import Clock
+from muster.parallel.fsdp import DTYPES
+from muster.probe.timer import KernelTimer
+from muster.spec.machine_rates import KernelRates
 from muster.spec.plan import Precision
-from muster.spec.rates import KernelRates
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """Which sizes are timed."""
 
     widths: tuple[int, ...] = (32, 128, 256, 512, 1024, 2048)
     tokens: tuple[int, ...] = (16, 64, 256, 1024)
     positions: tuple[int, ...] = (32, 128, 256, 512, 1024)
     head_widths: tuple[int, ...] = (16, 32, 64, 128)
-    numbers: tuple[int, ...] = tuple(4**power for power in range(5, 12))
+    elements: tuple[int, ...] = tuple(4**power for power in range(5, 12))
 
 
-QUICK = Sizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576))
-MOST_FLOPS = {"cpu": 6e8, "cuda": 1e13}
+QUICK = KernelSizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576))
+MAX_FLOPS = {"cpu": 6e8, "cuda": 1e13}
 """Of a product that is timed: larger ones run at the same rate."""
-_POOL_NUMBERS = 1 << 22
-_MOST_COPIES = 16
+_POOL_ELEMENTS = 1 << 22
+_MAX_COPIES = 16
 _NORM_WIDTH, _HEAD, _VOCABULARY, _ROWS = 256, 64, 1024, 256
 
 Progress = Callable[[str], None]
 
 
-def time_kernels(clock: Clock, precision: Precision, sizes: Sizes, progress: Progress) -> KernelRates:
+def time_kernels(clock: KernelTimer, precision: Precision, sizes: KernelSizes, progress: Progress) -> KernelRates:
     """All kernels in one precision."""
-    return _Bench(clock, DTYPES[precision], sizes, progress).run()
+    return _KernelBenchmark(clock, DTYPES[precision], sizes, progress).run()
 
 
-class _Bench:
-    def __init__(self, clock: Clock, dtype: torch.dtype, sizes: Sizes, progress: Progress) -> None:
+class _KernelBenchmark:
+    def __init__(self, clock: KernelTimer, dtype: torch.dtype, sizes: KernelSizes, progress: Progress) -> None:
         self.sizes = sizes
         self.clock, self.dtype, self.device, self.progress = clock, dtype, clock.device, progress
         x = self._random(4, grad=True)
@@ -64,12 +64,12 @@ class _Bench:
         self.progress("kernels that are bound by memory")
         curves: dict[str, list[tuple[int, float]]] = {}
         for name, make in self._elementwise():
-            for numbers in self.sizes.numbers:
-                times_s = self._both([make(numbers) for _ in range(self._copies(3 * numbers))])
+            for numbers in self.sizes.elements:
+                times_s = self._forward_backward([make(numbers) for _ in range(self._copies(3 * numbers))])
                 for direction, time_s in zip(("forward", "backward"), times_s, strict=False):
                     curves.setdefault(f"{name} {direction}", []).append((numbers, time_s))
-        for name, make in self._plain():
-            for numbers in self.sizes.numbers:
+        for name, make in self._streaming():
+            for numbers in self.sizes.elements:
                 calls = [make(numbers) for _ in range(self._copies(2 * numbers))]
                 curves.setdefault(name, []).append((numbers, self.clock.time(calls)))
         return KernelRates.model_validate({"products": products, "attention": attention, "curves": curves})
@@ -79,7 +79,7 @@ class _Bench:
         for tokens in self.sizes.tokens:
             self.progress(f"matrix products of {tokens} tokens")
             for inner, outer in product(self.sizes.widths, self.sizes.widths):
-                if 2 * tokens * inner * outer <= MOST_FLOPS[self.device.type]:
+                if 2 * tokens * inner * outer <= MAX_FLOPS[self.device.type]:
                     times_s = self._linear(tokens, inner, outer)
                     for kind, time_s in zip(found, times_s, strict=True):
                         found[kind].append((tokens, inner, outer, time_s))
@@ -105,10 +105,10 @@ class _Bench:
             q, k, v = (self._random(1, positions, heads, width, grad=True) for _ in range(3))
             make = partial(_attend, q, k, v)
             calls.append(_passes(make, self._random(1, heads, positions, width), q, k, v))
-        forward_s, backward_s = self._both(calls)
+        forward_s, backward_s = self._forward_backward(calls)
         return forward_s / heads, backward_s / heads
 
-    def _both(self, calls: list[tuple[Callable[[], object], ...]]) -> tuple[float, float]:
+    def _forward_backward(self, calls: list[tuple[Callable[[], object], ...]]) -> tuple[float, float]:
         forward_s, backward_s, _ = self.clock.time_steps(calls)
         return forward_s, max(1e-7, backward_s - self.engine_s)
 
@@ -124,13 +124,13 @@ class _Bench:
 
         def gated_unit(numbers: int) -> tuple[Callable[[], object], ...]:
             gate, up = self._random(numbers, grad=True), self._random(numbers, grad=True)
-            return _passes(lambda: gated(gate, up), torch.ones_like(gate), gate, up)
+            return _passes(lambda: gated_activation(gate, up), torch.ones_like(gate), gate, up)
 
         def rotated(numbers: int) -> tuple[Callable[[], object], ...]:
             positions = max(4, numbers // _HEAD // 4)
             x = self._random(1, positions, numbers // positions // _HEAD, _HEAD, grad=True)
             cos, sin = rotary_tables(positions, _HEAD, 10_000.0, self.dtype, self.device)
-            return _passes(lambda: rotate(x, cos, sin), torch.ones_like(x), x)
+            return _passes(lambda: apply_rotary(x, cos, sin), torch.ones_like(x), x)
 
         def loss(numbers: int) -> tuple[Callable[[], object], ...]:
             logits = self._random(1, max(1, numbers // _VOCABULARY), _VOCABULARY, grad=True)
@@ -145,7 +145,7 @@ class _Bench:
 
         return iter({"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "words": words}.items())
 
-    def _plain(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    def _streaming(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
         """Name → (numbers → call); what the optimizer does is in float32 whatever the precision."""
 
         def added(numbers: int) -> Callable[[], object]:
@@ -179,11 +179,11 @@ class _Bench:
 
     def _copies(self, numbers: int) -> int:
         """Sets of data that take turns: together they are larger than a core's own cache."""
-        return min(_MOST_COPIES, max(2, _POOL_NUMBERS // numbers))
+        return min(_MAX_COPIES, max(2, _POOL_ELEMENTS // numbers))
 
 
 def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:
-    return attend(q_BSHd.transpose(1, 2), k_BSHd.transpose(1, 2), v_BSHd.transpose(1, 2), None, None)
+    return core_attention(q_BSHd.transpose(1, 2), k_BSHd.transpose(1, 2), v_BSHd.transpose(1, 2), None, None)
 
 
 def _passes(

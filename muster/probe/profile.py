@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from muster.probe.rank import QUICK_MARK, RATES
+from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.launch.launcher import launch, rank_command
+from muster.probe.profile_worker import QUICK_FILE, RATES_FILE
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import MusterError
+from muster.spec.machine_rates import MachineRates
 from muster.spec.plan import Precision
-from muster.spec.rates import MachineRates
-from muster.spec.write import replace_text, yaml_text
-from muster.train.launch import launch, rank_command
 
 _MOST_RANKS = 8
 
@@ -27,24 +27,24 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
 
     Raises MusterError where a rank fails or the file can't be written.
     """
-    ranks = num_ranks or usual_ranks()
+    ranks = num_ranks or default_num_ranks()
     with tempfile.TemporaryDirectory(prefix="muster-profile-") as place:
         folder = Path(place)
         if quick:
-            (folder / QUICK_MARK).touch()
-        command = rank_command("muster.probe.rank", folder, ranks)
-        if code := launch(command, ranks, folder).tell():
+            (folder / QUICK_FILE).touch()
+        command = rank_command("muster.probe.profile_worker", folder, ranks)
+        if code := launch(command, ranks, folder).report():
             raise MusterError(f"the profile was not finished: its ranks ended with {code}")
-        machine = MachineRates.model_validate_json((folder / RATES).read_text(encoding="utf-8"))
-    cluster = cluster_of(machine)
+        machine = MachineRates.model_validate_json((folder / RATES_FILE).read_text(encoding="utf-8"))
+    cluster = cluster_from_rates(machine)
     try:
-        replace_text(output, cluster_text(cluster))
+        write_atomically(output, cluster_text(cluster))
     except OSError as error:
         raise MusterError(f"the profile can't be written to {output}: {error.strerror}") from None
     return cluster
 
 
-def usual_ranks() -> int:
+def default_num_ranks() -> int:
     """One for each GPU; on a CPU one for each core, but 4 at least, since groups of 2 and of 4 are measured, and 8 at
     most."""
     if torch.cuda.is_available():
@@ -52,7 +52,7 @@ def usual_ranks() -> int:
     return min(_MOST_RANKS, max(4, len(os.sched_getaffinity(0))))
 
 
-def cluster_of(machine: MachineRates) -> ClusterSpec:
+def cluster_from_rates(machine: MachineRates) -> ClusterSpec:
     """The one node of this machine: its devices, or its cores, with what was measured of them."""
     device = _device(machine)
     largest = max((point for point in machine.collectives.get("send", ())), key=lambda point: point[1], default=None)

@@ -8,15 +8,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.report.curves import Point, broken_steps, finite_values, runs_of, thin
+from muster.report.curves import Point, downsample, finite_values, line_segments, non_finite_steps
+from muster.report.formatting import format_number
 from muster.report.html import Html, element, join
-from muster.report.numbers import format_number
 from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale
 
 _SPAN = 10_000
 """Width and height of the inner SVG's own units."""
-LINES = ("", " dashed", " dotted")
+LINE_STYLES = ("", " dashed", " dotted")
 """Kinds of line, in the words of the style sheet."""
 _DOTS_UP_TO = 40
 """Curves with so few points show each of them."""
@@ -41,8 +41,8 @@ class Chart:
     series: Sequence[Series]
     unit: str = ""
     from_zero: bool = False
-    may_be_log: bool = False
-    across: str = "step"
+    allow_log: bool = False
+    x_label: str = "step"
     """What a point's `step` counts here."""
 
 
@@ -51,13 +51,13 @@ def draw_chart(chart: Chart) -> Html:
     values = [value for series in chart.series for value in finite_values(series.points)]
     caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _broken_key(chart.series))
     if not values:
-        broken = any(broken_steps(series.points) for series in chart.series)
+        broken = any(non_finite_steps(series.points) for series in chart.series)
         words = "Every value was NaN or infinite." if broken else "No values were logged."
         return element("figure", caption, element("p", words, class_="quiet"), class_="chart", id=chart.key)
     steps = [point.step for series in chart.series for point in series.points]
     x = _step_scale(min(steps), max(steps))
-    y = fit_scale(values, chart.from_zero, chart.may_be_log)
-    drawn = [(series, thin(series.points)) for series in chart.series]
+    y = fit_scale(values, chart.from_zero, chart.allow_log)
+    drawn = [(series, downsample(series.points)) for series in chart.series]
     lines = [_line(series, points, x, y) for series, points in sorted(drawn, key=lambda pair: not pair[0].faint)]
     inner = element(
         "svg", *lines, viewBox=f"0 0 {_SPAN} {_SPAN}", preserveAspectRatio="none", width="100%", height="100%"
@@ -65,18 +65,18 @@ def draw_chart(chart: Chart) -> Html:
     svg = element(
         "svg",
         element("title", chart.title, id=f"{chart.key}-title"),
-        element("desc", describe(chart), id=f"{chart.key}-desc"),
-        _grid(x, y, chart.across),
+        element("desc", describe_chart(chart), id=f"{chart.key}-desc"),
+        _grid(x, y, chart.x_label),
         inner,
         _broken(chart.series, x),
         role="img",
         aria_labelledby=f"{chart.key}-title {chart.key}-desc",
     )
-    data = element("script", _read_out(drawn, x, chart.across), type="application/json")
+    data = element("script", _hover_data(drawn, x, chart.x_label), type="application/json")
     return element("figure", caption, element("div", svg, data, class_="plot"), class_="chart", id=chart.key)
 
 
-def draw_key(all_series: Sequence[Series]) -> Html:
+def draw_legend(all_series: Sequence[Series]) -> Html:
     """The names of curves with a piece of each, for charts that show the same runs."""
     entries = []
     for series in all_series:
@@ -85,17 +85,17 @@ def draw_key(all_series: Sequence[Series]) -> Html:
     return element("p", *entries, class_="key")
 
 
-def describe(chart: Chart) -> str:
+def describe_chart(chart: Chart) -> str:
     """The chart in one or two sentences, for those who don't see it."""
     sentences = []
     for series in chart.series:
-        known = [point for run in runs_of(series.points) for point in run]
+        known = [point for run in line_segments(series.points) for point in run]
         if series.faint or not known:
             continue
         values = finite_values(known)
         sentences.append(
-            f"{series.label}: {format_number(known[0].value)} at {chart.across} {known[0].step:.0f},"
-            f" {format_number(known[-1].value)} at {chart.across} {known[-1].step:.0f};"
+            f"{series.label}: {format_number(known[0].value)} at {chart.x_label} {known[0].step:.0f},"
+            f" {format_number(known[-1].value)} at {chart.x_label} {known[-1].step:.0f};"
             f" lowest {format_number(min(values))}, highest {format_number(max(values))}."
         )
     return " ".join(sentences)
@@ -132,7 +132,7 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
         assert point.value is not None
         return f"{_SPAN * x.fraction(point.step):.0f} {_SPAN * (1 - y.fraction(point.value)):.0f}"
 
-    runs = runs_of(points)
+    runs = line_segments(points)
     style = f"mark {_style(series)}"
     path = "".join("M" + "L".join(map(place, run)) for run in runs)
     lines = element("path", d=path, class_=style, vector_effect="non-scaling-stroke")
@@ -148,12 +148,12 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
 def _style(series: Series) -> str:
     """A colour, and with more curves than colours another kind of line."""
     turn, colour = divmod(series.colour, len(SERIES))
-    return f"run-{colour}" + LINES[turn % len(LINES)] + (" faint" if series.faint else "")
+    return f"run-{colour}" + LINE_STYLES[turn % len(LINE_STYLES)] + (" faint" if series.faint else "")
 
 
 def _broken(all_series: Sequence[Series], x: Scale) -> Html:
     """A cross above every step at which a value was NaN or infinite."""
-    steps = {step for series in all_series for step in broken_steps(series.points)}
+    steps = {step for series in all_series for step in non_finite_steps(series.points)}
     return join(
         *(
             element("text", "×", x=f"{100 * x.fraction(step):.2f}%", y="0", dy="12", class_="broken middle")
@@ -164,7 +164,7 @@ def _broken(all_series: Sequence[Series], x: Scale) -> Html:
 
 def _broken_key(all_series: Sequence[Series]) -> Html:
     """What the crosses mean, where there are some."""
-    if not any(broken_steps(series.points) for series in all_series):
+    if not any(non_finite_steps(series.points) for series in all_series):
         return Html("")
     return element("span", element("b", "×", class_="broken"), " NaN or infinite", class_="unit")
 
@@ -173,7 +173,7 @@ def _unit(unit: str) -> Html:
     return element("span", unit, class_="unit") if unit else Html("")
 
 
-def _read_out(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale, across: str) -> Html:
+def _hover_data(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale, across: str) -> Html:
     """What the pointer reads: the ends of the axis and, per curve, its name, steps and values in words."""
     curves = []
     for series, points in drawn:

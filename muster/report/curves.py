@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 MAX_BUCKETS = 400
 """A curve keeps the smallest and the largest value of each of so many equal parts of its steps."""
 
-LARGEST_DRAWN = 1e100
+MAX_DRAWN = 1e100
 """What is larger counts as infinite: the run has overflowed, and an axis up to there shows nothing."""
 
 
@@ -18,7 +18,7 @@ class Point(NamedTuple):
     value: float | None
 
 
-def points_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
+def metric_points(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
     """One metric by step, in order; of rows with the same step the last one counts.
 
     A null stands for a number that was not finite, as JSON has no other word for it.
@@ -53,7 +53,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return result
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
+def downsample(points: Sequence[Point]) -> list[Point]:
     """At most 2 × MAX_BUCKETS + 2 points that keep every peak and both ends; gaps wider than a bucket stay gaps."""
     if len(points) <= 2 * MAX_BUCKETS:
         return list(points)
@@ -66,13 +66,13 @@ def thin(points: Sequence[Point]) -> list[Point]:
     return list(kept.values())
 
 
-def broken_steps(points: Sequence[Point]) -> list[float]:
+def non_finite_steps(points: Sequence[Point]) -> list[float]:
     """The steps at which the value was NaN or infinite, thinned to at most MAX_BUCKETS."""
     steps = [point.step for point in points if point.value is not None and not math.isfinite(point.value)]
     return steps[:: -(-len(steps) // MAX_BUCKETS) or 1]
 
 
-def runs_of(points: Sequence[Point]) -> list[list[Point]]:
+def line_segments(points: Sequence[Point]) -> list[list[Point]]:
     """The stretches of neighbouring points that have values: each is drawn as one line."""
     runs: list[list[Point]] = [[]]
     for point in points:
@@ -98,7 +98,7 @@ def _as_float(value: object) -> float | None:
     if not _is_number(value):
         return None
     number = float(value)  # type: ignore[arg-type]
-    return number if abs(number) <= LARGEST_DRAWN or math.isnan(number) else math.copysign(math.inf, number)
+    return number if abs(number) <= MAX_DRAWN or math.isnan(number) else math.copysign(math.inf, number)
 
 
 def _is_number(value: object) -> bool:

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muster.report.formatting import format_fraction, format_seconds
 from muster.report.html import Html, element, join
-from muster.report.numbers import format_fraction, format_seconds
 from muster.report.palette import PAINTS, Paint, paint_of
-from muster.report.rows import Rows, rows_of, typical_pass_s
 from muster.report.scales import nice_ticks, time_labels
+from muster.report.timeline_rows import TimelineRows, median_pass_s, timeline_rows
 from muster.schedule.action import KINDS, Lane
 from muster.simulate.timeline import Event, Timeline
 
@@ -58,7 +58,7 @@ class _Band:
 
 def draw_timelines(*timelines: Timeline) -> Html:
     """The timelines one above the other on the same time axis, in one box that scrolls sideways where it must."""
-    all_rows = [rows_of(timeline) for timeline in timelines]
+    all_rows = [timeline_rows(timeline) for timeline in timelines]
     length_s = max((rows.length_s for rows in all_rows), default=0.0)
     if not length_s:
         return element("p", "No timeline was recorded.", class_="quiet")
@@ -77,15 +77,15 @@ def draw_timelines(*timelines: Timeline) -> Html:
     return join(_legend(all_rows), box)
 
 
-def _width_px(length_s: float, all_rows: Sequence[Rows]) -> int:
+def _width_px(length_s: float, all_rows: Sequence[TimelineRows]) -> int:
     """Wide enough for two digits in a typical box where boxes have numbers, within bounds."""
-    pass_s = typical_pass_s(all_rows)
+    pass_s = median_pass_s(all_rows)
     box_px = 2 * _DIGIT_PX + 4 if any(len(rows.ranks) <= _TALL_UP_TO for rows in all_rows) else 3
     wanted = length_s / pass_s * box_px if pass_s else 0.0
     return int(min(_MAX_WIDTH_PX, max(_MIN_WIDTH_PX, wanted)))
 
 
-def _legend(all_rows: Sequence[Rows]) -> Html:
+def _legend(all_rows: Sequence[TimelineRows]) -> Html:
     """The colours that occur, and what lies where in a row."""
     found = {event.action.kind for rows in all_rows for events in rows.events.values() for event in events}
     paints = [paint for paint in PAINTS if any(paint_of(kind) is paint for kind in found)]
@@ -96,7 +96,7 @@ def _legend(all_rows: Sequence[Rows]) -> Html:
     return join(element("p", *entries, class_="key legend"), element("p", order, class_="quiet"))
 
 
-def _timeline(rows: Rows, frame: _Frame) -> Html:
+def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
     """One timeline: caption, names of the rows, picture."""
     bands, row_px = _bands(rows)
     height_px = row_px * len(rows.ranks)
@@ -131,7 +131,7 @@ def _timeline(rows: Rows, frame: _Frame) -> Html:
     return element("figure", caption, element("div", *names, class_="names"), plot, class_="gantt", id=key)
 
 
-def _bands(rows: Rows) -> tuple[dict[Lane, _Band], int]:
+def _bands(rows: TimelineRows) -> tuple[dict[Lane, _Band], int]:
     """The bands of a row, and the height of the row with the air below it."""
     compute, other, air = (20, 5, 9) if len(rows.ranks) <= _TALL_UP_TO else (8, 2, 3)
     bands, top = {}, 0
@@ -157,7 +157,7 @@ def _time_axis(frame: _Frame, height_px: int) -> Html:
     return join(*parts)
 
 
-def _row(rows: Rows, rank: int, top: int, bands: dict[Lane, _Band], frame: _Frame) -> Html:
+def _row(rows: TimelineRows, rank: int, top: int, bands: dict[Lane, _Band], frame: _Frame) -> Html:
     """The boxes of one rank upon the track that shows where nothing is computed."""
     compute = bands["compute"]
     middle = top + compute.thick / 2
@@ -194,7 +194,7 @@ def _boxes(events: Sequence[Event], start_s: float, top: int, thick: int, frame:
     return paths
 
 
-def _numbers(rows: Rows, band: _Band, row_px: int, frame: _Frame) -> Html:
+def _numbers(rows: TimelineRows, band: _Band, row_px: int, frame: _Frame) -> Html:
     """The micro-batch in each box of the compute lane that is wide enough for it."""
     words: dict[Paint, list[Html]] = defaultdict(list)
     for index, rank in enumerate(rows.ranks):

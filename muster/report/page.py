@@ -5,24 +5,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from muster.report.charts import Chart, Series, draw_chart, draw_key
-from muster.report.curves import Point, finite_values, points_of, smooth
-from muster.report.data import ComparisonRow, ReportData
-from muster.report.gantt import draw_timelines
-from muster.report.html import Html, element, join
-from muster.report.numbers import (
+from muster.report.charts import Chart, Series, draw_chart, draw_legend
+from muster.report.curves import Point, finite_values, metric_points, smooth
+from muster.report.formatting import (
     format_count,
     format_error,
     format_fraction,
     format_number,
     format_seconds,
     format_value,
-    is_far,
+    is_large_error,
 )
+from muster.report.gantt import draw_timelines
+from muster.report.html import Html, element, join
+from muster.report.report_data import PredictedVsMeasured, ReportData
 from muster.report.style import SCRIPT, style_sheet
 from muster.spec.errors import MusterError
 
-SMOOTH_FROM = 40
+MIN_POINTS_TO_SMOOTH = 40
 """Curves with fewer points are shown as they are."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -92,55 +92,55 @@ def _header(data: ReportData) -> Html:
         "MFU, median": _median(data, "perf/mfu", format_fraction),
     }
     plan = element("p", "plan ", element("code", data.plan_name), class_="plan")
-    return element("header", element("h1", data.title), plan, pairs(figures, "figures"))
+    return element("header", element("h1", data.title), plan, description_list(figures, "figures"))
 
 
-def pairs(values: dict[str, str | None], style: str) -> Html:
+def description_list(values: dict[str, str | None], style: str) -> Html:
     """Names with values as a description list; None leaves a pair out."""
     known = [(name, value) for name, value in values.items() if value is not None]
     return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in known), class_=style)
 
 
 def _last(data: ReportData, key: str) -> str | None:
-    known = [point.value for point in points_of(data.metrics, key) if point.value is not None]
+    known = [point.value for point in metric_points(data.metrics, key) if point.value is not None]
     return format_number(known[-1]) if known else None
 
 
 def _median(data: ReportData, key: str, words: Callable[[float], str]) -> str | None:
-    values = finite_values(points_of(data.metrics, key))
+    values = finite_values(metric_points(data.metrics, key))
     return words(median(values)) if values else None
 
 
 def _charts(data: ReportData) -> Html:
     loss, norm, rate, speed = (
-        points_of(data.metrics, key) for key in ("train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_s")
+        metric_points(data.metrics, key) for key in ("train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_s")
     )
     charts = (
-        Chart("loss", "Loss", _raw_and_smooth(loss), "mean over tokens", may_be_log=True),
-        Chart("grad-norm", "Gradient norm", _raw_and_smooth(norm), "before clipping", True, may_be_log=True),
+        Chart("loss", "Loss", _raw_and_smooth(loss), "mean over tokens", allow_log=True),
+        Chart("grad-norm", "Gradient norm", _raw_and_smooth(norm), "before clipping", True, allow_log=True),
         Chart("learning-rate", "Learning rate", [Series("each step", rate)], from_zero=True),
         Chart("throughput", "Throughput", _raw_and_smooth(speed), "tokens/s, all ranks", from_zero=True),
     )
     curves = next((chart.series for chart in charts if len(chart.series) > 1), ())
-    key = draw_key(curves) if curves else Html("")
+    key = draw_legend(curves) if curves else Html("")
     return join(key, element("div", *map(draw_chart, charts), class_="charts"))
 
 
 def _raw_and_smooth(points: list[Point]) -> list[Series]:
-    if len(points) < SMOOTH_FROM:
+    if len(points) < MIN_POINTS_TO_SMOOTH:
         return [Series("each step", points)]
     return [Series("each step", points, faint=True), Series("smoothed", smooth(points))]
 
 
-def _comparison(rows: Sequence[ComparisonRow]) -> Html:
+def _comparison(rows: Sequence[PredictedVsMeasured]) -> Html:
     head = element("tr", *(element("th", word, scope="col") for word in ("", "predicted", "measured", "error")))
     body = element("tbody", *map(_comparison_row, rows))
     return element("table", element("thead", head), body)
 
 
-def _comparison_row(row: ComparisonRow) -> Html:
+def _comparison_row(row: PredictedVsMeasured) -> Html:
     """What is far off is set in bold."""
-    far = is_far(row.predicted, row.measured, row.unit)
+    far = is_large_error(row.predicted, row.measured, row.unit)
     return element(
         "tr",
         element("th", row.label, scope="row"),
@@ -156,7 +156,7 @@ def _sample(data: ReportData) -> Html:
 
 def _facts(data: ReportData) -> Html:
     facts = data.facts
-    return pairs(
+    return description_list(
         {
             "plan": data.plan_name,
             "parameters": None if facts.num_parameters is None else format_count(facts.num_parameters),

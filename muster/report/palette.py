@@ -20,12 +20,12 @@ class Paint:
     dark_text: str = "#101214"
 
     @property
-    def pale(self) -> str:
+    def pale_colour(self) -> str:
         """Half way from the colour on light paper to white; text upon it is `PALE_TEXT`."""
-        return mixed(self.light, "#ffffff")
+        return mix(self.light, "#ffffff")
 
 
-def mixed(one: str, other: str) -> str:
+def mix(one: str, other: str) -> str:
     """The colour half way between two."""
     return "#" + "".join(f"{(int(one[i : i + 2], 16) + int(other[i : i + 2], 16)) // 2:02x}" for i in (1, 3, 5))
 

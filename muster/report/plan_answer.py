@@ -2,58 +2,58 @@
 
 from typing import Any
 
-from muster.cost.forecast import HEAD_ROOM
-from muster.planner.answer import Answer
+from muster.cost.memory.forecast import MEMORY_HEADROOM
+from muster.planner.answer import PlanAnswer
 from muster.planner.explain import families
-from muster.planner.found import SEEN, Found
-from muster.planner.neighbours import NO_TIME
-from muster.planner.unequal import Arranged
-from muster.report.numbers import format_count, format_seconds
-from muster.report.plans import footprint_table, plan_names, plan_table, verdict_json
-from muster.spec.sizes import counted
+from muster.planner.heterogeneous import PlanSearch
+from muster.planner.neighbours import NOT_EVALUATED
+from muster.planner.search_result import COUNTERS, SearchResult
+from muster.report.formatting import format_count, format_seconds
+from muster.report.plans import footprint_table, plan_json, plan_names, plan_table
+from muster.spec.units import pluralize
 
 
-def show_answer(answer: Answer, explain: bool) -> None:
+def print_answer(answer: PlanAnswer, explain: bool) -> None:
     """Prints everything."""
     from rich.console import Console
 
     request, found, console = answer.request, answer.found, Console(highlight=False)
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
-    print(f"cluster   {request.cluster.name}, {counted(request.cluster.num_devices, 'device')}")
-    print(f"step      {counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')}")
-    for line in answer.derived:
+    print(f"cluster   {request.cluster.name}, {pluralize(request.cluster.num_devices, 'device')}")
+    print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
+    for line in answer.derived_lines:
         print(f"          {line}")
     print(f"searched  {_searched(found)}")
     for line in _arrangement(answer.arranged):
         print(line)
-    if not answer.arranged.judge.room.head_room and request.memory_limit_bytes is None:
-        print(f"memory    no plan was found that leaves {HEAD_ROOM:.0%} of each device's memory free")
+    if not answer.arranged.judge.memory_budget.head_room and request.memory_limit_bytes is None:
+        print(f"memory    no plan was found that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
     print()
     print("\n".join(plan_names(found.best)) + "\n")
     console.print(plan_table(found.best))
-    if answer.footprints:
+    if answer.training_costs:
         print()
-        console.print(footprint_table(answer.footprints))
-    if any(verdict.not_yet for verdict in found.best):
-        print("\n* " + "; ".join(sorted({line for one in found.best for line in one.not_yet})))
+        console.print(footprint_table(answer.training_costs))
+    if any(verdict.unsupported for verdict in found.best):
+        print("\n* " + "; ".join(sorted({line for one in found.best for line in one.unsupported})))
     print("\nWhy the first, and what one change to it would do:")
-    for neighbour in answer.why:
-        if not neighbour.is_late:
+    for neighbour in answer.neighbours:
+        if not neighbour.timed_out:
             print(f"  {neighbour.sentence}")
-    if late := [neighbour.change for neighbour in answer.why if neighbour.is_late]:
-        print(f"  {NO_TIME}: {', '.join(late)}")
+    if late := [neighbour.change for neighbour in answer.neighbours if neighbour.timed_out]:
+        print(f"  {NOT_EVALUATED}: {', '.join(late)}")
     if explain:
         print("\nThe best of every family:")
         for family in families(request, found.best[0]):
             print(f"  {family.name}: {family.sentence}")
 
 
-def _arrangement(arranged: Arranged) -> list[str]:
+def _arrangement(arranged: PlanSearch) -> list[str]:
     """Where nodes differ: their order, and what it gains."""
-    if arranged.order is None:
+    if arranged.node_order is None:
         return []
-    lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.order))}"]
+    lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.node_order))}"]
     if arranged.naive_step_s is not None:
         best = arranged.found.best[0].prediction
         gain = arranged.naive_step_s / best.step_time_s
@@ -62,7 +62,7 @@ def _arrangement(arranged: Arranged) -> list[str]:
     return lines
 
 
-def _naive_cost(arranged: Arranged) -> str:
+def _naive_cost(arranged: PlanSearch) -> str:
     """What that plan costs, where prices are known."""
     price, tokens = arranged.request.cluster.usd_per_hour, arranged.request.workload.tokens_per_step
     if price is None or arranged.naive_step_s is None:
@@ -70,28 +70,28 @@ def _naive_cost(arranged: Arranged) -> str:
     return f", ${format_count(price * arranged.naive_step_s / 3600 / tokens * 1e9)} for 1B tokens"
 
 
-def _searched(found: Found) -> str:
+def _searched(found: SearchResult) -> str:
     seen = found.seen
-    plans = counted(seen["drafts"], "plan")
+    plans = pluralize(seen["drafts"], "plan")
     text = (
-        f"{plans} of {counted(seen['shapes'], 'shape')} in {found.seconds:.1f} s,"
+        f"{plans} of {pluralize(seen['shapes'], 'shape')} in {found.seconds:.1f} s,"
         f" {seen['simulated']:,} simulated:\n          "
     )
     if found.proven:
         return text + "no other can be better than the first"
-    if found.timed:
+    if found.has_custom_schedule:
         return text + "the order of passes was found for the first one's own times: another order may be better"
     if found.cut:
-        return text + f"stopped there: another may leave {HEAD_ROOM:.0%} of the memory free"
+        return text + f"stopped there: another may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if found.gap >= 1:  # nothing is known of what memory the others need
         return text + "stopped there: another may be better (--limit gives it longer)"
     return text + f"stopped there: another may be better by up to {found.gap:.1%}"
 
 
-def answer_json(answer: Answer, explain: bool) -> dict[str, Any]:
+def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
     """Plain data; null where a value is unknown."""
     request, found = answer.request, answer.found
-    footprints = answer.footprints or [None] * len(found.best)
+    footprints = answer.training_costs or [None] * len(found.best)
     plain = {
         "version": 1,
         "model": request.model.name,
@@ -100,15 +100,13 @@ def answer_json(answer: Answer, explain: bool) -> dict[str, Any]:
         "seq_len": request.workload.seq_len,
         "global_batch_size": request.workload.global_batch_size,
         "objective": request.objective,
-        "derived": answer.derived,
-        "plans": [
-            verdict_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)
-        ],
-        "why": [{"change": one.change, "slower": one.slower, "sentence": one.sentence} for one in answer.why],
-        "node_order": answer.arranged.order,
+        "derived": answer.derived_lines,
+        "plans": [plan_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)],
+        "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],
+        "node_order": answer.arranged.node_order,
         "naive_step_time_s": answer.arranged.naive_step_s,
         "search": {
-            **{name: found.seen[name] for name in SEEN},
+            **{name: found.seen[name] for name in COUNTERS},
             "seconds": found.seconds,
             "proven": found.proven,
             "gap": found.gap,

@@ -5,19 +5,19 @@ from typing import Any
 
 from rich.table import Table
 
-from muster.planner.footprint import Footprint
-from muster.planner.verdict import Verdict
-from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
+from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.training_cost import TrainingCost
+from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
-from muster.spec.plan_name import beyond_name
+from muster.spec.plan_name import settings_beyond_name
 
 
-def plan_table(verdicts: Sequence[Verdict]) -> Table:
+def plan_table(plans: Sequence[EvaluatedPlan]) -> Table:
     """A row of figures for each plan, best first; the names stand above it (`plan_names`), or 80 columns don't hold
     them."""
     table = _table("step", "tokens/s/device", "MFU", "memory", "left", "bubble", "waiting")
-    for number, verdict in enumerate(verdicts, 1):
+    for number, verdict in enumerate(plans, 1):
         one = verdict.prediction
         table.add_row(
             str(number),
@@ -25,28 +25,29 @@ def plan_table(verdicts: Sequence[Verdict]) -> Table:
             format_count(one.tokens_per_s_per_device),
             format_fraction(one.mfu),
             format_bytes(verdict.peak_bytes),
-            format_fraction(headroom(one)),
+            format_fraction(memory_headroom(one)),
             format_fraction(one.bubble_fraction),
-            format_fraction(exposed_s(one) / one.step_time_s),
+            format_fraction(exposed_communication_s(one) / one.step_time_s),
         )
     return table
 
 
-def plan_names(verdicts: Sequence[Verdict]) -> list[str]:
+def plan_names(plans: Sequence[EvaluatedPlan]) -> list[str]:
     """A line for each plan; `*` marks what can't be run yet."""
     return [
-        f"{number}  {one.name}{' *' if one.not_yet else ''}{beside_hash(one.plan, ' ' * (2 + len(str(number))))}"
-        for number, one in enumerate(verdicts, 1)
+        f"{number} "
+        f" {one.name}{' *' if one.unsupported else ''}{unnamed_settings(one.plan, ' ' * (2 + len(str(number))))}"
+        for number, one in enumerate(plans, 1)
     ]
 
 
-def beside_hash(plan: Plan, indent: str = "   ") -> str:
+def unnamed_settings(plan: Plan, indent: str = "   ") -> str:
     """What stands for `+` and a hash at the end of a plan's name, on a line of its own; empty where a name says all."""
-    said = beyond_name(plan)
+    said = settings_beyond_name(plan)
     return f"\n{indent}+ {'; '.join(said)}" if said else ""
 
 
-def footprint_table(footprints: Sequence[Footprint]) -> Table:
+def footprint_table(footprints: Sequence[TrainingCost]) -> Table:
     """What the whole training takes under each plan."""
     table = _table("steps", "days", "cost", "energy", "CO₂")
     for number, whole in enumerate(footprints, 1):
@@ -73,7 +74,7 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def headroom(prediction: Prediction) -> float | None:
+def memory_headroom(prediction: Prediction) -> float | None:
     """The part of the fullest device's memory that is left; None where a device's memory is unknown."""
     rooms = []
     for rank in prediction.memory:
@@ -84,12 +85,12 @@ def headroom(prediction: Prediction) -> float | None:
     return min(rooms)
 
 
-def exposed_s(prediction: Prediction) -> float:
+def exposed_communication_s(prediction: Prediction) -> float:
     """Seconds of a step in which ranks stand still for what travels."""
     return sum(prediction.parts.communication_s.values())
 
 
-def verdict_json(number: int, verdict: Verdict, footprint: Footprint | None) -> dict[str, Any]:
+def plan_json(number: int, verdict: EvaluatedPlan, footprint: TrainingCost | None) -> dict[str, Any]:
     """Plain data; null where a value is unknown."""
     one = verdict.prediction
     whole: Mapping[str, Any] = (
@@ -116,9 +117,9 @@ def verdict_json(number: int, verdict: Verdict, footprint: Footprint | None) -> 
         "bubble_fraction": one.bubble_fraction,
         "exposed_communication_s": dict(one.parts.communication_s),
         "memory_bytes": verdict.peak_bytes,
-        "headroom": headroom(one),
+        "headroom": memory_headroom(one),
         "devices": verdict.plan.world_size,
-        "not_yet": verdict.not_yet,
+        "not_yet": verdict.unsupported,
         **whole,
         "fields": verdict.plan.model_dump(mode="json"),
     }

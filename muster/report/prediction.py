@@ -2,45 +2,45 @@
 
 from collections.abc import Iterator, Sequence
 
+from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element
-from muster.report.numbers import format_bytes, format_count, format_fraction, format_seconds
-from muster.report.page import page, pairs, section
-from muster.report.rows import spread
+from muster.report.page import description_list, page, section
+from muster.report.timeline_rows import evenly_spaced
 from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.plan_name import format_plan_name
 
 _SHOWN_RANKS = 8
 _BAR = 24
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
     """Step, parts, memory and cost as aligned lines."""
-    figures = [f"{name:9} {text}" for name, text in figures_of(prediction)]
-    rows = [("", "time", "of the step"), *parts_of(prediction)]
+    figures = [f"{name:9} {text}" for name, text in headline_figures(prediction)]
+    rows = [("", "time", "of the step"), *time_breakdown_rows(prediction)]
     shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
-    parts = [f"{line}  {bar}".rstrip() for line, bar in zip(aligned(rows), shares, strict=True)]
-    memory = aligned(memory_rows(prediction)) if prediction.memory else []
+    parts = [f"{line}  {bar}".rstrip() for line, bar in zip(align_columns(rows), shares, strict=True)]
+    memory = align_columns(memory_rows(prediction)) if prediction.memory else []
     return [*figures, "", *parts, "", *memory]
 
 
-def figures_of(prediction: Prediction) -> Iterator[tuple[str, str]]:
+def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """The numbers that people look for first, each in words."""
     one = prediction
     per_device = f"{format_count(one.tokens_per_s_per_device)} per device"
     yield "step", f"{format_seconds(one.step_time_s)}, {format_fraction(one.bubble_fraction)} of it bubble"
     yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
-    yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_or_why_not(one)}"
+    yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_mfu_text(one)}"
     if one.model.architecture is not None:
         yield "layers", "a plugin's, by the kernels of their forward; nothing of them was measured"
     yield "fits", _fits(one)
-    yield from _relief(one)
+    yield from _memory_fixes(one)
     yield "cost", _cost(one)
 
 
-def _or_why_not(one: Prediction) -> str:
+def _mfu_text(one: Prediction) -> str:
     if one.mfu is not None:
         return format_fraction(one.mfu)
     return f"N/A ({one.cluster.device.why_unknown})"
@@ -55,7 +55,7 @@ def _fits(one: Prediction) -> str:
     if limit is None:
         return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
     answer = "yes" if one.fits else "NO"
-    hosts = (rank for rank in one.forecast.ranks if rank.overfills_host)
+    hosts = (rank for rank in one.forecast.ranks if rank.exceeds_host_memory)
     too_much = max(hosts, key=lambda rank: rank.host_bytes, default=None)
     host = ""
     if too_much is not None:
@@ -64,17 +64,19 @@ def _fits(one: Prediction) -> str:
     return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}{host}"
 
 
-def _relief(one: Prediction) -> Iterator[tuple[str, str]]:
+def _memory_fixes(one: Prediction) -> Iterator[tuple[str, str]]:
     """Of a plan that doesn't fit: what takes most, and what to change."""
     if one.fits is not False:
         return
-    terms = ", ".join(f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in one.forecast.fullest.largest)
-    yield "largest", f"{terms}; most at {one.forecast.fullest.at}"
-    for change in one.changes:
-        slower = change.price / one.step_time_s - 1
+    terms = ", ".join(
+        f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in one.forecast.fullest.largest_terms
+    )
+    yield "largest", f"{terms}; most at {one.forecast.fullest.peak_instruction}"
+    for change in one.memory_fixes:
+        slower = change.value / one.step_time_s - 1
         name, size = format_plan_name(change.plan), format_bytes(change.memory.fullest.terms.total)
         yield "change", f"{', '.join(change.changes)}: {name} holds {size}, step {slower:+.0%}"
-    if not one.changes:
+    if not one.memory_fixes:
         yield "change", "nothing that was tried makes it fit on so many devices"
 
 
@@ -85,7 +87,7 @@ def _cost(one: Prediction) -> str:
     return f"{usd} and {energy} for 10⁹ tokens"
 
 
-def parts_of(prediction: Prediction) -> list[Row]:
+def time_breakdown_rows(prediction: Prediction) -> list[TableRow]:
     """The parts of a step with their seconds and their shares."""
     return [(name, format_seconds(time_s), format_fraction(share)) for name, time_s, share in _shares(prediction)]
 
@@ -98,10 +100,10 @@ def _shares(prediction: Prediction) -> list[tuple[str, float, float]]:
     return [(name, time_s, time_s / prediction.step_time_s) for name, time_s in rows]
 
 
-def memory_rows(prediction: Prediction) -> list[Row]:
+def memory_rows(prediction: Prediction) -> list[TableRow]:
     """A head, then a row for each pipeline rank, of very many some."""
     memory = prediction.memory
-    shown = [memory[index] for index in spread(len(memory), _SHOWN_RANKS)]
+    shown = [memory[index] for index in evenly_spaced(len(memory), _SHOWN_RANKS)]
     terms = [term for term in memory[0].terms if any(rank.terms[term] for rank in memory)]
     head = ("memory", *(term.replace("_", " ") for term in terms), "total")
     return [
@@ -118,7 +120,7 @@ def _bar(share: float) -> str:
     return "▇" * round(share * _BAR)
 
 
-def aligned(rows: Sequence[Row]) -> list[str]:
+def align_columns(rows: Sequence[TableRow]) -> list[str]:
     """The first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -132,17 +134,17 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 def prediction_page(prediction: Prediction, title: str) -> str:
     """The prediction as one HTML file that opens anywhere."""
-    header = element("header", element("h1", title), pairs(dict(figures_of(prediction)), "figures"))
+    header = element("header", element("h1", title), description_list(dict(headline_figures(prediction)), "figures"))
     return page(
         title,
         header,
-        section("Where the time goes", table([("", "time", "of the step"), *parts_of(prediction)])),
+        section("Where the time goes", html_table([("", "time", "of the step"), *time_breakdown_rows(prediction)])),
         section("One step", draw_timelines(prediction.timeline)),
-        section("Memory", _wide(table(memory_rows(prediction)))) if prediction.memory else "",
+        section("Memory", _scrolling_table(html_table(memory_rows(prediction)))) if prediction.memory else "",
     )
 
 
-def table(rows: Sequence[Row]) -> Html:
+def html_table(rows: Sequence[TableRow]) -> Html:
     """A head and the rows under it."""
     head = element("tr", *(element("th", word, scope="col") for word in rows[0]))
     body = (
@@ -152,6 +154,6 @@ def table(rows: Sequence[Row]) -> Html:
     return element("table", element("thead", head), element("tbody", *body))
 
 
-def _wide(rows: Html) -> Html:
+def _scrolling_table(rows: Html) -> Html:
     """A table with many columns, in a box that scrolls sideways where it must."""
     return element("div", rows, class_="wide", tabindex="0", role="region", aria_label="Memory by rank")

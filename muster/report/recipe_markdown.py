@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from muster.report.accuracy_markdown import markdown_section
 from muster.report.page import write_page
 from muster.report.recipe_rows import recipe_notes, recipe_section
-from muster.report.validation_markdown import markdown_section
-from muster.validate.recipes import Judged
+from muster.validate.recipes import RecipeResult
 
 _WORDS = """\
 `muster validate --recipes --markdown docs/recipes.md` wrote this page: large runs as published. Each is
@@ -18,12 +18,12 @@ recipe in the recipe's software.
 """
 
 
-def write_recipes(path: Path, found: Sequence[Judged]) -> None:
+def write_recipes(path: Path, found: Sequence[RecipeResult]) -> None:
     """Writes the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     write_page(path, recipes_markdown(found))
 
 
-def recipes_markdown(found: Sequence[Judged]) -> str:
+def recipes_markdown(found: Sequence[RecipeResult]) -> str:
     """The page as text."""
     notes = "".join(f"* **{name}**: {words}\n" for name, words in recipe_notes(found))
     return f"{markdown_section(recipe_section(found), _WORDS, level=1)}\n{notes}"

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from muster.config.config_layers import flatten
+from muster.config.load_config import load_plan
 from muster.spec.errors import ConfigError
-from muster.spec.layers import flatten
-from muster.spec.load import load_plan
 from muster.spec.plan import Plan
 
 
@@ -37,7 +37,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     return [_read(path, name) for path, name in zip(directories, names, strict=True)]
 
 
-def find_report(run_dir: Path) -> Path:
+def report_path(run_dir: Path) -> Path:
     """The page of a run. Raises ConfigError where it has none."""
     _require_folder(run_dir)
     path = run_dir / "report.html"

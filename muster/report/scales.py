@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.report.numbers import format_number
+from muster.report.formatting import format_number
 
-LOG_FROM_RATIO = 100.0
+MIN_LOG_RATIO = 100.0
 """A positive quantity that spans more than this is drawn on a logarithmic axis, where the chart allows it."""
 
 
@@ -32,12 +32,12 @@ class Scale:
         return tuple(map(format_number, self.ticks)) if self.log else tick_labels(self.ticks)
 
 
-def fit_scale(values: Sequence[float], from_zero: bool = False, may_be_log: bool = False, ticks: int = 5) -> Scale:
+def fit_scale(values: Sequence[float], from_zero: bool = False, allow_log: bool = False, ticks: int = 5) -> Scale:
     """An axis for finite values, with some air around them; none give the axis from 0 to 1."""
     if not values:
         return Scale(0.0, 1.0, (0.0, 0.5, 1.0))
     low, high = min(values), max(values)
-    if may_be_log and low > 0 and high / low > LOG_FROM_RATIO:
+    if allow_log and low > 0 and high / low > MIN_LOG_RATIO:
         return log_scale(low / 1.1, high * 1.1)
     if from_zero and low >= 0:
         low, high = 0.0, high * 1.05 or 1.0

@@ -21,11 +21,11 @@ class Dot:
 
     x: float
     y: float
-    words: str
+    label: str
     colour: int = 0
 
 
-def draw_scatter(key: str, title: str, description: str, dots: Sequence[Dot], margin: float) -> Html:
+def draw_predicted_vs_measured(key: str, title: str, description: str, dots: Sequence[Dot], margin: float) -> Html:
     """Predicted over measured on logarithmic axes of one range, with the line of equality and, dashed, those of
     `margin` above and below. `dots` must not be empty; their values are positive."""
     values = [value for dot in dots for value in (dot.x, dot.y)]
@@ -40,7 +40,7 @@ def draw_scatter(key: str, title: str, description: str, dots: Sequence[Dot], ma
     return _figure(key, title, description, join(*grid), join(*lines), dots, places, "square")
 
 
-def draw_plane(key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale) -> Html:
+def draw_xy_plot(key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale) -> Html:
     """Dots on two axes of their own."""
     places = [(x.fraction(dot.x), 1 - y.fraction(dot.y)) for dot in dots]
     grid = [_x_tick(x, tick, label) for tick, label in zip(x.ticks, x.labels, strict=True)]
@@ -48,7 +48,7 @@ def draw_plane(key: str, title: str, description: str, dots: Sequence[Dot], x: S
     return _figure(key, title, description, join(*grid), Html(""), dots, places, "square")
 
 
-def draw_strip(key: str, title: str, description: str, names: Sequence[str], dots: Sequence[Dot]) -> Html:
+def draw_strip_plot(key: str, title: str, description: str, names: Sequence[str], dots: Sequence[Dot]) -> Html:
     """A row for each name; a dot's `y` is the index of its row. A line stands at 0."""
     scale = fit_scale([*(dot.x for dot in dots), 0.0])
     count = len(names)
@@ -95,7 +95,7 @@ def _figure(
         aria_labelledby=f"{key}-title {key}-desc",
         style=f"height:{height_px + 30}px" if height_px else None,
     )
-    data = json.dumps([[round(x, 4), round(y, 4), dot.words] for dot, (x, y) in zip(dots, places, strict=True)])
+    data = json.dumps([[round(x, 4), round(y, 4), dot.label] for dot, (x, y) in zip(dots, places, strict=True)])
     script = element("script", Html(data.replace("<", "\\u003c")), type="application/json")
     plane = element("div", svg, script, class_=f"plane {style}".strip())
     return element("figure", plane, class_="dotted", id=key)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from muster.report.html import Html, element, join
 from muster.report.palette import PAINTS, Paint, paint_of
-from muster.report.picture import area, ink, picture, stroke
 from muster.report.scales import nice_ticks, tick_labels
+from muster.report.standalone_svg import fill_attributes, standalone_svg, stroke_attributes, text_attributes
 from muster.schedule.action import Action
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
@@ -34,7 +34,7 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
         element("text", "span bubble", x=_LEFT_PX + width_px + 72, y=_TOP_PX - 8, class_="quiet end"),
         element("text", "peak", x=_LEFT_PX + width_px + 142, y=_TOP_PX - 8, class_="quiet end"),
     )
-    return picture(title, facts, body, *full_px)
+    return standalone_svg(title, facts, body, *full_px)
 
 
 def _scale_px(schedule: Schedule, timing: Timing) -> float:
@@ -60,7 +60,7 @@ def _legend(schedule: Schedule) -> Html:
     parts, at_px = [], _LEFT_PX
     for paint in PAINTS:
         if found.intersection(paint.kinds):
-            parts.append(element("rect", x=at_px, y=56, width=14, height=12, **area(paint)))
+            parts.append(element("rect", x=at_px, y=56, width=14, height=12, **fill_attributes(paint)))
             parts.append(element("text", paint.label, x=at_px + 20, y=66, class_="quiet"))
             at_px += 40 + 7 * len(paint.label)
     if schedule.chunks > 1:
@@ -96,10 +96,13 @@ def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html
         if box_px >= _DIGIT_PX * len(number) + 3:
             numbers[colour].append(element("text", number, x=f"{left_px + box_px / 2:.1f}", y=middle_px + 4))
     track = element("path", d=f"M{_LEFT_PX} {middle_px:g}h{width_px:.1f}", stroke_width=_BOX_PX, class_="idle")
-    boxes = (element("path", d="".join(d), stroke_width=_BOX_PX, **stroke(*colour)) for colour, d in pieces.items())
+    boxes = (
+        element("path", d="".join(d), stroke_width=_BOX_PX, **stroke_attributes(*colour))
+        for colour, d in pieces.items()
+    )
     words = (
         element("text", f"rank {rank}", x=_LEFT_PX - 10, y=middle_px + 4, class_="end"),
-        *(element("g", *texts, **ink(*colour, "number")) for colour, texts in numbers.items()),
+        *(element("g", *texts, **text_attributes(*colour, "number")) for colour, texts in numbers.items()),
         element("text", f"{timing.span_bubble_s[rank]:.6g}", x=_LEFT_PX + width_px + 72, y=middle_px + 4, class_="end"),
         element(
             "text", f"{timing.peak_activation[rank]:g}", x=_LEFT_PX + width_px + 142, y=middle_px + 4, class_="end"

@@ -5,14 +5,21 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from muster.report.data import ComparisonRow
-from muster.report.numbers import format_count, format_error, format_fraction, format_seconds, format_value, is_far
+from muster.layout.tensor_layout import has_vocab_shard
+from muster.report.formatting import (
+    format_count,
+    format_error,
+    format_fraction,
+    format_seconds,
+    format_value,
+    is_large_error,
+)
 from muster.report.palette import paint_of
-from muster.report.rows import Rows, rows_of
+from muster.report.report_data import PredictedVsMeasured
+from muster.report.timeline_rows import TimelineRows, timeline_rows
 from muster.simulate.timeline import Event, Timeline
-from muster.spec.layout import has_words
 from muster.spec.model import ModelSpec
-from muster.spec.plan import AXES, Plan, Strategy
+from muster.spec.plan import MESH_AXES, LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 
@@ -21,7 +28,7 @@ _FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
 """What the rest of a box is filled with, so that the kinds can be told apart without colour."""
 
 
-def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
+def comparison_table(rows: Sequence[PredictedVsMeasured]) -> Table:
     """Predicted beside measured with the relative error; what is far off is bold."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
@@ -29,7 +36,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         error = format_error(row.predicted, row.measured, row.unit)
-        style = "bold" if is_far(row.predicted, row.measured, row.unit) else ""
+        style = "bold" if is_large_error(row.predicted, row.measured, row.unit) else ""
         values = (format_value(value, row.unit) for value in (row.predicted, row.measured))
         table.add_row(Text(row.label), *values, Text(error, style))
     return table
@@ -61,13 +68,13 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
 def _degrees(plan: Plan) -> str:
     if not plan.is_uniform:
         return f"{plan.world_size}, unequal stages"
-    degrees = [f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1]
+    degrees = [f"{axis} {getattr(plan, axis)}" for axis in MESH_AXES if getattr(plan, axis) > 1]
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
 
 
 def _shares(plan: Plan, most: int) -> str:
     """The micro-batches of all data-parallel ranks, in runs that have as many."""
-    ranks, part = plan.mesh(0).data_ranks, most // max(plan.data_shares)
+    ranks, part = plan.mesh(0).dp_size, most // max(plan.data_shares)
     width = ranks // len(plan.data_shares)
     return f"micro-batches of {width} data-parallel ranks each: {', '.join(str(part * n) for n in plan.data_shares)}"
 
@@ -90,10 +97,10 @@ def _stage(plan: Plan, stage: int, num_layers: int) -> str:
         parts.append(f"layers {layers[0]}–{layers[-1]}")
     if plan.is_last(stage) and not plan.spread_vocab:
         parts.append("head")
-    if has_words(plan, stage):
+    if has_vocab_shard(plan, stage):
         parts.append(f"1/{plan.pp} of the words")
     mesh = plan.mesh(stage)
-    degrees = " × ".join(f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis, 1)) > 1) or "1 rank"
+    degrees = " × ".join(f"{axis} {n}" for axis in MESH_AXES if (n := getattr(mesh, axis, 1)) > 1) or "1 rank"
     return f"{stage}: {', '.join(parts) or 'nothing'}" + ("" if plan.is_uniform else f" on {degrees}")
 
 
@@ -103,7 +110,7 @@ def _storage(plan: Plan, num_layers: int) -> str:
     return f"{plan.precision} compute; " + " or, by layer, ".join(ways)
 
 
-def _strategy(strategy: Strategy) -> str:
+def _strategy(strategy: LayerStrategy) -> str:
     return f"{strategy.zero}, {_or_no(strategy.recompute, 'recompute')}, {_or_no(strategy.offload, 'offload')}"
 
 
@@ -125,7 +132,7 @@ def gantt_text(timeline: Timeline, width: int = 80) -> Text:
     A box says its kind and micro-batch as far as they fit (`F0--`, `B0====`); where a rank waits there are dots, or the
     small letters of a collective that it waits for.
     """
-    rows = rows_of(timeline)
+    rows = timeline_rows(timeline)
     if not rows.length_s:
         return Text("no timeline was recorded")
     names = [str(rank) for rank in rows.ranks]
@@ -142,7 +149,7 @@ def gantt_text(timeline: Timeline, width: int = 80) -> Text:
     return text
 
 
-def _grid_row(rows: Rows, rank: int, columns: int) -> Text:
+def _grid_row(rows: TimelineRows, rank: int, columns: int) -> Text:
     """One row of the grid: stretches of columns that belong to the same event."""
     compute = _owners(rows.events.get((rank, "compute"), []), rows, columns)
     waiting_for = _owners(rows.events.get((rank, "collective"), []), rows, columns)
@@ -157,7 +164,7 @@ def _grid_row(rows: Rows, rank: int, columns: int) -> Text:
     return text
 
 
-def _owners(events: Sequence[Event], rows: Rows, columns: int) -> list[Event | None]:
+def _owners(events: Sequence[Event], rows: TimelineRows, columns: int) -> list[Event | None]:
     """For each column the event that takes most of it; None where less than half of it is taken."""
     owners: list[Event | None] = [None] * columns
     largest, taken = [0.0] * columns, [0.0] * columns

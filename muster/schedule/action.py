@@ -10,7 +10,7 @@ LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "copy")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KindTraits:
     """What a kind of instruction is: the lane it runs on, and the buffers that it reads, makes and frees.
 
     Buffers are named by a letter: `x` a stage's input, `a` what its forward keeps for its backward, `y` its output,
@@ -27,14 +27,14 @@ class Kind:
     reads: str = ""
     makes: str = ""
     frees: str = ""
-    beside: bool = False
+    overlapped: bool = False
     """A collective of all pipeline ranks that runs beside the compute: only who reads its result waits for it."""
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, KindTraits] = {}
 
 
-def register_kind(kind: Kind) -> Kind:
+def register_kind(kind: KindTraits) -> KindTraits:
     """Adds a kind to the vocabulary; names are upper-case words. Raises ValueError on a second meaning."""
     if KINDS.setdefault(kind.name, kind) != kind:
         raise ValueError(f"instruction kind {kind.name} is already registered with another meaning")
@@ -42,40 +42,40 @@ def register_kind(kind: Kind) -> Kind:
 
 
 for _kind in (
-    Kind("F", "compute", "forward", reads="x", makes="ay"),
-    Kind("B", "compute", "full backward", reads="ag", makes="d", frees="xag"),
-    Kind("I", "compute", "backward for inputs", reads="ag", makes="dw", frees="g"),
-    Kind("W", "compute", "backward for weights", reads="aw", frees="xaw"),
-    Kind("SF", "p2p", "send a forward activation to the next stage", reads="y", frees="y"),
-    Kind("RF", "p2p", "receive a forward activation from the stage before", makes="x"),
-    Kind("SB", "p2p", "send an input gradient to the stage before", reads="d", frees="d"),
-    Kind("RB", "p2p", "receive an output gradient from the next stage", makes="g"),
-    Kind("E", "compute", "look up the rank's words", makes="e"),
-    Kind("EC", "collective", "add up word vectors on the first stage's rank", frees="e", beside=True),
-    Kind("HC", "collective", "hand out the last stage's hidden state", makes="h", beside=True),
-    Kind("S", "compute", "score the rank's words", reads="h", makes="sl"),
-    Kind("SC", "collective", "sum up over all ranks' words", reads="s", makes="z", frees="s", beside=True),
-    Kind("T", "compute", "backward for the output words", reads="hlz", frees="hlz"),
-    Kind("DC", "collective", "hand out the gradient of the word vectors", makes="q", beside=True),
-    Kind("EW", "compute", "backward for the input words", reads="q", frees="q"),
-    Kind("OFFLOAD", "copy", "move what a forward keeps to the host's memory", reads="a", makes="o", frees="a"),
-    Kind("RELOAD", "copy", "bring back what a forward keeps", reads="o", makes="a", frees="o"),
-    Kind("UNSHARD", "collective", "gather a stage's parameters", makes="p"),
-    Kind("REDUCE", "collective", "reduce a stage's gradients over the data-parallel ranks"),
-    Kind("SYNC", "collective", "add up the gradients of weights that tensor-parallel ranks have copies of"),
-    Kind("MERGE", "collective", "add up the gradients of the same layers in two replicas"),
-    Kind("TIE", "collective", "add up the gradients of a weight that lies on two stages"),
-    Kind("NORM", "collective", "add up the squares of all gradients, and what the step reports"),
-    Kind("VOTE", "collective", "begin to add up what NORM does, which is known before the next step only"),
-    Kind("STEP", "compute", "optimizer step"),
+    KindTraits("F", "compute", "forward", reads="x", makes="ay"),
+    KindTraits("B", "compute", "full backward", reads="ag", makes="d", frees="xag"),
+    KindTraits("I", "compute", "backward for inputs", reads="ag", makes="dw", frees="g"),
+    KindTraits("W", "compute", "backward for weights", reads="aw", frees="xaw"),
+    KindTraits("SF", "p2p", "send a forward activation to the next stage", reads="y", frees="y"),
+    KindTraits("RF", "p2p", "receive a forward activation from the stage before", makes="x"),
+    KindTraits("SB", "p2p", "send an input gradient to the stage before", reads="d", frees="d"),
+    KindTraits("RB", "p2p", "receive an output gradient from the next stage", makes="g"),
+    KindTraits("E", "compute", "look up the rank's words", makes="e"),
+    KindTraits("EC", "collective", "add up word vectors on the first stage's rank", frees="e", overlapped=True),
+    KindTraits("HC", "collective", "hand out the last stage's hidden state", makes="h", overlapped=True),
+    KindTraits("S", "compute", "score the rank's words", reads="h", makes="sl"),
+    KindTraits("SC", "collective", "sum up over all ranks' words", reads="s", makes="z", frees="s", overlapped=True),
+    KindTraits("T", "compute", "backward for the output words", reads="hlz", frees="hlz"),
+    KindTraits("DC", "collective", "hand out the gradient of the word vectors", makes="q", overlapped=True),
+    KindTraits("EW", "compute", "backward for the input words", reads="q", frees="q"),
+    KindTraits("OFFLOAD", "copy", "move what a forward keeps to the host's memory", reads="a", makes="o", frees="a"),
+    KindTraits("RELOAD", "copy", "bring back what a forward keeps", reads="o", makes="a", frees="o"),
+    KindTraits("UNSHARD", "collective", "gather a stage's parameters", makes="p"),
+    KindTraits("REDUCE", "collective", "reduce a stage's gradients over the data-parallel ranks"),
+    KindTraits("SYNC", "collective", "add up the gradients of weights that tensor-parallel ranks have copies of"),
+    KindTraits("MERGE", "collective", "add up the gradients of the same layers in two replicas"),
+    KindTraits("TIE", "collective", "add up the gradients of a weight that lies on two stages"),
+    KindTraits("NORM", "collective", "add up the squares of all gradients, and what the step reports"),
+    KindTraits("VOTE", "collective", "begin to add up what NORM does, which is known before the next step only"),
+    KindTraits("STEP", "compute", "optimizer step"),
 ):
     register_kind(_kind)
 
 
-WORD_FORWARDS = ("E", "EC", "HC", "S", "SC")
+VOCAB_FORWARD_KINDS = ("E", "EC", "HC", "S", "SC")
 """What every pipeline rank does for a micro-batch where the vocabulary is spread over them all; its stage is the rank's
 first."""
-WORD_BACKWARDS = ("T", "DC", "EW")
+VOCAB_BACKWARD_KINDS = ("T", "DC", "EW")
 
 
 class Action(NamedTuple):
@@ -93,19 +93,19 @@ class Action(NamedTuple):
         return text + (f".{self.slice}" if self.slice else "") + (f"v{self.version}" if self.version else "")
 
 
-def all_passes(kind: str, stage: int, micro_batches: int) -> list[Action]:
+def actions_of_stage(kind: str, stage: int, micro_batches: int) -> list[Action]:
     """One action for each micro-batch. Made by `tuple.__new__`, which takes a third of the time that Action(…) takes:
     a large schedule has a million."""
     columns = zip(repeat(kind), repeat(stage), range(micro_batches), repeat(0), repeat(0), strict=False)
     return list(map(tuple.__new__, repeat(Action), columns))
 
 
-_OTHER_END = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
+_MATCHING_TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
 
 
-def other_end(action: Action) -> Action:
+def matching_transfer(action: Action) -> Action:
     """The receive of a send, the send of a receive: `0SF2` ↔ `1RF2`, `1SB2` ↔ `0RB2`."""
-    kind, step = _OTHER_END[action.kind]
+    kind, step = _MATCHING_TRANSFERS[action.kind]
     return Action(kind, action.stage + step, *action[2:])
 
 

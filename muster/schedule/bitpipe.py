@@ -2,31 +2,31 @@
 github.com/wuhouming/BitPipe)."""
 
 from muster.schedule.action import Action
-from muster.schedule.replicas import even_ranks, halves
+from muster.schedule.replicas import require_even_ranks, split_micro_batches
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
-from muster.spec.placement import both_ways, waves
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.stage_placement import bidirectional_placement, wave_placement
 
 
-def bitpipe(setting: Setting) -> Schedule:
+def bitpipe(spec: ScheduleSpec) -> Schedule:
     """Two replicas of two stages per rank each, on an even number of ranks.
 
     Bubble (p − 2) tF (1 + (m/p − 1) / 2) if tB = 2 tF and m is a multiple of p, so units of p micro-batches are
     best few. It is made for whole units; of the last, what doesn't exist is left out.
     """
-    p, count = even_ranks("bitpipe", setting), setting.num_micro_batches
-    ways = halves(count)
+    p, count = require_even_ranks("bitpipe", spec), spec.num_micro_batches
+    ways = split_micro_batches(count)
     num_units = -(-len(ways[0]) // (p // 2))
     orders = []
     for rank in range(p):
         stages = ((rank, 2 * p - 1 - rank), (3 * p - 1 - rank, 3 * p + rank))
         own = int(rank >= p // 2)
         near = [(stages[way], ways[way]) for way in (own, 1 - own)]
-        orders.append(_rank(min(rank, p - 1 - rank), p, num_units, near))
-    return Schedule("bitpipe", both_ways(waves(p, 2), p), count, tuple(orders), replicas=2)
+        orders.append(_rank_order(min(rank, p - 1 - rank), p, num_units, near))
+    return Schedule("bitpipe", bidirectional_placement(wave_placement(p, 2), p), count, tuple(orders), replicas=2)
 
 
-def _rank(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, int], range]]) -> tuple[Action, ...]:
+def _rank_order(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, int], range]]) -> tuple[Action, ...]:
     """The order of the `rank`-th rank from where its own direction begins.
 
     `ways` are its own direction and the other: its first and second stage there, and the micro-batches.

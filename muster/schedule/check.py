@@ -3,47 +3,47 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from muster.schedule.action import KINDS, LANES, WORD_BACKWARDS, WORD_FORWARDS, Action, Lane
-from muster.schedule.books import PASSES, Books
-from muster.schedule.collector import collector_paused
+from muster.schedule.action import KINDS, LANES, VOCAB_BACKWARD_KINDS, VOCAB_FORWARD_KINDS, Action, Lane
+from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
-from muster.schedule.partners import check_collectives, check_transfers
-from muster.schedule.program import Program, ProgramError, stages_of
+from muster.schedule.gc_pause import gc_paused
+from muster.schedule.peer_check import check_collectives, check_transfers
+from muster.schedule.program import Program, ProgramError, stages_of_action
 
-__all__ = ["ProgramError", "Report", "check"]
+__all__ = ["ProgramError", "CheckReport", "check"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What is known of a Program that can be run."""
 
     peak_activations: tuple[int, ...]
     """Per rank, the most activations kept for backwards at once, in micro-batches of one stage's activations."""
     peak_by_stage: tuple[dict[int, int], ...]
     """Per rank, of which stages they are."""
-    peak_words: tuple[int, ...]
+    peak_logits: tuple[int, ...]
     """Per rank, the most micro-batches between S and T at once."""
 
 
-def check(program: Program, max_activations: int | None = None) -> Report:
+def check(program: Program, max_activations: int | None = None) -> CheckReport:
     """Proves that the Program can be run, on any transport, in at most `max_activations` (see `Report`) on each rank.
 
     Raises ProgramError with one sentence that names the action that is wrong.
     """
-    with collector_paused():
+    with gc_paused():
         _check_shape(program)
         _check_passes(program)
-        _check_words(program)
+        _check_vocab_passes(program)
         for rank in range(program.num_ranks):
             _check_waits(program, rank)
         check_transfers(program)
         check_collectives(program)
-        books = [Books(program, rank, max_activations) for rank in range(program.num_ranks)]
-        dry_run(program, lambda rank, instruction, over: books[rank].enter(instruction.action, over))
-    return Report(
+        books = [BufferLiveness(program, rank, max_activations) for rank in range(program.num_ranks)]
+        dry_run(program, lambda rank, instruction, over: books[rank].record(instruction.action, over))
+    return CheckReport(
         tuple(book.peak_activations for book in books),
         tuple(book.peak_by_stage for book in books),
-        tuple(book.peak_words for book in books),
+        tuple(book.peak_logits for book in books),
     )
 
 
@@ -60,30 +60,30 @@ def _check_shape(program: Program) -> None:
         for lane, items in lanes.items():
             actions = [action for action, _, _ in items]
             for kind, stage in {action[:2] for action in actions}:
-                _check_place(program, rank, lane, kind, stage)
+                _check_lane_and_rank(program, rank, lane, kind, stage)
             late = [one for one in actions if one[2] >= program.num_micro_batches]
             if late:
-                raise ProgramError(_outside(program, rank, str(late[0])))
+                raise ProgramError(_out_of_range(program, rank, str(late[0])))
             if len(seen) + len(actions) > len(seen := seen.union(actions)):
                 twice = next(one for one in actions if actions.count(one) > 1)
                 raise ProgramError(f"{twice} is on rank {rank} twice")
 
 
-def _check_place(program: Program, rank: int, lane: Lane, kind: str, stage: int) -> None:
+def _check_lane_and_rank(program: Program, rank: int, lane: Lane, kind: str, stage: int) -> None:
     """Whether actions of a kind and stage belong in a lane of a rank."""
     if KINDS[kind].lane != lane:
         found = next(str(action) for action, _, _ in program.ranks[rank][lane] if action[:2] == (kind, stage))
         raise ProgramError(f"{found} on rank {rank} is in lane {lane}, but belongs in lane {KINDS[kind].lane}")
-    holders = [program.placement[one] for one in stages_of(program, kind, stage)]
+    holders = [program.placement[one] for one in stages_of_action(program, kind, stage)]
     if stage >= 0 and rank not in holders:
         found = next(str(action) for action, _, _ in program.ranks[rank][lane] if action[:2] == (kind, stage))
         if not holders:
-            raise ProgramError(_outside(program, rank, found))
+            raise ProgramError(_out_of_range(program, rank, found))
         where = " and ".join(map(str, holders))
         raise ProgramError(f"{found} is on rank {rank}, but stage {stage} lies on rank {where}")
 
 
-def _outside(program: Program, rank: int, action: str) -> str:
+def _out_of_range(program: Program, rank: int, action: str) -> str:
     stages, micro_batches = program.num_stages, program.num_micro_batches
     return f"{action} on rank {rank} is outside of {stages} stages and {micro_batches} micro-batches"
 
@@ -101,7 +101,7 @@ def _check_passes(program: Program) -> None:
         micro_batch, stage = min(both)
         other = Action("I" if (micro_batch, stage) in passes["I"] else "W", stage, micro_batch)
         raise ProgramError(f"rank {program.placement[stage]} has both {Action('B', stage, micro_batch)} and {other}")
-    wanted = {(micro_batch, stage) for micro_batch, stages in _routes(program, passes) for stage in stages}
+    wanted = {(micro_batch, stage) for micro_batch, stages in _stage_routes(program, passes) for stage in stages}
     missing = [("F", wanted - passes["F"])]
     if passes["B"] or split:
         missing += [("B", wanted - passes["B"] - split), ("I", split - passes["I"]), ("W", split - passes["W"])]
@@ -111,13 +111,13 @@ def _check_passes(program: Program) -> None:
             raise ProgramError(f"{Action(kind, stage, micro_batch)} is missing on rank {program.placement[stage]}")
 
 
-def _check_words(program: Program) -> None:
+def _check_vocab_passes(program: Program) -> None:
     """Where any rank has to do with words, all have, with those of every micro-batch; backward too, if there is one."""
-    if not any(KINDS[action[0]].beside for lanes in program.ranks for action, _, _ in lanes.get("collective", ())):
+    if not any(KINDS[action[0]].overlapped for lanes in program.ranks for action, _, _ in lanes.get("collective", ())):
         return
     found = [{action[:3] for items in lanes.values() for action, _, _ in items} for lanes in program.ranks]
     kinds = {action[0] for actions in found for action in actions}
-    for kind in WORD_FORWARDS + (WORD_BACKWARDS if kinds.intersection("BI") else ()):
+    for kind in VOCAB_FORWARD_KINDS + (VOCAB_BACKWARD_KINDS if kinds.intersection("BI") else ()):
         for rank, actions in enumerate(found):
             for micro_batch in range(program.num_micro_batches):
                 action = Action(kind, program.placement.index(rank), micro_batch)
@@ -125,7 +125,7 @@ def _check_words(program: Program) -> None:
                     raise ProgramError(f"{action} is missing on rank {rank}")
 
 
-def _routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
+def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
     """The stages that each micro-batch runs through: those of the replica that any of its passes is in."""
     depth, found = program.depth, {(micro_batch, stage) for places in passes.values() for micro_batch, stage in places}
     replicas: dict[int, dict[int, int]] = {micro_batch: {} for micro_batch in range(program.num_micro_batches)}

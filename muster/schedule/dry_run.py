@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from muster.schedule.action import KINDS, LANES, Lane
-from muster.schedule.program import Instruction, Program, ProgramError, Wait, meeting
+from muster.schedule.program import Instruction, Program, ProgramError, Wait, participants
 
 Observer = Callable[[int, Instruction, bool], None]
 """Called with (rank, instruction, over) when an instruction begins (False) and when its rank may rely on it (True)."""
@@ -30,9 +30,9 @@ def dry_run(program: Program, observe: Observer) -> None:
 
     Raises ProgramError naming who waits for whom where it can't be walked to its end.
     """
-    ranks: list[_Rank] = []
-    ready: list[_Rank] = []
-    ranks += (_Rank(program, rank, ranks, ready, observe) for rank in range(program.num_ranks))
+    ranks: list[_RankState] = []
+    ready: list[_RankState] = []
+    ranks += (_RankState(program, rank, ranks, ready, observe) for rank in range(program.num_ranks))
     walks = [rank.walk() for rank in ranks]
     ready += reversed(ranks)
     while ready:
@@ -40,24 +40,24 @@ def dry_run(program: Program, observe: Observer) -> None:
         rank.blocked_on = next(walks[rank.rank], None)
     blocked = [rank for rank in ranks if rank.blocked_on]
     if blocked:
-        raise ProgramError(f"deadlock: {_circle(blocked[0])}")
+        raise ProgramError(f"deadlock: {_wait_cycle(blocked[0])}")
 
 
-class _Rank:
+class _RankState:
     """One rank's place in each of its lanes. `begun` and `over` count the head instructions of a lane."""
 
     def __init__(
-        self, program: Program, rank: int, ranks: "list[_Rank]", ready: "list[_Rank]", observe: Observer
+        self, program: Program, rank: int, ranks: "list[_RankState]", ready: "list[_RankState]", observe: Observer
     ) -> None:
         self.rank, self.ranks, self.ready, self.observe = rank, ranks, ready, observe
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[rank].get(lane, ()) for lane in LANES}
         self.begun: dict[Lane, int] = dict.fromkeys(LANES, 0)
-        self.over: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self.completed: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self.awaited: set[Wait] = set()
         """Transfers, collectives and copies that the rank has waited for."""
-        self.beginning: list[Instruction] = []
+        self.starting: list[Instruction] = []
         """What is about to begin and waits for its waits, outermost first."""
-        self.target: Instruction | None = None
+        self.wait_target: Instruction | None = None
         """What the last of them waits for."""
         self.blocked_on: Wait | None = None
 
@@ -67,8 +67,8 @@ class _Rank:
         for instruction in self.lanes["compute"]:
             for lane in others:
                 items, begun = self.lanes[lane], self.begun
-                while begun[lane] < len(items) and self._can_begin(items[begun[lane]]):
-                    if lane in ("p2p", "copy") or KINDS[items[begun[lane]].action.kind].beside:
+                while begun[lane] < len(items) and self._is_ready(items[begun[lane]]):
+                    if lane in ("p2p", "copy") or KINDS[items[begun[lane]].action.kind].overlapped:
                         self._start(lane)
                     else:
                         yield from self._begin_next(lane)
@@ -78,33 +78,33 @@ class _Rank:
                 self._start("compute")
         for lane in LANES:
             for index in range(len(self.lanes[lane])):
-                yield from self._make_over(Wait(lane, index))
+                yield from self._complete(Wait(lane, index))
 
     def head(self, lane: Lane) -> Instruction | None:
         """The first instruction of a lane that has begun and is not over."""
-        return self.lanes[lane][self.over[lane]] if self.over[lane] < self.begun[lane] else None
+        return self.lanes[lane][self.completed[lane]] if self.completed[lane] < self.begun[lane] else None
 
-    def _can_begin(self, instruction: Instruction) -> bool:
+    def _is_ready(self, instruction: Instruction) -> bool:
         """Whether all that it waits for would be found over."""
         for wait in instruction.waits:
-            beside = wait[0] in ("p2p", "copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].beside
-            if not (wait in self.awaited if beside else wait[1] < self.over[wait[0]]):
+            beside = wait[0] in ("p2p", "copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
+            if not (wait in self.awaited if beside else wait[1] < self.completed[wait[0]]):
                 return False
         return True
 
     def _begin_next(self, lane: Lane) -> Iterator[Wait]:
         index = self.begun[lane]
         instruction = self.lanes[lane][index]
-        if instruction in self.beginning:
-            raise ProgramError(f"deadlock: on rank {self.rank}, {self._own_circle(instruction)}")
-        self.beginning.append(instruction)
+        if instruction in self.starting:
+            raise ProgramError(f"deadlock: on rank {self.rank}, {self._self_cycle(instruction)}")
+        self.starting.append(instruction)
         for wait in instruction.waits:
-            if wait.lane != "compute" or wait.index >= self.over["compute"]:
-                yield from self._make_over(wait)
-        self.beginning.pop()
+            if wait.lane != "compute" or wait.index >= self.completed["compute"]:
+                yield from self._complete(wait)
+        self.starting.pop()
         self._start(lane)
-        if lane == "collective" and not KINDS[instruction.action.kind].beside:
-            while self.over[lane] <= index:
+        if lane == "collective" and not KINDS[instruction.action.kind].overlapped:
+            while self.completed[lane] <= index:
                 yield Wait(lane, index)
 
     def _start(self, lane: Lane) -> None:
@@ -113,19 +113,19 @@ class _Rank:
         self.begun[lane] += 1
         self.observe(self.rank, instruction, False)
         if lane == "compute":
-            self.over[lane] += 1
+            self.completed[lane] += 1
             self.observe(self.rank, instruction, True)
         elif lane == "copy":
-            self.over[lane] += 1
+            self.completed[lane] += 1
         else:
             self._advance(lane)
 
-    def _make_over(self, wait: Wait) -> Iterator[Wait]:
+    def _complete(self, wait: Wait) -> Iterator[Wait]:
         lane, index = wait
         while self.begun[lane] <= index:
-            self.target = self.lanes[lane][index]
+            self.wait_target = self.lanes[lane][index]
             yield from self._begin_next(lane)
-        while self.over[lane] <= index:
+        while self.completed[lane] <= index:
             yield wait
         if lane != "compute" and wait not in self.awaited:
             self.awaited.add(wait)
@@ -136,23 +136,23 @@ class _Rank:
         pending = [self]
         while pending:
             one = pending.pop()
-            while (head := one.head(lane)) is not None and (partners := one._partners(head, lane)) is not None:
+            while (head := one.head(lane)) is not None and (partners := one._peers_at_head(head, lane)) is not None:
                 for partner in (one, *partners):
-                    partner.over[lane] += 1
+                    partner.completed[lane] += 1
                     if partner.blocked_on is not None:
                         partner.blocked_on = None
                         self.ready.append(partner)
                 pending += partners
 
-    def _partners(self, head: Instruction, lane: Lane) -> "list[_Rank] | None":
+    def _peers_at_head(self, head: Instruction, lane: Lane) -> "list[_RankState] | None":
         """The other ranks that take part in `head`; None while one of them has not come to it."""
         if head.peer is not None:
             partner = self.ranks[head.peer]
-            return [partner] if self._fits(head, partner.head(lane)) else None
-        partners = [self.ranks[rank] for rank in meeting(head, self.rank, len(self.ranks)) if rank != self.rank]
-        return partners if all(self._fits(head, partner.head(lane)) for partner in partners) else None
+            return [partner] if self._matches(head, partner.head(lane)) else None
+        partners = [self.ranks[rank] for rank in participants(head, self.rank, len(self.ranks)) if rank != self.rank]
+        return partners if all(self._matches(head, partner.head(lane)) for partner in partners) else None
 
-    def _fits(self, head: Instruction, other: Instruction | None) -> bool:
+    def _matches(self, head: Instruction, other: Instruction | None) -> bool:
         """Whether another rank's `other` is the other end of `head`, or the same collective.
 
         Two ranks have the same transfers between them in the same order, so that whom it concerns says which it is.
@@ -161,19 +161,19 @@ class _Rank:
             return False
         return other.peer == self.rank if head.peer is not None else other.action[::2] == head.action[::2]
 
-    def _own_circle(self, instruction: Instruction) -> str:
+    def _self_cycle(self, instruction: Instruction) -> str:
         """In words, what waits for what if `instruction` is to begin before it can."""
-        assert self.target is not None
-        circle = [*self.beginning[self.beginning.index(instruction) :], self.target]
+        assert self.wait_target is not None
+        circle = [*self.starting[self.starting.index(instruction) :], self.wait_target]
         words = ", ".join(f"{_name(one)} waits for {_name(other)}" for one, other in pairwise(circle))
-        return words if self.target == instruction else f"{words}, which comes after {_name(instruction)}"
+        return words if self.wait_target == instruction else f"{words}, which comes after {_name(instruction)}"
 
-    def obstacle(self) -> tuple[str, int]:
+    def describe_block(self) -> tuple[str, int]:
         """Why the rank stands still, in words, and the rank that it waits for."""
         assert self.blocked_on is not None
         lane, index = self.blocked_on
-        target, head = self.lanes[lane][index], self.lanes[lane][self.over[lane]]
-        stands_at = self.beginning[0] if self.beginning else target
+        target, head = self.lanes[lane][index], self.lanes[lane][self.completed[lane]]
+        stands_at = self.starting[0] if self.starting else target
         words = f"rank {self.rank} stands at {_name(stands_at)}"
         if stands_at is not target:
             words += f", which waits for {_name(target)}"
@@ -181,8 +181,8 @@ class _Rank:
             words += f", behind {_name(head)}"
         absent = next(
             rank
-            for rank in meeting(head, self.rank, len(self.ranks))
-            if rank != self.rank and not self._fits(head, self.ranks[rank].head(lane))
+            for rank in participants(head, self.rank, len(self.ranks))
+            if rank != self.rank and not self._matches(head, self.ranks[rank].head(lane))
         )
         return f"{words}, held up by rank {absent}", absent
 
@@ -191,10 +191,10 @@ def _name(instruction: Instruction) -> str:
     return str(instruction).partition("@")[0]
 
 
-def _circle(rank: _Rank) -> str:
+def _wait_cycle(rank: _RankState) -> str:
     """Follows who waits for whom until it comes round."""
     seen: dict[int, str] = {}
     while rank.rank not in seen:
-        seen[rank.rank], following = rank.obstacle()
+        seen[rank.rank], following = rank.describe_block()
         rank = rank.ranks[following]
     return "; ".join(list(seen.values())[list(seen).index(rank.rank) :])

@@ -4,40 +4,40 @@
 from collections import defaultdict
 
 from muster.schedule.action import Action
-from muster.schedule.replicas import even_ranks, halves
+from muster.schedule.replicas import require_even_ranks, split_micro_batches
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
-from muster.spec.placement import both_ways, waves
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.stage_placement import bidirectional_placement, wave_placement
 
 
-def dualpipe(setting: Setting) -> Schedule:
+def dualpipe(spec: ScheduleSpec) -> Schedule:
     """Two replicas through an even number of ranks, in opposite directions.
 
     Bubble (p/2 − 1)(tF + tI − tW) where tI ≤ tF, from m = 2p on; p + 1 activations. A rank that runs each forward and
     the backward after it as one, to hide the collectives of one behind the other, passes on the forward's result later:
     that is the published (p/2 − 1)(tFB + tB − 3 tW).
     """
-    p, count = even_ranks("dualpipe", setting), setting.num_micro_batches
-    ways = halves(count)
+    p, count = require_even_ranks("dualpipe", spec), spec.num_micro_batches
+    ways = split_micro_batches(count)
     orders = []
     for rank in range(p):
         phases = [(rank, ways[0]), (2 * p - 1 - rank, ways[1])]
         near = phases if rank < p // 2 else phases[::-1]
-        orders.append(_rank(min(rank, p - 1 - rank), p // 2, near))
-    return Schedule("dualpipe", both_ways(tuple(range(p)), p), count, tuple(orders), replicas=2)
+        orders.append(_rank_order(min(rank, p - 1 - rank), p // 2, near))
+    return Schedule("dualpipe", bidirectional_placement(tuple(range(p)), p), count, tuple(orders), replicas=2)
 
 
-def dualpipe_v(setting: Setting) -> Schedule:
+def dualpipe_v(spec: ScheduleSpec) -> Schedule:
     """DualPipe cut in half: one replica with two stages per rank, placed as a V.
 
     Bubble (p − 1)(tF + tI − tW) / 2 where tI ≤ tF, from m = 2p on; p + ½ activations.
     """
-    p, all_of_them = setting.num_ranks, range(setting.num_micro_batches)
-    orders = [_rank(rank, p, [(rank, all_of_them), (2 * p - 1 - rank, all_of_them)]) for rank in range(p)]
-    return Schedule("dualpipe-v", waves(p, 2), setting.num_micro_batches, tuple(orders))
+    p, all_of_them = spec.num_ranks, range(spec.num_micro_batches)
+    orders = [_rank_order(rank, p, [(rank, all_of_them), (2 * p - 1 - rank, all_of_them)]) for rank in range(p)]
+    return Schedule("dualpipe-v", wave_placement(p, 2), spec.num_micro_batches, tuple(orders))
 
 
-def _rank(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[Action, ...]:
+def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[Action, ...]:
     """The order of the `rank`-th of `half` ranks, counted from where a pipeline begins.
 
     A phase is a stage and its micro-batches; phase 0 is the direction, or the arm of the V, that begins nearer. The

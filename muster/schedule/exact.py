@@ -6,91 +6,97 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from muster.schedule.bound import Gap, lower_bound_s
-from muster.schedule.critical import begin_s, depth, source
-from muster.schedule.pipe import Pipe, pipe_of, schedule_of
+from muster.schedule.critical_path import begin_times_s, dependency, path_depth
+from muster.schedule.makespan_bound import OptimalityGap, lower_bound_s
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.search_problem import SearchProblem, make_search_problem, schedule_from_passes
 from muster.schedule.timing import time_schedule
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar
 
-_FINEST = 1000
+_MAX_DENOMINATOR = 1000
 """Times are multiples of a common unit where they are fractions with denominators up to this."""
-_UNITS = 100_000
+_UNITS_PER_PERIOD = 100_000
 """Else they are cut down to so many units per period, which leaves a bound a bound."""
 
-_MOST = 10_000
+_MAX_PASSES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ExactResult:
     """A schedule, and what is known of how good it is."""
 
     schedule: Schedule
-    gap: Gap
+    gap: OptimalityGap
     """Between schedules with the same stages on the same ranks."""
 
 
-def prove(setting: Setting, start: Schedule, limit_s: float = 60.0) -> Proof:
+def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> ExactResult:
     """The optimum on the placement of `start`, a schedule for the setting, or the best in `limit_s` seconds of search.
 
     Every stage takes micro-batches in order, which costs nothing since they are alike. Raises InfeasibleError with
     several replicas, MusterError where OR-Tools is not installed.
     """
-    if setting.replicas > 1:
-        raise InfeasibleError(f"schedule exact runs one replica, got {setting.replicas}; the nearest is auto")
+    if spec.replicas > 1:
+        raise InfeasibleError(f"schedule exact runs one replica, got {spec.replicas}; the nearest is auto")
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise MusterError("schedule exact needs OR-Tools: pip install 'muster-llm[solver]'") from None
-    pipe = pipe_of(setting, start.placement)
-    if pipe.size > _MOST:
-        raise InfeasibleError(f"schedule exact solves up to {_MOST} passes, this has {pipe.size}; the nearest is auto")
-    model = _Model(pipe, cp_model.CpModel(), _in_order(pipe, start, setting))
+    pipe = make_search_problem(spec, initial.placement)
+    if pipe.num_passes > _MAX_PASSES:
+        raise InfeasibleError(
+            f"schedule exact solves up to {_MAX_PASSES} passes, this has {pipe.num_passes}; the nearest is auto"
+        )
+    model = _ConstraintModel(pipe, cp_model.CpModel(), _passes_by_begin(pipe, initial, spec))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds, solver.parameters.num_workers = limit_s, os.cpu_count() or 1
     status = solver.solve(model.model)
     # A solver without time for a bound says 0.
     bound_s = max(solver.best_objective_bound * model.unit_s, lower_bound_s(pipe))
-    best = replace(start, name="exact")
+    best = replace(initial, name="exact")
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        passes = sorted(range(pipe.size), key=lambda code: (solver.value(model.begin[code]), depth(pipe, code)))
-        best = min(best, schedule_of(pipe, passes, "exact"), key=lambda one: time_schedule(one, setting).makespan_s)
-    return Proof(best, Gap(time_schedule(best, setting).makespan_s, bound_s, "on its placement"))
+        passes = sorted(
+            range(pipe.num_passes), key=lambda code: (solver.value(model.begin[code]), path_depth(pipe, code))
+        )
+        best = min(
+            best, schedule_from_passes(pipe, passes, "exact"), key=lambda one: time_schedule(one, spec).makespan_s
+        )
+    return ExactResult(best, OptimalityGap(time_schedule(best, spec).makespan_s, bound_s, "on its placement"))
 
 
-def _in_order(pipe: Pipe, schedule: Schedule, setting: Setting) -> list[int]:
+def _passes_by_begin(problem: SearchProblem, schedule: Schedule, spec: ScheduleSpec) -> list[int]:
     """The passes of a schedule by their begin; a B is an I and a W."""
-    timing, count = time_schedule(schedule, setting), pipe.num_micro_batches
+    timing, count = time_schedule(schedule, spec), problem.num_micro_batches
     begins: list[tuple[float, int, int]] = []
     for order, times_s in zip(schedule.ranks, timing.begin_s, strict=True):
         for (kind, stage, micro_batch, *_), time_s in zip(order, times_s, strict=True):
             for one in {"B": (1, 2), "F": (0,), "I": (1,), "W": (2,)}[kind]:
-                code = (one * pipe.num_stages + stage) * count + micro_batch
-                begins.append((time_s, depth(pipe, code), code))
+                code = (one * problem.num_stages + stage) * count + micro_batch
+                begins.append((time_s, path_depth(problem, code), code))
     return [code for *_, code in sorted(begins)]
 
 
-class _Model:
+class _ConstraintModel:
     """The constraints, in whole units of time."""
 
-    def __init__(self, pipe: Pipe, model: "CpModel", passes: list[int]) -> None:
-        self.pipe, self.model = pipe, model
-        self.unit_s = _unit_s(pipe)
-        self.units = [[self._whole(time_s) for time_s in kind] for kind in pipe.times_s]
-        begins_s = begin_s(pipe, passes)
+    def __init__(self, problem: SearchProblem, model: "CpModel", passes: list[int]) -> None:
+        self.problem, self.model = problem, model
+        self.unit_s = _unit_s(problem)
+        self.units = [[self._whole(time_s) for time_s in kind] for kind in problem.times_s]
+        begins_s = begin_times_s(problem, passes)
         self.horizon = self._whole(max(begins_s)) + 2 * max(map(max, self.units)) + 1
         self.begin: list[IntVar] = []
         self.makespan: IntVar = model.new_int_var(0, self.horizon, "makespan")
-        for code in range(pipe.size):
+        for code in range(problem.num_passes):
             begin = model.new_int_var(0, self.horizon, f"begin {code}")
             model.add_hint(begin, self._whole(begins_s[code]))
             self.begin.append(begin)
         self._order()
-        for held in pipe.stages:
+        for held in problem.stages:
             self._rank(held)
         model.minimize(self.makespan)
 
@@ -98,21 +104,21 @@ class _Model:
         return int(time_s / self.unit_s + 1e-6)
 
     def _end(self, code: int) -> Any:
-        place = code // self.pipe.num_micro_batches
-        return self.begin[code] + self.units[place // self.pipe.num_stages][place % self.pipe.num_stages]
+        place = code // self.problem.num_micro_batches
+        return self.begin[code] + self.units[place // self.problem.num_stages][place % self.problem.num_stages]
 
     def _order(self) -> None:
         for code, begin in enumerate(self.begin):
-            _, _, before, hop_s = source(self.pipe, code)
+            _, _, before, hop_s = dependency(self.problem, code)
             if before >= 0:
                 self.model.add(begin >= self._end(before) + self._whole(hop_s))
-            if code % self.pipe.num_micro_batches:
+            if code % self.problem.num_micro_batches:
                 self.model.add(begin >= self._end(code - 1))
             self.model.add(self.makespan >= self._end(code))
 
     def _rank(self, held: tuple[int, ...]) -> None:
         """One pass at a time, and no more activations than the rank may keep, each from the begin of F to W's end."""
-        count, stages, capacity = self.pipe.num_micro_batches, self.pipe.num_stages, self.pipe.capacity
+        count, stages, capacity = self.problem.num_micro_batches, self.problem.num_stages, self.problem.capacity
         intervals = [
             self.model.new_fixed_size_interval_var(self.begin[code], self.units[kind][stage], f"pass {code}")
             for kind in range(3)
@@ -134,10 +140,10 @@ class _Model:
             self.model.add_cumulative(spans, [1] * len(spans), capacity)
 
 
-def _unit_s(pipe: Pipe) -> float:
+def _unit_s(problem: SearchProblem) -> float:
     """A unit that all times are whole multiples of, or a very small one."""
-    times_s = [time_s for kind in (*pipe.times_s, pipe.hops_s) for time_s in kind]
-    fractions = [Fraction(time_s).limit_denominator(_FINEST) for time_s in times_s]
+    times_s = [time_s for kind in (*problem.times_s, problem.p2p_s) for time_s in kind]
+    fractions = [Fraction(time_s).limit_denominator(_MAX_DENOMINATOR) for time_s in times_s]
     common = lcm(*(one.denominator for one in fractions))
-    exact = all(abs(one - time_s) < 1e-9 * pipe.period_s for one, time_s in zip(fractions, times_s, strict=True))
-    return 1 / common if exact and common <= _UNITS else pipe.period_s / _UNITS
+    exact = all(abs(one - time_s) < 1e-9 * problem.period_s for one, time_s in zip(fractions, times_s, strict=True))
+    return 1 / common if exact and common <= _UNITS_PER_PERIOD else problem.period_s / _UNITS_PER_PERIOD

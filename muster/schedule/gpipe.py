@@ -2,15 +2,15 @@
 
 from muster.schedule.action import Action
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 
 
-def gpipe(setting: Setting) -> Schedule:
+def gpipe(spec: ScheduleSpec) -> Schedule:
     """One stage per rank. Bubble (p − 1)(tF + tB); every rank keeps the activations of all micro-batches.
 
     Backwards run in ascending order, as in 1F1B, so that both add up gradients in the same order.
     """
-    num_stages, num_micro_batches = setting.num_ranks, setting.num_micro_batches
+    num_stages, num_micro_batches = spec.num_ranks, spec.num_micro_batches
     ranks = tuple(
         tuple(Action(kind, stage, index) for kind in "FB" for index in range(num_micro_batches))
         for stage in range(num_stages)

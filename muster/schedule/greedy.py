@@ -5,60 +5,60 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
 
-from muster.schedule.pipe import Pipe, Run
+from muster.schedule.search_problem import SearchProblem, TimedPasses
 
-_JUST_S = 1e-9
+_EPSILON_S = 1e-9
 """Times nearer than this (in the setting's unit) are equal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PriorityRule:
     """What a rank prefers. The family holds 1F1B and the zero-bubble schedules: they differ in how many micro-batches
     are under way and where W goes (Qi et al. 2023, arXiv:2401.10241, §3; Qi et al. 2024, arXiv:2405.15362, §3)."""
 
-    in_flight: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
     """By stage, the most micro-batches whose F has begun and whose I has not."""
-    backlog: tuple[int, ...]
+    max_pending_weights: tuple[int, ...]
     """By stage, how many W may wait before one goes ahead of everything else."""
-    ahead: int
+    max_forward_lead: int
     """Most micro-batches that have begun on the first stage and not on the last: what keeps a tight memory from
     filling up with activations whose backwards are far away."""
-    backward_first_s: float
+    backward_priority_s: float
     """How much earlier than its place in a steady rhythm an I is wanted: large puts I first, −large F first."""
     patience: float
     """A rank waits for a more urgent pass, instead of beginning another, if that costs it less than this times what
     the urgent one would be held up."""
 
 
-def greedy(pipe: Pipe, rule: Rule, bound_s: float = inf) -> Run | None:
+def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) -> TimedPasses | None:
     """The schedule of a rule, or None once it can't end by `bound_s`. It never exceeds the capacity nor gets stuck:
     an F begins only if the micro-batches under way on the rank can still be finished, the oldest first (as a banker
     lends: Dijkstra 1965, EWD123)."""
-    placement, hops_s, count, times_s = pipe.placement, pipe.hops_s, pipe.num_micro_batches, pipe.times_s
-    num_stages = pipe.num_stages
+    placement, hops_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
+    num_stages = problem.num_stages
     last, num_passes = num_stages - 1, num_stages * count
     # Per stage: when the inputs of F and I come, as far as known, and how many F, I and W have begun.
     come_f: list[list[float]] = [[0.0] * count] + [[] for _ in range(last)]
     come_i: list[list[float]] = [[] for _ in range(num_stages)]
     done = done_f, done_i, done_w = [0] * num_stages, [0] * num_stages, [0] * num_stages
-    kept, free_s, passes = [0] * pipe.num_ranks, [0.0] * pipe.num_ranks, []
-    left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in pipe.stages]
+    kept, free_s, passes = [0] * problem.num_ranks, [0.0] * problem.num_ranks, []
+    left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in problem.stages]
     state = (
-        pipe,
+        problem,
         rule,
-        pipe.period_s,
-        rule.in_flight,
-        rule.backlog,
-        *_wanted_s(pipe, rule),
+        problem.period_s,
+        rule.max_in_flight,
+        rule.max_pending_weights,
+        *_target_times_s(problem, rule),
         come_f,
         come_i,
         *done,
         kept,
     )
-    events = [(0.0, rank) for rank in range(pipe.num_ranks)]
+    events = [(0.0, rank) for rank in range(problem.num_ranks)]
     while events:
         now_s, rank = heappop(events)
-        if free_s[rank] > now_s + _JUST_S:
+        if free_s[rank] > now_s + _EPSILON_S:
             continue
         kind, stage = _choose(state, rank, now_s)
         if kind < 0:
@@ -83,23 +83,23 @@ def greedy(pipe: Pipe, rule: Rule, bound_s: float = inf) -> Run | None:
             come_i[stage - 1].append(come_s)
             to = placement[stage - 1]
         left_s[rank] -= time_s
-        if end_s + left_s[rank] > bound_s:
+        if end_s + left_s[rank] > deadline_s:
             return None
         free_s[rank] = end_s
         passes.append(kind * num_passes + stage * count + index)
         heappush(events, (end_s, rank))
         if to >= 0 and to != rank and free_s[to] <= come_s:
             heappush(events, (come_s, to))
-    return Run(max(free_s), passes)
+    return TimedPasses(max(free_s), passes)
 
 
-def _wanted_s(pipe: Pipe, rule: Rule) -> tuple[list[float], list[float]]:
+def _target_times_s(problem: SearchProblem, rule: PriorityRule) -> tuple[list[float], list[float]]:
     """When the first micro-batch's F and I are wanted on each stage; each later one is a period later."""
-    forward_s, input_s, _ = pipe.times_s
-    begin_f = list(accumulate((one + hop for one, hop in zip(forward_s, pipe.hops_s, strict=False)), initial=0.0))
-    begin_i = [begin_f[-1] + forward_s[-1] - rule.backward_first_s]
-    for stage in range(pipe.num_stages - 1, 0, -1):
-        begin_i.append(begin_i[-1] + input_s[stage] + pipe.hops_s[stage - 1])
+    forward_s, input_s, _ = problem.times_s
+    begin_f = list(accumulate((one + hop for one, hop in zip(forward_s, problem.p2p_s, strict=False)), initial=0.0))
+    begin_i = [begin_f[-1] + forward_s[-1] - rule.backward_priority_s]
+    for stage in range(problem.num_stages - 1, 0, -1):
+        begin_i.append(begin_i[-1] + input_s[stage] + problem.p2p_s[stage - 1])
     return begin_f, begin_i[::-1]
 
 
@@ -109,7 +109,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
     W fills: it goes ahead only where too many wait, or where what the rule prefers lacks the memory that W frees.
     """
     pipe, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = state
-    soon_s, held = now_s + _JUST_S, pipe.stages[rank]
+    soon_s, held = now_s + _EPSILON_S, pipe.stages[rank]
     spare = pipe.capacity - kept[rank] - 1
     best = next_best = blocked = next_s = inf
     kind = stage = weight = -1
@@ -130,7 +130,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
         begun, come_s = done_f[one], come_f[one]
         if begun < len(come_s) and begun - index < in_flight[one] and (one or begun - done_f[-1] < rule.ahead):
             want = wanted_f[one] + begun * period_s
-            if spare < len(held) and (spare < 0 or not _safe(held, done_f, done_w, begun, spare)):
+            if spare < len(held) and (spare < 0 or not _is_safe(held, done_f, done_w, begun, spare)):
                 if come_s[begun] <= soon_s and want < blocked:
                     blocked = want
             elif come_s[begun] <= soon_s:
@@ -146,7 +146,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
     return kind, stage
 
 
-def _safe(held: tuple[int, ...], done_f: list[int], done_w: list[int], index: int, spare: int) -> bool:
+def _is_safe(held: tuple[int, ...], done_f: list[int], done_w: list[int], index: int, spare: int) -> bool:
     """Whether, after the F of micro-batch `index`, those under way on a rank can be finished one after another.
 
     From the first of which no part is freed yet, each frees as much as it or any later one needs in all.

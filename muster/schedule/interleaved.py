@@ -2,23 +2,21 @@
 
 from itertools import chain
 
-from muster.schedule.action import Action, all_passes
+from muster.schedule.action import Action, actions_of_stage
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
-from muster.spec.placement import looped
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.stage_placement import looped_placement
 
 
-def interleaved(setting: Setting) -> Schedule:
+def interleaved(spec: ScheduleSpec) -> Schedule:
     """`chunks` stages per rank. Bubble (p − 1)(tF + tB) / v from m = p on; rank 0 keeps (pv + p − 1) / v micro-batches.
 
     Micro-batches go in groups of p through all stages. Where their number is no multiple of p the groups are equal
     up to one and larger, which keeps the bubble and costs memory.
     """
-    sizes = group_sizes(setting.num_micro_batches, max(1, setting.num_micro_batches // setting.num_ranks))
-    warm_ups = [
-        2 * (setting.num_ranks - 1 - rank) + (setting.chunks - 1) * sizes[0] for rank in range(setting.num_ranks)
-    ]
-    return grouped("interleaved", setting, sizes, warm_ups)
+    sizes = group_sizes(spec.num_micro_batches, max(1, spec.num_micro_batches // spec.num_ranks))
+    warm_ups = [2 * (spec.num_ranks - 1 - rank) + (spec.chunks - 1) * sizes[0] for rank in range(spec.num_ranks)]
+    return interleave_groups("interleaved", spec, sizes, warm_ups)
 
 
 def group_sizes(num_micro_batches: int, num_groups: int) -> list[int]:
@@ -27,14 +25,14 @@ def group_sizes(num_micro_batches: int, num_groups: int) -> list[int]:
     return [size + (index < larger) for index in range(num_groups)]
 
 
-def grouped(name: str, setting: Setting, sizes: list[int], warm_ups: list[int]) -> Schedule:
+def interleave_groups(name: str, spec: ScheduleSpec, sizes: list[int], warm_ups: list[int]) -> Schedule:
     """One forward, one backward in turn after `warm_ups` forwards on each rank, where each group of micro-batches
     runs through a rank's first stage, then through its second, and backwards from the last.
 
     No rank waits for another in a circle if sizes never grow, the warm-ups fall from rank to rank, by no more than
     two groups in all, and the last rank's is (v − 1) groups or more.
     """
-    num_ranks, chunks = setting.num_ranks, setting.chunks
+    num_ranks, chunks = spec.num_ranks, spec.chunks
     steps: list[tuple[int, int]] = []
     """(chunk, micro-batch) in the order of the forwards; backwards run the chunks from the other end."""
     first = 0
@@ -45,15 +43,15 @@ def grouped(name: str, setting: Setting, sizes: list[int], warm_ups: list[int]) 
     for rank, warm_up in enumerate(warm_ups):
         stages = range(rank, num_ranks * chunks, num_ranks)
         forward, backward = (
-            [all_passes(kind, stage, setting.num_micro_batches) for stage in own]
+            [actions_of_stage(kind, stage, spec.num_micro_batches) for stage in own]
             for kind, own in (("F", stages), ("B", stages[::-1]))
         )
         forwards = [forward[chunk][index] for chunk, index in steps]
-        orders.append(one_by_one(forwards, [backward[chunk][index] for chunk, index in steps], warm_up))
-    return Schedule(name, looped(num_ranks, chunks), setting.num_micro_batches, tuple(orders))
+        orders.append(alternate_passes(forwards, [backward[chunk][index] for chunk, index in steps], warm_up))
+    return Schedule(name, looped_placement(num_ranks, chunks), spec.num_micro_batches, tuple(orders))
 
 
-def one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+def alternate_passes(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
     turns = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return (*forwards[:warm_up], *turns, *backwards[max(0, len(forwards) - warm_up) :])

@@ -4,27 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muster.schedule.action import KINDS, LANES, Action, Lane
-from muster.schedule.collector import collector_paused
-from muster.schedule.offload import copies
+from muster.schedule.gc_pause import gc_paused
+from muster.schedule.offload import add_copy_lane
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.schedule import Schedule
-from muster.schedule.spread_words import WordTimes, Woven, spread_words
 from muster.schedule.transfers import lanes_with_transfers
-from muster.spec.plan import Zero
+from muster.schedule.vocab_passes import VocabSchedule, VocabTimes, add_vocab_passes
+from muster.spec.plan import ZeroLevel
 
 
 @dataclass(frozen=True, slots=True)
-class Lowering:
+class LoweringOptions:
     """What a schedule is lowered for."""
 
-    zero: Zero = "z3"
+    zero: ZeroLevel = "z3"
     data_ranks: int | tuple[int, ...] = 1
     """Data-parallel ranks of every stage, or of each: with one there is nothing to gather or to reduce."""
-    copies: bool = False
+    tp_replicated_weights: bool = False
     """Whether tensor-parallel ranks have copies of a weight whose gradients they must add up."""
-    tied: bool = False
+    tied_embeddings: bool = False
     """Whether first and last stage share a weight."""
-    words: WordTimes | None = None
+    vocab_times: VocabTimes | None = None
     """Where the vocabulary is spread over all pipeline ranks: what its passes take."""
     post_validation: bool = False
     """Whether a step is taken before the sum over all ranks is known."""
@@ -39,20 +39,20 @@ class Lowering:
 
 
 @dataclass(slots=True)
-class Draft:
+class ProgramDraft:
     """A Program in the making: lanes to which a pass may add at the end, so that what is there keeps its place."""
 
     schedule: Schedule
-    woven: Woven | None = None
+    vocab_schedule: VocabSchedule | None = None
     """The schedule with words, where they are spread."""
     ranks: list[dict[Lane, list[Instruction]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ranks = [{lane: [] for lane in LANES} for _ in self.schedule.ranks]
-        ends_s = self.woven.ends_s if self.woven else None
+        ends_s = self.vocab_schedule.ends_s if self.vocab_schedule else None
         for rank, both in enumerate(lanes_with_transfers(self.schedule, ends_s)):
-            if self.woven:
-                both = _insert_words(self.woven.orders[rank], *both)
+            if self.vocab_schedule:
+                both = _insert_vocab_passes(self.vocab_schedule.orders[rank], *both)
             self.ranks[rank]["compute"], self.ranks[rank]["p2p"] = both
 
     def add(self, rank: int, action: Action, waits: Sequence[Wait] = (), peer: int | None = None) -> Wait:
@@ -61,11 +61,11 @@ class Draft:
         self.ranks[rank][lane].append(Instruction(action, peer, tuple(waits)))
         return Wait(lane, len(self.ranks[rank][lane]) - 1)
 
-    def all_passes(self, rank: int) -> list[Wait]:
+    def wait_all_passes(self, rank: int) -> list[Wait]:
         """What waits for the last of a rank's passes waits for all."""
         return [Wait("compute", len(self.ranks[rank]["compute"]) - 1)] if self.ranks[rank]["compute"] else []
 
-    def collectives(self, rank: int, *kinds: str) -> list[Wait]:
+    def wait_collectives(self, rank: int, *kinds: str) -> list[Wait]:
         """The rank's collectives of these kinds."""
         lane = self.ranks[rank]["collective"]
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
@@ -79,25 +79,25 @@ class Draft:
         return Program(schedule.name, schedule.placement, schedule.num_micro_batches, ranks, schedule.replicas)
 
 
-def lower(schedule: Schedule, lowering: Lowering) -> Program:
+def lower(schedule: Schedule, options: LoweringOptions) -> Program:
     """The Program of one round. Raises ProgramError where the schedule's order can't be followed."""
-    with collector_paused():
-        woven = spread_words(schedule, lowering.words) if lowering.words else None
-        draft = Draft(woven.schedule if woven else schedule, woven)
-        add_gathers(draft, lowering)
+    with gc_paused():
+        woven = add_vocab_passes(schedule, options.vocab_times) if options.vocab_times else None
+        draft = ProgramDraft(woven.schedule if woven else schedule, woven)
+        add_unshards(draft, options)
         if woven:
-            add_words(draft, woven)
-        if lowering.train:
-            for lanes in draft.ranks if lowering.offload else ():
-                lanes["compute"], lanes["copy"] = copies(lanes["compute"], lowering.offload)
-            add_reductions(draft, lowering)
-            if lowering.copies:
-                add_copies(draft)
+            add_vocab_collectives(draft, woven)
+        if options.train:
+            for lanes in draft.ranks if options.offload else ():
+                lanes["compute"], lanes["copy"] = add_copy_lane(lanes["compute"], options.offload)
+            add_grad_reductions(draft, options)
+            if options.tp_replicated_weights:
+                add_replicated_grad_reductions(draft)
             if schedule.replicas > 1:
-                add_merges(draft)
-            if lowering.tied:
-                add_tied(draft)
-            add_step(draft, lowering)
+                add_replica_reductions(draft)
+            if options.tied_embeddings:
+                add_tied_embedding_reductions(draft)
+            add_step(draft, options)
         return draft.finish()
 
 
@@ -114,7 +114,7 @@ def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
     return dict(reversed(last.items()))
 
 
-def _insert_words(
+def _insert_vocab_passes(
     order: Sequence[Action], compute: Sequence[Instruction], p2p: Sequence[Instruction]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """Both lanes, with the words' passes of `order` between those of the schedule."""
@@ -125,7 +125,7 @@ def _insert_words(
     return [passes.get(action) or Instruction(action) for action in order], moved
 
 
-def add_words(draft: Draft, woven: Woven) -> None:
+def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) -> None:
     """What brings the ranks' words together, in one order on all ranks, and the waits for it.
 
     It begins when its rank has done its part; the others begin to receive when what comes before it has begun.
@@ -141,7 +141,7 @@ def add_words(draft: Draft, woven: Woven) -> None:
             "SC": [("B", last), ("I", last), ("T", own)],
             "DC": [("EW", own)],
         }
-        for kind, unit in woven.collectives:
+        for kind, unit in vocab_schedule.collectives:
             givers, takers = (
                 [place[action] for end in ends[kind] if (action := Action(*end, unit)) in place]
                 for ends in (gives, takes)
@@ -152,10 +152,10 @@ def add_words(draft: Draft, woven: Woven) -> None:
                 lanes["compute"][taker] = item._replace(waits=(*item.waits, wait))
 
 
-def add_gathers(draft: Draft, lowering: Lowering) -> None:
+def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
     """z1, z2: a stage's parameters are gathered before its first pass and stay so until the step; z3 gathers inside the
     passes."""
-    if lowering.zero == "z3":
+    if options.zero == "z3":
         return
     for rank, lanes in enumerate(draft.ranks):
         compute = lanes["compute"]
@@ -163,33 +163,37 @@ def add_gathers(draft: Draft, lowering: Lowering) -> None:
         for index in range(len(compute) - 1, -1, -1):
             first[compute[index].action.stage] = index
         for stage in sorted(first, key=first.__getitem__):
-            if lowering.is_sharded(stage):
+            if options.is_sharded(stage):
                 item, gathered = compute[first[stage]], draft.add(rank, Action("UNSHARD", stage))
                 compute[first[stage]] = item._replace(waits=(*item.waits, gathered))
 
 
-def add_reductions(draft: Draft, lowering: Lowering) -> None:
+def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
     """z1: a stage's gradients are reduced once, after its last backward; z2, z3 reduce inside the passes.
 
     With words, after all passes of the rank: collectives of words, which other ranks may not have come to, would stand
     before it.
     """
-    if lowering.zero == "z1":
+    if options.zero == "z1":
         for rank, lanes in enumerate(draft.ranks):
             for stage, last in _last_backwards(lanes["compute"]).items():
-                if lowering.is_sharded(stage):
-                    draft.add(rank, Action("REDUCE", stage), draft.all_passes(rank) if draft.woven else [last])
+                if options.is_sharded(stage):
+                    draft.add(
+                        rank, Action("REDUCE", stage), draft.wait_all_passes(rank) if draft.vocab_schedule else [last]
+                    )
 
 
-def add_copies(draft: Draft) -> None:
+def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
     """Adds up the gradients of tensor-parallel copies, when those of the stage are complete."""
     for rank, lanes in enumerate(draft.ranks):
-        reduced = {lanes["collective"][wait.index].action.stage: wait for wait in draft.collectives(rank, "REDUCE")}
+        reduced = {
+            lanes["collective"][wait.index].action.stage: wait for wait in draft.wait_collectives(rank, "REDUCE")
+        }
         for stage, last in _last_backwards(lanes["compute"]).items():
             draft.add(rank, Action("SYNC", stage), [reduced.get(stage, last)])
 
 
-def add_merges(draft: Draft) -> None:
+def add_replica_reductions(draft: ProgramDraft) -> None:
     """The replicas' holders of the same layers add up their gradients; n MERGE is the n-th stage of each replica.
 
     After all passes of the rank, since the other holder may need them first; by depth on all ranks alike, so that no
@@ -197,7 +201,8 @@ def add_merges(draft: Draft) -> None:
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
     ready = [
-        draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC") for rank in range(len(draft.schedule.ranks))
+        draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC")
+        for rank in range(len(draft.schedule.ranks))
     ]
     for stage in range(depth):
         one, other = placement[stage], placement[stage + depth]
@@ -206,7 +211,7 @@ def add_merges(draft: Draft) -> None:
             draft.add(other, Action("MERGE", stage), ready[other], one)
 
 
-def add_tied(draft: Draft) -> None:
+def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
     """First and last stage of each replica add up the gradients of the weight they share, if they lie on two ranks.
 
     Only after all passes of the rank: the partner may need them first.
@@ -216,14 +221,14 @@ def add_tied(draft: Draft) -> None:
         for stage, other in ((first, first + depth - 1), (first + depth - 1, first)):
             rank, partner = placement[stage], placement[other]
             if rank != partner:
-                after = draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC", "MERGE")
+                after = draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC", "MERGE")
                 draft.add(rank, Action("TIE", stage), after, partner)
 
 
-def add_step(draft: Draft, lowering: Lowering) -> None:
+def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
     """The gradient norm over all ranks when every gradient is complete, then the optimizer step; or, with
     post-validation, the step at once, while the norm is added up beside the next step's passes."""
-    kind = "VOTE" if lowering.post_validation else "NORM"
+    kind = "VOTE" if options.post_validation else "NORM"
     for rank in range(len(draft.ranks)):
-        after = draft.all_passes(rank) + draft.collectives(rank, "REDUCE", "SYNC", "MERGE", "TIE")
+        after = draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC", "MERGE", "TIE")
         draft.add(rank, Action("STEP"), [draft.add(rank, Action(kind), after)])

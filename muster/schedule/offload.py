@@ -15,11 +15,11 @@ from muster.schedule.program import Instruction, Wait
 PASSES_FOR_COPY = 1
 """Passes that run while the activations of a micro-batch go to the host, and again while they come back."""
 
-LEAST_GAP = 2 * PASSES_FOR_COPY + 2
+MIN_OFFLOAD_GAP = 2 * PASSES_FOR_COPY + 2
 """From a forward to its backward, so that the activations are away for a pass at least."""
 
 
-def offloaded(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
+def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
     """Of one rank's order of passes, the places of the forwards of `stages` whose activations can be away, each with
     the place of the backward that reads them first."""
     forwards: dict[tuple[int, int], int] = {}
@@ -28,14 +28,14 @@ def offloaded(order: Sequence[Action], stages: Collection[int]) -> Iterator[tupl
             forwards[stage, micro_batch] = place
         elif kind in ("B", "I"):
             first = forwards.get((stage, micro_batch), place)
-            if place - first >= LEAST_GAP:
+            if place - first >= MIN_OFFLOAD_GAP:
                 yield first, place
 
 
-def with_copies(order: Sequence[Action], stages: Collection[int]) -> list[Action]:
+def order_with_copies(order: Sequence[Action], stages: Collection[int]) -> list[Action]:
     """One rank's order of passes, with OFFLOAD where the memory of what went to the host is free, and RELOAD where that
     of what comes back is taken."""
-    found = list(offloaded(order, stages))
+    found = list(offload_intervals(order, stages))
     before = {first + PASSES_FOR_COPY + 1: order[first] for first, _ in found}
     after = {reader - PASSES_FOR_COPY - 1: order[reader] for _, reader in found}
     actions = []
@@ -48,27 +48,29 @@ def with_copies(order: Sequence[Action], stages: Collection[int]) -> list[Action
     return actions
 
 
-Beside = Counter[tuple[tuple[str, int], tuple[int, ...]]]
+CopyOverlaps = Counter[tuple[tuple[str, int], tuple[int, ...]]]
 """(kind, stage) of a pass and the stages whose copies run beside it → how often that is so on a rank."""
 
 
-def passes_beside(order: Sequence[Action], stages: Collection[int]) -> Beside:
+def count_copy_overlaps(order: Sequence[Action], stages: Collection[int]) -> CopyOverlaps:
     """What the copies of one rank's `stages` run beside: as long as they last, or the pass where that is longer, passes
     from the one before it to the one after it."""
     beside: dict[int, list[int]] = {}
-    for first, reader in offloaded(order, stages):
+    for first, reader in offload_intervals(order, stages):
         beside.setdefault(first + 1, []).append(order[first].stage)
         beside.setdefault(reader - 1, []).append(order[first].stage)
     return Counter((order[place][:2], tuple(sorted(copied))) for place, copied in beside.items())
 
 
-def copies(compute: Sequence[Instruction], stages: Collection[int]) -> tuple[list[Instruction], list[Instruction]]:
+def add_copy_lane(
+    compute: Sequence[Instruction], stages: Collection[int]
+) -> tuple[list[Instruction], list[Instruction]]:
     """A rank's compute lane with waits for its copies, and its copy lane.
 
     A copy waits for the pass after which it may begin, and the lane is in the order of those, so that no copy holds up
     another. The memory of what goes to the host is free from the pass on that waits for it.
     """
-    found = list(offloaded([item.action for item in compute], stages))
+    found = list(offload_intervals([item.action for item in compute], stages))
     begun = [(forward, "OFFLOAD", forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]
     begun += [(backward - PASSES_FOR_COPY - 1, "RELOAD", backward, backward) for _, backward in found]
     lane, waiting = [], list(compute)

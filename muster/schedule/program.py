@@ -80,15 +80,15 @@ class Program:
         return format_program(self)
 
 
-def meeting(instruction: Instruction, rank: int, num_ranks: int) -> tuple[int, ...]:
+def participants(instruction: Instruction, rank: int, num_ranks: int) -> tuple[int, ...]:
     """The pipeline ranks that a collective on `rank` brings together: all for NORM and what concerns words, two for
     TIE and MERGE (one where both replicas' stages lie on it), else one."""
-    if instruction.action.kind == "NORM" or KINDS[instruction.action.kind].beside:
+    if instruction.action.kind == "NORM" or KINDS[instruction.action.kind].overlapped:
         return tuple(range(num_ranks))
     return (rank,) if instruction.peer is None else (min(rank, instruction.peer), max(rank, instruction.peer))
 
 
-def stages_of(program: Program, kind: str, stage: int) -> range:
+def stages_of_action(program: Program, kind: str, stage: int) -> range:
     """The stages that an action of a kind and stage number concerns: `n MERGE` the n-th of each replica, the others
     their own; none where there is no such stage."""
     if kind == "MERGE":

@@ -3,36 +3,36 @@
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from muster.schedule.auto import Makers, auto_among
-from muster.schedule.exact import Proof, prove
+from muster.schedule.auto import ScheduleFunctions, find_best_schedule
+from muster.schedule.exact import ExactResult, solve
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import Timing
 from muster.spec.errors import InfeasibleError
-from muster.spec.schedules import SCHEDULES, Entry, entry_of
+from muster.spec.schedules import SCHEDULES, ScheduleEntry, find_schedule
 
 
-def make_schedule(name: str, setting: Setting) -> Schedule:
+def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
     """The schedule `name` for a setting.
 
     Raises ConfigError on an unknown name, InfeasibleError where the schedule can't serve the setting.
     """
-    entry = entry_of(name)
-    if entry.chunks not in (None, setting.chunks):
+    entry = find_schedule(name)
+    if entry.chunks not in (None, spec.chunks):
         stages = "one stage" if entry.chunks == 1 else f"{entry.chunks} stages"
         raise InfeasibleError(
-            f"schedule {name} runs {stages} per pipeline rank, got {setting.chunks};"
+            f"schedule {name} runs {stages} per pipeline rank, got {spec.chunks};"
             f" the nearest that runs has vpp {entry.chunks}"
         )
-    if entry.replicas not in (None, setting.replicas):
+    if entry.replicas not in (None, spec.replicas):
         raise InfeasibleError(
             f"schedule {name} runs {entry.replicas} {'copy' if entry.replicas == 1 else 'copies'} of the model,"
-            f" got replicas {setting.replicas}; the nearest that runs has {entry.replicas}"
+            f" got replicas {spec.replicas}; the nearest that runs has {entry.replicas}"
         )
-    return maker_of(entry)(setting)
+    return schedule_function(entry)(spec)
 
 
-def maker_of(entry: Entry) -> Callable[[Setting], Schedule]:
+def schedule_function(entry: ScheduleEntry) -> Callable[[ScheduleSpec], Schedule]:
     """The function that makes a schedule."""
     if not isinstance(entry.function, str):
         return entry.function
@@ -40,29 +40,29 @@ def maker_of(entry: Entry) -> Callable[[Setting], Schedule]:
     return getattr(import_module(f"muster.schedule.{file}"), function)
 
 
-def prove_exact(setting: Setting) -> Proof:
+def solve_exact(spec: ScheduleSpec) -> ExactResult:
     """The `exact` schedule with what is known of it, from `auto`'s. Raises InfeasibleError, MusterError as `prove`."""
-    return prove(setting, best(setting))
+    return solve(spec, auto_schedule(spec))
 
 
-def proven(setting: Setting) -> Schedule:
+def exact_schedule(spec: ScheduleSpec) -> Schedule:
     """The schedule `exact`."""
-    return prove_exact(setting).schedule
+    return solve_exact(spec).schedule
 
 
-def best(setting: Setting) -> Schedule:
+def auto_schedule(spec: ScheduleSpec) -> Schedule:
     """The schedule `auto`, which chooses from all that are not searched for."""
-    return best_among([setting])[0]
+    return best_auto_schedule([spec])[0]
 
 
-def best_among(settings: Sequence[Setting]) -> tuple[Schedule, Timing]:
+def best_auto_schedule(specs: Sequence[ScheduleSpec]) -> tuple[Schedule, Timing]:
     """The best `auto` over settings that differ in their chunks."""
-    return auto_among([(setting, _makers(setting)) for setting in settings])
+    return find_best_schedule([(setting, _comparable_schedules(setting)) for setting in specs])
 
 
-def _makers(setting: Setting) -> Makers:
+def _comparable_schedules(spec: ScheduleSpec) -> ScheduleFunctions:
     return {
-        name: maker_of(entry)
+        name: schedule_function(entry)
         for name, entry in SCHEDULES.items()
-        if not entry.searched and entry.serves(setting.chunks) and entry.replicas == setting.replicas
+        if not entry.searched and entry.supports_chunks(spec.chunks) and entry.replicas == spec.replicas
     }

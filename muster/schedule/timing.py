@@ -7,7 +7,7 @@ from itertools import pairwise
 from muster.schedule.action import Action
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,20 @@ class PassTimes:
     forward_s: Sequence[float]
     input_backward_s: Sequence[float]
     weight_backward_s: Sequence[float]
-    hop_s: float = 0.0
-    activation: float = 1.0
+    p2p_s: float = 0.0
+    stage_activation: float = 1.0
 
 
-def time_schedule(schedule: Schedule, setting: Setting) -> Timing:
+def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
     """`time_passes` under a setting. Raises ProgramError where the two differ in size, too."""
     size = (schedule.num_stages, schedule.replicas, schedule.num_micro_batches)
-    if size != (setting.depth * setting.replicas, setting.replicas, setting.num_micro_batches):
+    if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches):
         raise ProgramError(
             f"schedule {schedule.name} has {size[0]} stages, {size[1]} replicas and {size[2]} micro-batches,"
-            f" its setting {setting.depth * setting.replicas}, {setting.replicas} and {setting.num_micro_batches}"
+            f" its setting {spec.depth * spec.replicas}, {spec.replicas} and {spec.num_micro_batches}"
         )
-    times_s = (setting.forward_s, setting.input_backward_s, setting.weight_backward_s)
-    return time_passes(schedule, PassTimes(*times_s, setting.hop_s, setting.activation))
+    times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
+    return time_passes(schedule, PassTimes(*times_s, spec.p2p_s, spec.stage_activation))
 
 
 def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
@@ -72,7 +72,7 @@ def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
     on the wrong rank or in an order that can't be followed.
     """
     _check_shape(schedule)
-    walk = _Walk(schedule, times)
+    walk = _TimingWalk(schedule, times)
     walk.run()
     return Timing(tuple(walk.begin_s), tuple(walk.end_s), tuple(walk.work_s), tuple(walk.peak_activation))
 
@@ -120,7 +120,7 @@ def _wrong_shape(schedule: Schedule, rank: int) -> str:
     raise AssertionError("there is something wrong with the order")
 
 
-class _Walk:
+class _TimingWalk:
     """Follows the data from rank to rank: each rank goes on until it needs a time that isn't known yet."""
 
     def __init__(self, schedule: Schedule, times: PassTimes) -> None:
@@ -129,10 +129,10 @@ class _Walk:
         self.end_s: list[list[float]] = [[] for _ in range(count)]
         self.work_s, self.peak_activation = [0.0] * count, [0.0] * count
         self.backwards = schedule.num_stages * schedule.num_micro_batches
-        self.over_s = [-1.0] * (2 * self.backwards)
+        self.finished_s = [-1.0] * (2 * self.backwards)
         """When stage × micro-batch's forward is over, from `backwards` on the same for B or I; −1: not yet."""
         placement = schedule.placement
-        self.hops_s = [times.hop_s * (one != other) for one, other in pairwise(placement)]
+        self.p2p_s = [times.p2p_s * (one != other) for one, other in pairwise(placement)]
         """From each stage to the one after it, or back."""
         self.waiting: dict[int, int] = {}
         """Place in `over_s` → the rank that waits for it."""
@@ -147,12 +147,12 @@ class _Walk:
             if place >= 0:
                 self.waiting[place] = rank
         if self.waiting:
-            raise ProgramError(self._obstacle())
+            raise ProgramError(self._describe_deadlock())
         self._check_complete()
 
     def _walk(self, rank: int) -> Iterator[int]:
         """Yields the place in `over_s` that it waits for."""
-        over_s, waiting, times, hops_s = self.over_s, self.waiting, self.times, self.hops_s
+        over_s, waiting, times, hops_s = self.finished_s, self.waiting, self.times, self.p2p_s
         depth, count, backwards = self.schedule.depth, self.schedule.num_micro_batches, self.backwards
         begin, end = self.begin_s[rank].append, self.end_s[rank].append
         time_s = work_s = 0.0
@@ -200,15 +200,15 @@ class _Walk:
         if split:
             stage, micro_batch = divmod(min(split), count)
             raise ProgramError(f"{stage}W{micro_batch} is missing on rank {rank}")
-        self.work_s[rank], self.peak_activation[rank] = work_s, peak * times.activation
+        self.work_s[rank], self.peak_activation[rank] = work_s, peak * times.stage_activation
 
     def _wrong_backward(self, action: Action, rank: int) -> str:
         _, stage, micro_batch, *_ = action
-        if self.over_s[stage * self.schedule.num_micro_batches + micro_batch] < 0:
+        if self.finished_s[stage * self.schedule.num_micro_batches + micro_batch] < 0:
             return f"{action} on rank {rank} has no {stage}F{micro_batch} before it"
         return f"rank {rank} has both {stage}B{micro_batch} and {stage}I{micro_batch}"
 
-    def _obstacle(self) -> str:
+    def _describe_deadlock(self) -> str:
         """In words, what is missing or, where nothing is, who waits for whom."""
         words = []
         for place, rank in self.waiting.items():
@@ -225,15 +225,15 @@ class _Walk:
     def _check_complete(self) -> None:
         """Every micro-batch runs through one replica, forward and, where there are backwards at all, backward."""
         schedule, count = self.schedule, self.schedule.num_micro_batches
-        trains = max(self.over_s[self.backwards :]) >= 0
+        trains = max(self.finished_s[self.backwards :]) >= 0
         for micro_batch in range(count):
             first = range(0, schedule.num_stages, schedule.depth)
-            begun = [stage for stage in first if self.over_s[stage * count + micro_batch] >= 0]
+            begun = [stage for stage in first if self.finished_s[stage * count + micro_batch] >= 0]
             if len(begun) > 1:
                 one, other, *_ = (f"{stage}F{micro_batch} on rank {schedule.placement[stage]}" for stage in begun)
                 raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
             start = begun[0] if begun else 0
             for stage in range(start, start + schedule.depth):
                 for kind, offset in (("F", 0), ("B", self.backwards)) if trains else (("F", 0),):
-                    if self.over_s[offset + stage * count + micro_batch] < 0:
+                    if self.finished_s[offset + stage * count + micro_batch] < 0:
                         raise ProgramError(f"{stage}{kind}{micro_batch} is missing on rank {schedule.placement[stage]}")

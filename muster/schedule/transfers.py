@@ -58,13 +58,13 @@ class _Transfers:
     backward: Column
     stage: Column
     """The sender's; the receiver's is `reader_stage`."""
-    reader_stage: Column
+    target_stage: Column
     micro_batch: Column
     source: Column
     target: Column
-    maker: Column
+    producer: Column
     """Place, in the source's order, of the pass that makes what is sent; `reader`, in the target's, of its reader."""
-    reader: Column
+    consumer: Column
 
 
 def _transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None) -> _Transfers:
@@ -99,18 +99,18 @@ def _lanes(
     t = all_transfers
     mine = np.flatnonzero((t.source == rank) | (t.target == rank))
     sends = t.source[mine] == rank
-    begins = np.where(sends, t.maker[mine], t.reader[mine] - 1 - PREFETCH)
+    begins = np.where(sends, t.producer[mine], t.consumer[mine] - 1 - PREFETCH)
     earliest = np.minimum.accumulate(begins[::-1])[::-1]
     waits = np.where(sends, begins, np.maximum(earliest, -1))
     names = (_TRANSFERS[code] for code in (2 * t.backward[mine] + ~sends).tolist())
-    stages = np.where(sends, t.stage[mine], t.reader_stage[mine]).tolist()
+    stages = np.where(sends, t.stage[mine], t.target_stage[mine]).tolist()
     units = t.micro_batch[mine].tolist()
     actions = map(tuple.__new__, repeat(Action), zip(names, stages, units, repeat(0), repeat(0), strict=False))
     peers = np.where(sends, t.target[mine], t.source[mine]).tolist()
     p2p = _instructions(actions, peers, [after_compute[index] for index in waits.tolist()])
 
     reads = np.full(len(order), -1)
-    reads[t.reader[mine[~sends]]] = np.flatnonzero(~sends)
+    reads[t.consumer[mine[~sends]]] = np.flatnonzero(~sends)
     return _instructions(order, repeat(None), [after_p2p[index] for index in reads.tolist()]), p2p
 
 

@@ -4,22 +4,22 @@ from collections import defaultdict
 
 from muster.schedule.action import Action
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
-from muster.spec.placement import waves
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.stage_placement import wave_placement
 
 
-def zb_v(setting: Setting) -> Schedule:
+def zb_v(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1) tF / 2 if all times are equal, none of it between a rank's first and last action; every rank
     keeps p micro-batches. First and last stage lie on rank 0."""
-    count, p = setting.num_micro_batches, setting.num_ranks
+    count, p = spec.num_micro_batches, spec.num_ranks
     orders = tuple(
-        tuple(action for action in _rank(rank, p, max(2 * p - 1, count)) if action.micro_batch < count)
+        tuple(action for action in _rank_order(rank, p, max(2 * p - 1, count)) if action.micro_batch < count)
         for rank in range(p)
     )
-    return Schedule("zb-v", waves(p, 2), count, orders)
+    return Schedule("zb-v", wave_placement(p, 2), count, orders)
 
 
-def _rank(rank: int, p: int, count: int) -> list[Action]:
+def _rank_order(rank: int, p: int, count: int) -> list[Action]:
     """The order for at least 2p − 1 micro-batches, of which any that are left out leave a gap and no more."""
     stages, order = (rank, 2 * p - 1 - rank), []
     done: dict[str, int] = defaultdict(int)

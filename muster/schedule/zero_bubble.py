@@ -2,26 +2,26 @@
 
 from muster.schedule.action import Action
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 
 
-def zb_h1(setting: Setting) -> Schedule:
+def zb_h1(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1)(tF + tI − tW) if tW ≤ tI, else (p − 1) tF; every rank keeps min(p, m) micro-batches."""
-    p = setting.num_ranks
-    return _handcrafted("zb-h1", setting, [(p - 1 - rank, rank, False) for rank in range(p)])
+    p = spec.num_ranks
+    return _handcrafted("zb-h1", spec, [(p - 1 - rank, rank, False) for rank in range(p)])
 
 
-def zb_h2(setting: Setting) -> Schedule:
+def zb_h2(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1) tF if all times are equal, none of it between a rank's first and last action: the pipeline fills
     with 2p − 1 micro-batches, and the stairs at both ends vanish where steps overlap."""
-    p = setting.num_ranks
-    return _handcrafted("zb-h2", setting, [(2 * (p - rank) - 1, 2 * rank, True) for rank in range(p)])
+    p = spec.num_ranks
+    return _handcrafted("zb-h2", spec, [(2 * (p - rank) - 1, 2 * rank, True) for rank in range(p)])
 
 
-def _handcrafted(name: str, setting: Setting, rows: list[tuple[int, int, bool]]) -> Schedule:
+def _handcrafted(name: str, spec: ScheduleSpec, rows: list[tuple[int, int, bool]]) -> Schedule:
     """Per rank: how many forwards come first, how many input backwards before the first weight backward, and whether
     a backward or a forward stands first in each round after the warm-up."""
-    count = setting.num_micro_batches
+    count = spec.num_micro_batches
     orders = []
     for rank, (warm_up, delay, backward_first) in enumerate(rows):
         order = [Action("F", rank, index) for index in range(min(warm_up, count))]
@@ -31,4 +31,4 @@ def _handcrafted(name: str, setting: Setting, rows: list[tuple[int, int, bool]])
             order += backward + forward if backward_first else forward + backward
         order += [Action("W", rank, index) for index in range(max(0, count - delay), count)]
         orders.append(tuple(order))
-    return Schedule(name, tuple(range(setting.num_ranks)), count, tuple(orders))
+    return Schedule(name, tuple(range(spec.num_ranks)), count, tuple(orders))

@@ -1,27 +1,25 @@
 """ZeroPP: units of micro-batches, breadth first, backwards in two parts (Tang et al. 2024, arXiv:2402.03791)."""
 
 from muster.schedule.action import Action
+from muster.schedule.bubble_fill import fill_bubbles
 from muster.schedule.interleaved import group_sizes
-from muster.schedule.keep_busy import fill
 from muster.schedule.schedule import Schedule
-from muster.schedule.setting import Setting
+from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.placement import looped
+from muster.spec.stage_placement import looped_placement
 
 
-def zeropp(setting: Setting) -> Schedule:
+def zeropp(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1)(tF + tI) / v with the activations of two units of p micro-batches.
 
     A unit runs all its forwards stage by stage, then all its input backwards; its weight backwards fill the slots in
     which a rank would wait, up to the end of the next unit. Data-parallel ranks that share the parameters gather each
     stage's once for a unit's forwards and once for its backwards. A memory limit makes the units smaller.
     """
-    ranks, count, chunks = setting.num_ranks, setting.num_micro_batches, setting.chunks
-    largest = int(min(setting.memory_limit, count))
+    ranks, count, chunks = spec.num_ranks, spec.num_micro_batches, spec.chunks
+    largest = int(min(spec.memory_limit, count))
     if largest < 1:
-        raise InfeasibleError(
-            f"zeropp keeps one micro-batch's activations or more, the limit is {setting.memory_limit:g}"
-        )
+        raise InfeasibleError(f"zeropp keeps one micro-batch's activations or more, the limit is {spec.memory_limit:g}")
     sizes = group_sizes(count, max(1, count // ranks, -(-count // largest)))
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     first = 0
@@ -29,9 +27,9 @@ def zeropp(setting: Setting) -> Schedule:
         unit = range(first, first + size)
         first += size
         for rank, order in enumerate(orders):
-            stages = range(rank, setting.depth, ranks)
+            stages = range(rank, spec.depth, ranks)
             order += [Action("F", stage, index) for stage in stages for index in unit]
             order += [Action("I", stage, index) for stage in reversed(stages) for index in unit]
             order += [Action("W", stage, index) for stage in reversed(stages) for index in unit]
-    schedule = Schedule("zeropp", looped(ranks, chunks), count, tuple(map(tuple, orders)))
-    return fill(schedule, setting, min(2 * sizes[0], setting.memory_limit) * chunks)
+    schedule = Schedule("zeropp", looped_placement(ranks, chunks), count, tuple(map(tuple, orders)))
+    return fill_bubbles(schedule, spec, min(2 * sizes[0], spec.memory_limit) * chunks)

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from muster.schedule.action import KINDS, Action, other_end
+from muster.schedule.action import KINDS, Action, matching_transfer
 from muster.schedule.offload import PASSES_FOR_COPY
-from muster.simulate.spans import BUBBLE, HOP, RankSpans, time_by_part
+from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 """From when to when, in seconds."""
 
 
@@ -45,10 +45,10 @@ class Breakdown:
         return self.bubble_s / self.step_s if self.step_s else 0.0
 
 
-_PARTS = {
+_KINDS_BY_PART = {
     "forward": ("F", "E", "S"),
     "backward": ("B", "I", "W", "T", "EW"),
-    "send": (HOP, "EC", "HC", "SC", "DC", "OFFLOAD", "RELOAD"),
+    "send": (P2P, "EC", "HC", "SC", "DC", "OFFLOAD", "RELOAD"),
     "gather": ("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
     "optimizer": ("NORM", "VOTE", "STEP"),
     "bubble": (BUBBLE,),
@@ -65,7 +65,9 @@ def breakdown(timeline: Timeline) -> Breakdown:
     first_s = min(event.start_s for event in timeline.events)
     last_s = max(event.end_s for event in timeline.events)
     found_s = time_by_part(spans_of(timeline), first_s, last_s)
-    return Breakdown(last_s - first_s, *(sum(found_s.get(one, 0.0) for one in kinds) for kinds in _PARTS.values()))
+    return Breakdown(
+        last_s - first_s, *(sum(found_s.get(one, 0.0) for one in kinds) for kinds in _KINDS_BY_PART.values())
+    )
 
 
 def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
@@ -76,19 +78,19 @@ def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
             compute[event.rank].append(event)
     for events in compute:
         events.sort(key=lambda event: event.start_s)
-    collectives, flights = _collective_spans(timeline.events), _flights(timeline.events, compute)
+    collectives, flights = _collective_spans(timeline.events), _transfer_spans(timeline.events, compute)
     copies = _copy_spans(timeline, compute)
     for rank, events in enumerate(compute):
         compute_s: defaultdict[str, float] = defaultdict(float)
         for event in events:
             compute_s[event.action.kind] += event.duration_s
         begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
-        waits = [*collectives[rank].items(), (HOP, flights[rank]), *copies[rank].items()]
+        waits = [*collectives[rank].items(), (P2P, flights[rank]), *copies[rank].items()]
         columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
         yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 
 
-def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, list[Span]]]:
+def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, list[TimeSpan]]]:
     """Rank → kind → when a collective was under way with all its ranks present.
 
     Ranks that take part in the same collective record the same action, but for those of words, which name a stage of
@@ -99,10 +101,10 @@ def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, lis
     for event in events:
         if event.lane == "collective":
             tie = event.action.kind == "TIE"
-            name = event.action._replace(stage=-1) if tie or KINDS[event.action.kind].beside else event.action
+            name = event.action._replace(stage=-1) if tie or KINDS[event.action.kind].overlapped else event.action
             together[name, ties[event.rank] if tie else 0].append(event)
             ties[event.rank] += tie
-    spans: defaultdict[int, dict[str, list[Span]]] = defaultdict(dict)
+    spans: defaultdict[int, dict[str, list[TimeSpan]]] = defaultdict(dict)
     for (action, _), group in together.items():
         all_there_s = max(event.start_s for event in group)
         for event in group:
@@ -110,10 +112,10 @@ def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, lis
     return spans
 
 
-def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[dict[str, list[Span]]]:
+def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[dict[str, list[TimeSpan]]]:
     """By rank, kind → when a copy was under way while the rank stood still before the pass that waits for it; where the
     rank itself copies, as it does on a CPU, a measured timeline shows it between its passes."""
-    spans: list[dict[str, list[Span]]] = [{} for _ in compute]
+    spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
     copying = [event for event in timeline.events if event.lane == "copy"]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
     for event in copying:
@@ -128,7 +130,7 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     return spans
 
 
-def _flights(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[Span]]:
+def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[TimeSpan]]:
     """Rank → when a transfer was on its way to it while it stood still before the pass that takes it in.
 
     On a measured timeline each of a stage's ranks sends the same action, to the receiver of the same place among its
@@ -141,10 +143,10 @@ def _flights(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> def
     for event in events:
         if event.lane == "p2p":
             ends[event.action].append(event)
-    spans: defaultdict[int, list[Span]] = defaultdict(list)
+    spans: defaultdict[int, list[TimeSpan]] = defaultdict(list)
     for action, receives in ends.items():
         if action.kind[0] == "R":
-            sends = sorted(ends.get(other_end(action), ()))
+            sends = sorted(ends.get(matching_transfer(action), ()))
             for send, receive in zip(sends, sorted(receives), strict=False):
                 readers = [(receive.rank, Action(kind, *action[1:])) for kind in _READERS[action.kind]]
                 since_s = [idle_since_s[reader] for reader in readers if reader in idle_since_s]

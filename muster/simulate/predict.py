@@ -7,29 +7,29 @@ from functools import cached_property
 from typing import Any
 
 from muster.cost.flops import train_flops_per_token
-from muster.cost.forecast import MemoryForecast, forecast
-from muster.cost.op_times import OpTimes
-from muster.cost.plan_times import data_ranks_by_kind, plan_setting, plan_times
-from muster.cost.relief import Relief, reliefs
+from muster.cost.memory.forecast import MemoryForecast, forecast_memory
+from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
 from muster.schedule.action import Action
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.schedule.program import Program
-from muster.schedule.resolve import resolved
+from muster.schedule.resolve import resolve_schedule
 from muster.simulate.simulator import simulate_parts
-from muster.simulate.spans import BUBBLE, HOP
+from muster.simulate.spans import BUBBLE, P2P
 from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
-from muster.spec.legal import asked_world_size, problems
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.legality import plan_violations, required_world_size
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.sizes import counted
-from muster.spec.software import Software
+from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
-_AXES: dict[str, str] = dict.fromkeys((HOP, "TIE", "MERGE", "EC", "HC", "SC", "DC"), "pp")
-_AXES |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world", "OFFLOAD": "host", "RELOAD": "host"}
+_AXIS_BY_KIND: dict[str, str] = dict.fromkeys((P2P, "TIE", "MERGE", "EC", "HC", "SC", "DC"), "pp")
+_AXIS_BY_KIND |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world", "OFFLOAD": "host", "RELOAD": "host"}
 """What a rank waits for → the axis on which it travels."""
 
 
@@ -77,7 +77,7 @@ class Prediction:
     memory: tuple[RankMemory, ...]
     """By pipeline rank; none where the plan uses what there is no formula for."""
     forecast: MemoryForecast = field(repr=False)
-    software: Software | None
+    framework: FrameworkTraits | None
     fits: bool | None
     """Whether every rank's memory suffices; None where a device's is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
@@ -88,15 +88,15 @@ class Prediction:
         return self.make_timeline()
 
     @cached_property
-    def changes(self) -> list[Relief]:
+    def memory_fixes(self) -> list[MemoryFix]:
         """Where the plan doesn't fit: the three cheapest plans that do, by the time of their steps."""
         if self.fits is not False:
             return []
 
         def step_time_s(plan: Plan) -> float:
-            return predict(self.model, plan, self.workload, self.cluster, software=self.software).step_time_s
+            return predict(self.model, plan, self.workload, self.cluster, framework=self.framework).step_time_s
 
-        return reliefs(self.model, self.plan, self.workload, self.cluster, self.software, step_time_s)
+        return memory_fixes(self.model, self.plan, self.workload, self.cluster, self.framework, step_time_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -159,15 +159,15 @@ class Prediction:
             },
             "memory": {str(one.rank): {"pp_rank": one.pp_rank, **one.terms, "total": one.total} for one in self.memory},
             "fits": self.fits,
-            "largest_terms": dict(self.forecast.fullest.largest),
+            "largest_terms": dict(self.forecast.fullest.largest_terms),
             "changes": [
                 {
                     "plan": format_plan_name(one.plan),
                     "changes": list(one.changes),
                     "peak_bytes": one.memory.fullest.terms.total,
-                    "step_time_s": one.price,
+                    "step_time_s": one.value,
                 }
-                for one in self.changes
+                for one in self.memory_fixes
             ],
             "usd_per_step": self.usd_per_step,
             "joules_per_step": self.joules_per_step,
@@ -181,7 +181,7 @@ def predict(
     cluster: ClusterSpec,
     program: Program | None = None,
     times: OpTimes | None = None,
-    software: Software | None = None,
+    framework: FrameworkTraits | None = None,
 ) -> Prediction:
     """What a step of the plan takes and holds, by lowering its Program and simulating it.
 
@@ -194,15 +194,15 @@ def predict(
     Raises InfeasibleError with the reasons why the plan can't hold for this model, batch and cluster.
     """
     require_legal(plan, model, workload, cluster)
-    plan = resolved(plan, model, workload)
-    longest = program or program_of(plan, model, workload)
+    plan = resolve_schedule(plan, model, workload)
+    longest = program or build_program(plan, model, workload)
     if plan.data_shares:
-        program, times = _awaited(model, plan, workload, cluster, software)
+        program, times = _slowest_data_rank(model, plan, workload, cluster, framework)
     else:
-        program, times = longest, times or plan_times(model, plan, workload, cluster, software)
+        program, times = longest, times or plan_times(model, plan, workload, cluster, framework)
     found_s, make_timeline = simulate_parts(program, times)
     round_s = sum(found_s.values())
-    found = forecast(model, plan, workload, cluster, longest, software)
+    found = forecast_memory(model, plan, workload, cluster, longest, framework)
     return Prediction(
         model,
         plan,
@@ -211,32 +211,32 @@ def predict(
         program,
         times,
         round_s + times.data_s,
-        _parts(found_s, program, times),
+        _step_parts(found_s, program, times),
         found_s.get(BUBBLE, 0.0) / round_s if round_s else 0.0,
-        _memory(found),
+        _rank_memory(found),
         found,
-        software,
+        framework,
         found.fits,
         make_timeline,
     )
 
 
-def _awaited(
-    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, software: Software | None
+def _slowest_data_rank(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits | None
 ) -> tuple[Program, OpTimes]:
     """Of the data-parallel ranks with unequal shares, the Program and times of those that are done last.
 
     Exactly what all wait for: ranks of different shares meet in the sums of gradients alone, at the end, and a maximum
     over ranks may be taken before what follows is added as well as after.
     """
-    kinds = data_ranks_by_kind(plan_setting(model, plan, workload, cluster, software))
+    kinds = data_ranks_by_kind(place_plan(model, plan, workload, cluster, framework))
     awaited: dict[tuple[int, int], tuple[Program, OpTimes]] = {}
     for number, ranks in enumerate(kinds.values()):
         for data in ranks:
             key = number, plan.num_micro_batches(workload, data)
             if key not in awaited:
-                program = program_of(plan, model, workload, data=data)
-                awaited[key] = program, plan_times(model, plan, workload, cluster, software, data)
+                program = build_program(plan, model, workload, data_rank=data)
+                awaited[key] = program, plan_times(model, plan, workload, cluster, framework, data)
     return max(awaited.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
 
 
@@ -244,21 +244,21 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
     """Raises InfeasibleError with each reason why the plan can't hold; what the runtime can't do yet is no reason."""
     # Measured cores are shared by as many ranks as there are.
     shared = cluster.device.rates is not None and cluster.device.shared_cores
-    devices = asked_world_size(plan) if shared else cluster.num_devices
-    found = problems(plan, model, workload, devices)
+    devices = required_world_size(plan) if shared else cluster.num_devices
+    found = plan_violations(plan, model, workload, devices)
     if found:
         found = [reason.replace("processes", "devices").replace("process", "device") for reason in found]
-        where = cluster.name or counted(devices, "device")
+        where = cluster.name or pluralize(devices, "device")
         raise InfeasibleError(f"plan {format_plan_name(plan)} doesn't fit {where}: {'; '.join(found)}")
 
 
-def _parts(found_s: Mapping[str, float], program: Program, times: OpTimes) -> StepParts:
+def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes) -> StepParts:
     communication_s: defaultdict[str, float] = defaultdict(float)
     for kind, time_s in found_s.items():
-        if kind in _AXES:
-            communication_s[_AXES[kind]] += time_s
-    within_s = _exposed_within(program, times)
-    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXES, "STEP", BUBBLE))
+        if kind in _AXIS_BY_KIND:
+            communication_s[_AXIS_BY_KIND[kind]] += time_s
+    within_s = _exposed_in_passes(program, times)
+    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, "STEP", BUBBLE))
     optimizer_s = found_s.get("STEP", 0.0)
     for (kind, axis), time_s in within_s.items():
         communication_s[axis] += time_s
@@ -270,17 +270,17 @@ def _parts(found_s: Mapping[str, float], program: Program, times: OpTimes) -> St
     return StepParts(compute_s, shown, found_s.get(BUBBLE, 0.0), optimizer_s, times.data_s)
 
 
-def _exposed_within(program: Program, times: OpTimes) -> dict[tuple[str, str], float]:
+def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str], float]:
     """(kind, axis) → what ranks stand still for within their passes and the step, as a mean over the pipeline ranks."""
     total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     if not times.exposed_s:
         return total_s
     for lanes in program.ranks:
         for pair, count in Counter(action[:2] for action, _, _ in lanes.get("compute", ())).items():
-            for axis, time_s in times.exposed(Action(*pair)).items():
+            for axis, time_s in times.exposed_in(Action(*pair)).items():
                 total_s[pair[0], axis] += count * time_s / program.num_ranks
     return total_s
 
 
-def _memory(found: MemoryForecast) -> tuple[RankMemory, ...]:
+def _rank_memory(found: MemoryForecast) -> tuple[RankMemory, ...]:
     return tuple(RankMemory(one.rank, one.pp_rank, one.terms.by_name()) for one in found.ranks)

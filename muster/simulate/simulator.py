@@ -6,15 +6,15 @@ from itertools import repeat
 
 import numpy as np
 
-from muster.cost.op_times import OpTimes
+from muster.cost.time.op_times import OpTimes
 from muster.schedule.action import LANES, Action, Lane
-from muster.schedule.collector import collector_paused
-from muster.schedule.program import Instruction, Program, ProgramError, meeting
+from muster.schedule.gc_pause import gc_paused
+from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
-from muster.simulate.cores import simulate_on_shared_cores
-from muster.simulate.flights import NONE, SEVERAL, Flights
-from muster.simulate.spans import HOP, Column, RankSpans, time_by_part
+from muster.simulate.shared_cores import simulate_on_shared_cores
+from muster.simulate.spans import P2P, Column, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
+from muster.simulate.transfers import NO_TRANSFER, SEVERAL_WAITS, Transfers
 
 
 def simulate(program: Program, times: OpTimes) -> Timeline:
@@ -31,9 +31,9 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
 
     Deterministic. Raises ProgramError when the Program doesn't come to its end.
     """
-    if times.cores is not None or not _has_plain_lanes(program):
+    if times.cores is not None or not _has_simple_waits(program):
         return simulate_on_shared_cores(program, times)
-    with collector_paused():
+    with gc_paused():
         run = _Simulation(program, times)
         run.run()
         return run.timeline()
@@ -42,16 +42,16 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
 def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], Callable[[], Timeline]]:
     """`time_by_part` of `simulate(program, times)`, and a function that gives the timeline: of a large program that is
     much faster than to make all events."""
-    if times.cores is not None or not _has_plain_lanes(program):
+    if times.cores is not None or not _has_simple_waits(program):
         timeline = simulate_on_shared_cores(program, times)
         return time_by_part(spans_of(timeline), 0.0, timeline.makespan_s), lambda: timeline
-    with collector_paused():
+    with gc_paused():
         run = _Simulation(program, times)
         run.run()
         return time_by_part(run.spans(), 0.0, run.last_s()), run.timeline
 
 
-def _has_plain_lanes(program: Program) -> bool:
+def _has_simple_waits(program: Program) -> bool:
     """Whether no wait joins transfers with each other or with collectives, nor copies with anything but passes."""
     return all(
         all(lane == "compute" for _, _, waits in lanes.get("copy", ()) for lane, _ in waits)
@@ -61,7 +61,7 @@ def _has_plain_lanes(program: Program) -> bool:
     )
 
 
-Walk = Iterator[int]
+RankProcess = Iterator[int]
 """Goes on until it needs a time that isn't known; yields the transfer that it waits for, NONE where it is another
 thing."""
 
@@ -77,29 +77,29 @@ class _Simulation:
         self.program, self.times = program, times
         self.begin_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
         self.end_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
-        self.flights = Flights(program)
-        self.sent_s = [-1.0] * self.flights.count
+        self.transfers = Transfers(program)
+        self.sent_s = [-1.0] * self.transfers.count
         """When each transfer begins; −1: not yet."""
-        self.hop_s, self.wire_s = self.flights.hops(times)
+        self.transfer_s, self.send_busy_s = self.transfers.durations_s(times)
         self.out_free_s = [0.0] * program.num_ranks
         """From when on each rank can send."""
-        self.waiting: dict[int, Walk] = {}
+        self.waiting: dict[int, RankProcess] = {}
         """Transfer → the walk that waits for it."""
-        self.meetings: dict[tuple, list[tuple[float, float]]] = {}
+        self.collective_arrivals: dict[tuple, list[tuple[float, float]]] = {}
         """(kind, ranks, how many before it) → when each rank came, and how long it takes the rank by itself."""
-        self.ready: list[Walk] = []
-        self.awaited: list[list[int]] = [[] for _ in program.ranks]
+        self.ready: list[RankProcess] = []
+        self.awaited_transfers: list[list[int]] = [[] for _ in program.ranks]
         """Per rank and pass, the transfer that it waits for."""
-        self.copied: list[list[tuple[int, int]]] = [[] for _ in program.ranks]
+        self.awaited_copies: list[list[tuple[int, int]]] = [[] for _ in program.ranks]
         """Per rank, (pass, copy) where the one waits for the other."""
-        self.together_s: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
+        self.collective_spans_s: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
         """Per rank and collective, from when to when all its ranks took part."""
 
     def run(self) -> None:
         """Raises ProgramError when a walk never comes to its end."""
         for rank in range(self.program.num_ranks):
-            self.ready += (self._walk_compute(rank), self._walk_collectives(rank))
-        others: list[Walk] = []
+            self.ready += (self._run_compute(rank), self._run_collectives(rank))
+        others: list[RankProcess] = []
         unfinished, known = len(self.ready), -1
         while unfinished:
             if not self.ready:
@@ -113,14 +113,14 @@ class _Simulation:
             obstacle = next(walk, None)
             if obstacle is None:
                 unfinished -= 1
-            elif obstacle == NONE:
+            elif obstacle == NO_TRANSFER:
                 others.append(walk)
             else:
                 self.waiting[obstacle] = walk
 
     def timeline(self) -> Timeline:
         """All that was done when."""
-        with collector_paused():
+        with gc_paused():
             return Timeline("predicted", self.program.num_ranks, tuple(self._events()))
 
     def last_s(self) -> float:
@@ -129,18 +129,18 @@ class _Simulation:
 
     def spans(self) -> Iterator[RankSpans]:
         """The same by rank, as spans."""
-        sent_s, hop_s = np.array(self.sent_s), np.array(self.hop_s)
+        sent_s, hop_s = np.array(self.sent_s), np.array(self.transfer_s)
         for rank, lanes in enumerate(self.program.ranks):
             compute = lanes.get("compute", ())
             begin_s, end_s = (np.array(times_s[rank]["compute"]) for times_s in (self.begin_s, self.end_s))
             compute_s: defaultdict[str, float] = defaultdict(float)
             for kind, count in Counter(action[:2] for action, _, _ in compute).items():
-                compute_s[kind[0]] += count * self.times.of(Action(*kind))
-            together = zip(lanes.get("collective", ()), self.together_s[rank], strict=True)
+                compute_s[kind[0]] += count * self.times.duration_s(Action(*kind))
+            together = zip(lanes.get("collective", ()), self.collective_spans_s[rank], strict=True)
             waits = [(item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together]
-            readers, transfers = self._received(rank)
+            readers, transfers = self._receives(rank)
             idle_since_s = np.append(0.0, end_s)[readers]
-            waits.append((HOP, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
+            waits.append((P2P, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
             waits += self._copy_waits(rank, idle_since_s=np.append(0.0, end_s))
             yield RankSpans(compute_s, begin_s, end_s, waits)
 
@@ -149,57 +149,57 @@ class _Simulation:
         copies = self.program.ranks[rank].get("copy", ())
         begin_s, end_s = (np.array(times_s[rank]["copy"]) for times_s in (self.begin_s, self.end_s))
         for kind in ("OFFLOAD", "RELOAD") if copies else ():
-            found = [pair for pair in self.copied[rank] if copies[pair[1]].action.kind == kind]
+            found = [pair for pair in self.awaited_copies[rank] if copies[pair[1]].action.kind == kind]
             readers, own = np.array(found, int).reshape(-1, 2).T
             yield kind, np.maximum(begin_s[own], idle_since_s[readers]), end_s[own]
 
-    def _received(self, rank: int) -> tuple[list[int], list[int]]:
+    def _receives(self, rank: int) -> tuple[list[int], list[int]]:
         """Which of a rank's passes wait for a transfer, and for which; one that waits for several stands there for each
         of them."""
         readers, transfers = [], []
-        for number, transfer in enumerate(self.awaited[rank]):
+        for number, transfer in enumerate(self.awaited_transfers[rank]):
             if transfer >= 0:
                 readers.append(number)
                 transfers.append(transfer)
-            elif transfer == SEVERAL:
+            elif transfer == SEVERAL_WAITS:
                 waits = self.program.ranks[rank]["compute"][number].waits
-                found = [int(self.flights.numbers[rank][index]) for lane, index in waits if lane == "p2p"]
+                found = [int(self.transfers.numbers[rank][index]) for lane, index in waits if lane == "p2p"]
                 readers += [number] * len(found)
                 transfers += found
         return readers, transfers
 
-    def _walk_compute(self, rank: int) -> Walk:
+    def _run_compute(self, rank: int) -> RankProcess:
         compute = self.program.ranks[rank].get("compute", ())
         begin, end = self.begin_s[rank]["compute"].append, self.end_s[rank]["compute"].append
         collective_end_s = self.end_s[rank]["collective"]
-        sent_s, hop_s, time_s = self.sent_s, self.hop_s, 0.0
-        sends, next_send = self.flights.sent[rank], 0
-        sends_after = [*self.flights.sent_after[rank], len(compute)]
+        sent_s, hop_s, time_s = self.sent_s, self.transfer_s, 0.0
+        sends, next_send = self.transfers.sends[rank], 0
+        sends_after = [*self.transfers.send_after[rank], len(compute)]
         while sends_after[next_send] < 0:
             self._send(rank, sends[next_send], time_s)
             next_send += 1
         copy_end_s = self.end_s[rank]["copy"]
-        awaited = self.awaited[rank] = self.flights.awaited(rank, compute)
+        awaited = self.awaited_transfers[rank] = self.transfers.awaited(rank, compute)
         for number, (transfer, duration_s) in enumerate(zip(awaited, self._durations_s(compute), strict=True)):
             if transfer >= 0:
                 while sent_s[transfer] < 0:
                     yield transfer
                 if sent_s[transfer] + hop_s[transfer] > time_s:
                     time_s = sent_s[transfer] + hop_s[transfer]
-            elif transfer == SEVERAL:
+            elif transfer == SEVERAL_WAITS:
                 for lane, index in compute[number].waits:
                     if lane == "p2p":
-                        transfer = int(self.flights.numbers[rank][index])
+                        transfer = int(self.transfers.numbers[rank][index])
                         while sent_s[transfer] < 0:
                             yield transfer
                         time_s = max(time_s, sent_s[transfer] + hop_s[transfer])
                     elif lane == "collective":
                         while len(collective_end_s) <= index:
-                            yield NONE
+                            yield NO_TRANSFER
                         time_s = max(time_s, collective_end_s[index])
                     elif lane == "copy":
-                        self.copied[rank].append((number, index))
-                        self._copy(rank, index + 1)
+                        self.awaited_copies[rank].append((number, index))
+                        self._run_copies(rank, index + 1)
                         time_s = max(time_s, copy_end_s[index])
             begin(time_s)
             time_s += duration_s
@@ -207,9 +207,9 @@ class _Simulation:
             while sends_after[next_send] == number:
                 self._send(rank, sends[next_send], time_s)
                 next_send += 1
-        self._copy(rank, len(self.program.ranks[rank].get("copy", ())))
+        self._run_copies(rank, len(self.program.ranks[rank].get("copy", ())))
 
-    def _copy(self, rank: int, count: int) -> None:
+    def _run_copies(self, rank: int, count: int) -> None:
         """The first `count` copies of a rank, as far as they aren't done: they wait for passes that are over."""
         begin_s, end_s = self.begin_s[rank]["copy"], self.end_s[rank]["copy"]
         compute_end_s = self.end_s[rank]["compute"]
@@ -217,15 +217,15 @@ class _Simulation:
             if any(index >= len(compute_end_s) for _, index in waits):
                 raise ProgramError("the program never comes to its end; the checker says why")
             begin_s.append(max([0.0, *end_s[-1:], *(compute_end_s[index] for _, index in waits)]))
-            end_s.append(begin_s[-1] + self.times.of(action))
+            end_s.append(begin_s[-1] + self.times.duration_s(action))
 
     def _send(self, rank: int, transfer: int, ready_s: float) -> None:
         begin_s = max(ready_s, self.out_free_s[rank])
-        self.sent_s[transfer], self.out_free_s[rank] = begin_s, begin_s + self.wire_s[transfer]
+        self.sent_s[transfer], self.out_free_s[rank] = begin_s, begin_s + self.send_busy_s[transfer]
         if transfer in self.waiting:
             self.ready.append(self.waiting.pop(transfer))
 
-    def _walk_collectives(self, rank: int) -> Walk:
+    def _run_collectives(self, rank: int) -> RankProcess:
         collectives = self.program.ranks[rank].get("collective", ())
         end_s = self.end_s[rank]
         time_s = 0.0
@@ -233,33 +233,33 @@ class _Simulation:
         for instruction, duration_s in zip(collectives, self._durations_s(collectives), strict=True):
             for lane, index in instruction.waits:
                 while len(end_s[lane]) <= index:
-                    yield NONE
+                    yield NO_TRANSFER
                 time_s = max(time_s, end_s[lane][index])
             self.begin_s[rank]["collective"].append(time_s)
-            ranks = meeting(instruction, rank, self.program.num_ranks)
+            ranks = participants(instruction, rank, self.program.num_ranks)
             key = (instruction.action.kind, ranks)
-            present = self.meetings.setdefault((*key, count[key]), [])
+            present = self.collective_arrivals.setdefault((*key, count[key]), [])
             count[key] += 1
             present.append((time_s, duration_s))
             while len(present) < len(ranks):
-                yield NONE
+                yield NO_TRANSFER
             all_there_s = max(came_s for came_s, _ in present)
             time_s = all_there_s + max(takes_s for _, takes_s in present)
-            self.together_s[rank].append((all_there_s, time_s))
+            self.collective_spans_s[rank].append((all_there_s, time_s))
             end_s["collective"].append(time_s)
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
         kinds = [action[:2] for action, _, _ in instructions]
-        known_s = {kind: self.times.of(Action(*kind)) for kind in set(kinds)}
+        known_s = {kind: self.times.duration_s(Action(*kind)) for kind in set(kinds)}
         return [known_s[kind] for kind in kinds]
 
     def _events(self) -> Iterator[Event]:
         """By rank, lane and order in the lane."""
         sent_s = np.array(self.sent_s)
-        arrive_s = sent_s + np.array(self.hop_s)
+        arrive_s = sent_s + np.array(self.transfer_s)
         make_event = tuple.__new__  # a third of the time that Event(…) takes, and there are very many
         for rank, lanes in enumerate(self.program.ranks):
-            numbers = self.flights.numbers[rank]
+            numbers = self.transfers.numbers[rank]
             self.begin_s[rank]["p2p"] = sent_s[numbers].tolist()
             self.end_s[rank]["p2p"] = arrive_s[numbers].tolist()
             for lane in LANES:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
 
-HOP, BUBBLE = "hop", "bubble"
+P2P, BUBBLE = "hop", "bubble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> d
         np.cumsum(np.where(np.arange(1, len(edges)) % 2, np.diff(edges), 0.0), out=idle[1:])
         begins_s, ends_s, covered_s = np.empty(0), np.empty(0), 0.0
         for kind, more_begin_s, more_end_s in rank.waits:
-            begins_s, ends_s = merge(np.append(begins_s, more_begin_s), np.append(ends_s, more_end_s))
+            begins_s, ends_s = merge_spans(np.append(begins_s, more_begin_s), np.append(ends_s, more_end_s))
             before_s = covered_s
             covered_s = float((np.interp(ends_s, edges, idle) - np.interp(begins_s, edges, idle)).sum())
             total_s[kind] += covered_s - before_s
@@ -52,7 +52,7 @@ def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> d
     return {part: sum_s / count for part, sum_s in total_s.items()} if count else {}
 
 
-def merge(begin_s: Column, end_s: Column) -> tuple[Column, Column]:
+def merge_spans(begin_s: Column, end_s: Column) -> tuple[Column, Column]:
     """The same stretches of time as disjoint spans that ascend; spans that end before they begin are empty."""
     real = end_s > begin_s
     order = np.argsort(begin_s[real], kind="stable")

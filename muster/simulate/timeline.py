@@ -38,7 +38,7 @@ class Timeline:
         return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
 
 
-def timeline_of(schedule: Schedule, timing: Timing) -> Timeline:
+def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:
     """The passes of a schedule when its timing says."""
     events = (
         Event(rank, "compute", *row)

@@ -28,7 +28,7 @@ class NodeGroup(Frozen):
         return self.num_nodes * self.devices_per_node
 
     @property
-    def host_share_bytes(self) -> float | None:
+    def host_memory_per_device_bytes(self) -> float | None:
         """Of a node's memory, what each of its devices may offload to; None where it is unknown."""
         return None if self.host_memory_bytes is None else self.host_memory_bytes / self.devices_per_node
 
@@ -136,9 +136,9 @@ class ClusterSpec(Frozen):
         return total
 
 
-def single_device(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
+def single_node_cluster(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
     """A machine of `num_devices` such devices, in the node that they usually come in, or joined by memory."""
-    intra = device.node.intra if device.node else MEMORY
+    intra = device.node.intra if device.node else SHARED_MEMORY_LINK
     nics = device.node.nics if device.node else None
     host = device.node.host_memory_bytes if device.node else None
     group = NodeGroup(
@@ -147,5 +147,5 @@ def single_device(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
     return ClusterSpec(name=f"{num_devices}x{device.name}", groups=(group,))
 
 
-MEMORY = LinkSpec(name="memory", kind="memory", bandwidth_bytes_per_s=5e9, latency_s=50e-6)
+SHARED_MEMORY_LINK = LinkSpec(name="memory", kind="memory", bandwidth_bytes_per_s=5e9, latency_s=50e-6)
 """Between processes of one machine, where nothing is known: a copy through shared memory."""

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from muster.spec.base import Frozen
+from muster.spec.machine_rates import MachineRates
 from muster.spec.plan import Precision
-from muster.spec.rates import MachineRates
 
 AttentionKernel = Literal["flash3", "flash2", "flash1", "fused", "unfused"]
 """flash1 … flash3: FlashAttention's generations and their equals; no scores in memory. fused: scores in memory, but
@@ -82,10 +82,10 @@ class DeviceSpec(Frozen):
     def flops_per_s(self, precision: Precision) -> float | None:
         """The peak for matrix products in a precision; None where it is unknown. fp8 falls back to bf16 where the
         device has no fp8, and fp16 and bf16 stand for each other."""
-        name = self.stands_for(precision)
+        name = self.peak_precision(precision)
         return None if name is None else self.peak_flops_per_s[name]
 
-    def stands_for(self, precision: Precision) -> Precision | None:
+    def peak_precision(self, precision: Precision) -> Precision | None:
         """The precision whose peak is taken for one: itself where it is known."""
         names = (precision, *_FALLBACK.get(precision, ()))
         return next((name for name in names if name in self.peak_flops_per_s), None)

@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from muster.spec.base import Frozen
-from muster.spec.model_parts import Activation, LinearAttention, MlaSpec, MoeSpec, RopeScaling
-from muster.spec.own_model import own_model
+from muster.spec.model_components import Activation, LinearAttentionSpec, MlaSpec, MoeSpec, RopeScaling
+from muster.spec.plugin_model import plugin_model
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class ModelSpec(Frozen):
@@ -74,7 +74,7 @@ class ModelSpec(Frozen):
     """Experts instead of the MLP."""
     mla: MlaSpec | None = None
     """Latent attention."""
-    linear_attention: LinearAttention | None = None
+    linear_attention: LinearAttentionSpec | None = None
     """Layers with a recurrence instead of attention."""
     mtp_layers: NonNegativeInt = 0
     """Layers after the last that each predict one token further, with embedding and head of the model
@@ -107,7 +107,7 @@ class ModelSpec(Frozen):
             raise ValueError("window_layers says which layers have a sliding_window, but there is none")
         return self
 
-    def window(self, layer: int) -> int | None:
+    def attention_window(self, layer: int) -> int | None:
         """Positions that each position of this layer sees; None: all before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
@@ -125,14 +125,14 @@ class ModelSpec(Frozen):
     @property
     def num_parameters(self) -> int:
         """All trained numbers; a tied embedding counts once."""
-        return sum(prod(shape) for _, shape in parameters(self))
+        return sum(prod(shape) for _, shape in parameter_shapes(self))
 
     @property
     def num_active_parameters(self) -> int:
         """The numbers that take part in one token: of the experts its `top_k`, of all else everything, the embedding
         too, without `mtp_layers`."""
         main = self.model_copy(update={"mtp_layers": 0})
-        return sum(active_numel(self, name, shape) for name, shape in parameters(main))
+        return sum(active_numel(self, name, shape) for name, shape in parameter_shapes(main))
 
 
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
@@ -146,7 +146,7 @@ def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
 # Names and shapes
 
 
-def layer_parameters(spec: ModelSpec, layer: int) -> Shapes:
+def layer_parameter_shapes(spec: ModelSpec, layer: int) -> NamedShapes:
     """Name and shape of each parameter of one decoder layer, in the order in which they are used.
 
     A matrix is (output width, input width). Experts of a layer lie in one tensor (experts, output, input) each.
@@ -154,7 +154,7 @@ def layer_parameters(spec: ModelSpec, layer: int) -> Shapes:
     yield from _layer(spec, layer, f"layers.{layer}.")
 
 
-def stage_parameters(spec: ModelSpec, layers: range, first: bool, last: bool) -> Shapes:
+def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bool) -> NamedShapes:
     """Name and shape of each parameter that a stage holds.
 
     A tied embedding is called `embed.weight` wherever it lies: on the first stage, and again on the last one.
@@ -165,7 +165,7 @@ def stage_parameters(spec: ModelSpec, layers: range, first: bool, last: bool) ->
             assert spec.max_positions is not None
             yield "positions.weight", (spec.max_positions, spec.hidden_size)
     for layer in layers:
-        yield from layer_parameters(spec, layer)
+        yield from layer_parameter_shapes(spec, layer)
     if last:
         yield from _norm(spec, "norm")
         for index in range(spec.mtp_layers):
@@ -176,14 +176,14 @@ def stage_parameters(spec: ModelSpec, layers: range, first: bool, last: bool) ->
             yield "embed.weight", (spec.vocab_size, spec.hidden_size)
 
 
-def parameters(spec: ModelSpec) -> Shapes:
+def parameter_shapes(spec: ModelSpec) -> NamedShapes:
     """Name and shape of each parameter of the whole one-process model."""
-    return stage_parameters(spec, range(spec.num_layers), first=True, last=True)
+    return stage_parameter_shapes(spec, range(spec.num_layers), first=True, last=True)
 
 
-def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
-    if (own := own_model(spec)) is not None:
-        yield from ((prefix + name, shape) for name, shape in own.shapes(spec))
+def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
+    if (own := plugin_model(spec)) is not None:
+        yield from ((prefix + name, shape) for name, shape in own.parameter_shapes(spec))
         return
     yield from _norm(spec, prefix + "attn_norm")
     if spec.has_linear_attention(layer):
@@ -199,7 +199,7 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
         yield from _mlp(spec, prefix + "mlp.", spec.intermediate_size)
 
 
-def _mtp(spec: ModelSpec, index: int) -> Shapes:
+def _mtp(spec: ModelSpec, index: int) -> NamedShapes:
     """A head that predicts a token further: it joins hidden state and next word, then is a layer as the last one."""
     prefix = f"mtp.{index}."
     yield from _norm(spec, prefix + "embed_norm")
@@ -209,19 +209,19 @@ def _mtp(spec: ModelSpec, index: int) -> Shapes:
     yield from _norm(spec, prefix + "norm")
 
 
-def _norm(spec: ModelSpec, name: str) -> Shapes:
+def _norm(spec: ModelSpec, name: str) -> NamedShapes:
     yield name + ".weight", (spec.hidden_size,)
     if spec.norm == "layer":
         yield name + ".bias", (spec.hidden_size,)
 
 
-def _linear(name: str, bias: bool, *shape: int) -> Shapes:
+def _linear(name: str, bias: bool, *shape: int) -> NamedShapes:
     yield name + ".weight", shape
     if bias:
         yield name + ".bias", shape[:-1]
 
 
-def _attention(spec: ModelSpec, prefix: str) -> Shapes:
+def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         yield from _linear(prefix + name, spec.qkv_bias, width, spec.hidden_size)
@@ -233,7 +233,7 @@ def _attention(spec: ModelSpec, prefix: str) -> Shapes:
     yield from _linear(prefix + "o", spec.out_bias, spec.hidden_size, q_width)
 
 
-def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> Shapes:
+def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes:
     """Queries and key/value pairs go down to a narrow vector and up again; of `kv_down` the last `rope_head_dim`
     numbers are the keys' that are turned."""
     q_width = spec.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
@@ -249,7 +249,7 @@ def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> Shapes:
     yield prefix + "o.weight", (spec.hidden_size, spec.num_heads * mla.v_head_dim)
 
 
-def _linear_attention(spec: ModelSpec, prefix: str) -> Shapes:
+def _linear_attention(spec: ModelSpec, prefix: str) -> NamedShapes:
     """Queries, keys, values and an output gate; per value head a step width (b), a decay (a, decay, step); a short
     convolution over queries, keys and values; a norm over each head's output (arXiv:2412.06464)."""
     linear = spec.linear_attention
@@ -265,13 +265,13 @@ def _linear_attention(spec: ModelSpec, prefix: str) -> Shapes:
     yield prefix + "o.weight", (spec.hidden_size, v_width)
 
 
-def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> Shapes:
+def _mlp(spec: ModelSpec, prefix: str, inner: int, *experts: int) -> NamedShapes:
     for name in ("gate", "up") if spec.gated else ("up",):
         yield from _linear(prefix + name, spec.mlp_bias, *experts, inner, spec.hidden_size)
     yield from _linear(prefix + "down", spec.mlp_bias, *experts, spec.hidden_size, inner)
 
 
-def _experts(spec: ModelSpec, prefix: str) -> Shapes:
+def _experts(spec: ModelSpec, prefix: str) -> NamedShapes:
     moe = spec.moe
     assert moe is not None
     yield from _linear(prefix + "router", moe.router_bias, moe.num_experts, spec.hidden_size)

@@ -12,14 +12,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError, MusterError
-from muster.spec.schedules import SCHEDULES, Entry, place
+from muster.spec.schedules import SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis are neighbouring ranks."""
 
-Zero = Literal["z1", "z2", "z3"]
+ZeroLevel = Literal["z1", "z2", "z3"]
 Recompute = Literal["none", "selective", "attention", "alternate", "full"]
 """What a layer's backward computes again. none: nothing. selective: what is one pass over memory, norms and the product
 of the gated linear unit. attention: scores, their softmax and the weighted values (arXiv:2205.05198 §5). alternate:
@@ -43,20 +43,20 @@ class Mesh(Frozen):
     etp: PositiveInt = 1
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks of one stage: experts fold into the other axes."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
-    def data_ranks(self) -> int:
+    def dp_size(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
 
-class Strategy(Frozen):
+class LayerStrategy(Frozen):
     """How one layer is stored and computed."""
 
-    zero: Zero = "z3"
+    zero: ZeroLevel = "z3"
     """z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
@@ -72,12 +72,12 @@ class Strategy(Frozen):
     """What lies in the host's memory."""
 
 
-class LayerRun(Frozen):
+class LayerOverride(Frozen):
     """A strategy for `count` layers from `start` on. In a file, what it leaves out is that of `default_strategy`."""
 
     start: int = Field(ge=0)
     count: PositiveInt
-    strategy: Strategy
+    strategy: LayerStrategy
 
 
 class StageSpec(Frozen):
@@ -99,7 +99,7 @@ class StageSpec(Frozen):
         return content
 
 
-class Order(Frozen):
+class PinnedSchedule(Frozen):
     """A schedule that was searched for, kept with the plan that it was found for."""
 
     times: Literal["nominal", "predicted", "measured"] = "nominal"
@@ -140,7 +140,7 @@ class Plan(Frozen):
     """Ranks over which each expert is cut."""
     schedule: str = "1f1b"
     """The order of the passes."""
-    order: Order | None = None
+    order: PinnedSchedule | None = None
     """Of a searched schedule (auto, exact), once it is found (`muster.schedule.resolve`); before, nobody can say where
     stages lie."""
     activation_limit: PositiveFloat | None = None
@@ -151,9 +151,9 @@ class Plan(Frozen):
     data_shares: tuple[PositiveInt, ...] = ()
     """For data-parallel ranks on devices of unequal speed: how many micro-batches each runs in a step, in proportion.
     Fewer numbers than ranks stand for as many neighbours each; empty: all ranks run as many."""
-    default_strategy: Strategy = Strategy()
+    default_strategy: LayerStrategy = LayerStrategy()
     """How layers are stored and computed."""
-    overrides: tuple[LayerRun, ...] = ()
+    overrides: tuple[LayerOverride, ...] = ()
     """The same for runs of layers, where they differ."""
     stages: tuple[StageSpec, ...] = ()
     """Of one replica, in model order; empty: layers split as evenly as can be."""
@@ -171,7 +171,7 @@ class Plan(Frozen):
     """Steps don't wait for the gradient norm of all ranks: a rank steps when its own gradients are complete, and takes
     the step back where it should have been clipped or skipped. It keeps its parameters, their optimizer state and
     gradients once more for that."""
-    axis_order: tuple[str, ...] = AXES
+    axis_order: tuple[str, ...] = MESH_AXES
     """Mesh axes, the outermost first."""
 
     @model_validator(mode="before")
@@ -180,19 +180,19 @@ class Plan(Frozen):
         if not isinstance(data, dict) or not isinstance(data.get("overrides"), list | tuple):
             return data
         default = data.get("default_strategy")
-        return data | {"overrides": [_completed(run, default) for run in data["overrides"]]}
+        return data | {"overrides": [_complete_override(run, default) for run in data["overrides"]]}
 
     @field_validator("axis_order")
     @classmethod
     def _check_axis_order(cls, order: tuple[str, ...]) -> tuple[str, ...]:
-        if sorted(order) != sorted(AXES):
-            raise ValueError(f"axis_order must name each of {', '.join(AXES)} once, got {', '.join(order)}")
+        if sorted(order) != sorted(MESH_AXES):
+            raise ValueError(f"axis_order must name each of {', '.join(MESH_AXES)} once, got {', '.join(order)}")
         return order
 
     @field_validator("data_shares")
     @classmethod
     def _check_data_shares(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
-        return shortest_shares(shares)
+        return normalize_shares(shares)
 
     @field_validator("schedule")
     @classmethod
@@ -207,34 +207,34 @@ class Plan(Frozen):
         return self.pp * self.vpp
 
     @property
-    def schedule_entry(self) -> Entry:
+    def schedule_entry(self) -> ScheduleEntry:
         """What is known of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
-    def splits(self) -> bool:
+    def split_backward(self) -> bool:
         """Whether backwards are in two passes; of a searched schedule that isn't found yet, whether they may be."""
         if self.order is not None:
             return any("W" in passes for passes in self.order.ranks)
-        return self.schedule_entry.splits or self.schedule_entry.searched
+        return self.schedule_entry.split_backward or self.schedule_entry.searched
 
     @property
-    def replicas(self) -> int:
+    def pipeline_replicas(self) -> int:
         """Copies of the model that the schedule runs through the pipeline."""
         return self.schedule_entry.default_replicas
 
     @property
-    def depth(self) -> int:
+    def stages_per_replica(self) -> int:
         """Stages of one replica."""
         return max(1, self.pp * self.vpp // SCHEDULES[self.schedule].default_replicas)
 
     def is_first(self, stage: int) -> bool:
         """Whether a stage has the embedding."""
-        return stage % self.depth == 0
+        return stage % self.stages_per_replica == 0
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the head."""
-        return stage % self.depth == self.depth - 1
+        return stage % self.stages_per_replica == self.stages_per_replica - 1
 
     @property
     def is_uniform(self) -> bool:
@@ -244,8 +244,8 @@ class Plan(Frozen):
     @property
     def world_size(self) -> int:
         if all(stage.mesh is None for stage in self.stages):
-            return self.pp * self.mesh(0).ranks
-        return sum(self.mesh(stage).ranks for stage in range(self.pp))
+            return self.pp * self.mesh(0).num_ranks
+        return sum(self.mesh(stage).num_ranks for stage in range(self.pp))
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -257,54 +257,54 @@ class Plan(Frozen):
             return self.order.placement
         if self.schedule_entry.searched and self.vpp > 1:
             raise MusterError(f"where schedule {self.schedule} puts stages is known once it is resolved")
-        return place(self.schedule_entry, self.pp, self.vpp)
+        return stage_placement(self.schedule_entry, self.pp, self.vpp)
 
     def pp_rank(self, stage: int) -> int:
         """The pipeline rank that holds a stage; raises as `placement`."""
         return self.placement[stage]
 
-    def receives(self, stage: int) -> bool:
+    def receives_activations(self, stage: int) -> bool:
         """Whether a stage's input comes from another rank."""
         return not self.is_first(stage) and self.pp_rank(stage - 1) != self.pp_rank(stage)
 
-    def sends(self, stage: int) -> bool:
+    def sends_activations(self, stage: int) -> bool:
         """Whether a stage's output goes to another rank."""
         return not self.is_last(stage) and self.pp_rank(stage + 1) != self.pp_rank(stage)
 
-    def tied_stage(self, stage: int) -> int | None:
+    def tied_embedding_peer(self, stage: int) -> int | None:
         """The other end of a stage's replica, if the stage is one and they lie on two ranks: the holder of a tied
         weight's other copy."""
         if self.is_first(stage) == self.is_last(stage):
             return None
-        other = stage + (self.depth - 1 if self.is_first(stage) else 1 - self.depth)
+        other = stage + (self.stages_per_replica - 1 if self.is_first(stage) else 1 - self.stages_per_replica)
         return None if self.pp_rank(other) == self.pp_rank(stage) else other
 
-    def rows(self, stage: int) -> int:
+    def local_micro_batch_size(self, stage: int) -> int:
         """Sequences of a micro-batch on each data-parallel rank of a stage: every stage cuts the same micro-batch."""
-        return self.micro_batch_size * self.mesh(0).data_ranks // self.mesh(stage).data_ranks
+        return self.micro_batch_size * self.mesh(0).dp_size // self.mesh(stage).dp_size
 
     def mesh(self, stage: int) -> Mesh:
         """The mesh that one stage runs on."""
-        if self.stages and (own := self.stages[stage % self.depth].mesh) is not None:
+        if self.stages and (own := self.stages[stage % self.stages_per_replica].mesh) is not None:
             return own
         return _mesh(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, self.etp)
 
     @property
-    def meshes(self) -> list[Mesh]:
+    def distinct_meshes(self) -> list[Mesh]:
         """Those of all stages, each different one once."""
         meshes = [self.mesh(stage) for stage in range(len(self.stages) or 1)]
         return list({str(mesh): mesh for mesh in meshes}.values())
 
-    def cuts(self, axis: str) -> bool:
+    def uses_axis(self, axis: str) -> bool:
         """Whether some stage has several ranks on an axis."""
-        return any(getattr(mesh, axis) > 1 for mesh in self.meshes)
+        return any(getattr(mesh, axis) > 1 for mesh in self.distinct_meshes)
 
     @property
-    def strategies(self) -> list[Strategy]:
+    def strategies(self) -> list[LayerStrategy]:
         """The default and those of some layers."""
         return [self.default_strategy, *(run.strategy for run in self.overrides)]
 
-    def strategy(self, layer: int) -> Strategy:
+    def strategy(self, layer: int) -> LayerStrategy:
         """How one layer is stored and computed; the last override that covers it wins."""
         for run in reversed(self.overrides):
             if run.start <= layer < run.start + run.count:
@@ -314,25 +314,25 @@ class Plan(Frozen):
     def layers(self, stage: int, num_layers: int) -> range:
         """The layers of one stage, of a model with `num_layers`."""
         if not self.stages:
-            return _even_runs(num_layers, self.depth)[stage % self.depth]
-        start = sum(s.layers for s in self.stages[: stage % self.depth])
-        return range(start, start + self.stages[stage % self.depth].layers)
+            return _even_runs(num_layers, self.stages_per_replica)[stage % self.stages_per_replica]
+        start = sum(s.layers for s in self.stages[: stage % self.stages_per_replica])
+        return range(start, start + self.stages[stage % self.stages_per_replica].layers)
 
     def layer_counts(self, num_layers: int) -> list[int]:
         """How many layers each stage of one replica has, of a model with `num_layers`."""
-        return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.depth)
+        return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.stages_per_replica)
 
     def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
         """The layers of one stage whose activations may wait in the host's memory."""
         return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
 
-    def num_micro_batches(self, workload: Workload, data: int | None = None) -> int:
+    def num_micro_batches(self, workload: Workload, dp_index: int | None = None) -> int:
         """Micro-batches that a data-parallel rank of the first stage runs in one step. Where `data_shares` are unequal,
         `data` says which one (`spec.mesh.data_index`); None: the one that runs most.
 
         Raises InfeasibleError when the global batch can't be cut so.
         """
-        ranks, shares = self.mesh(0).data_ranks, self.data_shares or (1,)
+        ranks, shares = self.mesh(0).dp_size, self.data_shares or (1,)
         parts = max(1, ranks // len(shares)) * sum(shares)
         per_micro_batch = parts * self.micro_batch_size
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
@@ -344,23 +344,25 @@ class Plan(Frozen):
             )
         if not self.data_shares:
             return count
-        return count * (max(shares) if data is None else shares[data * len(shares) // ranks])
+        return count * (max(shares) if dp_index is None else shares[dp_index * len(shares) // ranks])
 
-    def samples_of(self, data: int, count: int) -> range:
+    def sample_range(self, dp_index: int, count: int) -> range:
         """Which of a step's `count` samples a data-parallel rank of the first stage reads: consecutive ones, in the
         order of the ranks, so that the step's samples are the same under any plan."""
         shares = self.data_shares or (1,)
-        block = self.mesh(0).data_ranks // len(shares)
-        whole, within = divmod(data, block)
+        block = self.mesh(0).dp_size // len(shares)
+        whole, within = divmod(dp_index, block)
         part = count // (block * sum(shares))
         own = part * shares[min(whole, len(shares) - 1)]
         start = part * block * sum(shares[:whole]) + within * own
         return range(start, start + own)
 
-    def micro_batches_of(self, stage: int, workload: Workload, data: int | None = None) -> int:
+    def num_stage_micro_batches(self, stage: int, workload: Workload, dp_index: int | None = None) -> int:
         """Micro-batches that run through one stage in one step: each replica has half of them, the first the larger.
         `data` as in `num_micro_batches`."""
-        return split_evenly(self.num_micro_batches(workload, data), self.replicas)[stage // self.depth]
+        return split_evenly(self.num_micro_batches(workload, dp_index), self.pipeline_replicas)[
+            stage // self.stages_per_replica
+        ]
 
     @property
     def hash(self) -> str:
@@ -369,7 +371,7 @@ class Plan(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def shortest_shares(shares: Sequence[int]) -> tuple[int, ...]:
+def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
     """The one way to write the shares of data-parallel ranks: smallest numbers, one for as many neighbours as can be;
     nothing where all are equal."""
     if len(set(shares)) < 2:
@@ -383,7 +385,7 @@ def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int, etp: int)
     return Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
 
 
-def _completed(run: object, default: object) -> object:
+def _complete_override(run: object, default: object) -> object:
     """An override as a file says it, over the default strategy as the file says that."""
     if isinstance(run, dict) and isinstance(own := run.get("strategy"), dict) and isinstance(default, dict):
         return run | {"strategy": default | own}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.plan import Offload, Plan, Precision, Recompute, StageSpec, Strategy
+from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 
@@ -16,7 +16,7 @@ _DEFAULTS = Plan()
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _NamePart:
     """One part of a name: how it is shown to people, its pattern, and the fields that it says."""
 
     shown: str
@@ -24,8 +24,8 @@ class _Word:
     fields: Callable[..., dict[str, Any]]
 
 
-def _degree(field: str, word: str) -> _Word:
-    return _Word(f"{word}N", rf"{word}(\d{{1,9}})", lambda n: {field: int(n)})
+def _degree(field: str, word: str) -> _NamePart:
+    return _NamePart(f"{word}N", rf"{word}(\d{{1,9}})", lambda n: {field: int(n)})
 
 
 def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
@@ -34,43 +34,43 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
     return {"dp_replicate": int(first), "dp_shard": int(second)}
 
 
-def _schedule_words() -> dict[str, str]:
+def _schedule_names() -> dict[str, str]:
     """Schedules by what names have of them; plugins may add some."""
     return {name.replace("-", ""): name for name in SCHEDULES}
 
 
-_SCHEDULE = _Word("sNAME", "s([a-z0-9_]+)", lambda word: {"schedule": _schedule_words()[word]})
-_WORDS = (
-    _Word("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
+_SCHEDULE_PART = _NamePart("sNAME", "s([a-z0-9_]+)", lambda word: {"schedule": _schedule_names()[word]})
+_NAME_PARTS = (
+    _NamePart("dpN or dpRxS", r"dp(\d{1,9})(?:x(\d{1,9}))?", _data_parallel),
     _degree("tp", "tp"),
-    _Word("sp", "sp", lambda: {"sp": True}),
-    _Word("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
+    _NamePart("sp", "sp", lambda: {"sp": True}),
+    _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
     _degree("cp", "cp"),
     _degree("ep", "ep"),
     _degree("etp", "etp"),
     _degree("micro_batch_size", "mb"),
-    _Word(
+    _NamePart(
         "shareA.B",
         r"share(\d{1,9}(?:\.\d{1,9})*)",
         lambda text: {"data_shares": tuple(map(int, text.split(".")))},
     ),
-    _Word("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
-    _SCHEDULE,
-    _Word("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
-    _Word("pv", "pv", lambda: {"post_validation": True}),
-    _Word("vocab", "vocab", lambda: {"spread_vocab": True}),
-    _Word(
+    _NamePart("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
+    _SCHEDULE_PART,
+    _NamePart("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
+    _NamePart("pv", "pv", lambda: {"post_validation": True}),
+    _NamePart("vocab", "vocab", lambda: {"spread_vocab": True}),
+    _NamePart(
         ", ".join("r" + word for word in _RECOMPUTE),
         f"r({'|'.join(_RECOMPUTE)})",
         lambda word: {"recompute": _RECOMPUTE[word]},
     ),
-    _Word(
+    _NamePart(
         ", ".join("o" + word for word in _OFFLOAD),
         f"o({'|'.join(_OFFLOAD)})",
         lambda word: {"offload": _OFFLOAD[word]},
     ),
-    _Word(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
-    _Word("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
+    _NamePart(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
+    _NamePart("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
 )
 
 
@@ -79,7 +79,7 @@ def format_plan_name(plan: Plan) -> str:
 
     A plan with more to it than a name can say ends in `+` and its hash.
     """
-    name = "-".join(_words(plan))
+    name = "-".join(_format_parts(plan))
     try:
         sayable = parse_plan_name(name) == plan
     except ConfigError:  # a number with more digits than a name takes
@@ -87,7 +87,7 @@ def format_plan_name(plan: Plan) -> str:
     return name if sayable else f"{name}+{plan.hash}"
 
 
-def beyond_name(plan: Plan) -> list[str]:
+def settings_beyond_name(plan: Plan) -> list[str]:
     """What of a plan its short name can't say, in a few words each: empty where it says all."""
     default, said = plan.default_strategy, []
     if plan.axis_order != _DEFAULTS.axis_order:
@@ -96,12 +96,12 @@ def beyond_name(plan: Plan) -> list[str]:
     layers: dict[str, list[str]] = {}
     for run in plan.overrides:
         end = run.start + run.count - 1
-        layers.setdefault(_differing(run.strategy, default), []).append(
+        layers.setdefault(_differing_fields(run.strategy, default), []).append(
             str(end) if run.count == 1 else f"{run.start}–{end}"
         )
     for words, runs in layers.items():
         said.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
-    if shown := _differing(default, Strategy(), ("attention", "tp_overlap")):
+    if shown := _differing_fields(default, LayerStrategy(), ("attention", "tp_overlap")):
         said.append(shown)
     known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
     said += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
@@ -110,12 +110,14 @@ def beyond_name(plan: Plan) -> list[str]:
     return [*said, *(["an order that was searched for"] if plan.order else [])]
 
 
-def _differing(one: Strategy, other: Strategy, names: Iterable[str] = tuple(Strategy.model_fields)) -> str:
+def _differing_fields(
+    one: LayerStrategy, other: LayerStrategy, names: Iterable[str] = tuple(LayerStrategy.model_fields)
+) -> str:
     values = {name: getattr(one, name) for name in names if getattr(one, name) != getattr(other, name)}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def _words(plan: Plan) -> list[str]:
+def _format_parts(plan: Plan) -> list[str]:
     strategy = plan.default_strategy
     data = f"dp{plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else f"dp{plan.dp_shard}"
     mesh = {
@@ -152,16 +154,18 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
         raise ConfigError(
             f"plan name '{text}' ends in '+' and a hash because a name can't say all of that plan; give its plan.yaml"
         )
-    fields = _said(text)
-    strategy = Strategy(**{key: fields.pop(key) for key in ("zero", "sp", "recompute", "offload") if key in fields})
+    fields = _parse_parts(text)
+    strategy = LayerStrategy(
+        **{key: fields.pop(key) for key in ("zero", "sp", "recompute", "offload") if key in fields}
+    )
     stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
     kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
     return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
 
 
-def said_by(text: str) -> dict[str, Any]:
+def parse_name_parts(text: str) -> dict[str, Any]:
     """The fields of a plan, or of its default strategy, that some parts of a name say: `tp8-z1`. Raises ConfigError."""
-    fields = _said(text)
+    fields = _parse_parts(text)
     if "layers" in fields:
         fields["stages"] = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers"))
     if fields.get("vpp") == 1:
@@ -169,19 +173,19 @@ def said_by(text: str) -> dict[str, Any]:
     return fields
 
 
-def _said(text: str) -> dict[str, Any]:
+def _parse_parts(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for token in text.strip().split("-"):
-        said = _parse_word(token, text)
+        said = _parse_part(token, text)
         if fields.keys() & said.keys():
             raise ConfigError(f"plan name '{text}': '{token}' says again what an earlier part said")
         fields |= said
     return fields
 
 
-def _parse_word(token: str, text: str) -> dict[str, Any]:
-    for word in _WORDS:
-        if word is _SCHEDULE and token[1:] not in _schedule_words():
+def _parse_part(token: str, text: str) -> dict[str, Any]:
+    for word in _NAME_PARTS:
+        if word is _SCHEDULE_PART and token[1:] not in _schedule_names():
             continue
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             said = word.fields(*match.groups())
@@ -190,14 +194,14 @@ def _parse_word(token: str, text: str) -> dict[str, Any]:
             return said
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
-    shown = {_SCHEDULE.shown: ", ".join("s" + word for word in _schedule_words())}
-    known = ", ".join(shown.get(word.shown, word.shown) for word in _WORDS)
+    shown = {_SCHEDULE_PART.shown: ", ".join("s" + word for word in _schedule_names())}
+    known = ", ".join(shown.get(word.shown, word.shown) for word in _NAME_PARTS)
     raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
 
 
 def _suggestion(token: str) -> str:
-    others = (word for word in _WORDS if word is not _SCHEDULE)
-    is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_words()
+    others = (word for word in _NAME_PARTS if word is not _SCHEDULE_PART)
+    is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_names()
     if is_schedule or any(re.fullmatch(word.pattern, token.lower(), re.ASCII) for word in others):
         return f"; did you mean '{token.lower()}'?"
     number = re.search(r"\d+", token)
@@ -211,6 +215,6 @@ def _suggestion(token: str) -> str:
         *("o" + word for word in _OFFLOAD),
         *get_args(Precision),
     ]
-    fixed += ["s" + word for word in _schedule_words()]
+    fixed += ["s" + word for word in _schedule_names()]
     numbered = [word + (number[0] if number else "N") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
     return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

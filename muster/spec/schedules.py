@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from muster.spec.errors import ConfigError
-from muster.spec.placement import both_ways, looped, waves
+from muster.spec.stage_placement import bidirectional_placement, looped_placement, wave_placement
 from muster.spec.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each stands once in SCHEDULES; told apart by identity, hashing is fast
-class Entry:
+class ScheduleEntry:
     """A schedule: where the function that makes it is, what it is in one line, and where its stages lie."""
 
     function: str | Callable[..., Any]
@@ -23,13 +23,13 @@ class Entry:
     """The stages of a rank, over all replicas, where their number is fixed; None: any."""
     replicas: int | None = 1
     """Copies of the model, of which the second begins at the other end of the ranks; None: one or two."""
-    turns: bool = False
+    v_shaped: bool = False
     """The stages go there and back over the ranks (0 1 2 2 1 0), not round and round (0 1 2 0 1 2)."""
-    splits: bool = False
+    split_backward: bool = False
     """Backwards are in two passes: for the inputs, and later for the weights."""
-    usual_chunks: int = 2
+    usual_free_chunks: int = 2
     """The stages of a rank where nobody said how many, if their number is free."""
-    tried_chunks: tuple[int, ...] = ()
+    compared_chunks: tuple[int, ...] = ()
     """Numbers of stages of a rank that are compared where nobody said how many."""
     searched: bool = False
     """Whether it is found for given times, and stages may lie otherwise than is said here."""
@@ -38,114 +38,127 @@ class Entry:
 
     @property
     def default_chunks(self) -> int:
-        return self.chunks or self.usual_chunks
+        return self.chunks or self.usual_free_chunks
 
     @property
     def default_replicas(self) -> int:
         return self.replicas or 1
 
     @property
-    def least_chunks(self) -> int:
+    def min_chunks(self) -> int:
         """The fewest stages of a rank that it can run: there and back are two."""
-        return self.chunks or (2 if self.turns else 1)
+        return self.chunks or (2 if self.v_shaped else 1)
 
-    def serves(self, chunks: int) -> bool:
+    def supports_chunks(self, chunks: int) -> bool:
         """Whether it can run so many stages on each pipeline rank."""
-        return chunks == self.chunks if self.chunks else chunks % self.least_chunks == 0
+        return chunks == self.chunks if self.chunks else chunks % self.min_chunks == 0
 
 
-SCHEDULES: dict[str, Entry] = {
-    "gpipe": Entry("gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1),
-    "1f1b": Entry("one_f_one_b:one_f_one_b", "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p", 1),
-    "interleaved": Entry(
+SCHEDULES: dict[str, ScheduleEntry] = {
+    "gpipe": ScheduleEntry("gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1),
+    "1f1b": ScheduleEntry(
+        "one_f_one_b:one_f_one_b", "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p", 1
+    ),
+    "interleaved": ScheduleEntry(
         "interleaved:interleaved", "1F1B over v stages per rank; bubble (p−1)(tF+tB)/v, memory p + (p−1)/v"
     ),
-    "gis": Entry("gis:gis", "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p, less if limited"),
-    "breadth-first": Entry(
+    "gis": ScheduleEntry(
+        "gis:gis", "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p, less if limited"
+    ),
+    "breadth-first": ScheduleEntry(
         "breadth_first:breadth_first", "GPipe over v stages per rank, few gathers; bubble (p−1)(tF+tB)/v, memory m"
     ),
-    "2bp-gpipe": Entry(
-        "two_bp:two_bp_gpipe", "GPipe with W put off to the end; bubble (p−1)(tF+tI), memory m", 1, splits=True
+    "2bp-gpipe": ScheduleEntry(
+        "two_bp:two_bp_gpipe", "GPipe with W put off to the end; bubble (p−1)(tF+tI), memory m", 1, split_backward=True
     ),
-    "2bp-1f1b": Entry(
+    "2bp-1f1b": ScheduleEntry(
         "two_bp:two_bp_1f1b",
         "1F1B with W put off; bubble (p−1)(tF+tI), filled (p−1)(tF+tI−tW), memory m",
         1,
-        splits=True,
+        split_backward=True,
     ),
-    "zb-h1": Entry(
-        "zero_bubble:zb_h1", "1F1B with W where a rank would wait; bubble (p−1)(tF+tI−tW), memory p", 1, splits=True
+    "zb-h1": ScheduleEntry(
+        "zero_bubble:zb_h1",
+        "1F1B with W where a rank would wait; bubble (p−1)(tF+tI−tW), memory p",
+        1,
+        split_backward=True,
     ),
-    "zb-h2": Entry(
+    "zb-h2": ScheduleEntry(
         "zero_bubble:zb_h2",
         "a deeper warm-up, no bubble within a rank's span; bubble (p−1)tF, memory 2p−1",
         1,
-        splits=True,
+        split_backward=True,
     ),
-    "zb-v": Entry(
+    "zb-v": ScheduleEntry(
         "zb_v:zb_v",
         "two stages per rank as a V, no bubble within a rank's span; bubble (p−1)tF/2, memory p",
         2,
-        turns=True,
-        splits=True,
+        v_shaped=True,
+        split_backward=True,
     ),
-    "v-half": Entry(
-        "v_blocks:v_half", "V from building blocks; bubble about (p−1)tF, memory p/2 + 1", 2, turns=True, splits=True
+    "v-half": ScheduleEntry(
+        "v_blocks:v_half",
+        "V from building blocks; bubble about (p−1)tF, memory p/2 + 1",
+        2,
+        v_shaped=True,
+        split_backward=True,
     ),
-    "v-min": Entry(
+    "v-min": ScheduleEntry(
         "v_blocks:v_min",
         "V from building blocks; bubble about ⅔ of 1F1B's, memory about p/3 + 1",
         2,
-        turns=True,
-        splits=True,
+        v_shaped=True,
+        split_backward=True,
     ),
-    "v-zb": Entry(
+    "v-zb": ScheduleEntry(
         "v_blocks:v_zb",
         "V from building blocks, placed by the given times; bubble (p−1)tF/2, memory p",
         2,
-        turns=True,
-        splits=True,
+        v_shaped=True,
+        split_backward=True,
     ),
-    "hanayo": Entry(
+    "hanayo": ScheduleEntry(
         "hanayo:hanayo",
         "v/2 waves, nothing to send where they turn; bubble about 4(p−1)tF/v at m = p, memory p",
-        turns=True,
+        v_shaped=True,
     ),
-    "bitpipe": Entry(
+    "bitpipe": ScheduleEntry(
         "bitpipe:bitpipe",
         "two V-shaped replicas; bubble (p−2)tF(1+(m/p−1)/2), memory p, weights twice",
         4,
         replicas=2,
-        turns=True,
+        v_shaped=True,
     ),
-    "dualpipe": Entry(
+    "dualpipe": ScheduleEntry(
         "dualpipe:dualpipe",
         "two replicas; bubble (p/2−1)(tF+tI−tW), memory p + 1, weights twice",
         2,
         replicas=2,
-        splits=True,
+        split_backward=True,
     ),
-    "dualpipe-v": Entry(
+    "dualpipe-v": ScheduleEntry(
         "dualpipe:dualpipe_v",
         "DualPipe cut in half: a V; bubble (p−1)(tF+tI−tW)/2, memory p + ½",
         2,
-        turns=True,
-        splits=True,
+        v_shaped=True,
+        split_backward=True,
     ),
-    "zeropp": Entry(
-        "zeropp:zeropp", "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p", splits=True
+    "zeropp": ScheduleEntry(
+        "zeropp:zeropp",
+        "breadth-first in units with split backwards; bubble (p−1)(tF+tI)/v, memory 2p",
+        split_backward=True,
     ),
-    "auto": Entry(
-        "registry:best",
+    "auto": ScheduleEntry(
+        "registry:auto_schedule",
         "the best of all these and of a search, for the given times; least bubble found, memory within the limit",
         replicas=None,
-        tried_chunks=(1, 2, 4),
+        compared_chunks=(1, 2, 4),
         searched=True,
     ),
-    "exact": Entry(
-        "registry:proven",
+    "exact": ScheduleEntry(
+        "registry:exact_schedule",
         "proven best, or how far from it, in a minute (needs OR-Tools); least bubble, memory within the limit",
-        usual_chunks=1,
+        usual_free_chunks=1,
         searched=True,
         slow=True,
     ),
@@ -154,7 +167,7 @@ SCHEDULES: dict[str, Entry] = {
 of one rank's share."""
 
 
-def entry_of(name: str) -> Entry:
+def find_schedule(name: str) -> ScheduleEntry:
     """What is known of a schedule. Raises ConfigError on an unknown name."""
     if name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}")
@@ -162,7 +175,7 @@ def entry_of(name: str) -> Entry:
 
 
 @lru_cache
-def place(entry: Entry, num_ranks: int, chunks: int) -> tuple[int, ...]:
+def stage_placement(entry: ScheduleEntry, num_ranks: int, chunks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage, replica by replica, where each rank has `chunks` of them."""
-    one = (waves if entry.turns else looped)(num_ranks, chunks // entry.default_replicas)
-    return one if entry.default_replicas == 1 else both_ways(one, num_ranks)
+    one = (wave_placement if entry.v_shaped else looped_placement)(num_ranks, chunks // entry.default_replicas)
+    return one if entry.default_replicas == 1 else bidirectional_placement(one, num_ranks)

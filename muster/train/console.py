@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from muster.report.numbers import format_count, format_seconds
+from muster.report.formatting import format_count, format_seconds
 
 
 class TrainingDisplay:
@@ -39,7 +39,7 @@ class TrainingDisplay:
         if self._progress:
             self._progress.stop()
 
-    def say(self, sentence: str) -> None:
+    def print_line(self, sentence: str) -> None:
         """Prints a line, above the progress bar where there is one."""
         self.console.print(sentence, markup=False, soft_wrap=True)
 

@@ -7,37 +7,37 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from muster.checkpoint.initial import load_initial
+from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import load
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST
-from muster.checkpoint.piece import Piece
-from muster.data.dataset import NOT_COUNTED, Batch, Dataset
+from muster.config.load_config import load_run_config
+from muster.config.named_model import HF_PREFIX, load_model
+from muster.config.run_config import DataConfig
+from muster.data.dataset import IGNORE_INDEX, Batch, Dataset
 from muster.data.tokenizer import Tokenizer
+from muster.layout.tensor_layout import TensorLayout
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.loss import cross_entropy_sum
-from muster.parallel.generation import decoder_for_text
+from muster.parallel.inference import build_inference_decoder
 from muster.parallel.world import pick_device
 from muster.spec.errors import ConfigError
-from muster.spec.layout import TensorLayout
-from muster.spec.load import load_run
 from muster.spec.model import ModelSpec
-from muster.spec.named_model import HF_PREFIX, load_model
-from muster.spec.run import DataConfig
-from muster.train.data import cache_of, open_dataset, open_store, require_words, tokenizer_of
-from muster.train.text import find_source
-from muster.train.validation import perplexity
+from muster.train.data import open_dataset, open_token_store, require_vocab_size, run_tokenizer, token_store_folder
+from muster.train.text_generation import find_trained_model
+from muster.train.validation_loss import perplexity
 
-ROWS = 8
+BATCH_SIZE = 8
 """Samples that are computed at once."""
-SEQ_LEN = 2048
+MAX_SEQ_LEN = 2048
 
 
 @dataclass(frozen=True)
 class EvalOptions:
     """What the command line says."""
 
-    place: Path
+    model_path: Path
     """A run, a checkpoint in one, or a Hugging Face directory."""
     source: str | None = None
     """Other data than the run's held-out samples."""
@@ -53,73 +53,79 @@ def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
 
     Raises ConfigError where there is no model or no data, or they don't fit each other.
     """
-    place, device = options.place, pick_device(0, 1)
+    place, device = options.model_path, pick_device(0, 1)
     if not place.is_dir():
         raise ConfigError(f"there is no directory {place}: expected a run, a checkpoint or a Hugging Face directory")
     if (place / "config.yaml").exists() or (place / MANIFEST).exists():
         return _evaluate_run(options, device)
     spec = load_model(f"{HF_PREFIX}{place}")
-    model, layouts = decoder_for_text(spec, "fp32", device, None)
-    load_initial(place, spec, _pieces(model, layouts))
+    model, layouts = build_inference_decoder(spec, "fp32", device, None)
+    load_initial_weights(place, spec, _pieces(model, layouts))
     data = DataConfig(source=options.source or "", tokenizer=options.tokenizer or str(place))
     if not options.source:
         raise ConfigError(f"{place} has no data of its own: name some with --source")
-    seq_len = options.seq_len or min(SEQ_LEN, spec.max_positions or SEQ_LEN)
-    own = _whole(options.source, data, tokenizer_of(data), spec, seq_len, Path(".data"))
+    seq_len = options.seq_len or min(MAX_SEQ_LEN, spec.max_positions or MAX_SEQ_LEN)
+    own = _open_whole_dataset(options.source, data, run_tokenizer(data), spec, seq_len, Path(".data"))
     return {"all": _loss(model, _train_batches(own, options.samples), device)}
 
 
 def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[str, float]]:
-    source = find_source(options.place)
+    source = find_trained_model(options.model_path)
     run_dir = source.checkpoint.parent.parent
-    config = load_run(None, run_dir / "config.yaml", []).config
-    model, layouts = decoder_for_text(source.model, "fp32", device, None)
+    config = load_run_config(None, run_dir / "config.yaml", []).config
+    model, layouts = build_inference_decoder(source.model, "fp32", device, None)
     load(source.checkpoint, _pieces(model, layouts), convert=True)
     seq_len = options.seq_len or config.train.seq_len
     if options.source is not None:
         data = config.data.model_copy(update={"tokenizer": options.tokenizer or config.data.tokenizer})
-        own = _whole(options.source, data, tokenizer_of(data), config.model, seq_len, cache_of(data, run_dir))
+        own = _open_whole_dataset(
+            options.source, data, run_tokenizer(data), config.model, seq_len, token_store_folder(data, run_dir)
+        )
         return {"all": _loss(model, _train_batches(own, options.samples), device)}
     dataset = open_dataset(
         config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
     )
     found = {}
-    for name, part in {"all": dataset, **dataset.parts}.items():
-        count = min(options.samples, part.num_held_out_samples)
+    for name, part in {"all": dataset, **dataset.sources}.items():
+        count = min(options.samples, part.num_validation_samples)
         if count:
-            batches = (part.held_out_batch(at, min(ROWS, count - at)) for at in range(0, count, ROWS))
+            batches = (part.validation_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
             found[name] = _loss(model, batches, device)
     if not found:
         raise ConfigError(f"{run_dir} holds nothing out (data.held_out 0): name other data with --source")
     return found
 
 
-def _whole(source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, seq_len: int, cache: Path) -> Dataset:
+def _open_whole_dataset(
+    source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, seq_len: int, cache: Path
+) -> Dataset:
     """All of a source."""
-    require_words(spec, tokenizer, data)
-    return Dataset(open_store(data, source, tokenizer, cache), seq_len, packing=data.packing)
+    require_vocab_size(spec, tokenizer, data)
+    return Dataset(open_token_store(data, source, tokenizer, cache), seq_len, packing=data.packing)
 
 
 def _train_batches(dataset: Dataset, samples: int) -> Iterator[Batch]:
     count = min(samples, dataset.num_train_samples)
-    return (dataset.train_batch(at, min(ROWS, count - at)) for at in range(0, count, ROWS))
+    return (dataset.train_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
 
 
-def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[Piece]:
-    return [Piece(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
+def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
+    return [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
 
 
 @torch.no_grad()
 def _loss(model: Decoder, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
     total, count = 0.0, 0
     for batch in batches:
-        filled = 1 + int(np.flatnonzero((batch.labels_BS != NOT_COUNTED).any(0)).max(initial=0))
+        filled = 1 + int(np.flatnonzero((batch.labels_BS != IGNORE_INDEX).any(0)).max(initial=0))
         tokens_BS, labels_BS = (
             torch.from_numpy(array[:, :filled]).to(device) for array in (batch.tokens_BS, batch.labels_BS)
         )
         positions = None if batch.positions_BS is None else batch.positions_BS[:, :filled]
-        model.where.documents = None if positions is None else Documents.of(torch.from_numpy(positions), device)
+        model.position_state.documents = (
+            None if positions is None else Documents.from_positions(torch.from_numpy(positions), device)
+        )
         total += float(cross_entropy_sum(model(tokens_BS), labels_BS))
-        count += batch.num_valid
+        count += batch.num_valid_tokens
     loss = total / max(1, count)
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}

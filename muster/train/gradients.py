@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from muster.parallel.route import Route
+from muster.parallel.p2p import P2PRoute
 from muster.parallel.stage import DecoderStage
 
 
@@ -14,23 +14,23 @@ def sum_of_squares(stage: DecoderStage) -> float:
     by_copies: dict[int, list[Tensor]] = {}
     for name, local in stage.parameters.items():
         if local.grad is not None and local.grad.numel():
-            by_copies.setdefault(stage.layouts[name].copies, []).append(local.grad)
+            by_copies.setdefault(stage.layouts[name].num_copies, []).append(local.grad)
     norms = {copies: float(torch.nn.utils.get_total_norm(grads)) for copies, grads in by_copies.items()}
     return sum(norm * norm / copies for copies, norm in norms.items())
 
 
-def add_other_replica(stage: DecoderStage, other_rank: int) -> None:
+def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:
     """Adds the gradients of the same layers on another rank to a stage's; both end with the same bits."""
-    stage.take_gradients()
+    stage.attach_local_gradients()
     gradients = [local.grad for local in stage.parameters.values() if local.grad is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        flat += Route.to(other_rank).swap(flat)
+        flat += P2PRoute.whole_to(other_rank).exchange(flat)
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
 
-def find_copies(stages: Iterable[DecoderStage], parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def find_tied_copies(stages: Iterable[DecoderStage], parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(tied weight of a last stage, the same weight of a first stage on this rank): the optimizer knows one."""
     return [
         (copy, parameters[name])

@@ -14,24 +14,24 @@ from muster.spec.suggest import did_you_mean
 
 
 def run_tasks(
-    place: Path, tasks: Sequence[str], task_dir: Path | None = None, limit: int | None = None
+    model_path: Path, tasks: Sequence[str], task_dir: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
     """By task what the harness found, such as `acc` and `acc_stderr`; `limit` is the most examples of each.
 
     `task_dir` holds tasks beside the harness's own. Raises ConfigError where the directory, the harness or a task is
     missing, MusterError where the harness fails.
     """
-    if not (place / "config.json").exists():
+    if not (model_path / "config.json").exists():
         raise ConfigError(
-            f"{place} is no Hugging Face directory, which --tasks reads: write one with"
-            f" 'muster checkpoint convert {place} DIR --to hf'"
+            f"{model_path} is no Hugging Face directory, which --tasks reads: write one with"
+            f" 'muster checkpoint convert {model_path} DIR --to hf'"
         )
     harness, manager = _harness(task_dir)
     for task in tasks:
         if task not in manager.all_tasks:
             hint = did_you_mean(task, manager.all_tasks)
             raise ConfigError(f"--tasks: the harness knows no task {task!r}{hint}; tasks of your own lie in --task-dir")
-    arguments = {"pretrained": str(place), "dtype": "float32"}
+    arguments = {"pretrained": str(model_path), "dtype": "float32"}
     try:
         found: Any = harness.simple_evaluate(
             model="hf",
@@ -43,7 +43,7 @@ def run_tasks(
         )
     except Exception as error:  # the harness and its data sets raise all kinds
         raise MusterError(f"the harness failed ({type(error).__name__}: {error})") from error
-    return {task: _numbers(values) for task, values in found["results"].items()}
+    return {task: _metrics(values) for task, values in found["results"].items()}
 
 
 def _harness(task_dir: Path | None) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def _harness(task_dir: Path | None) -> tuple[Any, Any]:
     return harness, tasks.TaskManager(include_path=None if task_dir is None else str(task_dir))
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
     """`acc,none` is what the harness calls `acc` after no filter."""
     return {
         key.removesuffix(",none"): float(value)

@@ -10,32 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.checkpoint.folder import find_latest, step_of
-from muster.checkpoint.initial import load_initial
+from muster.checkpoint.checkpoint_dir import find_latest, step_of
+from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.load import load
 from muster.checkpoint.manifest import Manifest
-from muster.data.dataset import Samples, StreamHash, sample_digest
+from muster.config.load_config import plan_yaml
+from muster.config.run_config import RunConfig
+from muster.config.yaml_writer import write_atomically
+from muster.data.dataset import SampleStream, StreamHash, sample_digest
+from muster.launch.rank_errors import EXIT_STOPPED
 from muster.parallel.world import World, open_world
-from muster.schedule.build import program_of
+from muster.schedule.build import build_program
 from muster.simulate.simulator import simulate
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.load import plan_text
 from muster.spec.plan import Plan
-from muster.spec.run import RunConfig
-from muster.spec.write import replace_text
-from muster.train.agreement import require_agreement
+from muster.train.checkpoint_manager import CHECKPOINTS_FOLDER, CheckpointManager
+from muster.train.config_consistency import require_same_config
 from muster.train.console import TrainingDisplay
 from muster.train.data import open_dataset
-from muster.train.ending import announce, finish
-from muster.train.errors import STOPPED
-from muster.train.memory import LOAD_LIMIT, open_copies, recall
+from muster.train.finalize import finalize, print_plan
+from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.metrics import MetricsLog, metrics_row, write_text
-from muster.train.order import measured_order
-from muster.train.saves import CHECKPOINTS, Saves
+from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
-from muster.train.track import Trackers
+from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
-from muster.train.validation import validate, validation_row, validation_text
+from muster.train.validation_loss import validation_losses, validation_metrics, validation_text
 
 
 def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
@@ -43,15 +43,15 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     dataset = open_dataset(config, run_dir)
-    require_agreement(config, plan, dataset.fingerprint, store, rank)
+    require_same_config(config, plan, dataset.fingerprint, store, rank)
     with open_world(store, rank, world_size, plan) as world:
-        return Run(config, plan, world, dataset, run_dir).go()
+        return TrainingLoop(config, plan, world, dataset, run_dir).run()
 
 
-class Run:
+class TrainingLoop:
     """One rank's way through a run."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Samples, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, run_dir: Path) -> None:
         self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
         self.is_main = world.rank == 0
         self.trainer = Trainer(config, plan, world, dataset)
@@ -61,38 +61,40 @@ class Run:
         """Trained on since the first step, without padding; those of skipped steps, too."""
         self._tokens_skipped = 0
         """Of the last steps in a row that were skipped."""
-        self.copies = open_copies(config.train, world, run_dir, self.trainer.pieces())
-        self.saves = Saves(config.train, self.trainer, world, run_dir, self.copies)
+        self.in_memory_checkpoint = open_in_memory_checkpoint(config.train, world, run_dir, self.trainer.local_shards())
+        self.checkpoint_manager = CheckpointManager(
+            config.train, self.trainer, world, run_dir, self.in_memory_checkpoint
+        )
         signal.signal(signal.SIGTERM, self._on_stop)
 
     def _on_stop(self, *_: object) -> None:
         self.trainer.stop_requested = True
 
-    def go(self) -> int:
+    def run(self) -> int:
         """Profiles, resumes, trains, reports."""
         started_at = self.started_at = time()
         profile = self.trainer.profile()
-        if (order := measured_order(self.config, self.plan, self.world, profile)) is not None:
-            self.trainer.take_order(order)
+        if (order := refine_schedule_from_profile(self.config, self.plan, self.world, profile)) is not None:
+            self.trainer.use_order(order)
             self.plan = self.trainer.plan
             if self.is_main:
-                replace_text(self.run_dir / "plan.yaml", plan_text(self.plan))
+                write_atomically(self.run_dir / "plan.yaml", plan_yaml(self.plan))
         # Of the ranks with most micro-batches, for which the others wait.
-        predicted = simulate(program_of(self.plan, self.config.model, self.config.workload), profile.times)
+        predicted = simulate(build_program(self.plan, self.config.model, self.config.workload), profile.times)
         self._resume()
-        self.saves.prepare()
+        self.checkpoint_manager.prepare()
         first_step = self.trainer.step_count + 1
         if self.is_main:
-            announce(self.trainer, predicted)
+            print_plan(self.trainer, predicted)
         with closing(Trackers(self.config, self.run_dir, first_step - 1, self.is_main)) as self.trackers:
             code = self._train()
             self.metrics.flush()
-            self.world.where.say("finish")
+            self.world.heartbeat.update("finish")
             if code == 0:
-                losses = finish(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
-                self.trackers.log({"step": self.trainer.step_count} | validation_row(losses))
-                self.world.wait_for_main()
-        self.saves.close()
+                losses = finalize(self.trainer, self.run_dir, predicted, profile, started_at, first_step)
+                self.trackers.log({"step": self.trainer.step_count} | validation_metrics(losses))
+                self.world.wait_for_rank_0()
+        self.checkpoint_manager.close()
         return code
 
     def _train(self) -> int:
@@ -102,64 +104,74 @@ class Run:
                 stopping = False
                 if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
                     trainer.stop_requested = True
-                for result in self._steps():
-                    self._write_down(result, display)
-                    if result.skipped and result.skipped_in_row >= train.max_skipped:
-                        self._give_up(result, result.skipped)
+                for result in self._finished_steps():
+                    self._record(result, display)
+                    if result.skip_reason and result.consecutive_skips >= train.max_skipped:
+                        self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
                     if result.step < train.num_steps and not stopping:
-                        problem = self.saves.after_step(result, self._info)
+                        problem = self.checkpoint_manager.after_step(result, self._checkpoint_info)
                         if problem and self.is_main:
-                            display.say(problem)
+                            display.print_line(problem)
                 at_end = trainer.step_count == train.num_steps
-                if (at_end or stopping) and (problem := self.saves.now(self._info())) and self.is_main:
-                    display.say(problem)
+                if (
+                    (at_end or stopping)
+                    and (problem := self.checkpoint_manager.save_and_wait(self._checkpoint_info()))
+                    and self.is_main
+                ):
+                    display.print_line(problem)
                 if stopping and not at_end:
                     if self.is_main:
                         print(f"stopped after step {trainer.step_count} as asked; the same command goes on from here")
-                    return STOPPED
+                    return EXIT_STOPPED
         return 0
 
-    def _steps(self) -> Iterator[StepResult]:
+    def _finished_steps(self) -> Iterator[StepResult]:
         """Makes the next step, and gives the steps whose outcome is known by now: all, where a save may begin then, or
         the fed samples are hashed."""
-        ahead, step = self.trainer.ahead, self.trainer.step_count + 1
+        ahead, step = self.trainer.post_validation, self.trainer.step_count + 1
         if ahead is None:
             yield self.trainer.step()
             return
-        settle = self.config.data.hash_samples or step == self.config.train.num_steps or self.saves.expects(step)
-        settle = settle or self._validates(step)
+        settle = (
+            self.config.data.hash_samples
+            or step == self.config.train.num_steps
+            or self.checkpoint_manager.may_save_after(step)
+        )
+        settle = settle or self._is_validation_step(step)
         for result in ahead.advance(settle):
             yield result
             if result.stop_requested:
                 yield from ahead.settle()
 
-    def _write_down(self, result: StepResult, display: TrainingDisplay) -> None:
-        self.tokens_seen += result.tokens
-        self._tokens_skipped = self._tokens_skipped + result.tokens if result.skipped else 0
+    def _record(self, result: StepResult, display: TrainingDisplay) -> None:
+        self.tokens_seen += result.num_tokens
+        self._tokens_skipped = self._tokens_skipped + result.num_tokens if result.skip_reason else 0
         if self.config.data.hash_samples:
             self._hash_samples()
-        if self.is_main and result.skipped:
-            display.say(f"step {result.step} was skipped: {result.skipped} ({self._samples(1)})")
+        if self.is_main and result.skip_reason:
+            display.print_line(f"step {result.step} was skipped: {result.skip_reason} ({self._describe_samples(1)})")
         train = self.config.train
-        losses = validate(self.trainer, self.config.eval.batches) if self._validates(result.step) else {}
+        losses = (
+            validation_losses(self.trainer, self.config.eval.batches) if self._is_validation_step(result.step) else {}
+        )
         if losses and self.is_main:
-            display.say(f"step {result.step}: {validation_text(losses)}")
+            display.print_line(f"step {result.step}: {validation_text(losses)}")
         logged = result.step % train.log_every == 0 or result.step == train.num_steps
-        if self.is_main and (logged or result.skipped or losses):
-            row = metrics_row(result, self.tokens_seen, self._epoch(result.step), None)
-            row |= validation_row(losses)
+        if self.is_main and (logged or result.skip_reason or losses):
+            row = metrics_row(result, self.tokens_seen, self._epoch_after(result.step), None)
+            row |= validation_metrics(losses)
             if problem := self.metrics.append(row):
-                display.say(problem)
+                display.print_line(problem)
             self.trackers.log(row)
             display.step(row)
 
-    def _epoch(self, step: int) -> float:
+    def _epoch_after(self, step: int) -> float:
         """How often the training samples have been gone through after this step."""
         trainer, later = self.trainer, self.trainer.step_count - step
-        return trainer.feeder.epochs_of(trainer.samples_consumed - later * self.config.train.global_batch_size)
+        return trainer.batch_loader.num_epochs(trainer.samples_consumed - later * self.config.train.global_batch_size)
 
-    def _validates(self, step: int) -> bool:
+    def _is_validation_step(self, step: int) -> bool:
         """Whether a validation loss is due after this step; the last one is the ending's."""
         every = self.config.eval.every
         return every > 0 and step % every == 0 and step < self.config.train.num_steps
@@ -168,8 +180,8 @@ class Run:
         """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
         own: list[tuple[int, bytes]] = []
         if self.world.at.tp == 0:  # its neighbours are fed the same
-            own = [(number, sample_digest(tokens)) for number, tokens in self.trainer.feeder.samples_fed()]
-        everyone = sorted(pair for pairs in self.world.exchange(own) for pair in pairs)
+            own = [(number, sample_digest(tokens)) for number, tokens in self.trainer.batch_loader.fed_samples()]
+        everyone = sorted(pair for pairs in self.world.all_gather_object(own) for pair in pairs)
         self.stream.update(digest for _, digest in everyone)
         if self.is_main:
             with suppress(MusterError):  # as with metrics.jsonl, which says so
@@ -178,7 +190,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
-    def _info(self) -> dict[str, Any]:
+    def _checkpoint_info(self) -> dict[str, Any]:
         """What a checkpoint says beside the tensors."""
         counters = {
             **self.trainer.counters(),
@@ -195,31 +207,31 @@ class Run:
 
     def _resume(self) -> None:
         """Goes on from the last checkpoint, if there is one."""
-        if (manifest := self._recall() or self._load_latest()) is not None:
-            self.trainer.go_to(manifest.step, manifest.counters)
+        if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
+            self.trainer.restore(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
             before = manifest.step * self.config.workload.tokens_per_step  # of a checkpoint that doesn't say it
             self.tokens_seen = manifest.counters.get("tokens_seen", before)
         elif (place := self.config.train.init_from) is not None:
-            load_initial(Path(place), self.config.model, self.trainer.pieces())
-            self.trainer.go_to(0, {"samples_consumed": 0})
+            load_initial_weights(Path(place), self.config.model, self.trainer.local_shards())
+            self.trainer.restore(0, {"samples_consumed": 0})
         if self.is_main:
-            self.metrics.forget_after(self.trainer.step_count)
+            self.metrics.truncate_after(self.trainer.step_count)
 
-    def _recall(self) -> Manifest | None:
+    def _load_in_memory_checkpoint(self) -> Manifest | None:
         """Loads the copies in the nodes' memory, where they are the newest."""
-        if self.copies is None:
+        if self.in_memory_checkpoint is None:
             return None
-        pieces, most = self.trainer.pieces(), self.config.train.num_steps
-        return recall(self.world, self.copies, self.run_dir, pieces, most)
+        pieces, most = self.trainer.local_shards(), self.config.train.num_steps
+        return load_in_memory_checkpoint(self.world, self.in_memory_checkpoint, self.run_dir, pieces, most)
 
     def _load_latest(self) -> Manifest | None:
         """Loads the last checkpoint; one that turns out to be damaged is said, and the one before it is taken."""
-        root, damaged = self.run_dir / CHECKPOINTS, list[Path]()
+        root, damaged = self.run_dir / CHECKPOINTS_FOLDER, list[Path]()
         said = ""
-        while (latest := self.world.share(find_latest(root, without=damaged))) is not None:
+        while (latest := self.world.broadcast_object(find_latest(root, excluded=damaged))) is not None:
             manifest, problem = self._try_load(latest)
-            everyone = self.world.exchange_within(f"load {latest.name}", problem, LOAD_LIMIT)
+            everyone = self.world.all_gather_object_via_store(f"load {latest.name}", problem, LOAD_TIMEOUT)
             problem = next((text for text in everyone if text), None)
             if problem is None:
                 if damaged and self.is_main:
@@ -237,28 +249,28 @@ class Run:
 
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
         """The manifest of a checkpoint that was loaded, or why this rank could not load it."""
-        self.world.where.say("load")
+        self.world.heartbeat.update("load")
         try:
-            return load(folder, self.trainer.pieces()), None
+            return load(folder, self.trainer.local_shards()), None
         except ConfigError:
             raise
         except MusterError as error:
             return None, str(error)
 
-    def _give_up(self, result: StepResult, reason: str) -> None:
+    def _stop_after_skips(self, result: StepResult, reason: str) -> None:
         """Stops after so many skipped steps in a row, the last for `reason`; keeps what led to them."""
-        count = result.skipped_in_row
-        samples = self._samples(count)
-        self.trainer.go_back(count)
+        count = result.consecutive_skips
+        samples = self._describe_samples(count)
+        self.trainer.rewind(count)
         self.tokens_seen -= self._tokens_skipped
-        self.saves.now(self._info(), "failed")
+        self.checkpoint_manager.save_and_wait(self._checkpoint_info(), "failed")
         steps = f"step {result.step} was" if count == 1 else f"steps {result.step - count + 1} to {result.step} were"
         raise MusterError(
             f"{steps} skipped, as many in a row as train.max_skipped allows: step {result.step} because {reason};"
             f" the state before is in {self.run_dir / 'failed'}, what followed are {samples}"
         )
 
-    def _samples(self, steps: int) -> str:
+    def _describe_samples(self, steps: int) -> str:
         """The samples of the last `steps` steps, in words."""
         size = self.config.train.global_batch_size
         end = self.trainer.samples_consumed

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-FIRST, GROWTH_STEPS = 2.0**16, 2000
+INITIAL_SCALE, GROWTH_STEPS = 2.0**16, 2000
 """As in PyTorch's GradScaler: P. Micikevicius et al., Mixed Precision Training, arXiv:1710.03740 §3.2."""
 
 
 class LossScale:
     """A power of 2: halved by a step whose gradients overflowed, doubled after many that didn't."""
 
-    def __init__(self, value: float = FIRST) -> None:
+    def __init__(self, value: float = INITIAL_SCALE) -> None:
         self.value = value
         self._good_steps = 0
 

@@ -23,28 +23,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from muster.cost.own_memory import GPU_LOSS_NUMBERS, Kernels
-from muster.data.dataset import Batch, Samples
+from muster.config.optim_config import OptimConfig
+from muster.config.run_config import DataConfig, RunConfig, TrainConfig
+from muster.cost.memory.native_memory import GPU_LOSS_CHUNK_LOGITS, KernelWorkspace
+from muster.data.dataset import Batch, SampleStream
+from muster.launch.launcher import launch, rank_command
 from muster.model.loss import large_chunks
-from muster.parallel.offload import Away, HostMemory, Offload
+from muster.parallel.offload import ActivationOffload, HostBufferPool, OffloadedStorages
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, fake_world, open_world
 from muster.schedule.action import Action
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.model import ModelSpec
-from muster.spec.optim import OptimConfig
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import DataConfig, RunConfig, TrainConfig
 from muster.spec.workload import Workload
-from muster.train.ahead import Share
-from muster.train.launch import launch, rank_command
+from muster.train.prefetch import LocalBatch
 from muster.train.trainer import Trainer
-from muster.train.worker import leave, main
+from muster.train.worker import exit_process, rank_main
 
 
 @dataclass(frozen=True, slots=True)
-class Accounting:
+class MeasuredMemory:
     """What PyTorch counted on one rank."""
 
     rank: int
@@ -54,19 +54,19 @@ class Accounting:
     """At the fullest moment of a step."""
 
 
-FAKE_KERNELS = Kernels(fused_norm=False, loss_numbers=GPU_LOSS_NUMBERS)
+FAKE_KERNELS = KernelWorkspace(fused_norm=False, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS)
 """What the forecast has to assume to stand beside `account`."""
 
 
-def account(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> Accounting:
+def measure_fake_rank(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> MeasuredMemory:
     """Builds `rank` of the plan's ranks and runs one step of it, on fake tensors on the CPU."""
     with _fake_group(plan, rank) as world, large_chunks():
-        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(Samples, None))
-        with FAKE:
+        trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(SampleStream, None))
+        with FAKE_MODE:
             return _count(trainer)
 
 
-def account_really(model: ModelSpec, plan: Plan, workload: Workload) -> list[Accounting]:
+def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list[MeasuredMemory]:
     """The same of all ranks, with real tensors, as processes on this machine. Raises MusterError when one fails."""
     if any(plan.offloaded_layers(stage, model.num_layers) for stage in range(plan.num_stages)):
         raise InfeasibleError(
@@ -76,26 +76,26 @@ def account_really(model: ModelSpec, plan: Plan, workload: Workload) -> list[Acc
     config = _run_config(model, plan, workload)
     with TemporaryDirectory(prefix="memory-check-") as place:
         folder = Path(place)
-        (folder / _REQUEST).write_text(config.model_dump_json())
+        (folder / _REQUEST_FILE).write_text(config.model_dump_json())
         command = rank_command("muster.train.memory_check", folder, plan.world_size)
-        if launch(command, plan.world_size, folder).tell():
+        if launch(command, plan.world_size, folder).report():
             raise MusterError(f"the ranks of plan {format_plan_name(plan)} failed; see the messages above")
         found = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.world_size))
-        return [Accounting(**one) for one in found]
+        return [MeasuredMemory(**one) for one in found]
 
 
 def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
     """One of the processes."""
     torch.set_num_threads(1)
-    config = RunConfig.model_validate_json((folder / _REQUEST).read_text())
+    config = RunConfig.model_validate_json((folder / _REQUEST_FILE).read_text())
     with open_world(store, rank, world_size, config.parallel) as world:
-        trainer = _CountedTrainer(config, config.parallel, world, cast(Samples, None))
+        trainer = _CountedTrainer(config, config.parallel, world, cast(SampleStream, None))
         found = _count(trainer)
     (folder / f"{rank}.json").write_text(json.dumps(asdict(found)))
     return 0
 
 
-_REQUEST = "request.json"
+_REQUEST_FILE = "request.json"
 
 
 def _run_config(model: ModelSpec, plan: Plan, workload: Workload) -> RunConfig:
@@ -108,16 +108,16 @@ def _run_config(model: ModelSpec, plan: Plan, workload: Workload) -> RunConfig:
     )
 
 
-def _count(trainer: "_CountedTrainer") -> Accounting:
+def _count(trainer: "_CountedTrainer") -> MeasuredMemory:
     tracker = _make_tracker()
     tracker.track_external(*trainer.tensors())
     with tracker:
         resident = _total(tracker, "current")
-        trainer.round()
-    return Accounting(trainer.world.rank, resident, _total(tracker, "peak"))
+        trainer.run_step()
+    return MeasuredMemory(trainer.world.rank, resident, _total(tracker, "peak"))
 
 
-FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
@@ -129,21 +129,21 @@ def _fake_group(plan: Plan, rank: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-class _FakeHost(HostMemory):
+class _FakeHost(HostBufferPool):
     """Memory that isn't counted with the device's."""
 
     def take(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=_HOST)
 
 
-class _FakeOffload(Offload):
+class _FakeOffload(ActivationOffload):
     """Takes and frees memory, and copies nothing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.host = _FakeHost(pinned=False)
 
-    def _copy(self, away: Away, to_host: bool) -> Callable[[], None]:
+    def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
         return lambda: None
 
 
@@ -156,8 +156,8 @@ class _FakeStage(DecoderStage):
     offload_type = _FakeOffload
 
     def _materialise(self) -> None:
-        with FAKE:
-            super()._materialise()
+        with FAKE_MODE:
+            super()._materialize()
 
     def reset_values(self, seed: int) -> None:
         pass
@@ -172,13 +172,13 @@ class _CountedTrainer(Trainer):
         locals_ = [local for stage in self.stages.values() for local in stage.parameters.values()]
         return [*(stage.module for stage in self.stages.values()), *states, *locals_]
 
-    def round(self) -> None:
+    def run_step(self) -> None:
         """One step."""
-        workload, rows = self.config.workload, self.plan.rows(self.world.at.pp)
-        tokens = np.zeros((self.feeder.micro_batches * rows, workload.seq_len), np.int64)
+        workload, rows = self.config.workload, self.plan.local_micro_batch_size(self.world.at.pp)
+        tokens = np.zeros((self.batch_loader.num_micro_batches * rows, workload.seq_len), np.int64)
         self.num_valid = count = workload.tokens_per_step
-        batch = Batch(tokens, tokens, tokens.size) if self.feeder.reads else None
-        self.feeder.feed(Share(0, batch, count, count))
+        batch = Batch(tokens, tokens, tokens.size) if self.batch_loader.needs_data else None
+        self.batch_loader.feed_stages(LocalBatch(0, batch, count, count))
         self.learning_rate = 0.0
         self._executor.run()
 
@@ -189,12 +189,12 @@ class _FakeTrainer(_CountedTrainer):
     def _norm(self, action: Action) -> None:
         """Without looking at the values, which fake tensors haven't: as if the gradients were to be clipped."""
         for stage in self.stages.values():
-            stage.take_gradients()
-            stage.take_losses()
+            stage.attach_local_gradients()
+            stage.pop_losses()
         self._skipped, self.grad_norm = None, 2 * self.config.optim.clip_norm
 
 
-class _NoModules:
+class _NoModuleTracker:
     """In place of `MemTracker`'s view by module, which can't follow several micro-batches and keeps their inputs
     alive."""
 
@@ -211,7 +211,7 @@ class _NoModules:
 
 def _make_tracker() -> MemTracker:
     tracker = MemTracker()
-    tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
+    tracker._mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
     return tracker
 
 
@@ -221,4 +221,4 @@ def _total(tracker: MemTracker, which: str) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(_count_rank))
+    exit_process(rank_main(_count_rank))

@@ -21,20 +21,20 @@ def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float |
         "train/lr": result.learning_rate,
         "train/tokens": tokens_seen,
         "train/epoch": epoch,
-        "train/skipped": result.skipped_so_far,
-        "perf/tokens_per_s": result.tokens / result.time_s,
+        "train/skipped": result.total_skips,
+        "perf/tokens_per_s": result.num_tokens / result.time_s,
         "perf/mfu": mfu,
         "time/step": result.time_s,
         "time/data": result.data_s,
     }
     if result.z_loss:
         row["train/z_loss"] = result.z_loss
-    if result.skipped:
-        row["skipped"] = result.skipped
-    return finite(row)
+    if result.skip_reason:
+        row["skipped"] = result.skip_reason
+    return null_non_finite(row)
 
 
-def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+def null_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with null for each number that is not finite, as JSON has no other word for it."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
@@ -47,7 +47,7 @@ class MetricsLog:
         self._waiting: list[str] = []
         """Lines that could not be written."""
 
-    def forget_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drops the rows of steps that a resumed run does again, and a last line that a kill cut short."""
         if self.path.exists():
             kept = [row for row in read_metrics(self.path) if row["step"] <= step]

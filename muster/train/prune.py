@@ -5,11 +5,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.folder import Keep, checkpoints, find_latest, prune, remove_stale, step_of, surplus
-from muster.checkpoint.memory.folder import leftovers, places
+from muster.checkpoint.checkpoint_dir import (
+    RetentionPolicy,
+    find_latest,
+    list_checkpoints,
+    prunable,
+    prune,
+    remove_incomplete,
+    step_of,
+)
+from muster.checkpoint.in_memory.directory import candidate_directories, find_orphaned
+from muster.config.load_config import load_run_config
 from muster.spec.errors import ConfigError
-from muster.spec.load import load_run
-from muster.train.run import claimed
+from muster.train.run import locked_run_dir
 
 
 def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:
@@ -22,26 +30,26 @@ def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run:
     root = run / "checkpoints"
     if (newest := find_latest(root)) is None:
         raise ConfigError(f"{run} has no good checkpoint: expected a run directory, such as runs/demo")
-    train = load_run(None, run / "config.yaml", []).config.train
+    train = load_run_config(None, run / "config.yaml", []).config.train
     keep_every = train.keep_every if keep_every is None else keep_every
-    keep = Keep(last=keep_last, permanent_every=keep_every)
-    with claimed(run):
+    keep = RetentionPolicy(last=keep_last, permanent_every=keep_every)
+    with locked_run_dir(run):
         stale = sorted(root.glob("*.tmp"))
         old = [
             left.path
-            for place in places(train.copies_dir)
-            for left in leftovers(place)
-            if left.run == run.absolute() and (left.stale or (left.step or 0) <= step_of(newest))
+            for place in candidate_directories(train.copies_dir)
+            for left in find_orphaned(place)
+            if left.run_dir == run.absolute() and (left.is_stale or (left.step or 0) <= step_of(newest))
         ]
-        doomed = [*surplus(root, keep, newest), *stale, *old]
+        doomed = [*prunable(root, keep, newest), *stale, *old]
         nbytes = sum(file.stat().st_size for path in doomed for file in [path, *path.rglob("*")] if file.is_file())
         if not dry_run:
             prune(root, keep, newest)
-            remove_stale(root)
+            remove_incomplete(root)
             for path in old:
                 with suppress(OSError):
                     shutil.rmtree(path)
-        kept = [path for path in checkpoints(root) if path not in doomed]
+        kept = [path for path in list_checkpoints(root) if path not in doomed]
     return {
         "version": 1,
         "dry_run": dry_run,

@@ -14,19 +14,19 @@ class StepResult:
     """What the z-loss adds to it in training."""
     grad_norm: float
     learning_rate: float
-    tokens: int
+    num_tokens: int
     """Positions that are no padding."""
     time_s: float
     data_s: float
-    skipped: str | None
+    skip_reason: str | None
     """Why the step changed nothing, in words that go after `step 7 was skipped: `; None when it was applied."""
-    skipped_so_far: int
+    total_skips: int
     """Steps skipped since the first, this one included."""
-    skipped_in_row: int
+    consecutive_skips: int
     """Steps skipped since the last that was applied, this one included."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
-    saving: bool = False
+    is_saving: bool = False
     """Whether any rank was still busy with a checkpoint."""
     save_failed: bool = False
     """Whether a checkpoint that was begun has failed since the step before."""

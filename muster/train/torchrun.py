@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from muster.parallel.network import family_of, own_interface, resolve
-from muster.parallel.whereabouts import share_page
+from muster.config.load_config import ResolvedConfig
+from muster.launch.heartbeat import create_page
+from muster.launch.network import address_family, local_interface, resolve
+from muster.launch.rank_errors import EXIT_STOPPED, read_rank_error, run_guarded, write_exit_file
+from muster.launch.shared_filesystem import require_shared_run_dir
+from muster.launch.watchdog import WatchdogConfig, attempt_id
 from muster.planner.auto import choose_plan
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.load import Resolved
-from muster.train.errors import STOPPED, guard, read_error, write_exit
-from muster.train.run import PREPARE_LIMIT, TrainOptions, claimed, prepare
-from muster.train.shared_disk import require_shared
-from muster.train.watcher import WatchJob, attempt_in
-from muster.train.worker import leave, run_rank
+from muster.train.run import PREPARE_TIMEOUT, TrainOptions, locked_run_dir, prepare
+from muster.train.worker import exit_process, run_rank
 
 
-def join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
+def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int:
     """One of torchrun's ranks; rank 0 prepares the run directory while the others wait for its word."""
     run_dir, rank, world_size = options.run_dir, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.nodes is not None:
@@ -37,20 +37,20 @@ def join_torchrun(resolved: Resolved, options: TrainOptions) -> int:
         if rank == 0:
             verdict = "failed"
             try:
-                held.enter_context(claimed(run_dir, resolved.config.train.mirror))
+                held.enter_context(locked_run_dir(run_dir, resolved.config.train.mirror))
                 verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
             finally:
                 store.set("prepared", verdict)
-        store.wait(["prepared"], PREPARE_LIMIT)
+        store.wait(["prepared"], PREPARE_TIMEOUT)
         verdict = store.get("prepared").decode()
         if verdict != "train":
             return int(verdict == "failed")  # rank 0 says why
-        require_shared(run_dir, rank, store)
-        start_watch(run_dir, resolved.config.train.hang_s, store, rank, world_size)
-        code = guard(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
+        require_shared_run_dir(run_dir, rank, store)
+        start_watchdog(run_dir, resolved.config.train.hang_s, store, rank, world_size)
+        code = run_guarded(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
         if rank == 0:
-            _conclude(run_dir, code, world_size)
-        return leave(code)
+            _write_exit_status(run_dir, code, world_size)
+        return exit_process(code)
 
 
 def _torchrun_store(rank: int) -> dist.Store:
@@ -65,32 +65,32 @@ def _torchrun_store(rank: int) -> dist.Store:
     return dist.PrefixStore(f"{env['TORCHELASTIC_RUN_ID']}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", root)
 
 
-def _prepare_as_torchrun(resolved: Resolved, options: TrainOptions, world_size: int) -> bool:
+def _prepare_as_torchrun(resolved: ResolvedConfig, options: TrainOptions, world_size: int) -> bool:
     """Prepares; what is wrong is written to exit.json too, because torchrun's own exit code says nothing."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = world_size // local if local and world_size % local == 0 else 1
     try:
         return prepare(resolved, choose_plan(resolved, world_size, nodes), options)
     except MusterError as error:
-        write_exit(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
+        write_exit_file(options.run_dir, error.exit_code, str(error), rank=0, host=socket.gethostname())
         raise
 
 
-def _conclude(run_dir: Path, code: int, world_size: int) -> None:
+def _write_exit_status(run_dir: Path, code: int, world_size: int) -> None:
     """Writes exit.json with the first cause that any rank has named."""
-    errors = [error for rank in range(world_size) if (error := read_error(run_dir, rank)) is not None]
+    errors = [error for rank in range(world_size) if (error := read_rank_error(run_dir, rank)) is not None]
     cause = min(errors, key=lambda error: (not error.primary, error.time), default=None)
-    reason = {0: "finished", STOPPED: "stopped on request; the same command continues the run"}.get(code, "failed")
+    reason = {0: "finished", EXIT_STOPPED: "stopped on request; the same command continues the run"}.get(code, "failed")
     if cause is not None:
         reason = f"rank {cause.rank} on {cause.host}: {cause.sentence}"
-    write_exit(run_dir, code, reason, cause and cause.rank, cause and cause.host)
+    write_exit_file(run_dir, code, reason, cause and cause.rank, cause and cause.host)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Watching
 
 
-def start_watch(run_dir: Path, hang_s: float, store: dist.Store, rank: int, world_size: int) -> None:
+def start_watchdog(run_dir: Path, hang_timeout_s: float, store: dist.Store, rank: int, world_size: int) -> None:
     """Lets a process on each node watch its ranks, as Muster's launcher would; all ranks call it.
 
     Where nodes have different numbers of ranks, or none can be told, nobody watches.
@@ -98,7 +98,7 @@ def start_watch(run_dir: Path, hang_s: float, store: dist.Store, rank: int, worl
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not per_node or world_size % per_node:
         return
-    store.set(f"watched {rank}", json.dumps([rank, os.getpid(), share_page()]))
+    store.set(f"watched {rank}", json.dumps([rank, os.getpid(), create_page()]))
     if int(os.environ.get("LOCAL_RANK", -1)) != 0:
         return
     node, host = rank // per_node, os.environ["MASTER_ADDR"]
@@ -106,15 +106,17 @@ def start_watch(run_dir: Path, hang_s: float, store: dist.Store, rank: int, worl
         store.set("watchers meet at", str(_free_port(host)))
     port = int(store.get("watchers meet at")) if world_size > per_node else 0
     ranks = [tuple(json.loads(store.get(f"watched {rank + index}"))) for index in range(per_node)]
-    job = WatchJob(
-        str(run_dir), hang_s, world_size, node, world_size // per_node, host, port, ranks, attempt_in(run_dir)
+    job = WatchdogConfig(
+        str(run_dir), hang_timeout_s, world_size, node, world_size // per_node, host, port, ranks, attempt_id(run_dir)
     )
     # In a session of its own, so that it is there to the end, whatever ends the ranks.
-    command = [sys.executable, "-m", "muster.train.watcher", json.dumps(asdict(job))]
+    command = [sys.executable, "-m", "muster.launch.watchdog", json.dumps(asdict(job))]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _free_port(host: str) -> int:
     address = resolve(host)
-    with socket.create_server((address if own_interface(address) else "", 0), family=family_of(address)) as listener:
+    with socket.create_server(
+        (address if local_interface(address) else "", 0), family=address_family(address)
+    ) as listener:
         return listener.getsockname()[1]

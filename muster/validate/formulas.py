@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from muster.spec.model import ModelSpec
 from muster.spec.workload import Workload
-from muster.validate.reading import UnreadableError
-from muster.validate.table import Row
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.table import MeasurementRow
 
 TIME_METRICS = (
     *("iteration_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "samples_per_s_per_gpu", "samples_per_s_total"),
@@ -82,14 +82,16 @@ FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
 }
 
 
-def step_time_s(row: Row, model: ModelSpec, workload: Workload, formula: str | None, peak_flops_per_s: float) -> float:
+def step_time_s(
+    row: MeasurementRow, model: ModelSpec, workload: Workload, formula: str | None, peak_flops_per_s: float
+) -> float:
     """The measured seconds of a step. `peak_flops_per_s`: of one device, as the source's MFU takes it.
 
     Raises UnreadableError for a hole, and for FLOP/s whose formula isn't shipped.
     """
     assert row.n_gpus is not None
     if row.value is None:
-        raise UnreadableError("value is empty")
+        raise UnpredictableRowError("value is empty")
     if row.metric == "iteration_time_s":
         return row.value
     devices = row.n_gpus if row.metric.endswith("_per_gpu") or row.metric == "MFU_pct" else 1
@@ -97,6 +99,6 @@ def step_time_s(row: Row, model: ModelSpec, workload: Workload, formula: str | N
         per_step = workload.tokens_per_step if row.metric.startswith("tokens") else workload.global_batch_size
         return per_step / (row.value * devices)
     if formula is None:
-        raise UnreadableError(f"{row.metric} can't be turned into a time: no formula is known for its source")
+        raise UnpredictableRowError(f"{row.metric} can't be turned into a time: no formula is known for its source")
     rate = row.value / 100 * peak_flops_per_s if row.metric == "MFU_pct" else row.value * 1e12
     return FORMULAS[formula](model, workload) / (rate * devices)

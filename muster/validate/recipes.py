@@ -9,26 +9,26 @@ from typing import Any
 import yaml
 
 from muster.catalog import names, read
+from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
 from muster.simulate.predict import Prediction, predict
 from muster.spec.base import Frozen
 from muster.spec.cluster import ClusterSpec
-from muster.spec.legal import problems
-from muster.spec.load_cluster import load_cluster
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.legality import plan_violations
 from muster.spec.model import ModelSpec
-from muster.spec.named_model import load_model
 from muster.spec.plan import Plan
-from muster.spec.plan_name import parse_plan_name, said_by
-from muster.spec.software import Software
+from muster.spec.plan_name import parse_name_parts, parse_plan_name
 from muster.spec.workload import Workload
 from muster.validate.formulas import FORMULAS
 
-ENOUGH = 0.1
+SPEED_TOLERANCE = 0.1
 """How far a prediction may be from the published speed."""
-MOST_CLAIMED = 0.15
+MAX_UNEXPLAINED_GAIN = 0.15
 """By how much faster the planner's plan may be predicted than the recipe without a word on why."""
 
 
-class Published(Frozen):
+class PublishedSpeed(Frozen):
     """The speed that a source states; one of the first three."""
 
     step_time_s: float | None = None
@@ -49,15 +49,15 @@ class Recipe(Frozen):
     plan: str
     attention: str = "flash"
     held: str = ""
-    software: Software = Software()
-    published: Published | None = None
+    software: FrameworkTraits = FrameworkTraits()
+    published: PublishedSpeed | None = None
     source: str
     note: str = ""
     gap: str = ""
 
 
 @dataclass(frozen=True)
-class Job:
+class RecipeJob:
     """A recipe as values."""
 
     recipe: Recipe
@@ -67,9 +67,9 @@ class Job:
     plan: Plan
 
     @cached_property
-    def held(self) -> dict[str, Any]:
+    def fixed_fields(self) -> dict[str, Any]:
         """Fields of a plan, or of its default strategy, that the planner keeps too."""
-        said = said_by(self.recipe.held) if self.recipe.held else {}
+        said = parse_name_parts(self.recipe.held) if self.recipe.held else {}
         if "recompute" in said:
             said["offload"] = "none"  # the software of its time had neither
         return {**said, "precision": self.plan.precision}
@@ -88,26 +88,26 @@ class Job:
         assert said.formula is not None
         return FORMULAS[said.formula](self.model, self.workload) / (said.tflops_per_device * 1e12 * devices)
 
-    def predicted(self, plan: Plan) -> Prediction:
+    def predict(self, plan: Plan) -> Prediction:
         """What a plan takes in the recipe's software and attention. Raises InfeasibleError where it can't hold."""
         computed = {"attention": self.plan.default_strategy.attention}
         plan = plan.model_copy(update={"default_strategy": plan.default_strategy.model_copy(update=computed)})
-        return predict(self.model, plan, self.workload, self.cluster, software=self.recipe.software)
+        return predict(self.model, plan, self.workload, self.cluster, framework=self.recipe.software)
 
 
 @dataclass(frozen=True)
-class Judged:
+class RecipeResult:
     """What is thought of a recipe."""
 
-    job: Job
+    job: RecipeJob
     illegal: str = ""
     """Why the plan can't hold; empty where it can."""
     step_time_s: float | None = None
     peak_share: float | None = None
     """Of the fullest device's memory."""
-    preferred: Plan | None = None
+    planner_plan: Plan | None = None
     """The planner's choice for the same job; None where it wasn't asked or found none."""
-    preferred_s: float | None = None
+    planner_step_time_s: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -121,14 +121,14 @@ class Judged:
         return self.step_time_s / self.job.published_s - 1
 
     @property
-    def claim(self) -> float | None:
+    def claimed_gain(self) -> float | None:
         """By how much more throughput the planner's plan is predicted to have than the recipe."""
-        if self.step_time_s is None or self.preferred_s is None:
+        if self.step_time_s is None or self.planner_step_time_s is None:
             return None
-        return self.step_time_s / self.preferred_s - 1
+        return self.step_time_s / self.planner_step_time_s - 1
 
 
-Prefer = Callable[[Job], Plan | None]
+PlanChooser = Callable[[RecipeJob], Plan | None]
 
 
 def recipes() -> list[Recipe]:
@@ -140,7 +140,7 @@ def recipes() -> list[Recipe]:
     ]
 
 
-def job_of(recipe: Recipe) -> Job:
+def job_of(recipe: Recipe) -> RecipeJob:
     """A recipe as values. Raises ConfigError where it names what isn't known."""
     plan = parse_plan_name(_spelled_out(recipe.plan))
     strategy = plan.default_strategy.model_copy(
@@ -149,7 +149,7 @@ def job_of(recipe: Recipe) -> Job:
             "tp_overlap": "chunked" if recipe.software.overlap_tensor and plan.default_strategy.sp else "none",
         }
     )
-    return Job(
+    return RecipeJob(
         recipe,
         load_model(recipe.model),
         load_cluster(recipe.cluster),
@@ -163,19 +163,21 @@ def _spelled_out(name: str) -> str:
     return re.sub(r"(\d+)x(\d+)(?=\.|$)", lambda run: ".".join([run[1]] * int(run[2])), name)
 
 
-def judge(recipe: Recipe, prefer: Prefer | None = None) -> Judged:
+def evaluate_recipe(recipe: Recipe, choose_plan: PlanChooser | None = None) -> RecipeResult:
     """A recipe beside its prediction, and beside the plan that `prefer` chooses."""
     job = job_of(recipe)
-    for problem in problems(job.plan, job.model, job.workload, job.cluster.num_devices):
-        return Judged(job, problem)
-    found = job.predicted(job.plan)
+    for problem in plan_violations(job.plan, job.model, job.workload, job.cluster.num_devices):
+        return RecipeResult(job, problem)
+    found = job.predict(job.plan)
     capacity = job.cluster.device.memory_bytes
     share = max(rank.total for rank in found.memory) / capacity if capacity else None
-    judged = Judged(job, "", found.step_time_s, share)
-    plan = prefer(job) if prefer else None
-    return replace(judged, preferred=plan, preferred_s=job.predicted(plan).step_time_s) if plan else judged
+    judged = RecipeResult(job, "", found.step_time_s, share)
+    plan = choose_plan(job) if choose_plan else None
+    return replace(judged, planner_plan=plan, planner_step_time_s=job.predict(plan).step_time_s) if plan else judged
 
 
-def judged(prefer: Prefer | None = None, chosen: Iterable[Recipe] | None = None) -> list[Judged]:
+def evaluate_recipes(
+    choose_plan: PlanChooser | None = None, chosen: Iterable[Recipe] | None = None
+) -> list[RecipeResult]:
     """All recipes, or those that were chosen."""
-    return [judge(recipe, prefer) for recipe in (recipes() if chosen is None else chosen)]
+    return [evaluate_recipe(recipe, choose_plan) for recipe in (recipes() if chosen is None else chosen)]

@@ -5,19 +5,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from muster.validate.predicted import NEAR, Result
-from muster.validate.table import Row
+from muster.validate.comparison import NEAR_CAPACITY, RowResult
+from muster.validate.table import MeasurementRow
 
 _NOT_OF_THE_CONFIGURATION = ("file", "line", "number", "software", "value", "outcome", "peak_mem_gb", "notes")
 
 
-def family_of(row: Row) -> tuple[object, ...]:
+def configuration_of(row: MeasurementRow) -> tuple[object, ...]:
     """What makes two rows the same configuration, whatever release of the software measured it."""
-    return tuple(getattr(row, name) for name in Row.__dataclass_fields__ if name not in _NOT_OF_THE_CONFIGURATION)
+    return tuple(
+        getattr(row, name) for name in MeasurementRow.__dataclass_fields__ if name not in _NOT_OF_THE_CONFIGURATION
+    )
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorScores:
     """Relative errors of the step time in percent; a family of equal configurations counts once."""
 
     rows: int
@@ -29,7 +31,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Interval:
+class IntervalScores:
     """Rows that leave something open."""
 
     rows: int
@@ -39,16 +41,18 @@ class Interval:
     """Of how many the measured time lies in it, in percent."""
 
 
-def errors_of(results: Iterable[Result], error: Callable[[Result], float | None] = lambda r: r.error) -> Errors:
+def score_errors(
+    results: Iterable[RowResult], error: Callable[[RowResult], float | None] = lambda r: r.error
+) -> ErrorScores:
     """Of the timed ones among the results; `error` gives the relative error of one of them."""
     timed = [result for result in results if result.is_timed]
     found = [result for result in timed if result.is_predicted]
     families: dict[object, list[float]] = defaultdict(list)
     for result in found:
         if (value := error(result)) is not None:
-            families[family_of(result.row)].append(100 * value)
+            families[configuration_of(result.row)].append(100 * value)
     apes = [mean(map(abs, errors)) for errors in families.values()]
-    return Errors(
+    return ErrorScores(
         rows=len(timed),
         predicted=len(found),
         families=len(families),
@@ -58,7 +62,7 @@ def errors_of(results: Iterable[Result], error: Callable[[Result], float | None]
     )
 
 
-def interval_of(results: Iterable[Result]) -> Interval:
+def score_intervals(results: Iterable[RowResult]) -> IntervalScores:
     """Of the rows that leave something open."""
     found = [result for result in results if result.is_predicted and not result.is_fully_specified]
     widths, inside = [], 0
@@ -68,14 +72,14 @@ def interval_of(results: Iterable[Result]) -> Interval:
         assert result.measured_s is not None
         inside += low <= result.measured_s <= high
     share = 100 * inside / len(found) if found else None
-    return Interval(len(found), median(widths) if widths else None, share)
+    return IntervalScores(len(found), median(widths) if widths else None, share)
 
 
-def worst(results: Iterable[Result], count: int) -> list[Result]:
+def worst_results(results: Iterable[RowResult], count: int) -> list[RowResult]:
     """The predicted rows that are furthest off, one of each family."""
-    best: dict[object, Result] = {}
+    best: dict[object, RowResult] = {}
     for result in sorted((r for r in results if r.is_predicted), key=lambda r: -abs(r.error)):
-        best.setdefault(family_of(result.row), result)
+        best.setdefault(configuration_of(result.row), result)
     return list(best.values())[:count]
 
 
@@ -86,7 +90,7 @@ _SETTLED_BY_HABIT = ("sp",)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FitScores:
     """Out of memory or not, predicted against what happened; rows near the capacity are counted apart."""
 
     oom_predicted_oom: int
@@ -95,7 +99,7 @@ class Outcome:
     success_predicted_oom: int
     balanced_accuracy: float | None
     """Mean of both recalls, in percent, over the rows that aren't near the capacity; None unless both happened."""
-    near: tuple[Result, ...]
+    near: tuple[RowResult, ...]
     """Rows predicted within 5 % of the capacity, which aren't in the counts."""
     undecided: int
     """Rows left out because what they don't state decides."""
@@ -105,25 +109,25 @@ class Outcome:
         return self.oom_predicted_fit + self.success_predicted_oom
 
 
-def outcome_of(results: Iterable[Result]) -> Outcome:
+def score_fits(results: Iterable[RowResult]) -> FitScores:
     """Over all results whose run is known to have worked or not."""
     counts: dict[tuple[bool, bool], int] = defaultdict(int)
     near, undecided = [], 0
     for result in results:
-        answer, worked = result.answer, result.succeeded
+        answer, worked = result.prediction, result.succeeded
         if answer is None or worked is None or answer.fits is None or answer.capacity_bytes is None:
             continue
-        assert result.setting is not None
-        is_open = any(column not in _SETTLED_BY_HABIT for column in result.setting.unstated)
-        if is_open and len({one.fits for one in result.answers}) > 1:
+        assert result.inputs is not None
+        is_open = any(column not in _SETTLED_BY_HABIT for column in result.inputs.unstated)
+        if is_open and len({one.fits for one in result.predictions}) > 1:
             undecided += 1
-        elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= NEAR:
+        elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= NEAR_CAPACITY:
             near.append(result)
         else:
             counts[worked, answer.fits] += 1
     ooms, successes = counts[False, False] + counts[False, True], counts[True, True] + counts[True, False]
     balanced = 50 * (counts[False, False] / ooms + counts[True, True] / successes) if ooms and successes else None
-    return Outcome(
+    return FitScores(
         counts[False, False],
         counts[False, True],
         counts[True, True],
@@ -139,7 +143,7 @@ def outcome_of(results: Iterable[Result]) -> Outcome:
 
 
 @dataclass(frozen=True)
-class MemoryErrors:
+class MemoryScores:
     """Relative errors of the peak memory in percent.
 
     What sources call peak differs: allocated or reserved, in 10⁹ bytes or GiB; GiB is taken.
@@ -150,11 +154,11 @@ class MemoryErrors:
     bias: float | None
 
 
-def memory_errors(results: Sequence[Result]) -> MemoryErrors:
+def score_memory(results: Sequence[RowResult]) -> MemoryScores:
     """Of the fully specified rows that say their peak memory."""
     errors = []
     for result in results:
         said = result.row.peak_mem_gb or (result.row.value if result.row.metric == "peak_memory_gb" else None)
-        if said and result.answer is not None and result.is_fully_specified:
-            errors.append(100 * (result.answer.peak_bytes / (said * 2**30) - 1))
-    return MemoryErrors(len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None)
+        if said and result.prediction is not None and result.is_fully_specified:
+            errors.append(100 * (result.prediction.peak_bytes / (said * 2**30) - 1))
+    return MemoryScores(len(errors), mean(map(abs, errors)) if errors else None, mean(errors) if errors else None)

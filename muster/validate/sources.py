@@ -10,12 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from muster.spec.base import Frozen
-from muster.validate.table import Row
+from muster.validate.table import MeasurementRow
 
-NUMBERS = ("vpp", "micro_batch", "gpus_per_node")
+NUMBER_COLUMNS = ("vpp", "micro_batch", "gpus_per_node")
 
 
-class Source(Frozen):
+class MeasurementSource(Frozen):
     """Facts, usual choices and the software of one source; the file's first lines say what each key means."""
 
     match: str = ""
@@ -44,28 +44,28 @@ class Source(Frozen):
 
 
 @cache
-def sources() -> tuple[Source, ...]:
+def sources() -> tuple[MeasurementSource, ...]:
     """All that the catalogue knows."""
     text = (files("muster.catalog") / "measurements" / "sources.yaml").read_text(encoding="utf-8")
     try:
-        return tuple(Source.model_validate(entry) for entry in yaml.safe_load(text)["sources"])
+        return tuple(MeasurementSource.model_validate(entry) for entry in yaml.safe_load(text)["sources"])
     except ValidationError as error:
         raise AssertionError(f"sources.yaml: {error}") from None
 
 
 @cache
-def source_of(name: str) -> Source:
+def source_of(name: str) -> MeasurementSource:
     """The entry that serves a row's `source`; an empty one where there is none."""
-    return next((source for source in sources() if re.match(source.match, name)), Source())
+    return next((source for source in sources() if re.match(source.match, name)), MeasurementSource())
 
 
-def source_of_row(row: Row) -> Source:
+def source_of_row(row: MeasurementRow) -> MeasurementSource:
     """The entry that serves a row: that of its `source`, else the first whose program or publication it names."""
     return _source_of(row.source, row.url_or_repo, row.software)
 
 
 @cache
-def _source_of(name: str, *words: str) -> Source:
+def _source_of(name: str, *words: str) -> MeasurementSource:
     found, text = source_of(name), " ".join((name, *words))
     if found.match:
         return found
@@ -73,8 +73,8 @@ def _source_of(name: str, *words: str) -> Source:
     return next(named, found)
 
 
-def with_facts(row: Row) -> Row:
+def with_facts(row: MeasurementRow) -> MeasurementRow:
     """The row with the columns filled that its source states elsewhere."""
     source = source_of_row(row)
     empty = {column: text for column, text in source.facts.items() if getattr(row, column) in ("", None)}
-    return replace(row, **{column: int(text) if column in NUMBERS else text for column, text in empty.items()})
+    return replace(row, **{column: int(text) if column in NUMBER_COLUMNS else text for column, text in empty.items()})

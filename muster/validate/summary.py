@@ -10,45 +10,45 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from muster.validate.predicted import Predictor, Result, results_of
+from muster.validate.axis_bias import AxisBias, axis_biases
+from muster.validate.comparison import Predictor, RowResult, predict_rows
 from muster.validate.score import (
-    Errors,
-    Interval,
-    MemoryErrors,
-    Outcome,
-    errors_of,
-    interval_of,
-    memory_errors,
-    outcome_of,
-    worst,
+    ErrorScores,
+    FitScores,
+    IntervalScores,
+    MemoryScores,
+    score_errors,
+    score_fits,
+    score_intervals,
+    score_memory,
+    worst_results,
 )
 from muster.validate.sources import source_of_row
-from muster.validate.sweeps import FEWEST_LAYOUTS, LEAST_LAYOUTS, Sweep, sweeps_of
-from muster.validate.table import Row, parse_table, read_table
-from muster.validate.tilts import Tilt, tilts_of
+from muster.validate.sweeps import MIN_LAYOUTS, MIN_SMALL_LAYOUTS, Sweep, score_sweeps
+from muster.validate.table import MeasurementRow, parse_table, read_table
 
 _BASELINE = "calculon_baseline"
 _WORST = 15
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupScores:
     """The scores of some rows."""
 
-    every: Errors
+    every: ErrorScores
     """Of all rows; where something is left open, of the case that stands for the row."""
-    specified: Errors
+    specified: ErrorScores
     """Of the rows that leave nothing open."""
-    open: Errors
+    open: ErrorScores
     """Of the others."""
-    interval: Interval
-    outcome: Outcome
-    memory: MemoryErrors
-    calculon: Errors
+    interval: IntervalScores
+    outcome: FitScores
+    memory: MemoryScores
+    calculon: ErrorScores
     """Calculon's errors, on the rows that it can express."""
-    beside_calculon: Errors
+    beside_calculon: ErrorScores
     """Muster's on the same rows."""
-    left_out: Errors | None
+    uncalibrated: ErrorScores | None
     """Of all rows, each predicted without what was set with its own source's help; None where nothing was."""
 
 
@@ -56,28 +56,28 @@ class Group:
 class Summary:
     """The scores of all rows, and of each source's."""
 
-    results: tuple[Result, ...]
-    overall: Group
-    by_source: dict[str, Group]
+    results: tuple[RowResult, ...]
+    overall: GroupScores
+    by_source: dict[str, GroupScores]
     sweeps: tuple[Sweep, ...]
     small_sweeps: tuple[Sweep, ...]
     """Those with fewer layouts than a sweep needs."""
-    tilts: tuple[Tilt, ...]
-    worst: tuple[Result, ...]
+    axis_biases: tuple[AxisBias, ...]
+    worst: tuple[RowResult, ...]
 
     @property
-    def unpredicted(self) -> list[Result]:
+    def unpredicted(self) -> list[RowResult]:
         """Rows that count but couldn't be predicted, and outcomes that couldn't be read."""
         scored = (result for result in self.results if result.is_timed or result.row.metric == "outcome")
         return [result for result in scored if result.reason]
 
     @property
-    def left_out(self) -> dict[str, int]:
+    def not_scored(self) -> dict[str, int]:
         """Metric → rows that are no step time, throughput or outcome, or whose FLOPs nobody says how to count."""
         return dict(Counter(r.row.metric for r in self.results if not r.is_timed and r.row.metric != "outcome"))
 
 
-def shipped_tables() -> list[Row]:
+def shipped_rows() -> list[MeasurementRow]:
     """The rows of the tables that come with Muster."""
     folder = files("muster.catalog") / "measurements"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".csv"))
@@ -85,46 +85,46 @@ def shipped_tables() -> list[Row]:
     return [row for name, text in texts for row in parse_table(text, name)]
 
 
-def validate(path: Path | None = None, predictor: Predictor | None = None) -> Summary:
+def validate_table(path: Path | None = None, predictor: Predictor | None = None) -> Summary:
     """Predicts each row of a table, None: of the shipped ones, and scores the predictions.
 
     Raises ConfigError where the table can't be read.
     """
-    rows = shipped_tables() if path is None else read_table(path)
+    rows = shipped_rows() if path is None else read_table(path)
     used = [row for row in rows if source_of_row(row).without]
-    return summarize(results_of(rows, predictor), results_of(used, predictor, left_out=True))
+    return summarize(predict_rows(rows, predictor), predict_rows(used, predictor, uncalibrated=True))
 
 
-def summarize(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Summary:
+def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> Summary:
     """The scores of some results; `left_out`: those of sources that constants were set with, predicted without that."""
     names = dict.fromkeys(result.row.source for result in results)
-    by_source = {name: group_of(_of_source(results, name), _of_source(left_out, name)) for name in names}
-    used = {result.row.source for result in left_out}
+    by_source = {name: score_group(_of_source(results, name), _of_source(uncalibrated, name)) for name in names}
+    used = {result.row.source for result in uncalibrated}
     others = [result for result in results if result.row.source not in used]
-    overall = group_of(results, [*others, *left_out] if left_out else [])
-    small = sweeps_of(results, FEWEST_LAYOUTS, LEAST_LAYOUTS - 1)
-    wrong = worst(results, _WORST)
-    sweeps, tilts = tuple(sweeps_of(results)), tuple(tilts_of(results))
+    overall = score_group(results, [*others, *uncalibrated] if uncalibrated else [])
+    small = score_sweeps(results, MIN_SMALL_LAYOUTS, MIN_LAYOUTS - 1)
+    wrong = worst_results(results, _WORST)
+    sweeps, tilts = tuple(score_sweeps(results)), tuple(axis_biases(results))
     return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong))
 
 
-def _of_source(results: Sequence[Result], name: str) -> list[Result]:
+def _of_source(results: Sequence[RowResult], name: str) -> list[RowResult]:
     return [result for result in results if result.row.source == name]
 
 
-def group_of(results: Sequence[Result], left_out: Sequence[Result] = ()) -> Group:
+def score_group(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> GroupScores:
     """The scores of some rows."""
     known = [result for result in results if result.is_predicted and _calculon_error(result) is not None]
-    return Group(
-        every=errors_of(results),
-        specified=errors_of(r for r in results if r.is_predicted and r.is_fully_specified),
-        open=errors_of(r for r in results if r.is_predicted and not r.is_fully_specified),
-        interval=interval_of(results),
-        outcome=outcome_of(results),
-        memory=memory_errors(results),
-        calculon=errors_of(known, _calculon_error),
-        beside_calculon=errors_of(known),
-        left_out=errors_of(left_out) if left_out else None,
+    return GroupScores(
+        every=score_errors(results),
+        specified=score_errors(r for r in results if r.is_predicted and r.is_fully_specified),
+        open=score_errors(r for r in results if r.is_predicted and not r.is_fully_specified),
+        interval=score_intervals(results),
+        outcome=score_fits(results),
+        memory=score_memory(results),
+        calculon=score_errors(known, _calculon_error),
+        beside_calculon=score_errors(known),
+        uncalibrated=score_errors(uncalibrated) if uncalibrated else None,
     )
 
 
@@ -140,7 +140,7 @@ def _baseline() -> dict[tuple[str, int], float]:
     return {(row["file"], int(row["data_row"])): float(row["rel_error"]) for row in rows if row["rel_error"]}
 
 
-def _calculon_error(result: Result) -> float | None:
+def _calculon_error(result: RowResult) -> float | None:
     return _baseline().get((result.row.file, result.row.number))
 
 
@@ -156,14 +156,14 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "by_source": {name: _group_json(group) for name, group in summary.by_source.items()},
         "sweeps": _sweeps_json(summary.sweeps),
         "small_sweeps": _sweeps_json(summary.small_sweeps),
-        "tilts": [asdict(tilt) for tilt in summary.tilts],
+        "tilts": [asdict(tilt) for tilt in summary.axis_biases],
         "worst": [_row_json(result) for result in summary.worst],
-        "unpredicted": [{"row": result.row.place, "why": result.reason} for result in summary.unpredicted],
-        "left_out": summary.left_out,
+        "unpredicted": [{"row": result.row.location, "why": result.reason} for result in summary.unpredicted],
+        "left_out": summary.not_scored,
     }
 
 
-def _group_json(group: Group) -> dict[str, Any]:
+def _group_json(group: GroupScores) -> dict[str, Any]:
     return {
         **asdict(group.every),
         "fully_specified": asdict(group.specified),
@@ -172,13 +172,13 @@ def _group_json(group: Group) -> dict[str, Any]:
         "memory": asdict(group.memory),
         "calculon": asdict(group.calculon),
         "beside_calculon": asdict(group.beside_calculon),
-        "left_out_of_calibration": asdict(group.left_out) if group.left_out else None,
+        "left_out_of_calibration": asdict(group.uncalibrated) if group.uncalibrated else None,
     }
 
 
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+def _outcome_json(outcome: FitScores) -> dict[str, Any]:
     counts = {key: value for key, value in vars(outcome).items() if key != "near"}
-    return {**counts, "near_capacity": [result.row.place for result in outcome.near]}
+    return {**counts, "near_capacity": [result.row.location for result in outcome.near]}
 
 
 def _sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def _sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
     }
 
 
-def _row_json(result: Result) -> dict[str, Any]:
-    assert result.setting is not None
+def _row_json(result: RowResult) -> dict[str, Any]:
+    assert result.inputs is not None
     low_s, high_s = result.interval_s
     return {
-        "row": result.row.place,
+        "row": result.row.location,
         "source": result.row.source,
         "model": result.row.model_name,
         "measured_s": result.measured_s,
@@ -211,13 +211,13 @@ def _row_json(result: Result) -> dict[str, Any]:
         "low_s": low_s,
         "high_s": high_s,
         "error": 100 * result.error,
-        "unstated": list(result.setting.unstated),
+        "unstated": list(result.inputs.unstated),
     }
 
 
-def unread(results: Iterable[Result]) -> dict[str, list[str]]:
+def places_by_reason(results: Iterable[RowResult]) -> dict[str, list[str]]:
     """Reason → the rows that couldn't be predicted for it."""
     found: dict[str, list[str]] = {}
     for result in results:
-        found.setdefault(result.reason, []).append(result.row.place)
+        found.setdefault(result.reason, []).append(result.row.location)
     return found

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import inf
 from statistics import mean
 
-from muster.cost.forecast import HEAD_ROOM
-from muster.validate.predicted import Result
+from muster.cost.memory.forecast import MEMORY_HEADROOM
+from muster.validate.comparison import RowResult
 
-LEAST_LAYOUTS = 6
-FEWEST_LAYOUTS = 2
+MIN_LAYOUTS = 6
+MIN_SMALL_LAYOUTS = 2
 """Of a smaller sweep, which is reported apart: two layouts say whether the better one is known."""
 
 _SAME = (
@@ -43,26 +43,26 @@ class Sweep:
         return self.three_reach == 1.0
 
 
-def sweeps_of(results: Iterable[Result], least: int = LEAST_LAYOUTS, most: float = inf) -> list[Sweep]:
+def score_sweeps(results: Iterable[RowResult], least: int = MIN_LAYOUTS, most: float = inf) -> list[Sweep]:
     """Every sweep with `least` to `most` timed layouts."""
     groups = sweep_groups(results).items()
     return [sweep for key, group in groups if (sweep := _sweep(key, group, least, most)) is not None]
 
 
-def sweep_groups(results: Iterable[Result]) -> dict[tuple[object, ...], list[Result]]:
+def sweep_groups(results: Iterable[RowResult]) -> dict[tuple[object, ...], list[RowResult]]:
     """The layouts of each sweep that ran or are known not to have."""
-    groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[RowResult]] = defaultdict(list)
     for result in results:
-        if result.answer is not None and result.succeeded is not None:
+        if result.prediction is not None and result.succeeded is not None:
             groups[tuple(getattr(result.row, name) for name in _SAME)].append(result)
     return groups
 
 
-def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int, most: float) -> Sweep | None:
-    timed = one_of_each([result for result in group if result.is_predicted])
+def _sweep(key: tuple[object, ...], group: Sequence[RowResult], least: int, most: float) -> Sweep | None:
+    timed = distinct_plans([result for result in group if result.is_predicted])
     if not least <= len(timed) <= most:
         return None
-    failed = one_of_each([result for result in group if result.succeeded is False])
+    failed = distinct_plans([result for result in group if result.succeeded is False])
     measured = [_measured(result) for result in timed]
     best_s = min(measured)
     ranked = sorted((*timed, *failed), key=_rank)
@@ -77,24 +77,24 @@ def _sweep(key: tuple[object, ...], group: Sequence[Result], least: int, most: f
     return Sweep(name, len(timed), len(failed), correlation, speeds[0], ran, max(speeds[:3]))
 
 
-def _rank(result: Result) -> tuple[bool, bool, float]:
+def _rank(result: RowResult) -> tuple[bool, bool, float]:
     """Layouts that fit come first, and of those the ones with the planner's head-room; then by their predicted time."""
-    answer = result.answer
+    answer = result.prediction
     assert answer is not None
-    full = answer.capacity_bytes is not None and answer.peak_bytes > (1 - HEAD_ROOM) * answer.capacity_bytes
+    full = answer.capacity_bytes is not None and answer.peak_bytes > (1 - MEMORY_HEADROOM) * answer.capacity_bytes
     return answer.fits is False, full, answer.step_time_s
 
 
-def one_of_each(results: Sequence[Result]) -> list[Result]:
+def distinct_plans(results: Sequence[RowResult]) -> list[RowResult]:
     """One row for each plan: of a layout measured twice, the first."""
-    found: dict[str, Result] = {}
+    found: dict[str, RowResult] = {}
     for result in results:
-        assert result.setting is not None
-        found.setdefault(repr(result.setting.cases[result.chosen].plan), result)
+        assert result.inputs is not None
+        found.setdefault(repr(result.inputs.cases[result.chosen].plan), result)
     return list(found.values())
 
 
-def _measured(result: Result) -> float:
+def _measured(result: RowResult) -> float:
     assert result.measured_s is not None
     return result.measured_s
 

@@ -20,7 +20,7 @@ _WORDS = (
     *("source", "url_or_repo", "model_name", "ffn_hidden", "gpu", "intra_link", "inter_link", "zero", "sp"),
     *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "notes"),
 )
-NEEDED = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
+REQUIRED_COLUMNS = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
 """Columns that a table must have; a column that it lacks is one that no row states."""
 COLUMNS = (
     *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
@@ -32,13 +32,13 @@ COLUMNS = (
 
 _OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory", re.IGNORECASE)
 
-LARGEST = 10**9
+MAX_VALUE = 10**9
 """No degree, width or batch of a table is larger."""
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasurementRow:
     """One line of a table. Numbers are None and words are empty where the source doesn't say."""
 
     file: str
@@ -89,12 +89,12 @@ class Row:
     notes: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """`torchtitan.csv:3`."""
         return f"{self.file}:{self.line}"
 
 
-def read_table(path: Path) -> list[Row]:
+def read_table(path: Path) -> list[MeasurementRow]:
     """The rows of a table. Raises ConfigError, one sentence with file and line, where it can't be one."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -105,7 +105,7 @@ def read_table(path: Path) -> list[Row]:
     return parse_table(text, path.name)
 
 
-def parse_table(text: str, file: str) -> list[Row]:
+def parse_table(text: str, file: str) -> list[MeasurementRow]:
     """The rows of a table's text; `file` is its name in messages. Cells are parted by commas, or by what the header has
     instead: semicolons or tabs."""
     first = text.partition("\n")[0]
@@ -127,7 +127,7 @@ def _check_header(header: list[str], file: str) -> None:
         raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
     absent = [name for name in COLUMNS if name not in header]
     spare = [name for name in header if name not in COLUMNS]
-    missing = [name for name in NEEDED if name in absent]
+    missing = [name for name in REQUIRED_COLUMNS if name in absent]
     if missing:
         hint = did_you_mean(missing[0], spare).replace("did you mean", "is it")
         raise ConfigError(f"{file}:1: the header lacks {_listed(missing)}{hint}")
@@ -139,7 +139,7 @@ def _check_header(header: list[str], file: str) -> None:
         raise ConfigError(f"{file}:1: the header names {_listed(twice)} twice")
 
 
-def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator[Row]:
+def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator[MeasurementRow]:
     number, line = 0, 1
     for cells in reader:
         first, line = line + 1, reader.line_num  # type: ignore[attr-defined]  # a quoted cell may span lines
@@ -151,7 +151,7 @@ def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator
         yield _row(dict(zip(header, (cell.strip() for cell in cells), strict=True)), file, first, number)
 
 
-def _row(cells: dict[str, str], file: str, line: int, number: int) -> Row:
+def _row(cells: dict[str, str], file: str, line: int, number: int) -> MeasurementRow:
     where = f"{file}:{line}"
     cells = dict.fromkeys(COLUMNS, "") | cells
     fields: dict[str, object] = {name: cells[name] for name in _WORDS}
@@ -165,14 +165,14 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Row:
         fields |= {"metric": "outcome", "value": None, "outcome": said}
     else:
         fields |= {"value": _real(said, "value", where), "outcome": ""}
-    return Row(file=file, line=line, number=number, **fields)  # type: ignore[arg-type]
+    return MeasurementRow(file=file, line=line, number=number, **fields)  # type: ignore[arg-type]
 
 
 def _whole(text: str, name: str, where: str) -> int | None:
     value = _real(text, name, where)
     if value is None:
         return None
-    most = MOST_LAYERS if name == "layers" else LARGEST
+    most = MAX_LAYERS if name == "layers" else MAX_VALUE
     if value != int(value) or not 1 <= value <= most:
         raise ConfigError(f"{where}: {name}: expected a whole number from 1 to {most:,}, got '{text}'")
     return int(value)

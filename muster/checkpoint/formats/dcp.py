@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from muster.checkpoint.formats.unpickle import Record, Refused, read_pickle
-from muster.checkpoint.tensors import ByteFile, Kind, empty
+from muster.checkpoint.formats.safe_unpickle import InertRecord, RefusedPickle, read_pickle
+from muster.checkpoint.tensors import ArrayFile, TensorMeta, allocate
+from muster.layout.tensor_layout import Box, intersect, slices_within
 from muster.spec.errors import MusterError
-from muster.spec.layout import Box, overlap, within
 
 METADATA = ".metadata"
 
@@ -52,12 +52,12 @@ _RECORDS = (
 )
 
 
-def _field(module: str, name: str) -> type[Record]:
-    return type(name, (Record,), {"__module__": module})
+def _record_type(module: str, name: str) -> type[InertRecord]:
+    return type(name, (InertRecord,), {"__module__": module})
 
 
-_NAMES: dict[tuple[str, str], Any] = {
-    **{key: _field(*key) for key in _RECORDS},
+_METADATA_NAMES: dict[tuple[str, str], Any] = {
+    **{key: _record_type(*key) for key in _RECORDS},
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): str,
@@ -78,7 +78,7 @@ class _Chunk:
     file: str
     offset: int
     length: int
-    coded: bool
+    is_transformed: bool
     """Passed through something like a compressor."""
 
 
@@ -91,25 +91,25 @@ class DcpTensors:
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / METADATA
         try:
-            metadata = read_pickle(path.read_bytes(), _NAMES)
-            kinds, self._chunks, self.others = _tensors_of(metadata)
+            metadata = read_pickle(path.read_bytes(), _METADATA_NAMES)
+            kinds, self._chunks, self.other_objects = _parse_metadata(metadata)
         except OSError as error:
             raise MusterError(f"could not read {path}: {error.strerror}") from error
-        except Refused as error:
+        except RefusedPickle as error:
             raise MusterError(f"{path} is not opened: {error}") from None
         except MusterError as error:
             raise MusterError(f"{path}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise MusterError(f"{path} is damaged: it doesn't describe tensors") from error
-        self.kinds: Mapping[str, Kind] = kinds
+        self.metas: Mapping[str, TensorMeta] = kinds
         self._offsets: dict[_Chunk, int | None] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        kind = self.kinds[name]
-        out, filled = empty(box.size, kind.dtype), 0
+        kind = self.metas[name]
+        out, filled = allocate(box.size, kind.dtype), 0
         for chunk in self._chunks[name]:
-            if (common := overlap(box, chunk.box)) is not None:
-                out[within(common, box)] = self._read_chunk(name, chunk, kind.dtype, common)
+            if (common := intersect(box, chunk.box)) is not None:
+                out[slices_within(common, box)] = self._read_chunk(name, chunk, kind.dtype, common)
                 filled += common.numel
         if filled != box.numel:
             raise MusterError(f"{self.folder} holds only {filled} of {box.numel} wanted numbers of {name}")
@@ -117,19 +117,19 @@ class DcpTensors:
 
     def _read_chunk(self, name: str, chunk: _Chunk, dtype: torch.dtype, part: Box) -> Tensor:
         path = self.folder / chunk.file
-        if chunk.coded:
+        if chunk.is_transformed:
             raise MusterError(f"{path}: {name} was written compressed or encrypted, which can't be read here")
         kind, inner = (
-            Kind(chunk.box.size, dtype),
+            TensorMeta(chunk.box.size, dtype),
             Box(tuple(a - b for a, b in zip(part.start, chunk.box.start, strict=True)), part.size),
         )
         try:
             if chunk not in self._offsets:
                 self._offsets[chunk] = _data_offset(path, chunk.offset, chunk.length, kind)
             if (offset := self._offsets[chunk]) is not None:
-                return ByteFile(path).read_box(offset, kind, inner)
+                return ArrayFile(path).read_box(offset, kind, inner)
             with open(path, "rb") as file:
-                view = io.BufferedReader(_View(file, chunk.offset, chunk.length))
+                view = io.BufferedReader(_FileSlice(file, chunk.offset, chunk.length))
                 whole = torch.load(view, map_location="cpu", weights_only=True)
         except OSError as error:
             raise MusterError(f"could not read {path}: {error.strerror}") from error
@@ -142,8 +142,8 @@ class DcpTensors:
         return whole[inner.slices].clone()
 
 
-def _tensors_of(metadata: Any) -> tuple[dict[str, Kind], dict[str, list[_Chunk]], list[str]]:
-    kinds: dict[str, Kind] = {}
+def _parse_metadata(metadata: Any) -> tuple[dict[str, TensorMeta], dict[str, list[_Chunk]], list[str]]:
+    kinds: dict[str, TensorMeta] = {}
     chunks: dict[str, list[_Chunk]] = {}
     others: list[str] = []
     for name, entry in metadata.state_dict_metadata.items():
@@ -152,7 +152,7 @@ def _tensors_of(metadata: Any) -> tuple[dict[str, Kind], dict[str, list[_Chunk]]
             continue
         properties = entry.properties
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
-        kinds[name], chunks[name] = Kind(tuple(entry.size), dtype), []
+        kinds[name], chunks[name] = TensorMeta(tuple(entry.size), dtype), []
     sizes = {
         (name, tuple(chunk.offsets)): tuple(chunk.sizes)
         for name, kind in kinds.items()
@@ -172,7 +172,7 @@ def _tensors_of(metadata: Any) -> tuple[dict[str, Kind], dict[str, list[_Chunk]]
 # A part as torch.save writes it: a zip archive whose records are not compressed
 
 
-class _View(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Some bytes of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -201,7 +201,7 @@ class _View(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedTensor:
     """A tensor as `torch.save` describes it."""
 
     dtype: torch.dtype
@@ -217,15 +217,17 @@ def _storage(pid: Any) -> tuple[torch.dtype, str]:
     return pid[1], str(pid[2])
 
 
-def _rebuild(storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> _Saved:
-    return _Saved(storage[0], storage[1], int(start), tuple(shape), tuple(stride))
+def _rebuild(storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> _SavedTensor:
+    return _SavedTensor(storage[0], storage[1], int(start), tuple(shape), tuple(stride))
 
 
-def _rebuild_with_dtype(storage: Any, start: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any) -> _Saved:
-    return _Saved(dtype, storage[1], int(start), tuple(shape), tuple(stride))
+def _rebuild_with_dtype(
+    storage: Any, start: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any
+) -> _SavedTensor:
+    return _SavedTensor(dtype, storage[1], int(start), tuple(shape), tuple(stride))
 
 
-_SAVED_NAMES: dict[tuple[str, str], Any] = {
+_TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_with_dtype,
     ("collections", "OrderedDict"): OrderedDict,
@@ -250,24 +252,24 @@ _SAVED_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-def _data_offset(path: Path, offset: int, length: int, kind: Kind) -> int | None:
+def _data_offset(path: Path, offset: int, length: int, meta: TensorMeta) -> int | None:
     """Where in the file the numbers of a part begin, if they lie there one after another; None where they don't."""
-    with open(path, "rb") as file, _View(file, offset, length) as view, zipfile.ZipFile(view) as archive:
+    with open(path, "rb") as file, _FileSlice(file, offset, length) as view, zipfile.ZipFile(view) as archive:
         (described,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         try:
-            saved = read_pickle(archive.read(described), _SAVED_NAMES, _storage)
-        except Refused:
+            saved = read_pickle(archive.read(described), _TENSOR_NAMES, _storage)
+        except RefusedPickle:
             return None
-        strides = tuple(torch.empty(kind.shape, device="meta").stride())
-        if not isinstance(saved, _Saved) or (saved.dtype, saved.shape, saved.stride) != (
-            kind.dtype,
-            kind.shape,
+        strides = tuple(torch.empty(meta.shape, device="meta").stride())
+        if not isinstance(saved, _SavedTensor) or (saved.dtype, saved.shape, saved.stride) != (
+            meta.dtype,
+            meta.shape,
             strides,
         ):
             return None
         record = archive.getinfo(f"{described.removesuffix('data.pkl')}data/{saved.key}")
-        first = saved.start * kind.dtype.itemsize
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size < first + kind.nbytes:
+        first = saved.start * meta.dtype.itemsize
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size < first + meta.nbytes:
             return None
         view.seek(record.header_offset)
         header = view.read(30) or b""

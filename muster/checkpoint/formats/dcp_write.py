@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from muster.checkpoint.formats.dcp import METADATA
-from muster.checkpoint.tensors import Tensors, chunks
+from muster.checkpoint.tensors import TensorSource, split_into_boxes
 
 _FILE = "__0_0.distcp"
 
 
-def write_dcp(folder: Path, tensors: Tensors, limit_bytes: int, progress: Callable[[int], None]) -> None:
+def write_dcp(folder: Path, tensors: TensorSource, max_box_bytes: int, progress: Callable[[int], None]) -> None:
     """Makes `folder` one that `torch.distributed.checkpoint.load` opens, with all the tensors under their names.
 
     The format keeps its index in a pickle. `limit_bytes` are in memory of a tensor at once; `progress` receives the
@@ -35,8 +35,8 @@ def write_dcp(folder: Path, tensors: Tensors, limit_bytes: int, progress: Callab
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     with open(folder / _FILE, "wb") as out:
-        for name, kind in tensors.kinds.items():
-            boxes = list(chunks(kind, limit_bytes)) or [kind.whole]
+        for name, kind in tensors.metas.items():
+            boxes = list(split_into_boxes(kind, max_box_bytes)) or [kind.whole]
             parts = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes]
             described[name] = TensorStorageMetadata(TensorProperties(kind.dtype), torch.Size(kind.shape), parts)
             for index, (box, part) in enumerate(zip(boxes, parts, strict=True)):

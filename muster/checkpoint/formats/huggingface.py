@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from muster.checkpoint.formats.safetensors import SafetensorsFiles, write_header
-from muster.checkpoint.tensors import Kind, Tensors, bytes_of, chunks
+from muster.checkpoint.tensors import TensorMeta, TensorSource, byte_view, split_into_boxes
 from muster.spec.errors import ConfigError, MusterError
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = WEIGHTS + ".index.json"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = WEIGHTS_FILE + ".index.json"
 
-SIDE_FILES = (
+AUXILIARY_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,13 +36,13 @@ def open_weights(folder: Path) -> SafetensorsFiles:
 
     Raises ConfigError where there are none that can be read without running code, MusterError where shards are missing.
     """
-    if (folder / INDEX).exists():
+    if (folder / INDEX_FILE).exists():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+            names = sorted(set(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise MusterError(f"{folder / INDEX} is damaged: expected a weight_map in JSON") from error
+            raise MusterError(f"{folder / INDEX_FILE} is damaged: expected a weight_map in JSON") from error
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise MusterError(f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX}: {missing[0]}")
+            raise MusterError(f"{folder} lacks {len(missing)} of the {len(names)} shards in {INDEX_FILE}: {missing[0]}")
         return SafetensorsFiles(folder / name for name in names)
     if found := sorted(folder.glob("*.safetensors")):
         return SafetensorsFiles(found)
@@ -52,46 +52,50 @@ def open_weights(folder: Path) -> SafetensorsFiles:
             f"{folder} has its weights in {pickles[0]}, a pickle, which could run anything when opened: expected"
             " *.safetensors (save_pretrained of transformers writes them)"
         )
-    raise ConfigError(f"{folder} has a {CONFIG} but no weights: expected {WEIGHTS}, or shards and {INDEX}")
+    raise ConfigError(
+        f"{folder} has a {CONFIG_FILE} but no weights: expected {WEIGHTS_FILE}, or shards and {INDEX_FILE}"
+    )
 
 
-def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, progress: Callable[[int], None]) -> list[str]:
+def write_weights(
+    folder: Path, tensors: TensorSource, max_shard_bytes: int, progress: Callable[[int], None]
+) -> list[str]:
     """Writes all tensors in shards of at most `max_shard_bytes` (one tensor at least); returns the files' names.
 
     No more than a few chunks of a tensor are in memory at once. `progress` receives the bytes of each. Raises OSError,
     or what reading a tensor raises.
     """
-    shards = list(_shards(tensors.kinds, max_shard_bytes))
-    names = [WEIGHTS]
+    shards = list(_plan_shards(tensors.metas, max_shard_bytes))
+    names = [WEIGHTS_FILE]
     if len(shards) > 1:
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
             write_header(out, shard.items())
             for tensor_name, kind in shard.items():
-                for box in chunks(kind, chunk_bytes(max_shard_bytes)):
+                for box in split_into_boxes(kind, buffer_bytes(max_shard_bytes)):
                     found = tensors.read(tensor_name, box).contiguous()
-                    out.write(bytes_of(found))
+                    out.write(byte_view(found))
                     progress(found.nbytes)
             out.flush()
             os.fsync(out.fileno())
     if len(shards) > 1:
-        total = sum(kind.nbytes for kind in tensors.kinds.values())
+        total = sum(kind.nbytes for kind in tensors.metas.values())
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return names
 
 
-def chunk_bytes(max_shard_bytes: int) -> int:
+def buffer_bytes(max_shard_bytes: int) -> int:
     """What to hold of a tensor at once, small beside a shard: many small parts of a matrix that has to be transposed
     would each touch all of it."""
     return min(max(max_shard_bytes // 32, 1 << 20), 64 << 20)
 
 
-def _shards(kinds: Mapping[str, Kind], max_bytes: int) -> Iterator[dict[str, Kind]]:
-    shard: dict[str, Kind] = {}
+def _plan_shards(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[dict[str, TensorMeta]]:
+    shard: dict[str, TensorMeta] = {}
     held = 0
-    for name, kind in kinds.items():
+    for name, kind in metas.items():
         if shard and held + kind.nbytes > max_bytes:
             yield shard
             shard, held = {}, 0
@@ -111,10 +115,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenizer of single bytes
 
-END_OF_DOCUMENT = "<|endoftext|>"
+EOS_TOKEN = "<|endoftext|>"
 
 
-def byte_tokenizer(context: int | None) -> dict[str, dict[str, Any]]:
+def byte_tokenizer_files(max_positions: int | None) -> dict[str, dict[str, Any]]:
     """tokenizer.json and tokenizer_config.json of `muster.data.tokenizer.ByteTokenizer`.
 
     A byte-level model without merges, whose vocabulary is each byte under the character that stands for it.
@@ -122,7 +126,7 @@ def byte_tokenizer(context: int | None) -> dict[str, dict[str, Any]]:
     characters = byte_characters()
     end = {
         "id": 256,
-        "content": END_OF_DOCUMENT,
+        "content": EOS_TOKEN,
         "single_word": False,
         "lstrip": False,
         "rstrip": False,
@@ -149,15 +153,15 @@ def byte_tokenizer(context: int | None) -> dict[str, dict[str, Any]]:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": False,
-                "vocab": {character: byte for byte, character in enumerate(characters)} | {END_OF_DOCUMENT: 256},
+                "vocab": {character: byte for byte, character in enumerate(characters)} | {EOS_TOKEN: 256},
                 "merges": [],
             },
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": END_OF_DOCUMENT,
+            "eos_token": EOS_TOKEN,
             "clean_up_tokenization_spaces": False,
-            **({"model_max_length": context} if context else {}),
+            **({"model_max_length": max_positions} if max_positions else {}),
         },
     }
 
@@ -170,9 +174,9 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def dtype_names(kinds: Mapping[str, Kind]) -> str:
+def dominant_dtype(metas: Mapping[str, TensorMeta]) -> str:
     """The dtype that most of the numbers have, as torch calls it."""
     numbers: dict[torch.dtype, int] = {}
-    for kind in kinds.values():
+    for kind in metas.values():
         numbers[kind.dtype] = numbers.get(kind.dtype, 0) + kind.numel
     return str(max(numbers, key=lambda dtype: numbers[dtype])).removeprefix("torch.")

@@ -15,37 +15,39 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from muster.checkpoint.families.link import Link
-from muster.checkpoint.formats.unpickle import Record, read_pickle
+from muster.checkpoint.formats.safe_unpickle import InertRecord, read_pickle
+from muster.interop.families.weight_link import WeightLink
+from muster.layout.tensor_layout import Box
 from muster.spec.errors import ConfigError, MusterError
-from muster.spec.layout import Box
-from muster.spec.model import ModelSpec, parameters
+from muster.spec.model import ModelSpec, parameter_shapes
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_ABOUT, _COMMON = "metadata.json", "common.pt"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_METADATA_FILE, _COMMON_FILE = "metadata.json", "common.pt"
 
 
 def is_torch_dist(folder: Path) -> bool:
     """Whether a torch.distributed.checkpoint folder is one of Megatron-LM."""
     try:
-        return json.loads((folder / _ABOUT).read_bytes())["sharded_backend"] == "torch_dist"
+        return json.loads((folder / _METADATA_FILE).read_bytes())["sharded_backend"] == "torch_dist"
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
-def last_iteration(path: Path) -> Path:
+def latest_iteration(path: Path) -> Path:
     """The checkpoint that a directory of them calls its last. Raises ConfigError where it isn't there."""
-    word = (path / TRACKER).read_text().strip()
+    word = (path / TRACKER_FILE).read_text().strip()
     folder = path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
     if not is_torch_dist(folder):
-        raise ConfigError(f"{path / TRACKER} names {folder.name}, which is no torch_dist checkpoint: none else is read")
+        raise ConfigError(
+            f"{path / TRACKER_FILE} names {folder.name}, which is no torch_dist checkpoint: none else is read"
+        )
     return folder
 
 
-class _Inert(Record):
+class _InertObject(InertRecord):
     """Takes whatever a pickle does with an object, and does nothing."""
 
-    def __call__(self, *args: object) -> "_Inert":
+    def __call__(self, *args: object) -> "_InertObject":
         return self
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -63,7 +65,7 @@ class _AnyName(Mapping[tuple[str, str], Any]):
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         known = {("collections", "OrderedDict"): OrderedDict, ("builtins", "dict"): dict, ("builtins", "set"): set}
-        return known.get(key) or type(key[1], (_Inert,), {})
+        return known.get(key) or type(key[1], (_InertObject,), {})
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -80,7 +82,7 @@ def read_arguments(folder: Path) -> dict[str, Any]:
 
     Raises MusterError where the file is damaged.
     """
-    path = folder / _COMMON
+    path = folder / _COMMON_FILE
     if not path.exists():
         return {}
     try:
@@ -91,11 +93,11 @@ def read_arguments(folder: Path) -> dict[str, Any]:
         raise MusterError(f"{path} is damaged: expected a file of torch.save") from error
     except MusterError as error:
         raise MusterError(f"{path}: {error}") from error
-    arguments = vars(common["args"]) if isinstance(common, dict) and isinstance(common.get("args"), Record) else {}
+    arguments = vars(common["args"]) if isinstance(common, dict) and isinstance(common.get("args"), InertRecord) else {}
     return arguments | ({"iteration": common["iteration"]} if "iteration" in common else {})
 
 
-_NOT_KNOWN: dict[str, Any] = {
+_SUPPORTED_ARGUMENTS: dict[str, Any] = {
     "num_experts": None,
     "multi_latent_attention": False,
     "apply_layernorm_1p": False,
@@ -110,20 +112,22 @@ _NOT_KNOWN: dict[str, Any] = {
 """Arguments of which only one value is known here (and None, for one that isn't set)."""
 
 
-def spec_from_arguments(arguments: Mapping[str, Any], place: Path) -> ModelSpec:
+def spec_from_arguments(arguments: Mapping[str, Any], folder: Path) -> ModelSpec:
     """The model that a training's arguments describe. Raises ConfigError where it is not one that is known."""
-    for key, known in _NOT_KNOWN.items():
+    for key, known in _SUPPORTED_ARGUMENTS.items():
         if (value := arguments.get(key, known)) not in (known, None, 0):
-            raise ConfigError(f"{place} was trained with {key} {value}, expected {known}: nothing else is known")
+            raise ConfigError(f"{folder} was trained with {key} {value}, expected {known}: nothing else is known")
     try:
-        return ModelSpec.model_validate(_fields(arguments) | {"name": place.resolve().parent.name})
+        return ModelSpec.model_validate(_spec_fields(arguments) | {"name": folder.resolve().parent.name})
     except KeyError as error:
-        raise ConfigError(f"{place / _COMMON} lacks the argument {error.args[0]}: give --model") from None
+        raise ConfigError(f"{folder / _COMMON_FILE} lacks the argument {error.args[0]}: give --model") from None
     except ValidationError as error:
-        raise ConfigError(f"{place / _COMMON} describes no model that is known: {error.errors()[0]['msg']}") from None
+        raise ConfigError(
+            f"{folder / _COMMON_FILE} describes no model that is known: {error.errors()[0]['msg']}"
+        ) from None
 
 
-def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _spec_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Of a ModelSpec."""
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     swiglu, bias = bool(arguments.get("swiglu")), bool(arguments.get("add_bias_linear", True))
@@ -157,14 +161,14 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Names
 
-_ENDS = {
+_OUTER_NAMES = {
     "embed.weight": "embedding.word_embeddings.weight",
     "positions.weight": "embedding.position_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
     "norm.bias": "decoder.final_layernorm.bias",
     "head.weight": "output_layer.weight",
 }
-_IN_LAYER = {
+_LAYER_NAMES = {
     "attn_norm.": "self_attention.linear_qkv.layer_norm_",
     "mlp_norm.": "mlp.linear_fc1.layer_norm_",
     "attn.q_norm.": "self_attention.q_layernorm.",
@@ -174,23 +178,23 @@ _IN_LAYER = {
 }
 
 
-def links_of(spec: ModelSpec, stacked: bool) -> Iterator[Link]:
+def megatron_weight_map(spec: ModelSpec, stacked: bool) -> Iterator[WeightLink]:
     """Where each part of each parameter lies; `stacked`: all layers of a matrix are one tensor."""
-    for name, shape in parameters(spec):
-        if name in _ENDS:
-            yield Link(name, _whole(shape), _ENDS[name], _whole(shape))
+    for name, shape in parameter_shapes(spec):
+        if name in _OUTER_NAMES:
+            yield WeightLink(name, _whole(shape), _OUTER_NAMES[name], _whole(shape))
             continue
         _, layer, part = name.split(".", 2)
-        for box, theirs, first in _in_layer(spec, part, shape):
+        for box, theirs, first in _layer_boxes(spec, part, shape):
             rest = (0,) * (len(shape) - 1)
             if stacked:
                 start, size = (int(layer), first, *rest), (1, *box.size)
-                yield Link(name, box, f"decoder.layers.{theirs}", Box(start, size))
+                yield WeightLink(name, box, f"decoder.layers.{theirs}", Box(start, size))
             else:
-                yield Link(name, box, f"decoder.layers.{layer}.{theirs}", Box((first, *rest), box.size))
+                yield WeightLink(name, box, f"decoder.layers.{layer}.{theirs}", Box((first, *rest), box.size))
 
 
-def _in_layer(spec: ModelSpec, part: str, shape: tuple[int, ...]) -> Iterator[tuple[Box, str, int]]:
+def _layer_boxes(spec: ModelSpec, part: str, shape: tuple[int, ...]) -> Iterator[tuple[Box, str, int]]:
     """The boxes of a layer's parameter, each with the tensor that it is in and its first row there."""
     module, _, leaf = part.rpartition(".")
     if module in ("attn.q", "attn.k", "attn.v"):
@@ -204,8 +208,8 @@ def _in_layer(spec: ModelSpec, part: str, shape: tuple[int, ...]) -> Iterator[tu
         first = spec.intermediate_size if module == "mlp.up" and spec.gated else 0
         yield _whole(shape), f"mlp.linear_fc1.{leaf}", first
     else:
-        start = next(known for known in _IN_LAYER if part.startswith(known))
-        yield _whole(shape), _IN_LAYER[start] + part.removeprefix(start), 0
+        start = next(known for known in _LAYER_NAMES if part.startswith(known))
+        yield _whole(shape), _LAYER_NAMES[start] + part.removeprefix(start), 0
 
 
 def _whole(shape: tuple[int, ...]) -> Box:

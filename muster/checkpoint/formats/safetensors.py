@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.dtypes import SAFETENSORS_NAMES
-from muster.checkpoint.tensors import ByteFile, Kind
+from muster.checkpoint.tensors import ArrayFile, TensorMeta
+from muster.layout.tensor_layout import Box
 from muster.spec.errors import MusterError
-from muster.spec.layout import Box
 
-NAMES = {getattr(torch, name): word for name, word in SAFETENSORS_NAMES.items()}
-NAMES |= {torch.int16: "I16", torch.int8: "I8"}
+DTYPE_NAMES = {getattr(torch, name): word for name, word in SAFETENSORS_NAMES.items()}
+DTYPE_NAMES |= {torch.int16: "I16", torch.int8: "I8"}
 """What the format calls each dtype."""
 
-_DTYPES = {word: dtype for dtype, word in NAMES.items()}
+_DTYPES = {word: dtype for dtype, word in DTYPE_NAMES.items()}
 _LONGEST_HEADER_BYTES = 100_000_000
 """As the format's own library allows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, and the offset of its first byte from the file's start."""
 
-    kind: Kind
+    meta: TensorMeta
     offset: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file. Raises MusterError where it can't be read, is cut off, or holds a dtype unknown here."""
     try:
         with open(path, "rb") as file:
@@ -54,25 +54,25 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise MusterError(f"{path} is damaged: its header doesn't describe tensors") from error
 
 
-def _entry(path: Path, name: str, fields: Mapping, start: int, size: int) -> Entry:
+def _entry(path: Path, name: str, fields: Mapping, start: int, size: int) -> TensorEntry:
     if (dtype := _DTYPES.get(fields["dtype"])) is None:
         raise MusterError(f"{path}: {name} is {fields['dtype']}, but only {', '.join(_DTYPES)} can be read")
-    kind = Kind(tuple(int(length) for length in fields["shape"]), dtype)
+    kind = TensorMeta(tuple(int(length) for length in fields["shape"]), dtype)
     begin, end = (int(offset) for offset in fields["data_offsets"])
     if end - begin != kind.nbytes or begin < 0:
         raise MusterError(f"{path} is damaged: {name} has {end - begin} bytes, but {kind} needs {kind.nbytes}")
     if start + end > size:
         raise MusterError(f"{path} is damaged: it has {size} bytes, but {name} ends at byte {start + end}")
-    return Entry(kind, start + begin)
+    return TensorEntry(kind, start + begin)
 
 
-def write_header(out: BinaryIO, tensors: Iterable[tuple[str, Kind]]) -> None:
+def write_header(out: BinaryIO, tensors: Iterable[tuple[str, TensorMeta]]) -> None:
     """The start of a file whose tensors' bytes follow in this order. Raises MusterError for a dtype it can't hold."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, kind in tensors:
-        if (dtype := NAMES.get(kind.dtype)) is None:
-            raise MusterError(f"can't store {key} as {kind.dtype}: expected one of {', '.join(map(str, NAMES))}")
+        if (dtype := DTYPE_NAMES.get(kind.dtype)) is None:
+            raise MusterError(f"can't store {key} as {kind.dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
         start, end = end, end + kind.nbytes
         entries[key] = {"dtype": dtype, "shape": list(kind.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -84,17 +84,17 @@ class SafetensorsFiles:
     """The tensors of several files (`Tensors`)."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._entries: dict[str, tuple[Path, Entry]] = {}
+        self._entries: dict[str, tuple[Path, TensorEntry]] = {}
         for path in paths:
             for name, entry in read_header(path).items():
                 if name in self._entries:
                     raise MusterError(f"{name} is in two files, {self._entries[name][0]} and {path}")
                 self._entries[name] = (path, entry)
-        self.kinds: Mapping[str, Kind] = {name: entry.kind for name, (_, entry) in self._entries.items()}
+        self.metas: Mapping[str, TensorMeta] = {name: entry.meta for name, (_, entry) in self._entries.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         path, entry = self._entries[name]
-        return ByteFile(path).read_box(entry.offset, entry.kind, box)
+        return ArrayFile(path).read_box(entry.offset, entry.meta, box)
 
     def file_of(self, name: str) -> Path:
         """Where a tensor lies."""

@@ -10,44 +10,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.checkpoint.piece import Piece
+from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.save import save
-from muster.data.dataset import Samples
-from muster.data.share import samples_of_rows
+from muster.config.load_config import load_plan, load_run_config
+from muster.config.run_config import RunConfig
+from muster.data.dataset import SampleStream
+from muster.data.dp_slice import samples_of_micro_batch
+from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
 from muster.schedule.action import Action
-from muster.spec.layout import tensor_slice
-from muster.spec.load import load_plan, load_run
 from muster.spec.plan import Plan
-from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
 from muster.train.verify.padded import PaddedDataset
-from muster.train.verify.sketch import Sketches, watch
-from muster.train.verify.trace import GRADIENTS, UPDATED, Trace
-from muster.train.worker import leave, main
+from muster.train.verify.sketch import Sketches, hook_outputs
+from muster.train.verify.trace import GRADIENTS_FOLDER, UPDATED_FOLDER, Trace
+from muster.train.worker import exit_process, rank_main
 
 
 def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
     """Makes the steps of the run in `folder` as one rank of `world_size`, and leaves their trace there. Returns 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config, plan = load_run(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
+    config, plan = load_run_config(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     dataset = PaddedDataset(open_dataset(config, folder))
     with open_world(store, rank, world_size, plan) as world:
-        trainer = WatchedTrainer(config, plan, world, dataset)
+        trainer = TracingTrainer(config, plan, world, dataset)
         losses, grad_norms, sketches = [], [], []
         for _ in range(config.train.num_steps):
             trainer.sketches = Sketches(config.model, config.workload, world.device)
             result = trainer.step()
             losses.append(result.loss)
             grad_norms.append(result.grad_norm)
-            sketches.append(world.add_up(trainer.sketches.values).cpu())
+            sketches.append(world.all_reduce(trainer.sketches.values).cpu())
             if len(losses) == 1:
-                trainer.keep(folder / GRADIENTS, trainer.first_gradients)
-                trainer.keep(folder / UPDATED, trainer.parameters)
+                trainer.save_tensors(folder / GRADIENTS_FOLDER, trainer.first_gradients)
+                trainer.save_tensors(folder / UPDATED_FOLDER, trainer.parameters)
                 trainer.first_gradients = {}
         if rank == 0:
             # No rank has their outputs as a whole or as a stage's: the loss and the gradients speak for them.
@@ -56,16 +56,16 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
     return 0
 
 
-class WatchedTrainer(Trainer):
+class TracingTrainer(Trainer):
     """A trainer that sketches its hidden states and keeps its first gradients."""
 
-    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: Samples) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream) -> None:
         super().__init__(config, plan, world, dataset)
         self.sketches = Sketches(config.model, config.workload, world.device)
         self.first_gradients: dict[str, Tensor] | None = None
         self._micro_batch: int | None = None
         for stage in self.stages.values():
-            watch(stage.module, partial(self._see, stage))
+            hook_outputs(stage.module, partial(self._sketch_output, stage))
             stage.forward = partial(self._forward, stage.forward)  # type: ignore[method-assign]
 
     def _forward(self, forward: Callable[..., Tensor], micro_batch: int, x: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class WatchedTrainer(Trainer):
         finally:
             self._micro_batch = None
 
-    def _see(self, stage: DecoderStage, part: str, output: Tensor) -> None:
+    def _sketch_output(self, stage: DecoderStage, part: str, output: Tensor) -> None:
         if self._micro_batch is None:
             return  # a backward computes this part of the forward again
         at, plan, spec = self.world.at, self.plan, self.config.model
@@ -84,8 +84,8 @@ class WatchedTrainer(Trainer):
         cut_along_sequence, cut_along_width = output.shape[1] < positions, output.shape[2] < width
         if at.tp and not cut_along_sequence and not cut_along_width:
             return  # its neighbours have the same
-        words, *_ = tensor_slice(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
-        for rows, sample in samples_of_rows(plan, at, self._micro_batch, self.config.train.global_batch_size):
+        words, *_ = tp_shard(spec, "head.weight", (spec.vocab_size, spec.hidden_size), tp, at.tp)
+        for rows, sample in samples_of_micro_batch(plan, at, self._micro_batch, self.config.train.global_batch_size):
             self.sketches.add(
                 part,
                 output[rows],
@@ -102,17 +102,19 @@ class WatchedTrainer(Trainer):
             }
         super()._apply(action)
 
-    def keep(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
+    def save_tensors(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
         """Writes this rank's part of each parameter or gradient. Every copy gets a name of its own: `0/embed.weight`
         and `1/embed.weight`."""
         pieces = [
-            Piece(f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0, writers=1), tensors[name])
+            LocalShard(
+                f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0, num_writers=1), tensors[name]
+            )
             for name, layout in self._layouts.items()
             if tensors and name in tensors
         ]
         info = {"plan": {}, "model": {}, "counters": {}}
-        save(folder, 1, pieces, info, self.world.rank, self.world.size, self.world.exchange)
+        save(folder, 1, pieces, info, self.world.rank, self.world.size, self.world.all_gather_object)
 
 
 if __name__ == "__main__":
-    leave(main(verify_rank))
+    exit_process(rank_main(verify_rank))

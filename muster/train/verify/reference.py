@@ -12,22 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from muster.data.dataset import NOT_COUNTED, Samples
+from muster.config.run_config import RunConfig
+from muster.data.dataset import IGNORE_INDEX, SampleStream
+from muster.layout.tensor_layout import Box, TensorLayout
 from muster.model.decoder import Decoder
 from muster.model.documents import Documents
 from muster.model.init import init_stage
-from muster.model.kernels import wide
+from muster.model.kernels import accumulation_dtype
 from muster.optim.base import Optimizer
-from muster.optim.lr import rate_of_step
-from muster.optim.make import make_optimizer
-from muster.parallel.shard import DTYPES, parameter_dtype
+from muster.optim.build import build_optimizer
+from muster.optim.lr import lr_at_step
+from muster.parallel.fsdp import DTYPES, master_dtype
 from muster.parallel.world import pick_device
-from muster.spec.layout import Box, TensorLayout
-from muster.spec.model import parameters
-from muster.spec.parts import part_of
+from muster.plugins.registry import get_component
+from muster.spec.model import parameter_shapes
 from muster.spec.plan import Precision
-from muster.spec.run import RunConfig
-from muster.train.verify.sketch import Sketches, watch
+from muster.train.verify.sketch import Sketches, hook_outputs
 from muster.train.verify.trace import Trace
 
 
@@ -37,7 +37,7 @@ class Reference:
     It has a plan's precision and micro-batches: in bf16, gradients lose digits as they are added up within one.
     """
 
-    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: Samples) -> None:
+    def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: SampleStream) -> None:
         self.config = config
         self.precision: Precision = precision
         self._micro_batch_size = micro_batch_size
@@ -47,7 +47,7 @@ class Reference:
         """Of the first step, before clipping, on the CPU."""
         self.trace = self._run()
 
-    def updated(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def updated_parameters(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters after a first step with these gradients, which are cut in place; on the CPU."""
         model = self._new_model(torch.device("cpu"))
         for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ class Reference:
     def _run(self) -> Trace:
         config = self.config
         model = self._new_model(self._device)
-        watch(model, lambda part, output: self._see(part, output))
+        hook_outputs(model, lambda part, output: self._on_output(part, output))
         optimizer = self._new_optimizer(model)
         losses, grad_norms, sketches = [], [], []
         for step in range(config.train.num_steps):
@@ -75,34 +75,38 @@ class Reference:
         spec = self.config.model
         model = Decoder(spec, range(spec.num_layers), first=True, last=True)
         init_stage(model, spec, self.config.seed)
-        return model.to(device, parameter_dtype(self.precision))
+        return model.to(device, master_dtype(self.precision))
 
     def _new_optimizer(self, model: Decoder) -> Optimizer:
-        shapes = dict(parameters(self.config.model))
+        shapes = dict(parameter_shapes(self.config.model))
         layouts = {n: TensorLayout(n, shape, (Box((0,) * len(shape), shape),)) for n, shape in shapes.items()}
-        return make_optimizer(self.config.optim, dict(model.named_parameters()), layouts)
+        return build_optimizer(self.config.optim, dict(model.named_parameters()), layouts)
 
     def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
         """Adds up the gradients of one step. Returns its loss."""
         count, size = self.config.train.global_batch_size, self._micro_batch_size
         batch = self._dataset.train_batch(step * count, count)
         tokens_BS, labels_BS = (torch.from_numpy(a).to(self._device) for a in (batch.tokens_BS, batch.labels_BS))
-        num_valid = int((labels_BS != NOT_COUNTED).sum())
+        num_valid = int((labels_BS != IGNORE_INDEX).sum())
         total = 0.0
         for first in range(0, count, size):
-            self._see = partial(sketches.add, sample=first)
+            self._on_output = partial(sketches.add, sample=first)
             # Low precision is that of the compute: the parameters are cast, and their gradients added up as they are.
             cast = {name: parameter.to(DTYPES[self.precision]) for name, parameter in model.named_parameters()}
             if batch.positions_BS is not None:
                 positions_BS = torch.from_numpy(batch.positions_BS[first : first + size])
-                model.where.documents = Documents.of(positions_BS, self._device)
+                model.position_state.documents = Documents.from_positions(positions_BS, self._device)
             logits_BSV = functional_call(model, cast, (tokens_BS[first : first + size],))
-            logits_NV = logits_BSV.flatten(0, 1).to(wide(logits_BSV.dtype))
+            logits_NV = logits_BSV.flatten(0, 1).to(accumulation_dtype(logits_BSV.dtype))
             labels_N = labels_BS[first : first + size].flatten()
             own = self.config.train.loss
-            of = part_of("loss", own) if own else partial(F.cross_entropy, ignore_index=NOT_COUNTED, reduction="sum")
+            of = (
+                get_component("loss", own)
+                if own
+                else partial(F.cross_entropy, ignore_index=IGNORE_INDEX, reduction="sum")
+            )
             loss = of(logits_NV, labels_N)
-            z_loss = logits_NV[labels_N != NOT_COUNTED].logsumexp(1).square().sum()
+            z_loss = logits_NV[labels_N != IGNORE_INDEX].logsumexp(1).square().sum()
             ((loss + self.config.train.z_loss * z_loss) / num_valid).backward()
             total += float(loss.detach())
         return total / num_valid
@@ -111,5 +115,5 @@ class Reference:
         """Returns the norm of the gradients before they are cut."""
         optim = self.config.optim
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
-        optimizer.step(rate_of_step(optim, step, self.config.train.num_steps))
+        optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))
         return float(norm)

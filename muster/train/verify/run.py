@@ -7,16 +7,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from muster.report.verdict import Verdict
-from muster.schedule.resolve import resolved
+from muster.config.load_config import ResolvedConfig, write_run_files
+from muster.config.run_config import RunConfig
+from muster.launch.launcher import launch, rank_command
+from muster.launch.rank_errors import EXIT_STOPPED, read_rank_error
+from muster.report.parity import ParityResult
+from muster.schedule.resolve import resolve_schedule
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.load import Resolved, write_resolved
 from muster.spec.plan import Plan, Precision
 from muster.spec.plan_name import format_plan_name
-from muster.spec.run import RunConfig
 from muster.train.data import open_dataset
-from muster.train.errors import STOPPED, read_error
-from muster.train.launch import launch, rank_command
 from muster.train.run import require_device
 from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
@@ -36,7 +36,7 @@ def verify(
     steps: int,
     tolerance: float | None,
     progress: Progress,
-) -> list[Verdict]:
+) -> list[ParityResult]:
     """How the first `steps` steps of a run under each of the (runnable) plans differ from those on one process.
 
     `run_dir` is where the run itself would lie: its token store is used. The learning rate is the run's highest from
@@ -49,7 +49,9 @@ def verify(
         raise InfeasibleError(
             f"muster verify can't compare train.training_step {config.train.training_step}, which its reference lacks"
         )
-    plans = [resolved(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()]
+    plans = [
+        resolve_schedule(plan, config.model, config.workload) for plan in {plan.hash: plan for plan in plans}.values()
+    ]
     for plan in plans:
         if plan.precision not in TOLERANCES:
             raise InfeasibleError(
@@ -57,11 +59,11 @@ def verify(
                 f" give one of {', '.join(TOLERANCES)} with --precision"
             )
         require_device(plan)
-    config = for_comparison(config, steps, run_dir)
+    config = comparison_config(config, steps, run_dir)
     dataset = PaddedDataset(open_dataset(config, run_dir))
     references: dict[tuple[Precision, int], Reference] = {}
     verdicts = []
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     try:
         for number, plan in enumerate(plans, 1):
             kind = plan.precision, plan.micro_batch_size
@@ -70,13 +72,13 @@ def verify(
                 references[kind] = Reference(config, *kind, dataset)
             progress(f"plan {number} of {len(plans)}: {format_plan_name(plan)}, processes: {plan.world_size}")
             limit = TOLERANCES[plan.precision] if tolerance is None else tolerance
-            verdicts.append(_verdict(config, plan, references[kind], limit))
+            verdicts.append(_verify_plan(config, plan, references[kind], limit))
     finally:
         signal.signal(signal.SIGTERM, former)
     return verdicts
 
 
-def for_comparison(config: RunConfig, steps: int, run_dir: Path) -> RunConfig:
+def comparison_config(config: RunConfig, steps: int, run_dir: Path) -> RunConfig:
     """The run, made short, with the highest learning rate throughout and no step skipped for a spike; its token store
     is where the run has it."""
     cache = Path(config.data.cache) if config.data.cache else run_dir.resolve().parent / ".data"
@@ -89,13 +91,15 @@ def for_comparison(config: RunConfig, steps: int, run_dir: Path) -> RunConfig:
     )
 
 
-def _verdict(config: RunConfig, plan: Plan, reference: Reference, tolerance: float) -> Verdict:
+def _verify_plan(config: RunConfig, plan: Plan, reference: Reference, tolerance: float) -> ParityResult:
     name = format_plan_name(plan)
     with tempfile.TemporaryDirectory(prefix="muster-verify-") as place:
         folder = Path(place)
-        write_resolved(Resolved(config.model_copy(update={"parallel": plan}), {}, auto=False), plan, folder)
+        write_run_files(
+            ResolvedConfig(config.model_copy(update={"parallel": plan}), {}, plan_is_auto=False), plan, folder
+        )
         if (failure := _run(folder, plan.world_size)) is not None:
-            return Verdict(name, plan.precision, tolerance, failure=failure)
+            return ParityResult(name, plan.precision, tolerance, failure=failure)
         return compare(name, folder, reference, tolerance)
 
 
@@ -103,10 +107,10 @@ def _run(folder: Path, num_ranks: int) -> str | None:
     """Runs the plan in `folder`; why it failed, or None. A rank's traceback goes to standard error."""
     command = rank_command("muster.train.verify.rank", folder, num_ranks)
     outcome = launch(command, num_ranks, folder)
-    if outcome.tell() == 0:
+    if outcome.report() == 0:
         return None
     if outcome.rank is None:
         raise KeyboardInterrupt  # no rank is the cause of the end: it was asked for
-    if (error := read_error(folder, outcome.rank)) is not None:
+    if (error := read_rank_error(folder, outcome.rank)) is not None:
         print(error.traceback, end="", file=sys.stderr)
     return outcome.reason

@@ -16,44 +16,44 @@ from muster.model.init import keyed_generator
 from muster.spec.model import ModelSpec
 from muster.spec.workload import Workload
 
-DRAWS = 8
+NUM_DRAWS = 8
 """Sketches of each output of each sample."""
-_POSITIONS = 256
+_CHUNK_POSITIONS = 256
 """How many positions are worked on at once: float64 copies of all logits would be large."""
 
 
-def parts_of(spec: ModelSpec) -> list[str]:
+def traced_parts(spec: ModelSpec) -> list[str]:
     """What of a model is watched, in the order of the forward."""
     layers = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in ("attn", "mlp")]
     return ["embed", *layers, "norm", "head"]
 
 
-def watch(module: Decoder, see: Callable[[str, Tensor], None]) -> None:
+def hook_outputs(module: Decoder, on_output: Callable[[str, Tensor], None]) -> None:
     """Calls `see(part, output)` in every forward of these layers; what a layer adds to the residual is its output."""
 
     def seen(part: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*arguments: Tensor) -> Tensor:
             output = function(*arguments)
-            see(part, output)
+            on_output(part, output)
             return output
 
         return call
 
-    module.look_up = seen("embed", module.look_up)  # type: ignore[assignment]
-    module.project = seen("head", module.project)  # type: ignore[assignment]
+    module.embed_tokens = seen("embed", module.embed_tokens)  # type: ignore[assignment]
+    module.project_logits = seen("head", module.project_logits)  # type: ignore[assignment]
     named = {name: part for name, part in module.named_modules() if name.endswith((".attn", ".mlp")) or name == "norm"}
     for name, part in named.items():
-        part.register_forward_hook(lambda _module, _inputs, output, name=name: see(name, output))
+        part.register_forward_hook(lambda _module, _inputs, output, name=name: on_output(name, output))
 
 
 class Sketches:
     """The sketches of one step: of every part's output, for every sample of the global batch."""
 
     def __init__(self, spec: ModelSpec, workload: Workload, device: torch.device) -> None:
-        self._parts, self._workload = parts_of(spec), workload
+        self._parts, self._workload = traced_parts(spec), workload
         self._vocab_size = spec.vocab_size
         self._hidden_size = spec.hidden_size
-        shape = (len(self._parts), workload.global_batch_size, DRAWS)
+        shape = (len(self._parts), workload.global_batch_size, NUM_DRAWS)
         self.values = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def whole_shape(self, part: str) -> tuple[int, int]:
@@ -67,11 +67,11 @@ class Sketches:
         a_SK = _signs(f"{part}/positions", positions, x_BSW.device)[position : position + x_BSW.shape[1]]
         b_WK = _signs(f"{part}/columns", width, x_BSW.device)[column : column + x_BSW.shape[2]]
         rows = self.values[self._parts.index(part), sample : sample + len(x_BSW)]
-        for x_BRW, a_RK in zip(x_BSW.detach().split(_POSITIONS, 1), a_SK.split(_POSITIONS), strict=True):
+        for x_BRW, a_RK in zip(x_BSW.detach().split(_CHUNK_POSITIONS, 1), a_SK.split(_CHUNK_POSITIONS), strict=True):
             rows += (x_BRW.to(torch.float64) @ b_WK * a_RK).sum(1)
 
 
 def _signs(key: str, count: int, device: torch.device) -> Tensor:
     """Random signs (count, DRAWS), the same on every process."""
-    bits = torch.randint(2, (count, DRAWS), generator=keyed_generator(0, f"verify/{key}"), dtype=torch.float64)
+    bits = torch.randint(2, (count, NUM_DRAWS), generator=keyed_generator(0, f"verify/{key}"), dtype=torch.float64)
     return (2 * bits - 1).to(device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-GRADIENTS, UPDATED = "gradients", "updated"
+GRADIENTS_FOLDER, UPDATED_FOLDER = "gradients", "updated"
 """Folders of the checkpoints that hold the first step's gradients before clipping, and the parameters after it."""
 
 

@@ -1,0 +1,67 @@
+"""What plans and predictions are asked about: a model, a cluster, a plan, a step; by names, files or as typed data."""
+
+from pathlib import Path
+from typing import Any
+
+from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK, SEQ_LEN
+from muster.config.load_config import load_plan
+from muster.config.local_machine import cluster_by_name
+from muster.config.named_model import HF_PREFIX, load_model
+from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import ConfigError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+
+
+def resolve_model(value: str | Path | ModelSpec) -> ModelSpec:
+    """The model of a name, a file or a Hugging Face directory. Raises ConfigError."""
+    if isinstance(value, ModelSpec):
+        return value
+    require_text("model", value, "a model's name, a file, a Hugging Face directory or a ModelSpec")
+    return load_model(HF_PREFIX + str(value) if Path(value).is_dir() else str(value))
+
+
+def resolve_cluster(value: str | Path | ClusterSpec) -> ClusterSpec:
+    """The cluster of a name such as 64xh100, a file, or `this`. Raises ConfigError."""
+    if isinstance(value, ClusterSpec):
+        return value
+    require_text("cluster", value, "a cluster's name such as 64xh100, a file, this or a ClusterSpec")
+    return cluster_by_name(str(value))
+
+
+def resolve_plan_input(value: str | Path | Plan) -> Plan:
+    """The plan of a name or of a file. Raises ConfigError."""
+    if isinstance(value, Plan):
+        return value
+    require_text("plan", value, "a plan's name such as dp2-pp2, a file or a Plan")
+    text = str(value)
+    return load_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
+
+
+def require_text(name: str, value: Any, expected: str) -> None:
+    """Raises ConfigError for what is neither a text nor a path."""
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+
+
+def require_positive_int(name: str, number: Any) -> int | None:
+    """A whole number above 0, or None. Raises ConfigError for anything else."""
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise ConfigError(f"{name}: expected a whole number >= 1, got {number!r}")
+    return number
+
+
+def default_seq_len(seq_len: int | None, model: ModelSpec) -> int:
+    """Tokens of a sequence, where nobody says otherwise."""
+    return require_positive_int("seq_len", seq_len) or min(SEQ_LEN, model.max_positions or SEQ_LEN)
+
+
+def default_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Workload:
+    """A step, of so many micro-batches for each pipeline rank where nobody says otherwise."""
+    batch = (
+        require_positive_int("global_batch", global_batch)
+        or plan.micro_batch_size * plan.mesh(0).dp_size * MICRO_BATCHES_PER_PIPELINE_RANK * plan.pp
+    )
+    return Workload(seq_len=seq_len, global_batch_size=batch)

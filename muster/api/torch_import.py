@@ -1,0 +1,16 @@
+"""The way to what needs PyTorch."""
+
+from importlib import import_module
+from types import ModuleType
+
+from muster.spec.errors import MusterError
+
+
+def import_torch_module(module: str = "muster.train.run") -> ModuleType:
+    """A module that needs PyTorch: the one that trains, or another. Raises MusterError where PyTorch is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MusterError("this needs PyTorch, which is not installed: pip install 'muster-llm[train]'") from None

@@ -1,0 +1,112 @@
+"""The tensors of a Muster checkpoint, read and written box by box."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.checkpoint.checkpoint_dir import find_file_damage
+from muster.checkpoint.local_shard import dtype_name
+from muster.checkpoint.manifest import StoredChunk, read_manifest
+from muster.checkpoint.rank_file import MAX_CHUNK_BYTES, WriteItem, write_rank_file
+from muster.checkpoint.read_plan import ReadItem, plan_reads
+from muster.checkpoint.save import write_manifest
+from muster.checkpoint.tensors import ArrayFile, TensorMeta, TensorSource, allocate, byte_view, split_into_boxes
+from muster.layout.tensor_layout import Box, intersect, slices_within
+from muster.spec.checksum import crc32
+from muster.spec.errors import MusterError
+
+CACHE_BYTES = MAX_CHUNK_BYTES
+"""Of the pieces that were read last: all strips of some rows."""
+
+
+class NativeTensors:
+    """The tensors of the checkpoint at `folder` (`Tensors`); whatever is read is checked against its checksum.
+
+    Raises ConfigError where there is no checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self.metas: Mapping[str, TensorMeta] = {
+            name: TensorMeta(tensor.shape, getattr(torch, tensor.dtype))
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+        self._cache: dict[tuple[int, int], Tensor] = {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        # One piece at a time, and the last ones kept: boxes that don't end where pieces do mostly follow one another.
+        out = allocate(box.size, self.metas[name].dtype)
+        for read in plan_reads(self.manifest, [(name, box)]):
+            common = intersect(read.box, box)
+            assert common is not None
+            out[slices_within(common, box)] = self._read_chunk(name, read)[slices_within(common, read.box)]
+        return out
+
+    def _read_chunk(self, name: str, read: ReadItem) -> Tensor:
+        place = (read.file, read.offset)
+        if place not in self._cache:
+            while sum(kept.nbytes for kept in self._cache.values()) + read.nbytes > CACHE_BYTES and self._cache:
+                del self._cache[next(iter(self._cache))]
+            path, kind = self.folder / self.manifest.file_names[read.file], self.metas[name]
+            if problem := find_file_damage(path, self.manifest.files[path.name]):
+                raise MusterError(problem)
+            data = ArrayFile(path).read_box(read.offset, kind := TensorMeta(read.box.size, kind.dtype), kind.whole)
+            if crc32(byte_view(data)) != read.crc32:
+                raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
+            self._cache[place] = data
+        return self._cache[place]
+
+    def find_chunk_damage(self, name: str, chunk: StoredChunk) -> str | None:
+        """Why the bytes of a piece aren't those that were written; None when its checksum is right."""
+        try:
+            self.read(name, chunk.box)
+        except MusterError as error:
+            return str(error)
+        return None
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: TensorSource,
+    step: int,
+    info: Mapping[str, Any],
+    max_file_bytes: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Writes a checkpoint of all tensors into `folder`, in files of about `max_file_bytes`.
+
+    `info` is that of `muster.checkpoint.save.save`. A box of BLOCK_BYTES is in memory at a time; `progress` receives
+    the bytes of each. Raises OSError, or what reading a tensor raises.
+    """
+    number = 0
+    for number, parts in enumerate(_plan_files(tensors.metas, max_file_bytes), start=1):
+        write_rank_file(folder, number - 1, parts, _item_buffers(tensors, parts, progress))
+    write_manifest(folder, step, info, number)
+
+
+def _item_buffers(
+    tensors: TensorSource, items: list[WriteItem], progress: Callable[[int], None]
+) -> Iterator[memoryview]:
+    for part in items:
+        found = tensors.read(part.name, part.box).contiguous()
+        yield byte_view(found)
+        progress(found.nbytes)
+
+
+def _plan_files(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[list[WriteItem]]:
+    """What goes into each file; wide types first, so that every box is aligned."""
+    parts: list[WriteItem] = []
+    held = 0
+    for name, kind in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):
+        dtype = dtype_name(torch.empty(0, dtype=kind.dtype))
+        for index, box in enumerate(split_into_boxes(kind, MAX_CHUNK_BYTES)):
+            if held > max_bytes:
+                yield parts
+                parts, held = [], 0
+            parts.append(WriteItem(name, f"{name}#{index}" if index else name, kind.shape, dtype, box))
+            held += parts[-1].nbytes
+    yield parts

@@ -1,0 +1,125 @@
+"""Parts of files between nodes, over connections of their own; free of torch.
+
+A request is one line of JSON; the answer begins with a line that is `ok` or a sentence that says why not. Who doesn't
+know the launch's secret word gets nothing, and a file can only be one of a step's copies.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from muster.launch.network import ConnectionAcceptor, address_family
+
+TIMEOUT_S = 120.0
+"""How long a connection may stand still."""
+_CHUNK_BYTES = 4 << 20
+_NAME = re.compile(r"step-\d{8,}(\.tmp)?/rank-\d{5,}\.(safetensors|json)")
+
+
+class PeerAddress(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+    token: str
+    """What the server wants to hear."""
+
+
+class FileServer:
+    """Gives and takes files below one folder, in threads, until this process ends or `close`."""
+
+    def __init__(self, root: Path, host: str) -> None:
+        """Listens on any port of this host's address `host`. Raises OSError."""
+        self._root, self._token = root, secrets.token_hex(16)
+        listener = socket.create_server((host, 0), family=address_family(host), backlog=128)
+        self.address = PeerAddress(host, listener.getsockname()[1], self._token)
+        self.close = ConnectionAcceptor(listener, self._serve, "copies").close
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the other side sees that the connection ends
+            connection.settimeout(TIMEOUT_S)
+            with connection.makefile("rb") as lines:
+                request = _parse_object(lines.readline(4096))
+                if request.get("word") != self._token or not _NAME.fullmatch(str(request.get("name"))):
+                    return
+                try:
+                    answer = _HANDLERS[request["do"]](connection, lines, self._root / request["name"], request)
+                except (OSError, LookupError, TypeError, ValueError) as error:
+                    answer = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                if answer:
+                    connection.sendall(answer.encode() + b"\n")
+
+
+def _receive_file(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
+    """Writes the bytes that follow."""
+    rest, buffer = int(request["nbytes"]), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "wb", buffering=0) as file:
+        if rest and hasattr(os, "posix_fallocate"):  # too little room is noticed at once
+            os.posix_fallocate(file.fileno(), 0, rest)
+        while rest:
+            if not (count := lines.readinto1(buffer[:rest])):
+                raise OSError(None, "the connection ended too early")
+            file.write(buffer[:count])
+            rest -= count
+    return "ok"
+
+
+def _send_range(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
+    """Sends a part of the file."""
+    offset, nbytes = int(request["offset"]), int(request["nbytes"])
+    with open(path, "rb") as file:
+        if offset + nbytes > os.fstat(file.fileno()).st_size:
+            return f"{path} ends too early"
+        connection.sendall(b"ok\n")
+        connection.sendfile(file, offset, nbytes)
+    return ""
+
+
+_HANDLERS = {"put": _receive_file, "get": _send_range}
+
+
+def put(address: PeerAddress, name: str, path: Path) -> None:
+    """Sends a file, to lie as `name` below the server's folder. Raises OSError."""
+    with open(path, "rb") as file, _request(address, "put", name, nbytes=os.fstat(file.fileno()).st_size) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has said why
+            connection.sendfile(file)
+        with connection.makefile("rb") as lines:
+            _require_ok(lines)
+
+
+def get(address: PeerAddress, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    """Fills buffers one after the other with the bytes from `offset` on of the server's file `name`. Raises OSError."""
+    nbytes = sum(len(buffer) for buffer in buffers)
+    with _request(address, "get", name, offset=offset, nbytes=nbytes) as connection, connection.makefile("rb") as lines:
+        _require_ok(lines)
+        for buffer in buffers:
+            while buffer:
+                if not (count := lines.readinto1(buffer)):
+                    raise OSError(None, "the connection ended too early")
+                buffer = buffer[count:]
+
+
+def _request(address: PeerAddress, action: str, name: str, **fields: int) -> socket.socket:
+    connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+    connection.sendall(json.dumps({"word": address.token, "do": action, "name": name, **fields}).encode() + b"\n")
+    return connection
+
+
+def _require_ok(lines: Any) -> None:
+    answer = lines.readline(4096).decode(errors="replace").strip()
+    if answer != "ok":
+        raise OSError(None, answer or "the connection ended too early")
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,215 @@
+"""A directory with a model's weights, of whatever kind: what it is, what lies in it, and its weights by our names."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints
+from muster.checkpoint.formats.dcp import METADATA, DcpTensors
+from muster.checkpoint.formats.huggingface import CONFIG_FILE, open_weights
+from muster.checkpoint.formats.megatron import (
+    TRACKER_FILE,
+    is_torch_dist,
+    latest_iteration,
+    megatron_weight_map,
+    read_arguments,
+    spec_from_arguments,
+)
+from muster.checkpoint.formats.native import NativeTensors
+from muster.checkpoint.hf_mapping import from_hf, from_weight_map
+from muster.checkpoint.manifest import MANIFEST, Manifest
+from muster.checkpoint.remapped import RenamedTensors, check_shapes
+from muster.checkpoint.tensors import TensorSource
+from muster.interop.families import hf_shapes
+from muster.interop.hf_config import FAMILIES, load_hf_model
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
+from muster.spec.model import ModelSpec, parameter_shapes
+
+Format = Literal["muster", "hf", "dcp"]
+"""What can be written."""
+
+DCP_SIDECAR = "muster.json"
+"""Beside the files of a `torch.distributed.checkpoint` folder that Muster wrote: its step, plan and model."""
+
+EXPECTED_FORMATS = (
+    "expected a run (with config.yaml), a Muster checkpoint (manifest.json), a Hugging Face directory (config.json and"
+    " *.safetensors) or a torch.distributed.checkpoint folder (.metadata), of Megatron-LM too"
+)
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """What lies in a directory."""
+
+    format: str
+    """`muster`, `hf`, `dcp` or `megatron`."""
+    folder: Path
+    """Where the tensors lie: of a run, its last good checkpoint."""
+    stored: TensorSource
+    """As they lie there, by their own names."""
+    model: ModelSpec | None = None
+    step: int | None = None
+    plan: Mapping[str, Any] | None = None
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    run: Path | None = None
+    """The run that a checkpoint belongs to."""
+
+
+def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
+    """What lies at `path`; `model` is taken for the model that is there, where no file of Muster says which it is.
+
+    Raises ConfigError when it is of no known kind, MusterError when it is damaged.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}: {EXPECTED_FORMATS}")
+    if (path / MANIFEST).exists():
+        return _open_native(path, model)
+    if (path / "config.yaml").exists() or list_checkpoints(path):
+        return _open_native(_latest_of_run(path), model)
+    if (path / TRACKER_FILE).exists():
+        path = latest_iteration(path)
+    if (path / METADATA).exists():
+        return _open_megatron(path, model) if is_torch_dist(path) else _open_dcp(path, model)
+    if (path / CONFIG_FILE).exists():
+        return ModelDirectory(format="hf", folder=path, stored=open_weights(path), model=model or load_hf_model(path))
+    raise ConfigError(f"{path} is no directory of a known kind: {EXPECTED_FORMATS}")
+
+
+def model_weights(directory: ModelDirectory) -> TensorSource:
+    """The parameters of the model by the names of `muster.spec.model.parameters`.
+
+    Raises ConfigError when it isn't known which model it is, MusterError when a parameter is missing or misshapen.
+    """
+    spec = directory.model
+    if spec is None:
+        raise ConfigError(f"{directory.folder} doesn't say what model it holds: give --model, such as --model tiny")
+    if directory.format == "hf":
+        _refuse_fused_weights(directory.folder)
+        return from_hf(directory.stored, spec, directory.folder)
+    if directory.format == "megatron":
+        stacked = not any(name.startswith("decoder.layers.0.") for name in directory.stored.metas)
+        links = list(megatron_weight_map(spec, stacked))
+        check_shapes(directory.stored, hf_shapes(links), directory.folder)
+        return from_weight_map(directory.stored, spec, links)
+    prefix, shapes = _PARAMETER_PREFIX[directory.format], dict(parameter_shapes(spec))
+    check_shapes(directory.stored, {prefix + name: shape for name, shape in shapes.items()}, directory.folder)
+    return RenamedTensors(directory.stored, {name: prefix + name for name in shapes})
+
+
+def state_tensors(directory: ModelDirectory) -> TensorSource:
+    """All that a directory holds, as a Muster checkpoint names it: `model/…` and, where it is there, `optim/…`.
+
+    Raises as `weights_of` does.
+    """
+    if directory.format == "muster":
+        return directory.stored
+    weights = model_weights(directory)
+    if directory.format == "dcp":
+        names = {
+            f"{group}/{rest}": name for name in directory.stored.metas for group, rest in [_split_group(name)] if group
+        }
+        return RenamedTensors(directory.stored, names)
+    return RenamedTensors(weights, {f"model/{name}": name for name in weights.metas})
+
+
+def _refuse_fused_weights(folder: Path) -> None:
+    """Raises InfeasibleError where a Hugging Face directory holds its weights in a form that no map knows."""
+    kind = read_json(folder / CONFIG_FILE).get("model_type")
+    if kind in FAMILIES and FAMILIES[kind].fused:
+        raise InfeasibleError(
+            f"{folder} holds a model_type {kind!r}, whose joined weights have no map: it can be planned, predicted and"
+            " trained from the beginning, its weights are not read"
+        )
+
+
+_PARAMETER_PREFIX = {"muster": "model/", "dcp": "model."}
+"""Before the name of a parameter."""
+
+
+def _split_group(name: str) -> tuple[str, str]:
+    """`optim.layers.0.…` → (`optim`, `layers.0.…`); nothing for what is neither weights nor optimizer state."""
+    group, _, rest = name.partition(".")
+    return (group, rest) if group in ("model", "optim") else ("", name)
+
+
+def _latest_of_run(path: Path) -> Path:
+    root, problems = path if list_checkpoints(path) else path / "checkpoints", []
+    if (folder := find_latest(root, problems.append)) is not None:
+        return folder
+    if problems:
+        raise MusterError(f"{path} has no checkpoint that can be read: {'; '.join(problems)}")
+    raise ConfigError(f"{path} has no finished checkpoint yet: let it train to its end or to train.save_every")
+
+
+def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
+    stored = NativeTensors(folder)
+    manifest, run = stored.manifest, folder.resolve().parent.parent
+    return ModelDirectory(
+        format="muster",
+        folder=folder,
+        stored=stored,
+        model=_checked_model(model, manifest.model, folder / MANIFEST),
+        step=manifest.step,
+        plan=manifest.plan,
+        counters=manifest.counters,
+        manifest=manifest,
+        run=run if (run / "config.yaml").exists() else None,
+    )
+
+
+def _open_dcp(folder: Path, model: ModelSpec | None) -> ModelDirectory:
+    about = read_json(folder / DCP_SIDECAR) if (folder / DCP_SIDECAR).exists() else {}
+    return ModelDirectory(
+        format="dcp",
+        folder=folder,
+        stored=DcpTensors(folder),
+        model=_checked_model(model, about["model"], folder / DCP_SIDECAR) if "model" in about else model,
+        step=about.get("step"),
+        plan=about.get("plan"),
+        counters=about.get("counters", {}),
+    )
+
+
+def _open_megatron(folder: Path, model: ModelSpec | None) -> ModelDirectory:
+    arguments = read_arguments(folder)
+    if model is None and arguments:
+        model = spec_from_arguments(arguments, folder)
+    return ModelDirectory(
+        format="megatron", folder=folder, stored=DcpTensors(folder), model=model, step=arguments.get("iteration")
+    )
+
+
+def _checked_model(model: ModelSpec | None, stored: Mapping[str, Any], path: Path) -> ModelSpec:
+    """The model that a file describes. Raises ConfigError when another one is asked for."""
+    found = parse_model_spec(stored, path)
+    if model is not None and model.model_copy(update={"name": found.name}) != found:
+        raise ConfigError(f"{path} says that the model is {found.name}, and --model is another one: leave --model out")
+    return found
+
+
+def parse_model_spec(fields: Mapping[str, Any], path: Path) -> ModelSpec:
+    """The model that a file describes. Raises MusterError."""
+    try:
+        return ModelSpec.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise MusterError(f"{path} is damaged: model.{where}: {problem['msg'].lower()}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises MusterError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise MusterError(f"could not read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MusterError(f"{path} is damaged: it is no JSON") from error
+    if not isinstance(content, dict):
+        raise MusterError(f"{path} is damaged: expected an object in JSON")
+    return content

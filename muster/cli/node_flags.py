@@ -1,0 +1,86 @@
+"""The flags of a command that is started once on each of several nodes."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from muster.cli.parser import Parser, positive_int
+from muster.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from muster.launch.nodes.rendezvous_config import RendezvousConfig
+
+OTHER_LAUNCHERS_FLAGS = {
+    "--nnodes": "--nodes",
+    "--num-nodes": "--nodes",
+    "--num-machines": "--nodes",
+    "--node-id": "--node-rank",
+    "--machine-rank": "--node-rank",
+    "--master-addr": "--rendezvous",
+    "--master-port": "--rendezvous",
+    "--main-process-ip": "--rendezvous",
+    "--main-process-port": "--rendezvous",
+    "--rdzv-endpoint": "--rendezvous",
+    "--rdzv-backend": "--rendezvous",
+    "--rdzv-id": "--rendezvous",
+    "--join-timeout": "--join-limit",
+    "--rdzv-conf": "--join-limit",
+    "--nproc-per-node": "--nproc",
+    "--num-processes": "--nproc",
+}
+"""What other launchers call the same."""
+_FORM = "--nodes N --node-rank R --rendezvous HOST[:PORT]"
+
+
+def add_node_flags(parser: Parser) -> None:
+    """The flags. `nodes_of` reads them."""
+    parser.foreign_flags |= OTHER_LAUNCHERS_FLAGS
+    add = parser.add_argument
+    add("--nodes", type=positive_int, metavar="N", help="machines, on each of which this command is started")
+    add("--node-rank", type=_rank, metavar="R", help="which of them this is, from 0")
+    add("--rendezvous", metavar="HOST[:PORT]", help="where node 0 listens for the others (default port: 29400)")
+    add("--interface", metavar="NAME", help="network interface of the ranks (default: the one towards HOST)")
+    add("--join-limit", type=positive_int, metavar="S", help="seconds to wait for the other nodes (default: 600)")
+
+
+def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
+    """What they say; None where there is one node. Raises ConfigError where one is missing or contradicts another."""
+    given = [f"--{flag}" for flag in _FLAGS if getattr(args, flag.replace("-", "_")) is not None]
+    if args.nodes in (None, 1) and given in ([], ["--nodes"]):
+        return None
+    if args.nodes is None:
+        raise ConfigError(f"{given[0]} without --nodes would train a world of one: expected {_FORM}")
+    if args.nodes == 1:
+        raise ConfigError(f"--nodes 1 with {given[1]}: expected {_FORM} with N of 2 or more, or none of them")
+    missing = [f"--{flag}" for flag in ("node-rank", "rendezvous") if f"--{flag}" not in given]
+    if missing:
+        raise ConfigError(
+            f"--nodes {args.nodes} without {missing[0]}: expected {_FORM}, the same but for R on all nodes"
+        )
+    if args.node_rank >= args.nodes:
+        raise ConfigError(
+            f"--node-rank {args.node_rank} of {args.nodes} nodes: expected 0 to {args.nodes - 1}, another on each"
+        )
+    from muster.launch.nodes.rendezvous_config import DEFAULT_PORT, DEFAULT_TIMEOUT_S, RendezvousConfig
+
+    host, port = _place(args.rendezvous, DEFAULT_PORT)
+    return RendezvousConfig(
+        args.nodes, args.node_rank, host, port, args.interface, args.join_limit or DEFAULT_TIMEOUT_S
+    )
+
+
+_FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "join-limit")
+
+
+def _place(text: str, usual_port: int) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT`, `[fd00::1]:PORT`."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/\s]+))(?::(\d+))?", text)
+    if found is None or not 0 < int(found[3] or usual_port) < 1 << 16:
+        raise ConfigError(f"--rendezvous {text}: expected HOST or HOST:PORT, such as node-0:{usual_port}")
+    return found[1] or found[2], int(found[3] or usual_port)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got '{text}'")
+    return int(text)

@@ -1,0 +1,37 @@
+"""What `muster plan` and `muster predict` are asked about: a model, a cluster, a step."""
+
+import argparse
+from collections.abc import Mapping
+
+from muster.api.defaults import SEQ_LEN
+from muster.cli.parser import Parser, positive_int
+from muster.spec.errors import ConfigError
+
+
+def add_planning_flags(parser: Parser, default_batch: str) -> None:
+    """The flags of a model, a cluster and a step; `usual_batch`: what a step is where nobody says."""
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="M",
+        help="a model that comes with Muster, such as llama3-8b, its file or a Hugging Face directory",
+    )
+    add(
+        "--cluster",
+        metavar="C",
+        help="devices, such as 64xh100, a cluster that comes with Muster, its file, or this (machine, once profiled)",
+    )
+    add(
+        "--seq-len",
+        type=positive_int,
+        metavar="S",
+        help=f"tokens of a sequence (default: {SEQ_LEN}, or the model's most)",
+    )
+    add("--global-batch", type=positive_int, metavar="B", help=f"sequences of a step (default: {default_batch})")
+
+
+def require_flags(args: argparse.Namespace, examples: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first flag that is missing, with its example."""
+    for flag, example in examples.items():
+        if getattr(args, flag) is None:
+            raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")

@@ -1,0 +1,225 @@
+"""Clusters from a preset, a short name such as `64xh100`, or a file."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from muster.catalog import names, read
+from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
+from muster.spec.config_errors import ConfigSchema, error_sentence
+from muster.spec.device import DeviceSpec, LinkSpec, NodeShape
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+_SHORT = re.compile(r"(-?\d+)\s*[x×*]\s*([A-Za-z][\w.-]*)")
+Loaded = TypeVar("Loaded")
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load_cluster(text: str) -> ClusterSpec:
+    """The cluster that `text` names: a file, a preset of the catalogue, or devices as in `64xh100` and
+    `32xh100+32xa100`.
+
+    A file has the keys of `ClusterSpec`, with devices and links by their names or written out.
+    Raises ConfigError, with the nearest name.
+    """
+    text = text.strip()
+    if text.endswith((".yaml", ".yml")) or "/" in text or Path(text).is_file():
+        return _from_file(Path(text))
+    if text in names("clusters"):
+        return _build(_mapping(read("clusters", text), f"cluster {text}"), f"cluster {text}")
+    parts = [_SHORT.fullmatch(part.strip()) for part in text.split("+")]
+    if all(parts):
+        groups = tuple(group for part in parts if part for group in _groups(int(part[1]), part[2]))
+        return _checked(f"cluster {text}", name=text, groups=groups)
+    if text.lower() in _device_names():
+        return single_node_cluster(load_device(text))
+    missing = re.fullmatch(r"(\d+)\s*([A-Za-z][\w.-]*)", text)
+    near = f"; did you mean '{missing[1]}x{missing[2]}'?" if missing and missing[2].lower() in _device_names() else None
+    raise ConfigError(
+        f"there is no cluster '{text}'{near or did_you_mean(text, [*names('clusters'), *_device_names()])}"
+        f" (give a number of devices as in 64xh100, a file, or one of {', '.join(names('clusters'))})"
+    )
+
+
+@cache
+def load_device(name: str) -> DeviceSpec:
+    """A device of the catalogue, by its name or an alias. Raises ConfigError with the nearest name."""
+    known = _device_names()
+    if name.lower() not in known:
+        raise ConfigError(
+            f"there is no device '{name}'{did_you_mean(name.lower(), known)} (there are {', '.join(names('devices'))})"
+        )
+    file = known[name.lower()]
+    return _device(_mapping(read("devices", file), f"device {file}"), KeyLocation(f"device {file}"))
+
+
+@cache
+def load_link(name: str) -> LinkSpec:
+    """A link of the catalogue. Raises ConfigError with the nearest name."""
+    links = _mapping(read("links", "links"), "links")
+    if name not in links:
+        raise ConfigError(f"there is no link '{name}'{did_you_mean(name, links)} (there are {', '.join(links)})")
+    return _validated(LinkSpec, {"name": name, **links[name]}, KeyLocation(f"link {name}"))
+
+
+@cache
+def _device_names() -> dict[str, str]:
+    """Every name and alias → the device's file."""
+    found: dict[str, str] = {}
+    for name in names("devices"):
+        aliases = re.search(r"^aliases: \[(.*)\]$", read("devices", name), re.MULTILINE)
+        for alias in (name, *(aliases[1].split(",") if aliases else ())):
+            found[alias.strip()] = name
+    return found
+
+
+def _groups(count: int, name: str) -> list[NodeGroup]:
+    """`count` devices in the nodes that they usually come in: full nodes, then what is left."""
+    device = load_device(name)
+    if count < 1:
+        raise ConfigError(f"a cluster has at least one device, got {count}x{name}")
+    node = device.node
+    if node is None:
+        return list(single_node_cluster(device, count).groups)
+    full, rest = divmod(count, node.devices)
+    shape = {"device": device, **_usual_node(node)}
+    groups = [NodeGroup(num_nodes=full, devices_per_node=node.devices, **shape)] if full else []
+    return groups + ([NodeGroup(num_nodes=1, devices_per_node=rest, **shape)] if rest else [])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _from_file(path: Path) -> ClusterSpec:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read cluster file {path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"can't read cluster file {path}: expected YAML in UTF-8") from None
+    return _build(_mapping(text, str(path)), str(path))
+
+
+class KeyLocation(NamedTuple):
+    """Where something stands: a file, and the dotted path of keys in it."""
+
+    file: str
+    path: str = ""
+
+    def key(self, name: str) -> "KeyLocation":
+        """What stands under a key of this."""
+        return KeyLocation(self.file, f"{self.path}.{name}" if self.path else name)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.path}" if self.path else self.file
+
+
+def _build(data: dict[str, Any], where: str) -> ClusterSpec:
+    """A cluster from a file's keys; `devices: 64xh100` stands for groups."""
+    data, file = dict(data), KeyLocation(where)
+    if "devices" in data:
+        short = data.pop("devices")
+        if "groups" in data:
+            raise ConfigError(f"{where}: devices stands in the place of groups: leave one of them out")
+        if not isinstance(short, str):
+            raise ConfigError(f"{file.key('devices')}: expected devices such as 64xh100, got {short!r}")
+        data["groups"] = _named(load_cluster, short, file.key("devices")).groups
+    elif "groups" not in data:
+        raise ConfigError(f"{where}: expected groups of nodes, or devices such as 64xh100 in their place")
+    elif isinstance(data["groups"], list):
+        data["groups"] = [_group(group, file.key(f"groups.{index}")) for index, group in enumerate(data["groups"])]
+    tiers = data.get("tiers")
+    for index, tier in enumerate(tiers if isinstance(tiers, list) else ()):
+        if isinstance(tier, dict) and "link" in tier:
+            tier["link"] = _link(tier["link"], file.key(f"tiers.{index}.link"))
+    return _checked(where, **data)
+
+
+def _group(data: Any, place: KeyLocation) -> Any:
+    """One group: what it doesn't say of its nodes is as the device usually comes."""
+    if not isinstance(data, dict):
+        return data
+    if "device" not in data:
+        raise ConfigError(f"{place.key('device')}: missing, expected a device such as h100")
+    device, at = data["device"], place.key("device")
+    device = _named(load_device, device, at) if isinstance(device, str) else _device(device, at)
+    usual: dict[str, Any] = {}
+    if isinstance(device, DeviceSpec) and device.node is not None:
+        usual = {"devices_per_node": device.node.devices, **_usual_node(device.node)}
+    return usual | _joined(data, place) | {"device": device}
+
+
+def _joined(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
+    """The keys of a node, with the links that join its devices, and it to others."""
+    own = {key: _link(value, place.key(key)) if key == "intra" else value for key, value in data.items()}
+    if isinstance(nics := own.get("nics"), dict) and "link" in nics:
+        own["nics"] = nics | {"link": _link(nics["link"], place.key("nics.link"))}
+    return own
+
+
+def _usual_node(node: NodeShape) -> dict[str, Any]:
+    """What a group takes over from the node that its devices usually come in."""
+    return {name: getattr(node, name) for name in ("intra", "nics", "domain_nodes", "host_memory_bytes")}
+
+
+def _device(data: Any, place: KeyLocation) -> Any:
+    if not isinstance(data, dict):
+        return data
+    data = dict(data)
+    if isinstance(node := data.get("node"), dict):
+        data["node"] = _validated(NodeShape, _joined(node, place.key("node")), place.key("node"))
+    return _validated(DeviceSpec, data, place)
+
+
+def _link(data: Any, place: KeyLocation) -> Any:
+    """A link by name, or `{like: NAME, …}` with what is different, or written out."""
+    if isinstance(data, str):
+        return _named(load_link, data, place)
+    if isinstance(data, dict) and "like" in data:
+        other = {key: value for key, value in data.items() if key != "like"}
+        like = _named(load_link, str(data["like"]), place.key("like"))
+        return _validated(LinkSpec, {**like.model_dump(), **other}, place)
+    return data
+
+
+def _named(load: Callable[[str], Loaded], name: str, place: KeyLocation) -> Loaded:
+    """What has this name; a wrong one is told with its place."""
+    try:
+        return load(name)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _mapping(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(text, Loader=_YAML)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{where}: expected 'key: value' lines, got {'nothing' if data is None else repr(str(data)[:40])}"
+        )
+    return dict(data)
+
+
+def _checked(where: str, **data: Any) -> ClusterSpec:
+    return _validated(ClusterSpec, data, KeyLocation(where))
+
+
+def _validated(kind: Any, data: Any, place: KeyLocation) -> Any:
+    """`data` as `kind`, or one sentence about the first thing that is wrong with it."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        told = error_sentence(first, ConfigSchema(kind), {})
+        raise ConfigError(f"{place}{'.' if place.path and first['loc'] else ': '}{told}") from None

@@ -1,0 +1,110 @@
+"""Run files as layers: what each says, and where."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from muster.catalog import names, read
+from muster.plugins.registry import component_names
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigLayer:
+    """What one file or the command line says."""
+
+    name: str
+    """For people: `run.yaml`, `preset tiny`, `command line`."""
+    values: Mapping[str, Any]
+    """By dotted path; what stands in lists is one value."""
+    base_dir: Path
+    """What paths in it are relative to."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def origin(self, path: str) -> str:
+        """Where the value under `path` was said, as `file:line` where there is a line."""
+        line = self.lines.get(path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+
+def read_file_layer(path: Path) -> ConfigLayer:
+    """What a YAML file says. Raises ConfigError when it can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"can't read {path}: expected YAML in UTF-8") from None
+    return _parse(text, str(path), path.parent)
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text that is a name or a path is a path."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
+
+
+def read_catalog_layer(kind: str, name: str) -> ConfigLayer:
+    """What a file of the catalog says: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
+    what = "model" if kind == "models" else "preset"
+    known = names(kind) + (component_names("model") if kind == "models" else [])
+    if name not in names(kind):
+        raise ConfigError(f"there is no {what} '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
+    layer = _parse(read(kind, name), f"{what} {name}", Path())
+    return ConfigLayer(layer.name, layer.values, layer.base_dir)
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values of a tree; an empty section has none."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, path + ".")
+        else:
+            yield path, value
+
+
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with these values, no path of which may lie below another."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return tree
+
+
+def _parse(text: str, name: str, folder: Path) -> ConfigLayer:
+    try:
+        root, tree = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        places = list(_lines(root)) if isinstance(root, yaml.MappingNode) else []
+        values = dict(flatten(tree)) if isinstance(tree, dict) else {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except (ValueError, RecursionError) as error:  # an impossible date, a mapping that contains itself
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{name}: expected 'key: value' lines, got {str(tree)[:40]!r}")
+    lines: dict[str, int] = {}
+    for path, line in places:
+        if path in lines:
+            raise ConfigError(f"{name}:{line}: {path} is given twice, first in line {lines[path]}")
+        lines[path] = line
+    return ConfigLayer(name, values, folder, lines)
+
+
+def _lines(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        yield path, key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            yield from _lines(value, path + ".")

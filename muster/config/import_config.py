@@ -1,0 +1,116 @@
+"""A file of another trainer as a run file: which trainer's it is, what follows from it, what is missing."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from muster.config.config_layers import unflatten
+from muster.config.run_config import RunConfig
+from muster.config.yaml_writer import yaml_text
+from muster.interop.conversion import ConfigConversion
+from muster.interop.megatron import read_megatron
+from muster.interop.nanotron import read_nanotron
+from muster.interop.torchtitan import read_torchtitan
+from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.errors import ConfigError
+from muster.spec.legality import plan_violations
+from muster.spec.supported import unsupported_features
+
+_PLACEHOLDERS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}
+_PLACEHOLDERS |= {"train.seq_len": 1, "data.tokenizer": "tokenizer.json"}
+"""What must be said before a run can start, with what the rest is checked against where it isn't."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedConfig:
+    """A run file made of another trainer's, and what is to be known of it."""
+
+    conversion: ConfigConversion
+    tree: Mapping[str, Any]
+    """The run file."""
+    missing: tuple[str, ...]
+    """Keys that the other file doesn't say and a run needs."""
+    refused: tuple[str, ...]
+    """Why Muster can't run the plan as it is."""
+
+    def yaml(self) -> str:
+        """The run file as text, each value with the option that it comes from."""
+        origins = self.conversion.origins
+        return yaml_text(self.tree, lambda key: origins.get(key, "a run file's version"))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `muster import-config --json` prints."""
+        left = [{"option": one.option, "value": one.value, "reason": one.reason} for one in self.conversion.dropped]
+        return {
+            "version": 1,
+            "program": self.conversion.program,
+            "run": self.tree,
+            "origins": self.conversion.origins,
+            "not_carried": left,
+            "missing": list(self.missing),
+            "refused": list(self.refused),
+        }
+
+
+def import_config(path: Path, nproc: int | None = None, model: str | None = None) -> ImportedConfig:
+    """Reads a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`) or nanotron (`.yaml`).
+
+    Raises ConfigError where it can't be read, or says something that a run file can't.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"can't read {path}: expected a text file") from None
+    try:
+        carried = _carried(path, text, nproc, model)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    missing = tuple(key for key in _PLACEHOLDERS if key not in carried.values)
+    if "data.mix" in carried.values:
+        missing = tuple(key for key in missing if key != "data.source")
+    tree = {"version": 1, **unflatten(_in_order(carried.values))}
+    return ImportedConfig(carried, tree, missing, _refused(path, carried, missing))
+
+
+def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> ConfigConversion:
+    if path.suffix == ".toml":
+        try:
+            return read_torchtitan(tomllib.loads(text), nproc, model)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"no TOML: {error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            tree = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"no YAML: {' '.join(str(error).split())}") from None
+        return read_nanotron(tree if isinstance(tree, Mapping) else {})
+    return read_megatron(text, nproc)
+
+
+def _in_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As run files are written: the seed, then section by section."""
+    sections = ("seed", "model", "parallel", "data", "train", "eval", "optim")
+    return dict(sorted(values.items(), key=lambda pair: sections.index(pair[0].partition(".")[0])))
+
+
+def _refused(path: Path, carried: ConfigConversion, missing: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks all that a run file would be checked for. Raises ConfigError for what it can't say."""
+    values = {**carried.values, **{key: _PLACEHOLDERS[key] for key in missing}}
+    origins = {key: f"{path}: {origin}" for key, origin in carried.origins.items()}
+    try:
+        config = RunConfig.model_validate(unflatten(values))
+    except ValidationError as error:
+        raise config_error(error, ConfigSchema(RunConfig), origins) from None
+    plan = config.parallel
+    return tuple(
+        dict.fromkeys(
+            [*plan_violations(plan, config.model, config.workload, plan.world_size), *unsupported_features(plan)]
+        )
+    )

@@ -1,0 +1,171 @@
+"""Loads a run's configuration from preset, files and command line, and writes what came of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from muster.catalog import names
+from muster.config.config_layers import (
+    ConfigLayer,
+    flatten,
+    looks_like_path,
+    read_catalog_layer,
+    read_file_layer,
+    unflatten,
+)
+from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
+from muster.config.run_config import RunConfig
+from muster.config.run_length import steps_from_epochs, steps_from_tokens
+from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
+from muster.config.yaml_writer import write_atomically, yaml_text
+from muster.plugins.loader import plugin_path, resolve_plugin
+from muster.plugins.registry import find_component
+from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.errors import ConfigError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+
+_CHOSEN = tuple(
+    f"parallel.{field}."
+    for field in (*AUTO_FIELDS, "micro_batch_size", "schedule", "axis_order", "overrides")
+    + ("default_strategy.zero", "default_strategy.sp", "default_strategy.recompute")
+)
+"""DEGREES, and what else `auto` chooses where nobody said it: beginnings of paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A run's configuration, and where each of its values comes from."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    """By dotted path; a value without an origin is the default."""
+    plan_is_auto: bool
+    """The degrees of `config.parallel` are still to be chosen, for the number of processes there will be."""
+
+
+def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[tuple[str, Any]]) -> ResolvedConfig:
+    """The configuration that a preset, a run file over it, and pairs of dotted key and value over both give; a value
+    may be text.
+
+    Raises ConfigError with one sentence for each thing that is wrong.
+    """
+    layers: list[ConfigLayer] = []
+    if preset is not None:
+        layers += _chain(read_catalog_layer("presets", preset), [f"preset {preset}"])
+    if file is not None:
+        if not file.exists() and str(file) in names("presets"):
+            raise ConfigError(f"there is no file {file}; for the preset of that name write --preset {file}")
+        layers += _chain(read_file_layer(file), [str(file.resolve())])
+    return _resolve([*layers, ConfigLayer("command line", dict(overrides), Path())])
+
+
+def load_config_tree(tree: Mapping[str, Any], name: str) -> ResolvedConfig:
+    """The configuration in data of a run file's form; `name` is what people are told that it comes from.
+
+    Raises ConfigError as `load_run`.
+    """
+    return _resolve(_chain(ConfigLayer(name, dict(flatten(tree)), Path()), [name]))
+
+
+def _resolve(layers: Iterable[ConfigLayer]) -> ResolvedConfig:
+    merged = MergedConfig()
+    for layer in layers:
+        merged.add(layer)
+    _put_steps(merged)
+    for path, (value, origin) in step_law_values(merged.values).items():
+        merged.put(path, value, origin)
+    try:
+        config = RunConfig.model_validate(unflatten(merged.values))
+    except ValidationError as error:
+        raise config_error(error, run_schema(), merged.origins) from None
+    files = [part.file for kind, name in config.plugin_components if (part := find_component(kind, name)) and part.file]
+    # A file that is named keeps the hash that is said of it: in a run's config.yaml, that of when it was trained.
+    named = {plugin_path(plugin.file).resolve() for plugin in config.plugins}
+    plugins = unique_plugins([*config.plugins, *(resolve_plugin(str(file)) for file in files if file not in named)])
+    return ResolvedConfig(config.model_copy(update={"plugins": plugins}), merged.origins, merged.plan_is_auto)
+
+
+def _put_steps(merged: MergedConfig) -> None:
+    """The steps that train.tokens stands for, where they are not given."""
+    if (found := steps_from_tokens(merged.values)) is not None and "train.steps" not in merged.values:
+        merged.values["train.steps"], merged.origins["train.steps"] = found
+
+
+def _chain(layer: ConfigLayer, seen: list[str]) -> list[ConfigLayer]:
+    """The layer and those that it extends, the lowest first."""
+    parent = layer.values.get("extends")
+    if parent is None:
+        return [layer]
+    if not isinstance(parent, str):
+        raise ConfigError(
+            f"extends: expected the path of a run file or the name of a preset, got {parent!r}"
+            f" (from {layer.origin('extends')})"
+        )
+    identity = str((layer.base_dir / parent).resolve()) if looks_like_path(parent) else f"preset {parent}"
+    if identity in seen:
+        raise ConfigError(f"{layer.origin('extends')}: {layer.name} extends {parent}, which extends it: a circle")
+    below = (
+        read_file_layer(layer.base_dir / parent) if looks_like_path(parent) else read_catalog_layer("presets", parent)
+    )
+    return [*_chain(below, [*seen, identity]), layer]
+
+
+def with_steps_from_epochs(resolved: ResolvedConfig, num_samples: int) -> ResolvedConfig:
+    """The same with the steps that `train.epochs` stands for, of data with so many training samples."""
+    config, train = resolved.config, resolved.config.train
+    assert train.epochs is not None
+    steps, origin = steps_from_epochs(train.epochs, num_samples, train.global_batch_size, train.steps)
+    config = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    return replace(resolved, config=config, origins={**resolved.origins, "train.steps": origin})
+
+
+def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
+    """One line for people for each value that was left out and comes from the Step Law."""
+    sections = resolved.config.model_dump()
+    return [
+        derived_value_line(path, sections[section][key], origin)
+        for path, origin in resolved.origins.items()
+        if origin.startswith(STEP_LAW_SOURCE)
+        for section, _, key in [path.partition(".")]
+    ]
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a plan.yaml. Raises ConfigError."""
+    layer, shape = read_file_layer(path), ConfigSchema(Plan)
+    values = {key: coerce_value(value, shape.types_at(key)) for key, value in layer.values.items()}
+    try:
+        return Plan.model_validate(unflatten(values))
+    except ValidationError as error:
+        raise config_error(error, shape, {key: layer.origin(key) for key in values}) from None
+
+
+def config_yaml(resolved: ResolvedConfig, plan: Plan) -> str:
+    """A run file that says all of the configuration, the plan in it, and where each value comes from.
+
+    The order of a searched schedule stands in it only where it was given: the plan.yaml has what was found.
+    """
+    found = {"order"} if resolved.config.parallel.order is None else None
+    tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
+
+    def origin(path: str) -> str:
+        chosen = resolved.plan_is_auto and f"{path}.".startswith(_CHOSEN)
+        return resolved.origins.get(path, f"auto, for world size {plan.world_size}" if chosen else "default")
+
+    return yaml_text(tree, origin)
+
+
+def plan_yaml(plan: Plan) -> str:
+    """A plan.yaml, headed by the plan's name and hash."""
+    return f"# {format_plan_name(plan)}\n# hash {plan.hash}\n{yaml_text(plan.model_dump(mode='json'))}"
+
+
+def write_run_files(resolved: ResolvedConfig, plan: Plan, run_dir: Path) -> None:
+    """Writes config.yaml and plan.yaml, which load back to the same values. Raises OSError."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(run_dir / "config.yaml", config_yaml(resolved, plan))
+    write_atomically(run_dir / "plan.yaml", plan_yaml(plan))

@@ -1,0 +1,178 @@
+"""Layers of a run file, laid one on top of the other: which value replaces which."""
+
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from muster.config.config_layers import ConfigLayer, flatten, looks_like_path, read_file_layer
+from muster.config.named_model import read_model_layer
+from muster.config.run_config import RunConfig
+from muster.plugins.loader import PluginFile, load_plugins, resolve_plugin
+from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.errors import ConfigError
+from muster.spec.plan import Plan
+from muster.spec.plan_name import parse_plan_name
+
+AUTO_FIELDS = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp", "stages")
+"""The fields of a plan that `auto` chooses."""
+
+_KEPT = ("micro_batch_size", "precision")
+"""The fields that a plan takes over from the layers below when its name or file doesn't say them."""
+
+_INSTEAD = {
+    "train.steps": ("train.tokens", "train.epochs"),
+    "train.tokens": ("train.steps", "train.epochs"),
+    "train.epochs": ("train.steps", "train.tokens"),
+    "data.mix": ("data.source",),
+    "data.source": ("data.mix", "data.changes"),
+}
+"""Keys that stand in the place of others from lower layers."""
+
+_RENAMED = {"train.eval_every": "eval.every", "train.eval_batches": "eval.batches"}
+"""Keys that had other names: a file that has them is read, with a word."""
+
+
+class MergedConfig:
+    """The values of all layers so far, the later ones on top."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.plan_is_auto = True
+
+    def add(self, layer: ConfigLayer) -> None:
+        """Lays a layer on top. Raises ConfigError."""
+        said = {_RENAMED.get(path, path): value for path, value in layer.values.items() if path != "extends"}
+        for path in layer.values.keys() & _RENAMED.keys():
+            print(f"{path} (from {layer.origin(path)}) is {_RENAMED[path]} now: read as that", file=sys.stderr)
+        if (named := said.pop("plugins", None)) is not None:  # first, as they may register what the layer names
+            self._add_plugins(named, layer)
+        for key in ("model", "model.preset"):
+            if isinstance(name := said.get(key), str):
+                del said[key]
+                self._replace_model(name, layer.base_dir, layer.origin(key))
+        for key in ("parallel", "parallel.plan"):
+            if isinstance(text := said.get(key), str):
+                del said[key]
+                self._replace_plan(text, layer.base_dir, layer.origin(key))
+                if text == "auto" and (chosen := [path for path in said if _is_degree(path)]):
+                    raise ConfigError(
+                        f"{chosen[0]}: 'auto' chooses it; instead of auto give a plan's name, such as dp2-pp2"
+                        f" (from {layer.origin(chosen[0])})"
+                    )
+        for path, others in _INSTEAD.items():
+            if said.get(path):
+                for other in others:
+                    self._drop(other)
+        for path, value in said.items():
+            if value is None and run_schema().keys_of(run_schema().schema_at(path) or {}):
+                continue  # a section without a line in it
+            self.plan_is_auto = self.plan_is_auto and not _is_degree(path)
+            self.put(path, value, layer.origin(path))
+
+    def _add_plugins(self, named: object, layer: ConfigLayer) -> None:
+        try:
+            found = [
+                resolve_plugin(one, layer.base_dir) for one in (named if isinstance(named, list | tuple) else [named])
+            ]
+            load_plugins(found)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (from {layer.origin('plugins')})") from None
+        plugins = [PluginFile(**one) for one in self.values.get("plugins", [])]
+        self.values["plugins"] = [one.model_dump() for one in unique_plugins([*plugins, *found])]
+        self.origins["plugins"] = layer.origin("plugins")
+
+    def put(self, path: str, value: object, origin: str) -> None:
+        """A value in the place of those above and below it."""
+        for known in list(self.values):
+            if known.startswith(path + ".") or path.startswith(known + "."):
+                del self.values[known], self.origins[known]
+        if isinstance(value, str) and path.startswith("optim.options."):
+            value = yaml.safe_load(value)
+        self.values[path] = coerce_value(value, run_schema().types_at(path))
+        self.origins[path] = origin
+
+    def _drop(self, section: str) -> None:
+        for path in [path for path in self.values if path == section or path.startswith(section + ".")]:
+            del self.values[path], self.origins[path]
+
+    def _replace_model(self, name: str, folder: Path, origin: str) -> None:
+        try:
+            layer = read_model_layer(name, folder)
+        except ConfigError as error:
+            raise ConfigError(f"model: {error} (from {origin})") from None
+        self._drop("model")
+        for path, value in layer.values.items():
+            if path != "version":
+                self.put(f"model.{path}", value, layer.name)
+
+    def _replace_plan(self, text: str, folder: Path, origin: str) -> None:
+        """Puts the plan that a name, a path or `auto` stands for in the place of the one so far."""
+        paths = {field: f"parallel.{field}" for field in _KEPT}
+        kept = {field: (self.values[path], self.origins[path]) for field, path in paths.items() if path in self.values}
+        said: dict[str, tuple[Any, str]] = {}
+        if looks_like_path(text):
+            layer = read_file_layer(folder / text)
+            said = {field: (value, layer.origin(field)) for field, value in layer.values.items()}
+        elif text != "auto":
+            said = {field: (value, origin) for field, value in self._named(text, origin).items()}
+            said |= {field: old for field, old in kept.items() if said[field][0] == old[0]}
+        self._drop("parallel")
+        self.plan_is_auto = text == "auto"
+        for field, (value, source) in (kept | said).items():
+            self.put(f"parallel.{field}", value, source)
+
+    def _named(self, name: str, origin: str) -> dict[str, Any]:
+        base = {field: self.values[f"parallel.{field}"] for field in _KEPT if f"parallel.{field}" in self.values}
+        try:
+            return dict(flatten(parse_plan_name(name, Plan.model_validate(base)).model_dump(mode="json")))
+        except ValidationError as error:
+            raise config_error(error, run_schema(), self.origins, "parallel") from None
+        except ConfigError as error:
+            raise ConfigError(f"parallel: {error} (from {origin})") from None
+
+
+def _is_degree(path: str) -> bool:
+    section, _, rest = path.partition(".")
+    return section == "parallel" and rest.partition(".")[0] in AUTO_FIELDS
+
+
+@cache
+def run_schema() -> ConfigSchema:
+    """What a run file may say."""
+    return ConfigSchema(RunConfig)
+
+
+def coerce_value(value: object, kinds: set[str]) -> object:
+    """What a text stands for where no text is wanted: YAML reads `1e-3` as one, and a command line has nothing else."""
+    if isinstance(value, str) and value == "null" and "null" in kinds:
+        return None
+    if isinstance(value, str) and kinds & {"integer", "number"}:
+        value = _number(value, whole="integer" in kinds)
+    if isinstance(value, str) and "array" in kinds:
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+    if isinstance(value, float) and "integer" in kinds and value.is_integer():
+        return int(value)
+    return value
+
+
+def _number(text: str, whole: bool) -> int | float | str:
+    for convert in (int, float) if whole else (float,):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    return text
+
+
+def unique_plugins(plugins: Iterable[PluginFile]) -> tuple[PluginFile, ...]:
+    """Each file once, with the hash that was said last."""
+    return tuple({plugin.file: plugin for plugin in plugins}.values())

@@ -1,0 +1,55 @@
+"""A model by its name: one of the catalogue, a Hugging Face directory, or a file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from muster.config.config_layers import (
+    ConfigLayer,
+    flatten,
+    looks_like_path,
+    read_catalog_layer,
+    read_file_layer,
+    unflatten,
+)
+from muster.interop.hf_config import load_hf_model
+from muster.plugins.registry import find_component
+from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.model import ModelSpec
+
+HF_PREFIX = "hf:"
+"""Before the path of a Hugging Face directory, where a model's name is wanted."""
+
+
+def load_model(name: str, folder: Path = Path()) -> ModelSpec:
+    """The model that a name stands for: one of the catalogue; `hf:DIR`, whose config.json is read; or the path of a
+    YAML file of the catalogue's form. Relative paths begin at `folder`.
+
+    Raises ConfigError with one sentence for each thing that is wrong.
+    """
+    layer = read_model_layer(name, folder)
+    values = {key: value for key, value in layer.values.items() if key != "version"}
+    try:
+        return ModelSpec.model_validate(unflatten(values))
+    except ValidationError as error:
+        raise config_error(error, ConfigSchema(ModelSpec), {key: layer.origin(key) for key in values}) from None
+
+
+def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
+    """As `load_model`: what is said of the model, unchecked, as a layer of its own. Raises ConfigError."""
+    if name.startswith(HF_PREFIX):
+        spec = load_hf_model(folder / Path(name.removeprefix(HF_PREFIX)).expanduser())
+        return ConfigLayer(f"model {name}", dict(flatten(spec.model_dump(mode="json", exclude_defaults=True))), folder)
+    if (part := find_component("model", name)) is not None:
+        return plugin_model_layer(name, part.target.values)
+    return read_file_layer(folder / name) if looks_like_path(name) else read_catalog_layer("models", name)
+
+
+def plugin_model_layer(name: str, values: Mapping[str, Any]) -> ConfigLayer:
+    """What is said of a model that a plugin registers: that of the one that it is `like`, with its values over it."""
+    said = dict(values)
+    like = said.pop("like", None)
+    base = {} if like is None else {k: v for k, v in read_model_layer(like).values.items() if k != "version"}
+    return ConfigLayer(f"model {name}", {**base, **dict(flatten(said)), "name": name, "architecture": name}, Path())

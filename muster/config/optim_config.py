@@ -1,0 +1,99 @@
+"""The section `optim` of a run file: the optimizer and its learning rate."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
+
+from muster.plugins.registry import require_component
+from muster.spec.base import Fraction, Frozen, NonNegative, Portion, Positive
+
+OPTIMIZERS = ("adamw", "muon", "sgd", "lion")
+
+_DEFAULTS: dict[str, dict[str, float | bool]] = {
+    "sgd": {"momentum": 0.9},
+    "muon": {"momentum": 0.95, "nesterov": True},
+    "lion": {"beta2": 0.99},
+}
+"""Where an optimizer's published values are not those of the others."""
+
+_KEY_USERS = {
+    "beta1": ("adamw", "muon", "lion"),
+    "beta2": ("adamw", "muon", "lion"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "muon_scale": ("muon",),
+    "muon_lr_ratio": ("muon",),
+    "muon_precision": ("muon",),
+    "decay_fraction": ("wsd",),
+    "decay_shape": ("wsd",),
+}
+"""The optimizers, or the schedule, that a key is for."""
+
+
+class OptimConfig(Frozen):
+    """The optimizer and its learning rate. What an optimizer doesn't use can't be given another value."""
+
+    name: str = "adamw"
+    """adamw, sgd, lion or muon, which is for the matrices of the layers (the embedding, the head and all vectors then
+    get AdamW); or one that a plugin registers."""
+    options: dict[str, bool | int | float | str] = {}
+    """A plugin's optimizer: its own arguments."""
+    lr: Positive
+    """The highest learning rate, reached after the warm-up."""
+    beta1: Fraction = 0.9
+    """adamw, muon's AdamW: decay of the mean gradient. lion: its share in the update's direction."""
+    beta2: Fraction = 0.95
+    """adamw, muon's AdamW: decay of the mean square. lion, 0.99 if not given: decay of the mean gradient."""
+    eps: Positive = 1e-8
+    """adamw, muon's AdamW."""
+    momentum: Fraction = 0.0
+    """sgd, 0.9 if not given; muon, 0.95 if not given."""
+    nesterov: bool = False
+    """Look one step ahead along the momentum. sgd; muon, true if not given."""
+    muon_scale: Literal["match_rms", "original"] = "match_rms"
+    """match_rms makes updates as large as AdamW's, so that its learning rate and weight decay hold; original is
+    meant for learning rates of about 0.02."""
+    muon_lr_ratio: Positive = 1.0
+    """The learning rate of muon's matrices as a multiple of that of all else."""
+    muon_precision: Literal["fp32", "bf16"] = "fp32"
+    """In which muon's matrices are sent and made orthogonal; fp32 stands for that of the master weights."""
+    weight_decay: NonNegative = 0.1
+    """Times the learning rate: what matrices lose per step. Norms, biases and embeddings lose nothing."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises to its highest."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate goes from its highest to its last; wsd keeps it up and lets it fall at the end only."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """wsd: the part of all steps in which it falls."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """wsd: how it falls; sqrt is 1 − √(the part of the fall that has passed)."""
+    min_lr_ratio: Portion = 0.1
+    """The last learning rate as a part of the highest."""
+    clip_norm: NonNegative = 1.0
+    """The gradients' global norm is cut down to this; 0: never."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        return name if name in OPTIMIZERS else require_component("optimizer", name, OPTIMIZERS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(name := data.get("name"), str):
+            data = {**_DEFAULTS.get(name, {}), **data}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> "OptimConfig":
+        if self.options and self.name in OPTIMIZERS:
+            raise ValueError(f"options are for an optimizer that a plugin registers, but {self.name} is chosen")
+        for key, users in _KEY_USERS.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            own = self.schedule if users == ("wsd",) else self.name
+            if own not in users and value != default:
+                raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {own} is chosen; leave it out")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov looks ahead along the momentum, which is 0; give a momentum or leave it out")
+        return self

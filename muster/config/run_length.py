@@ -1,0 +1,53 @@
+"""How long a run is: one of steps, tokens and epochs says it, and becomes steps."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from muster.spec.errors import ConfigError
+
+
+def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The steps that `train.tokens` stands for, and where they come from; None where it isn't given.
+
+    `values` is what a run file says, by dotted path. Raises ConfigError where that is a contradiction or too little.
+    """
+    said = {key: values.get(f"train.{key}") for key in ("steps", "tokens", "epochs")}
+    if said["tokens"] is not None and said["epochs"] is not None:
+        raise _both("tokens", said["tokens"], "epochs", said["epochs"])
+    if said["epochs"] is not None and said["steps"] is None:
+        missing = [key for key in ("train.global_batch_size", "optim.lr") if values.get(key) is None]
+        if missing:
+            raise ConfigError(
+                f"train.epochs: {' and '.join(missing)} can't be derived from it, since how many steps it is turns out"
+                " when the data are there; give a value, or train.steps or train.tokens instead of epochs"
+            )
+    if said["tokens"] is None:
+        return None
+    steps, origin = _steps_of_tokens(said["tokens"], values)
+    if said["steps"] not in (None, steps):
+        raise _both("steps", said["steps"], "tokens", f"{said['tokens']} ({steps} steps)")
+    return steps, origin
+
+
+def steps_from_epochs(epochs: float, num_samples: int, batch: int, given_steps: int | None) -> tuple[int, str]:
+    """The steps that go `epochs` times through so many training samples, and where they come from. The last step may
+    reach into the next epoch. `said` are the steps that were given beside: ConfigError where they are others."""
+    steps = max(1, math.ceil(round(epochs * num_samples / batch, 9)))
+    if given_steps not in (None, steps):
+        raise _both("steps", given_steps, "epochs", f"{epochs:g} ({steps} steps)")
+    return steps, f"train.epochs {epochs:g} of {num_samples} samples, {batch} in each step"
+
+
+def _steps_of_tokens(tokens: object, values: Mapping[str, Any]) -> tuple[int, str]:
+    batch, seq_len = (values.get(f"train.{key}") for key in ("global_batch_size", "seq_len"))
+    if not (isinstance(batch, int) and isinstance(seq_len, int) and isinstance(tokens, int) and batch * seq_len > 0):
+        raise ConfigError(
+            "train.tokens: how many steps that is follows from train.global_batch_size and train.seq_len; give both, or"
+            " train.steps"
+        )
+    return -(-tokens // (batch * seq_len)), f"train.tokens {tokens} / ({batch} sequences of {seq_len} tokens)"
+
+
+def _both(one: str, value: object, other: str, other_value: object) -> ConfigError:
+    return ConfigError(f"train.{one} {value} and train.{other} {other_value} are given, expected one of them")

@@ -1,0 +1,230 @@
+"""What each rank gives to its collectives and sends in one step: the bytes, from shapes alone.
+
+Counted is the tensor that the call is given, whatever an algorithm makes of it; a test counts the same at the calls.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import prod
+
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import is_muon_matrix
+from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
+from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
+from muster.layout.stage_resharding import BoxTransfer, stage_transfers, tied_grad_transfers
+from muster.layout.tensor_layout import (
+    VOCAB_PARAMETERS,
+    chunk_bounds,
+    has_vocab_shard,
+    rank_layouts,
+    stage_layouts,
+    stage_shards,
+    stages_on,
+    tp_partial_grad_copies,
+)
+from muster.schedule.build import build_program
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+_STEP_REPORT_BYTES = 6 * 8
+"""NORM adds up the squares of the gradients, the loss, the z-loss, the wish to stop, and whether a save is under way or
+has failed, in float64."""
+
+
+def step_comm_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
+) -> dict[str, dict[str, int]]:
+    """Bytes that world rank `rank` gives away in one step, by axis and kind; nothing that is 0.
+
+    The axes are those of the mesh, `world` for what all ranks add up, `optimizer` for what its step sends, and `host`
+    for OFFLOAD and RELOAD, to the host's memory and back. The other
+    kinds are collectives, and for `pp` the instructions that send: SF, SB, TIE and MERGE, and those that bring words
+    together, EC, HC, SC and DC. The optimizer is AdamW unless
+    `optim` says otherwise.
+    """
+    at = coordinates_of(plan, rank)
+    sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "dp_shard", "dp_replicate", "pp", "world")}
+    for stage in stages_on(plan, at.pp):
+        sent["tp"] += tensor_axis_bytes(spec, plan, workload, stage, at)
+        sent["dp_shard"] += shard_axis_bytes(spec, plan, workload, stage, at)
+        sent["dp_replicate"] += replicate_axis_bytes(spec, plan, workload, stage, at)
+        sent["pp"] += pipeline_bytes(spec, plan, workload, stage, at)
+    if any(plan.offloaded_layers(stage, spec.num_layers) for stage in stages_on(plan, at.pp)):
+        sent["host"] = _host_bytes(spec, plan, workload, at)
+    if plan.world_size > 1:
+        sent["world"]["all_reduce"] = _STEP_REPORT_BYTES
+    if optim is not None and optim.name == "muon":
+        sent["optimizer"] = Counter(send=muon_bytes(spec, plan, rank, optim))
+    return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+    """What one stage gives to the tensor axis, by kind of collective.
+
+    Per layer and micro-batch the hidden state enters two column-parallel products and leaves two row-parallel ones; it
+    enters the head once more and leaves the embedding (arXiv:2205.05198 §4.2.2). Without sequence parallelism each
+    leaving is an all-reduce in the forward, each entering one in the backward. With it, entering gathers in the
+    forward, then gathers again and scatters in the backward; leaving scatters in the forward, gathers in the backward.
+    When chunked, what a product of the forward waits for or gives goes round in parts, all but one's own, and so does
+    what the backward of a leaving waits for. Full recompute repeats a layer's forward; unless chunked, up to its last
+    product, so that one leaving is not repeated.
+    """
+    sent, tp = Counter[str](), plan.mesh(stage).tp
+    if tp == 1:
+        return sent
+    count = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    positions = plan.local_micro_batch_size(stage) * workload.seq_len
+    hidden = positions * spec.hidden_size * compute_bytes(plan.precision)
+    layers = plan.layers(stage, spec.num_layers)
+    strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
+    entering, leaving = 2 * len(layers) + last, 2 * len(layers)
+    again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
+    if strategy.tp_overlap == "chunked":
+        sent["send"] += count * (entering + 2 * leaving + 4 * again) * (tp - 1) * (hidden // tp)
+        sent["all_gather"] += count * (entering + first) * (hidden // tp)
+        sent["reduce_scatter"] += count * (entering + first) * hidden
+    elif strategy.sp:
+        sent["all_gather"] += count * (2 * entering + leaving + first + 2 * again) * (hidden // tp)
+        sent["reduce_scatter"] += count * (entering + leaving + first + again) * hidden
+    else:
+        sent["all_reduce"] += count * (entering + leaving + first + again) * hidden
+    if last:  # the largest logit, then the sum of exponentials and the label's logit, of each position
+        sent["all_reduce"] += count * 3 * positions * master_bytes(plan.precision)
+    layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
+    copies = tp_partial_grad_copies(spec, layouts, tp, strategy.sp)
+    numbers = sum(layouts[name].numel * (tp // copies_of) for name, copies_of in copies.items())
+    sent["all_reduce"] += numbers * master_bytes(plan.precision)
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharded data parallelism
+
+
+def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+    """What one stage gives to its dp_shard ranks (arXiv:1910.02054 §5, §7; arXiv:2304.11277 §3.2).
+
+    Its padded shards of the parameters, in the compute dtype: once a step under z1 and z2; under z3 once in each pass,
+    but what belongs to no layer stays gathered from a forward to the next backward. Its whole gradients, padded to
+    equal shards, in the master weights' dtype: once under z1, else in each backward.
+    """
+    ranks = plan.mesh(stage).dp_shard
+    if ranks == 1:
+        return Counter()
+    passes = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+
+    def gathers(name: str) -> int:
+        in_layer = name.startswith("layers.")
+        return passes * (1 + in_layer) if _zero(spec, plan, stage) == "z3" else 1
+
+    return Counter(
+        all_gather=_padded_numel(spec, plan, stage, at, gathers) * compute_bytes(plan.precision),
+        reduce_scatter=_reduced_numel(spec, plan, workload, stage, at) * ranks * master_bytes(plan.precision),
+    )
+
+
+def replicate_axis_bytes(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
+) -> Counter[str]:
+    """What one stage gives to its dp_replicate ranks: its padded shards of the gradients, whenever they are reduced."""
+    if plan.mesh(stage).dp_replicate == 1:
+        return Counter()
+    return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at) * master_bytes(plan.precision))
+
+
+def _reduced_numel(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> int:
+    if _zero(spec, plan, stage) == "z1":
+        return _padded_numel(spec, plan, stage, at, lambda _: 1)
+    times = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+    twice = plan.spread_vocab and spec.tied_embeddings  # after T, and after EW
+    return _padded_numel(spec, plan, stage, at, lambda name: 2 * times if twice and name in VOCAB_PARAMETERS else times)
+
+
+def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
+    return plan.strategy(plan.layers(stage, spec.num_layers).start).zero
+
+
+def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, times: Callable[[str], int]) -> int:
+    """Numbers in a rank's shards of a stage's parameters, each as large as the largest of its parameter (`fully_shard`
+    pads them so), each counted `times`."""
+    total = 0
+    for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp):
+        rows, *rest = part.size
+        total += times(name) * chunk_bounds(rows, plan.mesh(stage).dp_shard, 0)[1] * prod(rest)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pipeline
+
+
+def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
+    """What one stage sends to neighbours on other ranks: hidden states forward, their gradients backward, and the
+    gradient of a tied embedding; with two replicas also all gradients."""
+    sent, rank = Counter[str](), rank_at(plan, at)
+    hidden = (
+        plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
+        * spec.hidden_size
+        * compute_bytes(plan.precision)
+    )
+    for kind, other, is_end in (("SF", stage + 1, plan.is_last), ("SB", stage - 1, plan.is_first)):
+        if not is_end(stage):
+            positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
+            sent[kind] = positions * hidden
+    if (other := plan.tied_embedding_peer(stage)) is not None and spec.tied_embeddings and not plan.spread_vocab:
+        sent["TIE"] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(plan.precision)
+    if has_vocab_shard(plan, stage):
+        positions = (
+            plan.local_micro_batch_size(stage)
+            * workload.seq_len
+            * plan.num_micro_batches(workload, dp_index_of(plan, at))
+        )
+        vectors = plan.local_micro_batch_size(stage) * workload.seq_len * hidden
+        sent["EC"] = vectors
+        sent["SC"] = 2 * vectors + 3 * positions * master_bytes(plan.precision)
+        sent["HC"] = vectors if plan.pp_rank(plan.stages_per_replica - 1) == at.pp else 0
+        sent["DC"] = vectors if plan.pp_rank(0) == at.pp else 0
+    if plan.pipeline_replicas > 1:
+        held = sum(layout.numel for layout in stage_layouts(spec, plan, stage, at))
+        sent["MERGE"] = held * master_bytes(plan.precision)
+    return sent
+
+
+def _sent_numel(rank: int, messages: Iterable[BoxTransfer]) -> int:
+    return sum(message.box.numel for message in messages if message.source == rank)
+
+
+def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates) -> Counter[str]:
+    """What goes to the host's memory and comes back, by kind: whole micro-batches, as the Program says."""
+    lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("copy", ())
+    moved = {stage: offloaded_activation_bytes(spec, plan, workload, stage) for stage in stages_on(plan, at.pp)}
+    sent = Counter[str]()
+    for item in lane:
+        sent[item.action.kind] += moved[item.action.stage]
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def muon_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig) -> int:
+    """What the rank sends to bring matrices together on their owners, and to give back those that it owns."""
+    at = coordinates_of(plan, rank)
+    peers = sorted(peer for peer, other in ranks_of_pp_rank(plan, at.pp) if other.dp_replicate == at.dp_replicate)
+    held = [{layout.name: layout for layout in rank_layouts(spec, plan, peer)} for peer in peers]
+    shapes = {name: layout.shape for name, layout in held[0].items() if is_muon_matrix(name, layout.shape)}
+    matrices = [
+        OwnedMatrix(name, shapes[name], tuple(layouts[name].boxes for layouts in held), owner)
+        for owners in assign_owners(shapes, len(peers))
+        for name, owner in owners.items()
+    ]
+    size = compute_bytes("bf16") if optim.muon_precision == "bf16" else master_bytes(plan.precision)
+    return sent_numel(matrices, peers.index(rank)) * size

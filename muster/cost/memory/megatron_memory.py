@@ -1,0 +1,237 @@
+"""A stage in the storage of Megatron-LM and its kin: half-precision weights, whole gradients in one buffer, and float32
+master weights and moments, which ZeRO-1 shards over the data-parallel ranks (arXiv:1909.08053, arXiv:1910.02054 §5.1,
+Megatron-LM docs/source/api-guide/dist_optimizer.md).
+
+Of activations the layers keep what arXiv:2205.05198 §4 counts: for a GPT layer s·b·h·(34 + 5·a·s/h) bytes.
+"""
+
+from muster.cost.activations import (
+    PassSizes,
+    attention_activation_bytes,
+    attention_score_bytes,
+    mlp_activation_bytes,
+    mlp_inner_bytes,
+    pass_sizes,
+)
+from muster.cost.memory.fp8_activations import fp8_layer_activation_bytes
+from muster.cost.memory.param_shards import stage_param_shards
+from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
+from muster.cost.precision_bytes import MemoryTerms, compute_bytes
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, Recompute
+from muster.spec.workload import Workload
+
+_FP32_BYTES = 4
+
+
+def megatron_stage_memory(
+    spec: ModelSpec, plan: Plan, workload: Workload, stage: int, framework: FrameworkTraits
+) -> StageMemory:
+    """What a stage holds, and its moments."""
+    return _MegatronStage(spec, plan, workload, stage, framework).memory()
+
+
+class _MegatronStage:
+    """Works out one stage; every quantity in bytes."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, software: FrameworkTraits) -> None:
+        self.spec, self.plan, self.stage, self.framework = spec, plan, stage, software
+        self.size = compute_bytes(plan.precision)
+        self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
+        self.param_shards = stage_param_shards(spec, plan, stage)
+        self.layers = list(plan.layers(stage, spec.num_layers))
+        self.mesh = plan.mesh(stage)
+        self.zero = plan.default_strategy.zero
+        self.has_embedding, self.has_head = plan.is_first(stage), plan.is_last(stage)
+
+    def memory(self) -> StageMemory:
+        kept = self._saved_activations()
+        none = MemoryTerms()
+        return StageMemory(
+            self._resident(),
+            0,
+            True,
+            0,
+            kept,
+            none,
+            kept,
+            none,
+            {
+                "F": tuple(self._forward_peaks(kept)),
+                "B": tuple(self._backward_peaks(kept)),
+                "I": tuple(self._backward_peaks(kept)),
+                "W": (PeakCandidate("weights", MemoryTerms(workspace=self._weight_grad_bytes())),),
+                "STEP": (PeakCandidate("step", MemoryTerms()),),
+            },
+        )
+
+    def _resident(self) -> MemoryTerms:
+        """Where data-parallel ranks share a stage's optimizer (z1), each has its part; z3 shards weights and gradients
+        too (Megatron-LM's FSDP)."""
+        whole, shard = self.param_shards.total.unsharded_numel, self.param_shards.total.shard_numel
+        stored = shard if self.zero == "z3" else whole
+        summed = whole if self.zero == "z1" else shard
+        weights = stored * self.size if self.size < _FP32_BYTES else 0
+        buffers = self.plan.receives_activations(self.stage) + self.plan.sends_activations(self.stage)
+        return MemoryTerms(
+            parameters=weights + shard * _FP32_BYTES,
+            gradients=summed * self.framework.gradient_bytes,
+            optimizer=shard * 2 * self.framework.moment_bytes,
+            communication=buffers * self.sizes.hidden_bytes,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Kept by micro-batch
+
+    def layer_activation_bytes(self, layer: int, recompute: Recompute) -> int:
+        """What a layer keeps."""
+        sizes, size = self.sizes, self.size
+        if recompute == "full":
+            return sizes.hidden_bytes
+        if recompute == "selective" and self.framework.compact:
+            return fp8_layer_activation_bytes(sizes, layer)
+        total = 2 * self._norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
+        if not self.framework.fused:
+            total += self._unfused_bytes(layer)
+        if self.framework.dropout:
+            total += 2 * sizes.hidden_bytes // size  # a mask of a byte after attention and MLP each
+        written = self.plan.strategy(layer).attention != "flash"
+        if written:
+            total -= sizes.tokens * sizes.local_model.num_heads * _FP32_BYTES  # flash attention's log-sum-exp
+            if recompute != "attention":
+                total += self._saved_score_bytes()
+        if recompute == "selective":
+            total -= 2 * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
+        return total
+
+    def _unfused_bytes(self, layer: int) -> int:
+        """What operations keep that are kernels of their own: the gate's activation beside the gate; queries and keys
+        before they are turned, which stay because values are a view of the same product; and, of several sequences, the
+        output of attention a second time in the order that the next product reads (Aleph Alpha's scaling: rotary.py,
+        attention.py)."""
+        sizes = self.sizes
+        total = mlp_inner_bytes(sizes, layer) if sizes.local_model.gated else 0
+        if self.spec.mla is None and not self.spec.has_linear_attention(layer):
+            heads = sizes.local_model.num_heads
+            turned = heads + sizes.local_model.num_kv_heads if self.spec.position == "rope" else 0
+            again = heads if self.plan.local_micro_batch_size(self.stage) > 1 else 0
+            total += sizes.tokens * (turned + again) * self.spec.head_dim * self.size
+        return total
+
+    def _saved_score_bytes(self) -> int:
+        """What attention keeps of its scores: what multiplies the values, in the compute dtype, and what softmax and
+        dropout need. Fused, the softmax's output is that factor; unfused it is in float32, and cast. Dropout keeps a
+        mask of a byte; its output is the factor then, and the cast isn't kept (arXiv:2205.05198 §4.1)."""
+        numbers = attention_score_bytes(self.sizes) // self.size
+        softmax = (
+            _FP32_BYTES if self.framework.attention == "unfused" else 0 if not self.framework.dropout else self.size
+        )
+        return numbers * (self.size + softmax + self.framework.dropout)
+
+    def _norm_bytes(self) -> int:
+        """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and
+        what it has normalised, for the gradient of its weight."""
+        sizes = self.sizes
+        software = self.framework
+        fused = software.fused if software.fused_norms is None else software.fused_norms
+        if fused or self.spec.norm == "layer":
+            return 2 * sizes.hidden_bytes
+        return 2 * sizes.hidden_bytes + sizes.hidden_bytes // self.size * _FP32_BYTES
+
+    def _saved_activations(self) -> MemoryTerms:
+        total = sum(self.layer_activation_bytes(layer, self.plan.strategy(layer).recompute) for layer in self.layers)
+        sizes, logits = self.sizes, 0
+        if self.has_embedding:
+            total += sizes.tokens * 8
+            if self.framework.dropout:
+                total += sizes.hidden_bytes // self.size
+        if self.has_head:
+            total += self._norm_bytes()
+            each = self.size if self.framework.fused_loss else _FP32_BYTES
+            logits = self._logit_elements() * (self.size + 2 * _FP32_BYTES if self.framework.whole_logits else each)
+        return MemoryTerms(activations=total, logits=logits)
+
+    def _logit_elements(self) -> int:
+        words = self.spec if self.framework.whole_logits else self.sizes.local_model
+        return self.sizes.tokens * words.vocab_size * (1 + self.spec.mtp_layers)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Moments
+
+    def _forward_peaks(self, kept: MemoryTerms) -> list[PeakCandidate]:
+        sizes = self.sizes
+        moments = []
+        if self.layers:
+            work = (
+                sizes.full_hidden_bytes
+                + self._score_workspace(self.layers[-1])
+                + self._recomputed_bytes(self.layers[-1])
+            )
+            moments.append(PeakCandidate("last layer", MemoryTerms(workspace=work, logits=-kept.logits)))
+        if self.has_head:
+            moments.append(PeakCandidate("loss", MemoryTerms(logits=self._loss_workspace())))
+        return moments
+
+    def _backward_peaks(self, kept: MemoryTerms) -> list[PeakCandidate]:
+        sizes = self.sizes
+        moments = []
+        if self.has_head:
+            head = (
+                0
+                if self.framework.fused_gradients
+                else self.param_shards.vocab.unsharded_numel // (1 + self.has_embedding) * self.size
+            )
+            logits = self._logit_elements() * self.size  # their gradient, as the product takes it
+            if self.framework.whole_logits:
+                logits = self._gathered_logit_bytes() + 2 * self._logit_elements() * _FP32_BYTES
+            moments.append(
+                PeakCandidate("head", MemoryTerms(logits=logits, workspace=head + 2 * sizes.full_hidden_bytes))
+            )
+        if self.layers:
+            last = self.layers[-1]
+            inner = (3 if sizes.local_model.gated else 2) * mlp_inner_bytes(sizes, last)
+            if not self.framework.fused:
+                inner += mlp_inner_bytes(sizes, last)
+            work = self._recomputed_bytes(last) + max(inner, self._score_workspace(last)) + 2 * sizes.full_hidden_bytes
+            extra = MemoryTerms(workspace=work + self._weight_grad_bytes(), logits=-kept.logits)
+            moments.append(PeakCandidate("last layer", extra))
+        return moments
+
+    def _loss_workspace(self) -> int:
+        """Beside what is kept: the logits, and a float32 copy before it becomes the softmax. Composed: kept are logits,
+        copy and log-softmax; in the backward come the gradients of the last two."""
+        if self.framework.whole_logits:
+            return self._gathered_logit_bytes()
+        return self._logit_elements() * (self.size if self.framework.fused_loss else self.size + _FP32_BYTES)
+
+    def _gathered_logit_bytes(self) -> int:
+        """Logits before they are put together: the rank's own, and those of all ranks."""
+        if self.mesh.tp == 1:
+            return 0
+        return (self._logit_elements() + self._logit_elements() // self.mesh.tp) * self.size
+
+    def _recomputed_bytes(self, layer: int) -> int:
+        """What a layer's recompute brings back."""
+        how = self.plan.strategy(layer).recompute
+        return (
+            0 if how == "none" else self.layer_activation_bytes(layer, "none") - self.layer_activation_bytes(layer, how)
+        )
+
+    def _score_workspace(self, layer: int) -> int:
+        """Scores while they are worked on, beside what is kept of them. Fused: before their softmax, or the gradients
+        on both of its sides. Unfused: the scores and a float32 copy of them beside softmax and cast; backward, where
+        autograd drops what an operation kept once it has run, the float32 gradients on both sides of the softmax beside
+        its output."""
+        if self.plan.strategy(layer).attention == "flash":
+            return 0
+        numbers = attention_score_bytes(self.sizes) // self.size
+        if self.framework.attention != "unfused":
+            return numbers * (1 if self.framework.dropout else 2) * self.size
+        return numbers * 3 * _FP32_BYTES - self._saved_score_bytes()
+
+    def _weight_grad_bytes(self) -> int:
+        """A matrix's gradient before it is added to the buffer."""
+        if self.framework.fused_gradients:
+            return 0
+        return self.sizes.local_model.intermediate_size * self.spec.hidden_size * self.size

@@ -1,0 +1,145 @@
+"""What to change of a plan that doesn't fit: the cheapest changes that make it fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from muster.cost.memory.forecast import MemoryForecast, forecast_memory
+from muster.schedule.build import build_program
+from muster.spec.cluster import ClusterSpec
+from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.legality import plan_violations
+from muster.spec.model import ModelSpec
+from muster.spec.plan import LayerStrategy, Plan, Recompute, ZeroLevel
+from muster.spec.workload import Workload
+
+MAX_CHANGES = 3
+"""Changes that are tried together where fewer don't suffice."""
+MAX_FORECASTS = 150
+"""Plans whose memory is forecast: some milliseconds each."""
+MAX_EVALUATED = 12
+"""Plans that fit and whose price is asked for."""
+
+_STRONGER_RECOMPUTE: dict[Recompute, tuple[Recompute, ...]] = {
+    "none": ("selective", "full"),
+    "selective": ("full",),
+    "attention": ("full",),
+    "alternate": ("full",),
+}
+_STRONGER_ZERO: dict[ZeroLevel, tuple[ZeroLevel, ...]] = {"z1": ("z2", "z3"), "z2": ("z3",)}
+
+PlanEdit = tuple[str, Callable[[Plan], Plan]]
+"""What a change is called, and the plan that it makes of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFix:
+    """A plan that fits, and what it changes."""
+
+    changes: tuple[str, ...]
+    plan: Plan
+    memory: MemoryForecast
+    value: float
+    """As `reliefs` was told to ask; the plans are compared by it."""
+
+
+def memory_fixes(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None,
+    evaluate: Callable[[Plan], float],
+    max_fixes: int = 3,
+) -> list[MemoryFix]:
+    """The cheapest plans that fit, and differ from `plan` in as few of these as it takes: recompute, offload, sharding
+    level, sequence parallelism, micro-batch size, tensor parallelism, pipeline stages, a spread vocabulary. Cheapest
+    first."""
+    edits, tried = list(_edits(plan, model)), 0
+    fitting: list[tuple[tuple[str, ...], Plan, MemoryForecast]] = []
+    for together in range(1, MAX_CHANGES + 1):
+        for chosen in combinations(edits, together):
+            if tried == MAX_FORECASTS or len(fitting) == MAX_EVALUATED:
+                break
+            other = plan
+            for _, edit in chosen:
+                other = edit(other)
+            names = {name for name, _ in chosen}
+            if len({name.split()[0] for name in names}) < together or any(names > set(one[0]) for one in fitting):
+                continue  # two of one kind, or more than suffices
+            if plan_violations(other, model, workload, plan.world_size):
+                continue
+            tried += 1
+            found = _forecast(model, other, workload, cluster, framework)
+            if found is not None and found.fits:
+                fitting.append((tuple(name for name, _ in chosen), other, found))
+        if len(fitting) >= max_fixes:
+            break
+    priced = [
+        MemoryFix(names, other, found, value)
+        for names, other, found in fitting
+        if (value := _evaluated(evaluate, other)) is not None
+    ]
+    return sorted(priced, key=lambda one: (one.value, len(one.changes)))[:max_fixes]
+
+
+def _forecast(
+    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits | None
+) -> MemoryForecast | None:
+    try:
+        return forecast_memory(model, plan, workload, cluster, build_program(plan, model, workload), framework)
+    except InfeasibleError:  # what it offloads has no time to lie in the host's memory
+        return None
+
+
+def _evaluated(evaluate: Callable[[Plan], float], plan: Plan) -> float | None:
+    try:
+        return evaluate(plan)
+    except MusterError:  # its time can't be predicted
+        return None
+
+
+def _edits(plan: Plan, model: ModelSpec) -> Iterator[PlanEdit]:
+    """Single changes; the first word of each says what it is about."""
+    default = plan.default_strategy
+    for recompute in _STRONGER_RECOMPUTE.get(default.recompute, ()):
+        yield f"recompute {recompute}", lambda p, how=recompute: _with(p, recompute=how)
+    if plan.pp > 1 and default.offload == "none":
+        yield "offload activations", lambda p: _with(p, offload="activations")
+    if plan.mesh(0).dp_size > 1:
+        for zero in _STRONGER_ZERO.get(default.zero, ()):
+            yield f"shard {zero}", lambda p, level=zero: _with(p, zero=level)
+    if plan.dp_replicate > 1:
+        yield (
+            f"replicate 1 (dp_shard {plan.dp_replicate * plan.dp_shard})",
+            lambda p: p.model_copy(update={"dp_shard": p.dp_shard * p.dp_replicate, "dp_replicate": 1}),
+        )
+    for size in (plan.micro_batch_size // 2, plan.micro_batch_size // 4):
+        if size:
+            yield f"micro-batch {size}", lambda p, n=size: p.model_copy(update={"micro_batch_size": n})
+    if plan.tp > 1 and not default.sp:
+        yield "sequence parallel", lambda p: _with(p, sp=True)
+    if not plan.is_uniform or plan.stages:
+        return
+    for factor in (2, 4):
+        if plan.dp_shard % factor == 0:
+            shard = plan.dp_shard // factor
+            yield (
+                f"tp {plan.tp * factor}",
+                lambda p, f=factor, n=shard: _with(p, sp=True).model_copy(update={"tp": p.tp * f, "dp_shard": n}),
+            )
+            if plan.pp * factor * plan.vpp <= model.num_layers:
+                yield (
+                    f"pp {plan.pp * factor}",
+                    lambda p, f=factor, n=shard: p.model_copy(update={"pp": p.pp * f, "dp_shard": n}),
+                )
+    if plan.pp > 1 and plan.tp == 1 and not plan.spread_vocab and plan.pipeline_replicas == 1:
+        yield "vocabulary spread", lambda p: _with(p, zero="z2").model_copy(update={"spread_vocab": True})
+
+
+def _with(plan: Plan, **fields: object) -> Plan:
+    """The plan with another strategy for all layers."""
+    strategy: LayerStrategy = plan.default_strategy.model_copy(update=fields)
+    runs = tuple(run.model_copy(update={"strategy": run.strategy.model_copy(update=fields)}) for run in plan.overrides)
+    return plan.model_copy(update={"default_strategy": strategy, "overrides": runs})

@@ -1,0 +1,333 @@
+"""When a stage in Muster's own storage holds most within its passes: what `fully_shard` gathers and reduces, what
+layers work with, and what they make again.
+
+Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage` does.
+"""
+
+from dataclasses import dataclass
+
+from muster.cost.activations import (
+    mlp_activation_bytes,
+    mlp_inner_bytes,
+    offloaded_activation_bytes,
+    vocab_parallel_bytes,
+)
+from muster.cost.memory.native_storage import ADAMW_STATE_PER_PARAM, NativeStorage
+from muster.cost.memory.param_shards import ParamShard
+from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
+from muster.cost.precision_bytes import MemoryTerms
+from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+_GATHERING = "gathering embedding and head"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWorkspace:
+    """What the runtime's kernels need for a while on a kind of device."""
+
+    fused_norm: bool
+    """Without float32 copies of a norm's input."""
+    loss_chunk_logits: int
+    """Logits that the loss works on at once (`muster.model.loss`)."""
+    stages_collectives: bool = False
+    """What is gathered or reduced over ranks is in one more buffer while that lasts (gloo's)."""
+
+
+GPU_LOSS_CHUNK_LOGITS, CPU_LOSS_CHUNK_LOGITS = 1 << 26, 1 << 17
+KERNEL_WORKSPACES = {
+    "cpu": KernelWorkspace(fused_norm=False, loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS, stages_collectives=True)
+}
+DEFAULT_KERNEL_WORKSPACE = KernelWorkspace(fused_norm=True, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS)
+
+
+def native_stage_memory(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    kernel_workspace: KernelWorkspace,
+    state_numbers: float = ADAMW_STATE_PER_PARAM,
+) -> StageMemory:
+    """A stage in Muster's own storage. `state_numbers`: what the optimizer keeps of each parameter."""
+    own = NativeStorage(spec, plan, workload, stage, state_numbers)
+    moments = _StagePeaks(own, kernel_workspace)
+    # Each receive is posted ahead of its use, and one gradient is on its way to the stage before.
+    buffers = 2 * plan.receives_activations(stage) + plan.sends_activations(stage)
+    gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
+    words = vocab_parallel_bytes(spec, plan, workload, plan.pp_rank(stage)) if has_vocab_shard(plan, stage) else 0
+    return StageMemory(
+        resident=MemoryTerms(
+            parameters=own.parameters, optimizer=own.optimizer, communication=buffers * own.sizes.hidden_bytes
+        ),
+        gathered_params=0 if own.is_unsharded else gathered.unsharded_numel * own.compute_size,
+        keeps_gathered=own.zero != "z3",
+        gradients=own.gradients,
+        saved=moments.saved,
+        offloaded=MemoryTerms(activations=offloaded_activation_bytes(spec, plan, workload, stage)),
+        deferred=own.deferred(),
+        vocab_parallel=MemoryTerms(logits=words),
+        peak_candidates={
+            "F": tuple(moments.forward()),
+            "B": tuple(moments.backward(weights=True)),
+            "I": tuple(moments.backward(weights=False)),
+            "W": (moments.weights(),),
+            **moments.vocab_parallel_peaks(),
+            "gather F": (moments.gather_before_forward(),),
+            "gather B": (moments.gather_before_backward(),),
+            "UNSHARD": (moments.unshard(),),
+            "REDUCE": (moments.reduce(),),
+            "MERGE": (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
+        },
+    )
+
+
+class _StagePeaks:
+    """The moments of one stage's passes and collectives; every quantity in bytes."""
+
+    def __init__(self, stage: NativeStorage, kernels: KernelWorkspace) -> None:
+        self.stage, self.kernel_workspace, self.plan, self.sizes = stage, kernels, stage.plan, stage.sizes
+        self.param_shards, self.layers, self.compute_size, self.master_size = (
+            stage.param_shards,
+            stage.layers,
+            stage.compute_size,
+            stage.master_size,
+        )
+        self.saved = stage.saved_per_micro_batch()
+        self.holds_replica_sums = stage.reduces_in_passes and stage.plan.mesh(stage.index).dp_replicate > 1
+        """Whether sums over replicas live until a backward ends; in a step's first they are the gradients."""
+
+    def _bucket_bytes(self, count: int) -> int:
+        """Whole parameters of that many buckets of layers, gathered within a pass."""
+        if not self.stage.gathers_in_passes:
+            return 0
+        largest = sorted((held.unsharded_numel for held in self.param_shards.layers), reverse=True)
+        return sum(largest[: count * self.plan.bucket_layers]) * self.compute_size
+
+    def _prefetched_bucket_bytes(self) -> int:
+        """Those of a layer, and of the ones that are gathered meanwhile."""
+        here, ahead = self._bucket_bytes(1), self._bucket_bytes(1 + self.plan.prefetch_buckets)
+        return ahead + (ahead - here) * self.kernel_workspace.stages_collectives
+
+    def forward(self) -> list[PeakCandidate]:
+        moments = []
+        if self.layers:
+            last = self.stage.layer_activation_bytes(self.layers[-1])
+            work, logits = self._forward_workspace(self.layers[-1]), -self.saved.logits
+            after = MemoryTerms(gathered_parameters=self._bucket_bytes(1), workspace=work, logits=logits)
+            before = MemoryTerms(
+                gathered_parameters=self._prefetched_bucket_bytes(), activations=-last, workspace=work, logits=logits
+            )
+            moments += [PeakCandidate("last layer", after), PeakCandidate("layer before the last", before)]
+        if self.stage.has_head:
+            moments.append(PeakCandidate("loss", self._loss_workspace()))
+        return moments
+
+    def _forward_workspace(self, layer: int) -> int:
+        """Of a layer at its end: what it has made and doesn't keep, and its output."""
+        sizes, how = self.sizes, self.plan.strategy(layer).recompute
+        product = mlp_inner_bytes(sizes, layer)
+        made = {"none": 0, "attention": 0, "selective": product}.get(how, (2 + sizes.local_model.gated) * product)
+        moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
+        return made + sizes.full_hidden_bytes + moved
+
+    def _loss_workspace(self) -> MemoryTerms:
+        """Logits beside their gradient, which is kept, and float32 copies: of some of them, or with tp of all twice."""
+        sizes = self.sizes
+        numbers = sizes.tokens * sizes.local_model.vocab_size
+        if sizes.mesh.tp > 1:
+            return MemoryTerms(logits=numbers * (self.compute_size + 2 * self.master_size) - self.saved.logits)
+        at_once = (
+            max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
+            * sizes.local_model.vocab_size
+        )
+        copies = 2 * numbers if at_once >= numbers else 3 * at_once  # those of the part before are dropped last
+        return MemoryTerms(logits=numbers * self.compute_size, workspace=copies * self.master_size)
+
+    def backward(self, weights: bool) -> list[PeakCandidate]:
+        """`weights`: their gradients are made here, not in W."""
+        sizes, size = self.sizes, self.compute_size
+        head = self.param_shards.vocab.unsharded_numel * size if self.stage.has_head and weights else 0
+        if self.stage.has_head and self.stage.has_embedding and not self.stage.spec.tied_embeddings:
+            head //= 2
+        moments = []
+        if self.stage.has_head:
+            extra = MemoryTerms(
+                gathered_parameters=self._bucket_bytes(1),
+                workspace=head + (1 + self._gathered_hidden_states) * sizes.full_hidden_bytes,
+            )
+            moments.append(PeakCandidate("head", extra))
+        head = 0 if self.stage.is_unsharded else head
+        for index in sorted({0, 1, len(self.layers) - 1} & set(range(len(self.layers)))):
+            moments += self._layer_backward(index, MemoryTerms(logits=-self.saved.logits, workspace=head), weights)
+        if weights:
+            moments.append(self._root_reduction())
+        else:
+            words = (
+                self.param_shards.vocab.unsharded_numel * size // (1 + self.stage.has_head)
+                if self.stage.has_embedding
+                else 0
+            )
+            left = self.stage.deferred() + self.saved.scaled(-1) + MemoryTerms(workspace=sizes.hidden_bytes + words)
+            moments.append(PeakCandidate("inputs", left))
+        return moments
+
+    def _layer_backward(self, index: int, base: MemoryTerms, weights: bool) -> list[PeakCandidate]:
+        """Where the backward has come to the `index`-th layer from the end: in its MLP, at its end, and where its
+        gradients are copied into what is reduced. `base`: what of the stage's ends is there, or no more."""
+        layer, held = self.layers[-1 - index], self.param_shards.layers[-1 - index]
+        done = sum(map(self.stage.layer_activation_bytes, self.layers[len(self.layers) - index :]))
+        made = sum(map(self.stage.gradients_of, self.param_shards.layers[len(self.layers) - index :]))
+        reducing = pending_reduction_numel(self.param_shards.layers, index, self.plan.bucket_layers) * self.master_size
+        reducing *= weights and self.stage.reduces_in_passes
+        summing, first = (made, 0) if weights and self.holds_replica_sums else (0, made)
+        base += MemoryTerms(communication=summing, activations=-done)
+        gathered = self._bucket_bytes(1) if layer == self.layers[0] else self._prefetched_bucket_bytes()
+        inside = MemoryTerms(gathered_parameters=gathered, communication=reducing)
+        work = MemoryTerms(workspace=self._backward_workspace(layer, weights))
+        moments = [PeakCandidate(_layer_position(index), base + inside + work, first)]
+        if weights:
+            base += MemoryTerms(activations=-self.stage.layer_activation_bytes(layer))
+            gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * self.compute_size
+            complete = MemoryTerms(workspace=self._norm_workspace + gradients)
+            moments.append(PeakCandidate("end of a layer", base + inside + complete, first))
+            buffers, gradients = self._reduction_bytes(held)
+            reduced = MemoryTerms(
+                gathered_parameters=self._bucket_bytes(1),
+                communication=buffers,
+                workspace=gradients + self.sizes.hidden_bytes,
+            )
+            moments.append(PeakCandidate("gradients of a layer", base + reduced, first))
+        return moments
+
+    @property
+    def _gathered_hidden_states(self) -> int:
+        """Whole hidden states that sequence parallelism gathers within a backward."""
+        return 1 if self.sizes.hidden_tokens < self.sizes.tokens else 0
+
+    def _backward_workspace(self, layer: int, weights: bool) -> int:
+        """Of a layer where its gated unit goes backward: the gradient of the output, of the product, of gate and up,
+        one more of the same size, and the last matrix's gradient; and what is made again."""
+        sizes, how = self.sizes, self.plan.strategy(layer).recompute
+        product = mlp_inner_bytes(sizes, layer)
+        again = {"none": 0, "attention": 0, "selective": product}.get(how, -1)
+        if again < 0:
+            again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
+        inner = 3 * product if sizes.local_model.gated else 2 * product
+        matrix = (
+            sizes.local_model.intermediate_size * sizes.local_model.hidden_size * self.compute_size if weights else 0
+        )
+        mlp = again + inner + matrix + sizes.hidden_bytes
+        return max(mlp, self._norm_workspace - mlp_activation_bytes(sizes, layer))
+
+    @property
+    def _norm_workspace(self) -> int:
+        """A norm's backward: the gradients of its output and of its input, and float32 copies where it isn't fused."""
+        sizes = self.sizes
+        copies = (
+            0
+            if self.kernel_workspace.fused_norm
+            else 4 * sizes.hidden_tokens * sizes.local_model.hidden_size * self.master_size
+        )
+        return copies + 2 * sizes.hidden_bytes
+
+    def _reduction_bytes(self, held: ParamShard) -> tuple[int, int]:
+        """(buffers, gradients) where gradients that are complete are reduced: they are copied into one buffer, then
+        dropped, all but the last (a loop's variable in `foreach_reduce` holds it); the result has another buffer. A
+        rank alone divides by 1 on the way, which takes a third."""
+        gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * self.compute_size
+        if not self.stage.reduces_in_passes:
+            return 0, gradients
+        source, result = (
+            held.unsharded_numel * self.master_size,
+            held.shard_numel * self.master_size * (1 + self.stage.is_single_rank),
+        )
+        source += source * (self.kernel_workspace.stages_collectives and not self.stage.is_single_rank)
+        dropped = gradients if self.stage.is_single_rank else gradients - held.last_param_numel * self.compute_size
+        return source + max(0, result - dropped), gradients
+
+    def _root_reduction(self) -> PeakCandidate:
+        """The gradients of embedding and head are reduced last, together; under z3 they are no longer gathered then."""
+        root, layers = self.param_shards.root, sum(map(self.stage.gradients_of, self.param_shards.layers))
+        communication, gradients = self._reduction_bytes(root)
+        extra = MemoryTerms(
+            gathered_parameters=-self._root_bytes(),
+            activations=-self.saved.activations,
+            logits=-self.saved.logits,
+            communication=communication + layers * self.holds_replica_sums,
+            workspace=gradients + self.sizes.hidden_bytes,
+        )
+        return PeakCandidate("embedding and head", extra, 0 if self.holds_replica_sums else layers)
+
+    def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
+        """S: logits, and two float32 copies of them, one of which is kept. T: a copy of the softmax as products take
+        it, and the head's gradient."""
+        if not has_vocab_shard(self.plan, self.stage.index):
+            return {}
+        rows = chunk_bounds(self.stage.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage.index))[1]
+        numbers = rows * self.sizes.tokens
+        head = rows * self.stage.spec.hidden_size * self.compute_size
+        return {
+            "S": (PeakCandidate("scores", MemoryTerms(logits=numbers * (self.compute_size + self.master_size))),),
+            "T": (PeakCandidate("head", MemoryTerms(logits=numbers * self.compute_size, workspace=head)),),
+        }
+
+    def weights(self) -> PeakCandidate:
+        """W: the gradients of all the stage's layers, before they are reduced one by one."""
+        layers = sum(held.unsharded_numel for held in self.param_shards.layers)
+        reducing = (
+            max((held.unsharded_numel for held in self.param_shards.layers), default=0) * self.stage.reduces_in_passes
+        )
+        made = MemoryTerms(
+            communication=reducing * self.master_size,
+            workspace=0 if self.stage.is_unsharded else layers * self.compute_size,
+        )
+        return PeakCandidate("weights", made)
+
+    def gather_before_forward(self) -> PeakCandidate:
+        """z3: embedding and head are copied from the gather's buffer to their places, when nothing is kept yet."""
+        extra = MemoryTerms(
+            gathered_parameters=self._root_bytes(),
+            activations=-self.saved.activations,
+            logits=-self.saved.logits,
+        )
+        return PeakCandidate(_GATHERING, extra)
+
+    def gather_before_backward(self) -> PeakCandidate:
+        """The same when the last layers are there already."""
+        return PeakCandidate(
+            _GATHERING, MemoryTerms(gathered_parameters=self._root_bytes() + self._prefetched_bucket_bytes())
+        )
+
+    def _root_bytes(self) -> int:
+        """Embedding and head as passes gather them."""
+        return self.param_shards.root.unsharded_numel * self.compute_size if self.stage.gathers_in_passes else 0
+
+    def unshard(self) -> PeakCandidate:
+        """All groups' gathers are under way, and the first one is copied to its place."""
+        buffers = self._largest_unit_numel() * self.compute_size * (1 + self.kernel_workspace.stages_collectives)
+        return PeakCandidate("gathering", MemoryTerms(gathered_parameters=buffers))
+
+    def reduce(self) -> PeakCandidate:
+        """Groups are reduced one after the other."""
+        buffers = self._largest_unit_numel() * self.master_size * (1 + self.kernel_workspace.stages_collectives)
+        return PeakCandidate("reducing", MemoryTerms(communication=buffers))
+
+    def _largest_unit_numel(self) -> int:
+        """Numbers of the largest group that is gathered or reduced at once."""
+        return max(
+            [self.param_shards.root.unsharded_numel, *(held.unsharded_numel for held in self.param_shards.layers)]
+        )
+
+
+def _layer_position(index: int) -> str:
+    return ("last layer", "layer before the last")[index] if index < 2 else "first layer"
+
+
+def pending_reduction_numel(layers: tuple[ParamShard, ...], index: int, bucket: int) -> int:
+    """Numbers of the bucket of layers whose gradients were reduced just before, and whose buffer lives on."""
+    if index == 0:
+        return 0
+    return sum(held.unsharded_numel for held in layers[-min(bucket, len(layers)) :]) if bucket == 1 else 0

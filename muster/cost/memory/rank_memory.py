@@ -1,0 +1,156 @@
+"""What one rank's own tensors take: its shards of parameters, gradients and optimizer state to the number, and what
+autograd keeps for the backward.
+
+A run's report holds these to what its tensors really take (`muster.train.finalize`). Not counted: what lives within a
+pass only (parameters that are gathered, buffers of collectives, what a block makes again), which
+`muster.cost.memory.forecast` has.
+"""
+
+from collections.abc import Mapping
+
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import optimizer_state_numel
+from muster.cost.activations import (
+    layer_activation_bytes,
+    loss_saved_bytes,
+    norm_saved_bytes,
+    pass_sizes,
+    vocab_parallel_bytes,
+)
+from muster.cost.precision_bytes import MemoryTerms, master_bytes
+from muster.layout.mesh import MeshCoordinates, coordinates_of
+from muster.layout.tensor_layout import stage_layouts, stage_shards, stages_on
+from muster.spec.errors import InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, ZeroLevel
+from muster.spec.workload import Workload
+
+_INDEX_BYTES = 8
+"""Tokens and labels are int64."""
+
+
+def rank_memory(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    rank: int,
+    live_micro_batches: Mapping[int, int] | int,
+    optim: OptimConfig | None = None,
+    live_vocab_micro_batches: int = 0,
+) -> MemoryTerms:
+    """What world rank `rank` holds at its peak, over its stages.
+
+    `live_micro_batches`: between their forward and their backward at that moment, by stage; one number is for each.
+    The optimizer is AdamW unless `optim` says otherwise. `live_words`: micro-batches between S and T, where the
+    vocabulary is spread.
+    """
+    at, live = coordinates_of(plan, rank), live_micro_batches
+    terms = (
+        stage_terms(spec, plan, workload, stage, at, live if isinstance(live, int) else live[stage], optim)
+        for stage in stages_on(plan, at.pp)
+    )
+    words = (
+        MemoryTerms(activations=live_vocab_micro_batches * vocab_parallel_bytes(spec, plan, workload, at.pp))
+        if live_vocab_micro_batches
+        else MemoryTerms()
+    )
+    return sum(terms, start=words)
+
+
+def stage_terms(
+    spec: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    stage: int,
+    at: MeshCoordinates,
+    live_micro_batches: int,
+    optim: OptimConfig | None = None,
+) -> MemoryTerms:
+    """What the rank at `at` holds for one stage with `live_micro_batches` between their forward and their backward.
+
+    Raises InfeasibleError where the plan uses what there is no formula for yet.
+    """
+    _reject_unknown(plan, stage, spec.num_layers)
+    return MemoryTerms(
+        parameters=stage_parameter_bytes(spec, plan, stage, at),
+        gradients=gradient_bytes(spec, plan, stage, at),
+        optimizer=optimizer_bytes(spec, plan, stage, at, optim),
+        activations=live_micro_batches * activation_bytes(spec, plan, workload, stage, at.tp),
+    )
+
+
+def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
+    mesh = plan.mesh(stage)
+    strategies = [plan.strategy(layer) for layer in plan.layers(stage, num_layers)]
+    if mesh.cp * mesh.ep > 1 or any(s.offload in ("optimizer", "all") for s in strategies):
+        raise InfeasibleError(
+            f"the memory of stage {stage} can't be predicted: there are formulas for cp and ep of 1, and for the"
+            " optimizer's state on the device"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters and gradients
+
+
+def _zero_level(plan: Plan, name: str) -> ZeroLevel:
+    """How a parameter is sharded; what belongs to no layer follows the default strategy."""
+    parts = name.split(".")
+    return (plan.strategy(int(parts[1])) if parts[0] == "layers" else plan.default_strategy).zero
+
+
+def _param_numels(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> dict[str, int]:
+    """Numbers in each parameter of a stage as its passes use it: whole, but for the cut of tensor parallelism."""
+    return {name: part.numel for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp)}
+
+
+def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
+    """The rank's own shards of a stage's master weights: float32, or float64 for an fp64 model."""
+    return sum(layout.numel for layout in stage_layouts(spec, plan, stage, at)) * master_bytes(plan.precision)
+
+
+def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None) -> int:
+    """The optimizer's state, in the master weights' dtype; AdamW keeps two moments (arXiv:1711.05101).
+
+    Of two copies of a tied weight on one rank it knows the first stage's.
+    """
+    layouts = stage_layouts(spec, plan, stage, at)
+    if plan.is_last(stage) and any(plan.is_first(own) for own in stages_on(plan, at.pp) if own != stage):
+        layouts = [layout for layout in layouts if layout.name != "embed.weight"]
+    count = 2 * sum(layout.numel for layout in layouts) if optim is None else optimizer_state_numel(optim, layouts)
+    return count * master_bytes(plan.precision)
+
+
+def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
+    """Gradients summed over micro-batches, in the master weights' dtype: whole under z1, else the rank's shards."""
+    whole = _param_numels(spec, plan, stage, at)
+    count = sum(
+        whole[layout.name] if _zero_level(plan, layout.name) == "z1" else layout.numel
+        for layout in stage_layouts(spec, plan, stage, at)
+    )
+    return count * master_bytes(plan.precision)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Activations of one micro-batch
+
+
+def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> int:
+    """What autograd keeps of one micro-batch of a stage on its `tp_index`-th tensor-parallel rank, parameters left out.
+
+    Tensor parallelism cuts heads, inner width and words. Norms work on the hidden state, which is whole on each of its
+    ranks, or with sequence parallelism cut along the sequence.
+    """
+    sizes, precision, total = pass_sizes(spec, plan, workload, stage, tp_index), plan.precision, 0
+    for layer in plan.layers(stage, spec.num_layers):
+        strategy = plan.strategy(layer)
+        total += layer_activation_bytes(sizes, layer, strategy.recompute, strategy.attention)
+    norm = norm_saved_bytes(spec, sizes.hidden_tokens, precision) if plan.is_last(stage) else 0
+    if plan.spread_vocab:
+        return total + (norm - sizes.hidden_bytes if plan.is_last(stage) else 0)
+    if plan.is_first(stage):
+        # The embedding's backward adds up rows by token; with tp a mask says which words are the rank's.
+        total += sizes.tokens * (_INDEX_BYTES + (sizes.mesh.tp > 1))
+    if plan.is_last(stage):
+        total += norm + loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
+    return total

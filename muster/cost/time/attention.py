@@ -1,0 +1,148 @@
+"""How long attention takes: its products, its scores, and what context-parallel ranks hand round meanwhile."""
+
+from muster.cost.time.collectives import p2p_s
+from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
+from muster.cost.time.sublayer import LayerContext, SublayerCost, add_tp_entry, add_tp_exit, norm_bytes
+from muster.spec.device import AttentionKernel, DeviceSpec
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.plan import LayerStrategy
+
+EAGER_ROPE_BYTES = (20, 24)
+"""Bytes for each number of queries and keys when rotary positions are two products, a negation, a concatenation and a
+sum."""
+HEAD_TRANSPOSE_BYTES = (4, 4)
+"""Bytes for each number of queries, keys, values and of the output of attention that is written in another order before
+it is read: heads together."""
+_FLASH_KERNELS: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
+
+
+def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None) -> None:
+    """Queries, keys and values in one product, rotation, attention, the output's product."""
+    model, tp, tokens = at.model, at.tp.size, at.tokens
+    q_width, kv_width = (
+        model.num_heads * model.head_dim / tp,
+        model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads),
+    )
+    add_tp_entry(at, part)
+    part.add_linear(at, tokens, q_width + 2 * kv_width, model.hidden_size)
+    rotated = tokens * (q_width + kv_width)
+    if model.position == "rope":
+        forward, backward = (2 * at.element_bytes, 2 * at.element_bytes) if at.framework.fused else EAGER_ROPE_BYTES
+        part.add_elementwise(at, forward * rotated, backward * rotated, 2 if at.framework.fused else 10)
+    if model.qk_norm:
+        forward, backward = norm_bytes(at, "rms")
+        part.add_elementwise(at, forward * rotated, backward * rotated, 2)
+    if not at.framework.fused:
+        laid = 2 * tokens * (q_width + kv_width)
+        part.add_elementwise(at, HEAD_TRANSPOSE_BYTES[0] * laid, HEAD_TRANSPOSE_BYTES[1] * laid, 4)
+    _add_scores(at, part, model.num_heads / tp, model.head_dim, model.head_dim, window, kv_width)
+    part.add_linear(at, tokens, model.hidden_size, q_width)
+    add_tp_exit(at, part)
+
+
+def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:
+    """Low-rank queries and key/value pairs (arXiv:2405.04434 §2.1); the narrow vectors are the same on all
+    tensor-parallel ranks."""
+    model, mla, tp, tokens = at.model, at.model.mla, at.tp.size, at.tokens
+    assert mla is not None
+    heads, qk_dim = model.num_heads / tp, mla.nope_head_dim + mla.rope_head_dim
+    add_tp_entry(at, part)
+    narrow = mla.kv_lora_rank + mla.rope_head_dim
+    if mla.q_lora_rank is None:
+        part.add_linear(at, tokens, heads * qk_dim, model.hidden_size)
+    else:
+        part.add_linear(at, tokens, mla.q_lora_rank, model.hidden_size)
+        part.add_linear(at, tokens, heads * qk_dim, mla.q_lora_rank)
+        part.latent_up_projections = part.last_matmul
+        narrow += mla.q_lora_rank
+    part.add_linear(at, tokens, mla.kv_lora_rank + mla.rope_head_dim, model.hidden_size)
+    part.add_linear(at, tokens, heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    part.latent_up_projections += part.last_matmul
+    part.add_elementwise(at, 2 * tokens * narrow * at.element_bytes, 3 * tokens * narrow * at.element_bytes, 2)
+    turned = tokens * heads * (2 * qk_dim + mla.nope_head_dim) * at.element_bytes
+    part.add_elementwise(at, 2 * turned, 2 * turned, 2)
+    _add_scores(at, part, heads, qk_dim, mla.v_head_dim, None, heads * qk_dim)
+    part.add_linear(at, tokens, model.hidden_size, heads * mla.v_head_dim)
+    add_tp_exit(at, part)
+
+
+def add_linear_attention(at: LayerContext, part: SublayerCost) -> None:
+    """The gated delta rule in chunks of 64 positions (arXiv:2412.06464 §3.3): within a chunk products of chunk × chunk,
+    between chunks reads and writes of a state of key_dim × value_dim, at a quarter of the sustained rate, since they
+    are small and wait for each other."""
+    linear, tp, tokens = at.model.linear_attention, at.tp.size, at.tokens
+    assert linear is not None
+    k_width = linear.num_key_heads * linear.key_head_dim / tp
+    v_width = linear.num_value_heads * linear.value_head_dim / tp
+    add_tp_entry(at, part)
+    part.add_linear(at, tokens, 2 * k_width + 2 * v_width + 2 * linear.num_value_heads / tp, at.model.hidden_size)
+    moved = tokens * (2 * k_width + 2 * v_width) * at.element_bytes
+    part.add_elementwise(at, 3 * moved, 5 * moved, 4)
+    chunk, heads = 64, linear.num_value_heads / tp
+    k_dim, v_dim = linear.key_head_dim, linear.value_head_dim
+    flops = tokens * heads * (2 * chunk * (2 * k_dim + 2 * v_dim) + 4 * k_dim * v_dim)
+    seconds = flops / (0.25 * sustained_flops_per_s(at.device, at.high_precision))
+    part.forward.add(seconds, 4)
+    part.attention_core.add(seconds, 4)
+    part.input_grads.add(2.5 * seconds, 8)
+    part.add_linear(at, tokens, at.model.hidden_size, v_width)
+    add_tp_exit(at, part)
+
+
+def choose_attention_kernel(device: DeviceSpec, software: FrameworkTraits, strategy: LayerStrategy) -> AttentionKernel:
+    """Which kernel computes attention: the plan says whether scores are kept, the software which generation, or it is
+    the fastest that the device has a rate for."""
+    if strategy.attention == "unfused":
+        return "unfused" if software.attention == "unfused" else "fused"
+    if software.attention is not None:
+        return software.attention
+    for kernel in _FLASH_KERNELS:
+        if kernel in device.attention:
+            return kernel
+    return "flash2"
+
+
+def _add_scores(
+    at: LayerContext, part: SublayerCost, heads: float, qk_dim: float, v_dim: float, window: int | None, kv_width: float
+) -> None:
+    """Attention itself, and the keys and values that context-parallel ranks hand round a ring meanwhile
+    (arXiv:2310.01889 §3)."""
+    kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
+    if kernel in _FLASH_KERNELS:
+        span = min(window or seq_len, seq_len)
+        seen = (span * (seq_len - span) + span * span / 2) / seq_len
+        dim = (qk_dim + v_dim) / 2
+        forward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision)
+        backward_s = flash_attention_s(device, kernel, at.tokens, seen, heads, dim, at.high_precision, backward=True)
+        kernels = 1.0
+    else:
+        forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, kernel)
+        kernels = 4.0 if kernel == "fused" else 8.0
+    if not at.framework.balanced_context:
+        # The last rank's queries see all keys of the others, and half of its own; on average they see half of all.
+        forward_s, backward_s = ((2 - 1 / at.cp.size) * seconds for seconds in (forward_s, backward_s))
+    part.forward.add(forward_s, kernels)
+    part.attention_core.add(forward_s, kernels)
+    part.input_grads.add(backward_s, 2 * kernels)
+    if at.cp.size > 1:
+        hops, parts = at.cp.size - 1, (at.cp.size - 1) / at.cp.size
+        block = 2 * at.tokens * kv_width * at.element_bytes
+        part.forward.add_overlapped("cp", hops * p2p_s(at.cp, block), parts * forward_s)
+        part.input_grads.add_overlapped("cp", hops * p2p_s(at.cp, 2 * block), parts * backward_s)
+
+
+def _unfused_scores_s(at: LayerContext, heads: float, head_dim: float, kernel: AttentionKernel) -> tuple[float, float]:
+    """Scores written to memory: two batched products forward, four backward, over the whole square, since the mask
+    saves nothing; softmax with scale and mask reads and writes the scores once forward, reads them twice and writes
+    them once backward (operation by operation: in float32, and each apart); dropout also keeps a byte for each
+    (arXiv:2205.05198 §4.1 lists these tensors)."""
+    device, queries, keys = at.device, at.seq_len / at.cp.size, at.seq_len
+    batch = at.sequences * heads
+    numbers = batch * queries * keys
+    products_s = matmul_s(device, queries, keys, head_dim, at.high_precision, batch) + matmul_s(
+        device, queries, head_dim, keys, at.high_precision, batch
+    )
+    softmax, softmax_back = (4, 6) if kernel == "fused" else (22, 26)
+    dropout, dropout_back = (5, 5) if at.framework.dropout else (0, 0)
+    forward_s = products_s + stream_s(device, numbers * (softmax + dropout), 2)
+    return forward_s, 2 * products_s + stream_s(device, numbers * (softmax_back + dropout_back), 2)

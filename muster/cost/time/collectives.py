@@ -1,0 +1,227 @@
+"""How long collectives and messages take, by size, by where the ranks lie, and by algorithm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.device import LinkSpec
+
+SIMPLE_PROTOCOL_LATENCY_FACTOR = 4.0
+"""A step of NCCL's protocol for large messages takes so many times that of the one for small messages, which waits for
+flags instead of fences: all-reduces of 8 H100 take 62 µs beside their bytes with the first, 20 µs with the other
+(github:NVIDIA/dgxc-benchmarking nccl/README.md)."""
+LL_BANDWIDTH_SHARE = 0.5
+"""Share of the bandwidth that the protocol for small messages reaches on these machines: half of what it sends are
+flags."""
+NVLS_STEPS = 7
+"""Steps of NCCL's latency that an all-reduce in the switches takes, whatever the ranks (same source)."""
+COLLECTIVE_START_S = 6e-6
+"""To start a collective's kernel and find the partners' buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommGroup:
+    """The ranks of a collective as the network sees them."""
+
+    size: int
+    num_domains: int
+    """Fabrics (nodes, or racks of NVL72) that they lie in."""
+    max_ranks_per_domain: int
+    """The most ranks in one of them."""
+    intra_link: LinkSpec
+    network_link: LinkSpec | None
+    network_bytes_per_s: float = 0.0
+    """Of one rank: its share of its node's network cards, after efficiency and tiers."""
+    network_latency_s: float = 0.0
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """What passes any point of the rings at once: the fabric's rate, or that of all cards that the group has in a
+        node, if that is less."""
+        fabric = self.intra_link.bandwidth_bytes_per_s * self.intra_link.efficiency
+        return fabric if self.num_domains == 1 else min(fabric, self.max_ranks_per_domain * self.network_bytes_per_s)
+
+
+def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
+    """Where `ranks` lie in a cluster; all ranks of a node are taken to communicate at once, in groups alike."""
+    places = [cluster.locate(rank) for rank in ranks]
+    groups = [cluster.groups[index] for index in sorted({index for index, _ in places})]
+    counts: dict[int, int] = {}
+    for index, node in places:
+        domain = node // cluster.groups[index].domain_nodes
+        counts[domain] = counts.get(domain, 0) + 1
+    slowest = min((group.intra for group in groups), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency)
+    nodes = sorted({node for _, node in places})
+    if len(counts) == 1:
+        link = _measured_link(cluster, nodes, _bridge_limited_link(cluster, ranks, groups[0], slowest))
+        return CommGroup(len(ranks), 1, len(ranks), link, None)
+    rates = [(_network_bytes_per_s(group), group) for group in groups]
+    rate, group = min(rates, key=lambda pair: pair[0])
+    network = group.nics.link if group.nics else None
+    latency_s = network.latency_s if network else slowest.latency_s
+    for tier in cluster.tiers:
+        if nodes[0] // tier.nodes != nodes[-1] // tier.nodes:
+            rate, latency_s = rate * tier.bandwidth_share, latency_s + tier.latency_s
+            if tier.link is not None:
+                sharing = tier.nodes * group.devices_per_node
+                rate = min(rate, tier.link.bandwidth_bytes_per_s * tier.link.efficiency / sharing)
+                latency_s = max(latency_s, tier.link.latency_s)
+    if cluster.node_bandwidth_bytes_per_s is not None:
+        matrix = cluster.node_bandwidth_bytes_per_s
+        rate = min(matrix[a][b] for a in nodes for b in nodes if a != b) / group.devices_per_node
+    return CommGroup(len(ranks), len(counts), max(counts.values()), slowest, network, rate, latency_s)
+
+
+def _bridge_limited_link(cluster: ClusterSpec, ranks: Sequence[int], group: NodeGroup, link: LinkSpec) -> LinkSpec:
+    """The link as a group finds it that lies on both sides of a host bridge: all the node's groups alike share the
+    line between (rings of 8, 4 and 2 of 8 A100 on PCIe: 13, 7.3 and 4 GB/s, github:MooreThreads/SimuMax
+    configs/system/a100_pcie.json)."""
+    if link.bridge_devices is None or link.bridge_bytes_per_s is None:
+        return link
+    places = {rank % group.devices_per_node // link.bridge_devices for rank in ranks}
+    if len(places) == 1:
+        return link
+    rings = max(1, min(group.devices_per_node, cluster.num_devices) // len(ranks))
+    share = min(1.0, link.bridge_bytes_per_s / rings / (link.bandwidth_bytes_per_s * link.efficiency))
+    return link.model_copy(update={"efficiency": link.efficiency * share})
+
+
+def _network_bytes_per_s(group: NodeGroup) -> float:
+    """A device's share of its node's cards."""
+    if group.nics is None:
+        return group.intra.bandwidth_bytes_per_s * group.intra.efficiency
+    link = group.nics.link
+    return link.bandwidth_bytes_per_s * link.efficiency * group.nics.count / group.devices_per_node
+
+
+def _measured_link(cluster: ClusterSpec, nodes: Sequence[int], link: LinkSpec) -> LinkSpec:
+    """The fabric at the rate that the cluster's matrix says, where it has one."""
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is None:
+        return link
+    rate = min(matrix[a][b] for a in nodes for b in nodes)
+    return link.model_copy(update={"bandwidth_bytes_per_s": rate, "efficiency": 1.0})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives: seconds; `size` is the bytes of the whole tensor
+
+
+def all_gather_s(group: CommGroup, size: float) -> float:
+    """Every rank gets all parts of a tensor of `size` bytes, of which each has one.
+
+    A ring: every rank sends (n − 1) / n of the bytes in n − 1 steps (Thakur, Rabenseifner, Gropp, "Optimization of
+    Collective Communication Operations in MPICH", 2005, §4.1), over as many rings as there are network cards.
+    """
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return _measured_s(group, "all_gather", size) or _ring_s(group, size, 1)
+
+
+def sequential_broadcasts_s(group: CommGroup, size: float) -> float:
+    """Every rank gives its part of a tensor of `size` bytes to all others, rank after rank: the bytes of
+    `all_gather_s`, but each part first goes along the whole chain of ranks."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    chain_s = (group.max_ranks_per_domain - 1) * group.intra_link.latency_s + (
+        group.num_domains - 1
+    ) * group.network_latency_s
+    return size / group.ring_bytes_per_s + group.size * (COLLECTIVE_START_S + SIMPLE_PROTOCOL_LATENCY_FACTOR * chain_s)
+
+
+def reduce_scatter_s(group: CommGroup, size: float) -> float:
+    """Every rank gets its part of the sum of tensors of `size` bytes: `all_gather_s` backwards."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return _measured_s(group, "reduce_scatter", size) or _ring_s(group, size, 1)
+
+
+def all_reduce_s(group: CommGroup, size: float) -> float:
+    """Every rank gets the sum of tensors of `size` bytes: a ring there and back, a tree over the nodes where that is
+    faster (its steps grow with the logarithm: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan", 2009), or switches that add up (NVLS) within a fabric that has them."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _measured_s(group, "all_reduce", size)) is not None:
+        return measured
+    times_s = [_ring_s(group, size, 2)]
+    if group.num_domains == 1 and group.intra_link.in_network and group.size > 2:
+        rate = group.intra_link.bandwidth_bytes_per_s * group.intra_link.in_network
+        times_s.append(
+            _fastest_protocol_s(2 * _ring_share(group) * size, rate, NVLS_STEPS * group.intra_link.latency_s)
+        )
+    if group.num_domains > 2:
+        steps_s = 2 * (
+            ceil(log2(group.num_domains)) * group.network_latency_s
+            + (group.max_ranks_per_domain - 1) * group.intra_link.latency_s
+        )
+        times_s.append(_fastest_protocol_s(2 * size, group.ring_bytes_per_s, steps_s))
+    return min(times_s)
+
+
+def all_to_all_s(group: CommGroup, size: float, network_share: float = 1.0) -> float:
+    """Every rank gives `size` bytes away, an equal part to each: what stays in the fabric goes over it, the rest over
+    the rank's share of the network cards; both at once. `crossing`: of the rest, what crosses the network; what is for
+    several ranks of a node crosses once, and goes on over the fabric there."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _measured_s(group, "all_to_all", size)) is not None:
+        return measured
+    inside = size * (group.max_ranks_per_domain - 1) / group.size
+    outside = size * (group.size - group.max_ranks_per_domain) / group.size
+    handed_on = outside if network_share < 1 else 0.0
+    fabric_s = (inside + handed_on) / (group.intra_link.bandwidth_bytes_per_s * group.intra_link.efficiency)
+    network_s = network_share * outside / group.network_bytes_per_s if outside and group.network_bytes_per_s else 0.0
+    start_s = COLLECTIVE_START_S + SIMPLE_PROTOCOL_LATENCY_FACTOR * (
+        group.intra_link.latency_s + (group.network_latency_s if outside else 0.0)
+    )
+    return start_s + max(fabric_s, network_s)
+
+
+def p2p_s(group: CommGroup, size: float) -> float:
+    """One rank of a pair gives `size` bytes to the other, while the pairs beside it do the same."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    if (measured := _measured_s(group, "send", size)) is not None:
+        return measured
+    latency_s = group.intra_link.latency_s if group.num_domains == 1 else group.network_latency_s
+    rate = (
+        group.intra_link.bandwidth_bytes_per_s * group.intra_link.efficiency
+        if group.num_domains == 1
+        else min(group.network_bytes_per_s, group.intra_link.bandwidth_bytes_per_s)
+    )
+    return COLLECTIVE_START_S + SIMPLE_PROTOCOL_LATENCY_FACTOR * latency_s + size / rate
+
+
+def _ring_share(group: CommGroup) -> float:
+    return (group.size - 1) / group.size
+
+
+def _ring_s(group: CommGroup, size: float, rounds: int) -> float:
+    """`rounds` times round the ring: every link carries (n − 1) / n of the bytes each time."""
+    steps_s = (group.max_ranks_per_domain - 1) * group.intra_link.latency_s
+    if group.num_domains > 1:
+        steps_s += (group.num_domains - 1) * group.network_latency_s
+    return _fastest_protocol_s(rounds * _ring_share(group) * size, group.ring_bytes_per_s, rounds * steps_s)
+
+
+def _fastest_protocol_s(sent: float, bytes_per_s: float, steps_s: float) -> float:
+    """The faster of NCCL's protocols, for `sent` bytes over each link and steps that take `steps_s` in all."""
+    small_s = steps_s + sent / (LL_BANDWIDTH_SHARE * bytes_per_s)
+    return COLLECTIVE_START_S + min(small_s, SIMPLE_PROTOCOL_LATENCY_FACTOR * steps_s + sent / bytes_per_s)
+
+
+def _measured_s(group: CommGroup, kind: str, size: float) -> float | None:
+    """Measured seconds of a collective within one fabric, between the sizes that were measured: the ranks' number next
+    to the group's; None where nothing was."""
+    points = group.intra_link.curves.get(kind) if group.num_domains == 1 else None
+    if not points:
+        return None
+    ranks = min({n for n, _, _ in points}, key=lambda n: (abs(n - group.size), n))
+    own = sorted((bytes_, seconds) for n, bytes_, seconds in points if n == ranks)
+    for (size0, time0), (size1, time1) in zip(own, own[1:], strict=False):
+        if size <= size1:
+            share = max(0.0, (size - size0) / (size1 - size0))
+            return time0 + share * (time1 - time0)
+    return own[-1][1] * size / own[-1][0]

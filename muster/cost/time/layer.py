@@ -1,0 +1,172 @@
+"""How long a decoder layer's passes take on one rank, and those of embedding and head."""
+
+from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
+from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from muster.cost.time.kernels import matmul_s, stream_s
+from muster.cost.time.pass_cost import PassCost
+from muster.cost.time.plugin_layer import plugin_layer_passes
+from muster.cost.time.sublayer import (
+    LayerContext,
+    LayerPasses,
+    SublayerCost,
+    add_norm_and_residual,
+    add_tp_entry,
+    add_tp_exit,
+)
+from muster.spec.plugin_model import plugin_model
+
+PERMUTE_RATE = 0.5
+"""Share of the streaming rate at which rows are gathered into another order (B200, github:MooreThreads/SimuMax
+configs/system/b200_bf16_ceperm.json)."""
+
+
+def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
+    """The passes of one layer."""
+    if (own := plugin_model(at.model)) is not None:
+        return plugin_layer_passes(own, at)
+    model, attention = at.model, SublayerCost()
+    if model.has_linear_attention(layer):
+        add_linear_attention(at, attention)
+    elif model.mla is not None:
+        add_latent_attention(at, attention)
+    else:
+        add_self_attention(at, attention, model.attention_window(layer))
+    mlp = SublayerCost()
+    if model.has_experts(layer):
+        _add_experts(at, mlp)
+    else:
+        _add_mlp(at, mlp, model.intermediate_size)
+    add_norm_and_residual(at, attention)
+    add_norm_and_residual(at, mlp)
+    if model.has_experts(layer):
+        _add_expert_all_to_all(at, attention, mlp)
+    forward = attention.forward + mlp.forward
+    return LayerPasses(
+        forward,
+        attention.input_grads + mlp.input_grads,
+        attention.weight_grads + mlp.weight_grads,
+        _recompute_cost(at, attention, mlp),
+    )
+
+
+def _add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
+    add_tp_entry(at, part, 1 + at.model.gated)
+    _add_mlp_matmuls(at, part, at.tokens, inner / at.tp.size)
+    add_tp_exit(at, part)
+
+
+def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:
+    """Up (and gate), activation, down."""
+    gated = at.model.gated
+    part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts)
+    numbers = tokens * inner * at.element_bytes
+    forward, backward = (3, 5) if gated else (2, 3)
+    extra = 1.0 if at.framework.fused else 5 / 3
+    part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, 1 if at.framework.fused else 2)
+    part.add_linear(at, tokens, at.model.hidden_size, inner, experts)
+
+
+def _add_experts(at: LayerContext, part: SublayerCost) -> None:
+    """Router, dispatch, grouped products over the experts held here, combine (arXiv:2101.03961 §2); tokens are taken to
+    be spread evenly over experts. Each rank gives the tokens of its own part of the sequence."""
+    model, moe = at.model, at.model.moe
+    assert moe is not None
+    own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
+    sent = own * moe.top_k
+    hidden = model.hidden_size * at.element_bytes
+    part.add_elementwise(at, 2 * own * moe.num_experts * 4 + own * hidden, 3 * own * moe.num_experts * 4, 6)
+    permuted = 4 * sent * hidden / PERMUTE_RATE
+    part.add_elementwise(at, permuted, permuted, 4)
+    if at.etp > 1:
+        for spent in (part.forward, part.input_grads):
+            gathered = sent * hidden * at.etp
+            spent.add_exposed("tp", all_gather_s(at.tp, gathered) + reduce_scatter_s(at.tp, gathered))
+    _add_mlp_matmuls(at, part, sent * at.etp, moe.expert_size / at.etp, moe.num_experts / at.ep.size)
+    if moe.shared_size:
+        _add_mlp(at, part, moe.shared_size)
+
+
+def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> None:
+    """Tokens go to their experts' ranks and come back, and so do their gradients: after the products that make them,
+    or beside the passes of another micro-batch (arXiv:2412.19437 §3.2.1)."""
+    moe, software = at.model.moe, at.framework
+    assert moe is not None
+    own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
+    # Experts of a group lie on one node; a token crosses the network once for each node (§3.2.2).
+    reached = min(moe.top_groups, at.ep.num_domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.num_domains)
+    crossing = min(1.0, reached / moe.top_k) if software.node_copies else 1.0
+    exchange_s = 2 * all_to_all_s(at.ep, own * moe.top_k * at.model.hidden_size * at.element_bytes, crossing)
+    backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.input_grads, part.weight_grads))
+    passes = ((mlp.forward, attention.forward.compute_s + mlp.forward.compute_s), (mlp.input_grads, backward_s))
+    for spent, compute_s in passes:
+        if software.overlap_experts:
+            spent.add_overlapped("ep", exchange_s, compute_s)
+        else:
+            spent.add_exposed("ep", exchange_s)
+
+
+def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:
+    """What the backward computes again (`muster.spec.plan.Recompute`)."""
+    match at.strategy.recompute:
+        case "full":
+            whole = attention.forward + mlp.forward
+            return whole + mlp.last_matmul * -1 if at.framework.stops_recompute else whole
+        case "attention":
+            return attention.attention_core
+        case "selective":
+            latent = attention.latent_up_projections if at.framework.compact else PassCost()
+            return attention.elementwise + mlp.elementwise + latent
+        case "alternate":
+            return attention.elementwise + mlp.elementwise + (attention.matmuls + mlp.matmuls) * 0.5
+        case _:
+            return PassCost()
+
+
+def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
+    """The last norm, the product with `words` rows of the head on this rank, and the loss over their logits.
+
+    The loss in one kernel reads the logits and writes their gradient; operation by operation it makes float32 copies of
+    both (Megatron-LM's `vocab_parallel_cross_entropy`: cast, largest, difference, exponential, sum, quotient, and one
+    pass backward with the cast).
+    """
+    part, hidden = SublayerCost(), at.model.hidden_size
+    numbers = at.norm_tokens * hidden * at.element_bytes
+    part.add_elementwise(at, 2 * numbers, 3 * numbers, 1)
+    add_tp_entry(at, part)
+    wide, tokens = at.high_precision, at.tokens
+    part.forward.add(matmul_s(at.device, tokens, vocab_rows, hidden, wide))
+    part.input_grads.add(matmul_s(at.device, tokens, hidden, vocab_rows, wide))
+    part.weight_grads.add(
+        matmul_s(at.device, vocab_rows, hidden, tokens, wide, out_bytes=2 * at.framework.gradient_bytes)
+    )
+    composed = at.framework.whole_logits or not at.framework.fused_loss
+    scored = tokens * vocab_rows
+    if at.framework.whole_logits:
+        scored *= at.tp.size
+        _add_logit_gather(at, part, scored)
+    elif at.tp.size > 1:
+        part.forward.add_exposed("tp", 3 * all_reduce_s(at.tp, 4 * tokens))
+    forward, backward = (30, 14) if composed else (at.element_bytes, 2 * at.element_bytes)
+    part.forward.add(stream_s(at.device, forward * scored), 8 if composed else 2)
+    part.input_grads.add(stream_s(at.device, backward * scored), 4 if composed else 1)
+    return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())
+
+
+def _add_logit_gather(at: LayerContext, part: SublayerCost, numbers: float) -> None:
+    """Tensor-parallel ranks each get the logits of all words: gathered into a list, which is copied out of the buffer
+    and then put together; backward each takes its own columns (github:Aleph-Alpha/scaling core/nn/linear/utils.py)."""
+    if at.tp.size == 1:
+        return
+    part.forward.add_exposed("tp", all_gather_s(at.tp, numbers * at.element_bytes))
+    part.forward.add(stream_s(at.device, 4 * numbers * at.element_bytes, 2), 2)
+    part.input_grads.add(stream_s(at.device, 2 * numbers * at.element_bytes / at.tp.size), 1)
+
+
+def embedding_passes(at: LayerContext) -> LayerPasses:
+    """Looking words up reads and writes the hidden state; its backward adds rows up in the gradient. Tensor-parallel
+    ranks each know some of the words, and add up."""
+    part, numbers = SublayerCost(), at.tokens * at.model.hidden_size
+    part.forward.add(stream_s(at.device, 2 * numbers * at.element_bytes))
+    part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.gradient_bytes)), 3)
+    add_tp_exit(at, part)
+    return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())

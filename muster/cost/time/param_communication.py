@@ -1,0 +1,128 @@
+"""How many parameters a stage has on a rank, and how long they and their gradients travel between ranks."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+
+from muster.cost.precision_bytes import compute_bytes
+from muster.cost.time.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, sequential_broadcasts_s
+from muster.cost.time.kernels import stream_s
+from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
+
+_FP32_BYTES = 4
+"""Bytes of a number in float32."""
+
+
+class ParamCommunication:
+    """Of the slowest of a stage's ranks."""
+
+    def __init__(self, setting: PlacedPlan, stage: int) -> None:
+        self.plan, self.model, self.framework, self.cache = (
+            setting.plan,
+            setting.model,
+            setting.framework,
+            setting.cache,
+        )
+        self.stage, self.mesh, self.groups = stage, setting.mesh(stage), setting.stage_groups(stage)
+        self.data, self.replicas = self.groups.data_parallel, self.groups.replicas
+        self.layers = setting.layers[stage % setting.stages_per_replica]
+        self.zero = self.plan.strategy(self.layers.start).zero
+        self.element_bytes = compute_bytes(self.plan.precision)
+        """As the passes use them."""
+
+    @cached_property
+    def numel(self) -> float:
+        """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
+        plan, known, mesh = self.plan, self.cache, self.mesh
+        first, last = plan.is_first(self.stage), plan.is_last(self.stage)
+        key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.spread_vocab and plan.pp
+        if key not in known.param_numels:
+            ends = stage_parameter_shapes(self.model, range(0), first, last)
+            known.param_numels[key] = sum(self._local_numel(name, shape) for name, shape in ends)
+        layers = self.layers[:1] if known.layers_are_alike else self.layers
+        return known.param_numels[key] + sum(map(self._layer_numel, layers)) * len(self.layers) / max(1, len(layers))
+
+    def _layer_numel(self, layer: int) -> float:
+        model, known, mesh = self.model, self.cache.param_numels, self.mesh
+        key = model.has_experts(layer), model.has_linear_attention(layer), mesh.tp, mesh.ep, mesh.etp
+        if key not in known:
+            known[key] = sum(self._local_numel(name, shape) for name, shape in layer_parameter_shapes(model, layer))
+        return known[key]
+
+    def _local_numel(self, name: str, shape: Sequence[int]) -> float:
+        """Of one parameter, the rank's share."""
+        if len(shape) == 1:
+            return prod(shape)
+        if ".experts." in name:
+            return prod(shape) / (self.mesh.ep * self.mesh.etp)
+        words = name in ("embed.weight", "head.weight")
+        return prod(shape) / self.mesh.tp / (self.plan.pp if words and self.plan.spread_vocab else 1)
+
+    @property
+    def shard_numel(self) -> float:
+        """Numbers that the rank's optimizer updates."""
+        return self.numel / self.data.size
+
+    def per_micro_batch_s(self, layers: range) -> tuple[float, float]:
+        """Of one micro-batch, beside the passes of some layers: z3 gathers their parameters, in the dtype of the
+        compute; z2 and z3 reduce their gradients, and add these up over replicas."""
+        gather_s = reduce_s = 0.0
+        if self.zero == "z1":
+            return gather_s, reduce_s
+        # A kind of layer is told by the first layer that is of it.
+        for kind, count in Counter(self.cache.layer_types[layers.start : layers.stop]).items():
+            numel = self._layer_numel(kind)
+            if self.zero == "z3":
+                gather_s += count * (all_gather_s(self.data, numel * self.element_bytes) + self._per_tensor_s())
+            size = numel * self.framework.gradient_bytes
+            replicas_s = all_reduce_s(self.replicas, size / self.data.size)
+            reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._per_tensor_s())
+        return gather_s, reduce_s
+
+    def _per_tensor_s(self) -> float:
+        """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
+        a collective for each."""
+        if not self.framework.gathers_parts:
+            return 0.0
+        tensors = sum(1 for _ in layer_parameter_shapes(self.model, 0))
+        return tensors * (self.data.size * self.groups.device.launch_s + all_gather_s(self.data, 1.0))
+
+    def per_step_times(self, passes_s: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """(kind, seconds) of what travels once a step, beside passes that take `passes_s`."""
+        software = self.framework
+        gradients = self.numel * software.gradient_bytes
+        reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
+        if software.reduces_whole:
+            reduce_s = self._unsharded_reduce_s()
+        gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
+        gather_s = gather(self.data, self.numel * self.element_bytes)
+        buckets = max(1, len(self.layers))
+        beside_s = passes_s["B"] if software.overlap_reduce else 0.0
+        yield "REDUCE", _exposed_s(reduce_s, beside_s, buckets)
+        yield "UNSHARD", _exposed_s(gather_s, passes_s["F"] if software.overlap_gather else 0.0, buckets)
+        norms = 2 * self.model.hidden_size * (len(self.layers) + 1)
+        yield "SYNC", all_reduce_s(self.groups.tp, norms * software.gradient_bytes)
+
+    def _unsharded_reduce_s(self) -> float:
+        """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and
+        copied to where they came from."""
+        if self.data.size * self.replicas.size == 1:
+            return 0.0
+        numel, size = self.numel, self.framework.gradient_bytes
+        copies_s = stream_s(self.groups.device, numel * (6 * size + 2 * (size + _FP32_BYTES)))
+        return (
+            copies_s + all_reduce_s(self.data, numel * _FP32_BYTES) + all_reduce_s(self.replicas, numel * _FP32_BYTES)
+        )
+
+
+def _exposed_s(travels_s: float, beside_s: float, buckets: int) -> float:
+    """What is left of something that travels in buckets beside a pass: the last bucket, what the pass doesn't hide, and
+    what it slows the pass down."""
+    if beside_s <= 0:
+        return travels_s
+    last_s = travels_s / buckets
+    hidden_s = min(travels_s - last_s, beside_s)
+    return travels_s - hidden_s + OVERLAP_SLOWDOWN * hidden_s

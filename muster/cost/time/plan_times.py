@@ -1,0 +1,283 @@
+"""How long every instruction of a plan's Program takes on a cluster."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.precision_bytes import compute_bytes
+from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
+from muster.cost.time.cost_cache import cost_cache_of
+from muster.cost.time.kernels import matmul_s, stream_s
+from muster.cost.time.op_times import OpTimes, P2PTime
+from muster.cost.time.profiled_times import profiled_times
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.stage_times import StageTimes, example_stage_times
+from muster.layout.stage_resharding import stage_transfers
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DeviceSpec, LinkSpec
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Mesh, Plan
+from muster.spec.workload import Workload
+
+ADAMW_UPDATE_BYTES = 30
+"""AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
+passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
+GRAD_NORM_BYTES = 4
+"""The gradients' norm reads each once."""
+STEP_HOST_S = 5e-3
+"""Of the host, once a step: the optimizer's and the loop's own Python, as far as it can't run ahead of the device
+because the gradients' norm is waited for."""
+
+_DEFAULT_FRAMEWORK = FrameworkTraits()
+
+
+def plan_times(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None = None,
+    data: int | None = None,
+) -> OpTimes:
+    """Seconds of each (kind, stage) of the plan's Program, and of each hop between stages.
+
+    Ranks are those of the plan's mesh, laid on the cluster's devices in order. `data`: on the pipeline of that
+    data-parallel rank; not given: on the slowest device and link of each stage. On a machine that was measured Muster
+    itself computes (`measured_times`).
+    Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
+    """
+    if cluster.device.rates is not None:
+        return profiled_times(model, plan, workload, cluster.device.rates)
+    setting = place_plan(model, plan, workload, cluster, framework, data)
+    examples = example_stage_times(setting)
+    stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
+    seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
+    exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
+    for stage in _stages_with_step_sums(setting):
+        seconds.update({(kind, stage): time_s for kind, time_s in _stage_sums(setting, stage, stages[stage])})
+    seconds.update(_offload_times(setting))
+    if plan.spread_vocab:
+        seconds.update(_vocab_parallel_times(setting))
+    whole = setting if data is None else replace(setting, data=None)  # all wait for the slowest
+    seconds["NORM", -1], seconds["STEP", -1] = per_step_s(
+        whole, examples if data is None else example_stage_times(whole)
+    )
+    hops = {}
+    for stage, pair in enumerate(stage_p2p_times(setting)):
+        if pair is not None:
+            hops[stage - 1, stage], hops[stage, stage - 1] = pair
+    cores = cluster.device.shared_cores
+    processes, pools = _processes_and_machines(setting) if cores else ((), ())
+    return OpTimes(seconds, 0.0, cores, processes, pools, p2p_times=hops, exposed_s=exposed_s)
+
+
+def _processes_and_machines(setting: PlacedPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each pipeline rank the processes on one of its nodes, and a number that it shares with those on the same."""
+    found, pools, pool_of = [], [], dict[int, int]()
+    for pp_rank in range(setting.plan.pp):
+        nodes = {setting.cluster.locate(rank)[1] for rank in setting.ranks(setting.placement.index(pp_rank))}
+        found.append(-(-setting.plan.mesh(pp_rank).num_ranks // len(nodes)))
+        pool = min((pool_of[node] for node in nodes if node in pool_of), default=pp_rank)
+        pool_of.update(dict.fromkeys(nodes, pool))
+        pools.append(pool)
+    return tuple(found), tuple(pools)
+
+
+def place_plan(
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None = None,
+    data: int | None = None,
+) -> PlacedPlan:
+    """What the plan's stages share. Raises InfeasibleError where the cluster has fewer devices than the plan."""
+    world_size = plan.world_size
+    if world_size > cluster.num_devices:
+        raise InfeasibleError(
+            f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
+        )
+    framework = framework or _DEFAULT_FRAMEWORK
+    known = cost_cache_of(model, workload.seq_len, cluster, framework)
+    return PlacedPlan(model, plan, workload, cluster, framework, world_size, known, data)
+
+
+def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable, list[int]]:
+    """The data-parallel ranks, in groups whose pipelines run on devices alike, and with `links` over links alike."""
+    ranks = range(setting.plan.mesh(0).dp_size)
+    if setting.is_flat or setting.cluster.device.rates is not None or not setting.is_uniform:
+        return {(): list(ranks)}
+    stages = range(len(setting.placement))
+    found: dict[Hashable, list[int]] = {}
+    for data in ranks:
+        own = replace(setting, data=data)
+        if not links:
+            found.setdefault(tuple(own.device(stage).name for stage in stages[: setting.plan.pp]), []).append(data)
+            continue
+        places = (
+            id(part)
+            for stage in stages[: setting.plan.pp]
+            for part in own.stage_groups(stage)[:1] + own.stage_groups(stage)[3:5]
+        )
+        hops = (
+            id(own.p2p_group(stage - 1, stage))
+            for stage in stages[1:]
+            if stage % setting.stages_per_replica and setting.placement[stage] != setting.placement[stage - 1]
+        )
+        found.setdefault((*places, *hops), []).append(data)
+    return found
+
+
+def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[float, float]:
+    """Seconds of NORM and STEP: of the rank that takes longest. `examples`: as of `example_times`."""
+    owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
+    held = np.bincount(setting.placement, owned, setting.plan.pp)
+    if setting.cluster.is_uniform:
+        most = [(setting.cluster.device, float(np.max(held)))]
+    else:
+        kinds = zip(setting.placement, setting.stage_kinds.kind_by_stage.tolist(), strict=True)
+        devices = {rank: examples[kind].device for rank, kind in kinds}
+        most = [(device, float(held[rank])) for rank, device in devices.items()]
+    norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32)
+    norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in most)
+    return norm_s, STEP_HOST_S + max(stream_s(device, ADAMW_UPDATE_BYTES * count) for device, count in most)
+
+
+def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:
+    """The stages that have something to add up with others: all where there are two replicas."""
+    last = len(setting.placement)
+    return range(last) if setting.plan.pipeline_replicas > 1 else sorted({0, last - 1})
+
+
+def _stage_sums(setting: PlacedPlan, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
+    """(kind, seconds) of what a stage adds up with another once a step: where gradients are reduced before, each rank
+    adds up the part that is then its own."""
+    plan, gradient_bytes = setting.plan, setting.framework.gradient_bytes
+    parts = at.mesh.dp_shard if setting.framework.storage == "muster" else 1
+    words = setting.model.vocab_size * setting.model.hidden_size / (at.mesh.tp * parts)
+    other = plan.tied_embedding_peer(stage)
+    if other is not None:
+        pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
+        yield "TIE", all_reduce_s(pair, words * gradient_bytes)
+    if plan.pipeline_replicas > 1 and stage < plan.stages_per_replica:
+        pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.stages_per_replica))
+        yield "MERGE", all_reduce_s(pair, at.param_communication.numel / parts * gradient_bytes)
+
+
+HOST_LINK_EFFICIENCY = 0.8
+"""Share of its link's bandwidth that copies between pinned host memory and a device reach: 25 of 31.5 GB/s on PCIe 4
+(an assumption that is usual in bandwidth tests)."""
+
+
+def host_copy_s(device: DeviceSpec, size: float) -> float:
+    """So many bytes to the host's memory, or back. Raises ConfigError where the link to it is unknown."""
+    if device.kind == "cpu":
+        return stream_s(device, 2 * size)
+    if device.host_bandwidth_bytes_per_s is None:
+        raise ConfigError(
+            f"how fast {device.name} reaches its host's memory is unknown, so offload has no time: give the device"
+            " host_bandwidth_bytes_per_s in a cluster file"
+        )
+    return size / (HOST_LINK_EFFICIENCY * device.host_bandwidth_bytes_per_s)
+
+
+def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
+    """A micro-batch's activations to the host's memory, or back; on a CPU through the memory that both lie in."""
+    for stage in range(setting.plan.num_stages):
+        moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
+        if not moved:
+            continue
+        time_s = host_copy_s(setting.device(stage), moved)
+        yield ("OFFLOAD", stage), time_s
+        yield ("RELOAD", stage), time_s
+
+
+def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:
+    """Of each stage, the hidden state's transfer to it from the stage before, and the gradient's back; None where both
+    lie on one rank, or none is before it."""
+    if not p2p_times_are_alike(setting):
+        return [_stage_p2p_time(setting, stage) for stage in range(len(setting.placement))]
+    examples = example_p2p_times(setting)
+    return [examples[kind] for kind in setting.p2p_kinds.kind_by_stage.tolist()]
+
+
+def p2p_times_are_alike(setting: PlacedPlan) -> bool:
+    """Whether hops depend on how far stages lie apart alone."""
+    return setting.is_uniform and setting.is_flat and not setting.plan.overrides
+
+
+def example_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:
+    """Of a stage of each kind (`PlanSetting.hops_alike`), where hops are alike."""
+    return [_stage_p2p_time(setting, stage) for stage in setting.p2p_kinds.examples]
+
+
+def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] | None:
+    if not setting.receives_p2p(stage):
+        return None
+    if not setting.is_uniform:
+        return _resharding_p2p_time(setting, stage - 1, stage), _resharding_p2p_time(setting, stage, stage - 1)
+    pair, plan = setting.p2p_group(stage - 1, stage), setting.plan
+    one, other = (
+        _p2p_time(
+            setting,
+            pair,
+            source,
+            plan.mesh(source),
+            plan.strategy(setting.layers[source % setting.stages_per_replica].start).sp,
+        )
+        for source in (stage - 1, stage)
+    )
+    return one, other
+
+
+def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
+    split = mesh.tp if sp or setting.framework.split_p2p else 1
+    tokens = setting.rows(source) * setting.workload.seq_len / mesh.cp / split
+    size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
+    return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))
+
+
+def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTime:
+    """Between stages that may cut a micro-batch differently: a rank may send to several, and receive from several, over
+    one way out and one way in. All of it has to come through the busiest of these."""
+    plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
+    position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).cp
+    for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
+        pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
+        wire_s = size / _link_bytes_per_s(pair)
+        start_s = max(start_s, p2p_s(pair, size) - wire_s)
+        seconds["out", message.source] += wire_s
+        seconds["in", message.target] += wire_s
+    busiest_s = max(seconds.values(), default=0.0)
+    return P2PTime(start_s + busiest_s, busiest_s)
+
+
+def _link_bytes_per_s(group: CommGroup) -> float:
+    link: LinkSpec = group.intra_link
+    fabric = link.bandwidth_bytes_per_s * link.efficiency
+    return fabric if group.num_domains == 1 else min(fabric, group.network_bytes_per_s)
+
+
+def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
+    """Where the vocabulary is spread over the pipeline (arXiv:2411.05288): each rank looks up and scores its part of
+    the words; what it gives the others travels beside its passes."""
+    plan, model = setting.plan, setting.model
+    words = model.vocab_size / plan.pp
+    pipeline = setting.axis_group(0, "pp") if plan.is_uniform else setting.single_rank
+    for rank in range(plan.pp):
+        stage = next(stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == rank)
+        at = StageTimes(setting, stage).layer_context
+        hidden, wide = at.hidden_bytes, at.high_precision
+        score_s = matmul_s(at.device, at.tokens, words, model.hidden_size, wide)
+        logits_s = stream_s(at.device, 3 * at.element_bytes * at.tokens * words, 2)
+        yield ("E", stage), stream_s(at.device, 2 * hidden / plan.pp)
+        yield ("S", stage), 2 * score_s + logits_s
+        yield ("T", stage), score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
+        yield ("EW", stage), stream_s(at.device, 3 * hidden / plan.pp)
+        for kind, size in (("EC", hidden), ("HC", hidden), ("SC", 2 * hidden), ("DC", hidden)):
+            yield (kind, stage), all_reduce_s(pipeline, size) / 2

@@ -1,0 +1,319 @@
+"""Times of a plan on a machine that `muster profile` has measured: Muster's own passes, kernel by kernel.
+
+The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. What the runtime does
+beside them (hooks of sharding, lists of gradients) is an overhead with a part that grows with the layers; its names in
+`MachineRates.overheads` are those of `overhead_name`. All of it takes longer within a step, by `MachineRates.company`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from muster.cost.activations import offloaded_activation_bytes
+from muster.cost.precision_bytes import compute_bytes, master_bytes
+from muster.cost.time.op_times import OpTimes, P2PTime
+from muster.cost.time.rate_interpolation import RateInterpolator
+from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
+from muster.spec.errors import InfeasibleError
+from muster.spec.machine_rates import MachineRates
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+
+_STEP_REPORT_BYTES = 32
+
+
+def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates) -> OpTimes:
+    """Seconds of every instruction of the plan, as the rank of a stage that has most to do takes them.
+
+    Raises InfeasibleError for what Muster itself can't run, ConfigError for a precision that was not measured.
+    """
+    _reject_unsupported(model, plan, machine)
+    rates = RateInterpolator(machine, plan.precision)
+    seconds: dict[tuple[str, int], float] = {}
+    exposed_s: dict[tuple[str, int], dict[str, float]] = {}
+    for stage in range(plan.num_stages):
+        passes = _StagePasses(rates, model, plan, workload, stage)
+        company = rates.contention(storage_level(plan, stage))
+        for kind, time_s, within_s in passes.times():
+            seconds[kind, stage] = company * (time_s + sum(within_s.values()))
+            if within_s:
+                exposed_s[kind, stage] = {axis: company * axis_s for axis, axis_s in within_s.items()}
+    for kind in ("NORM", "STEP"):
+        seconds[kind, -1] = max(_per_step_times(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
+    cores = machine.cores or None
+    processes = tuple(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp))
+    return OpTimes(
+        seconds,
+        cores=cores,
+        processes_per_rank=processes,
+        p2p_times=_p2p_times(rates, model, plan, workload),
+        exposed_s=exposed_s,
+    )
+
+
+def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> None:
+    meshes = [plan.mesh(stage) for stage in range(plan.num_stages)]
+    refused = {
+        "offload to another memory": not machine.cores and bool(_offloaded_layers(plan, model)),
+        "context parallelism": any(mesh.cp > 1 for mesh in meshes),
+        "a vocabulary that is spread": plan.spread_vocab,
+        "mixtures of experts": model.moe is not None,
+        "latent attention": model.mla is not None,
+        "layers of a plugin, which it has not measured": model.architecture is not None,
+    }
+    if found := [what for what, wanted in refused.items() if wanted]:
+        raise InfeasibleError(f"a measured machine has no times for {' and '.join(found)}")
+
+
+def _offloaded_layers(plan: Plan, model: ModelSpec) -> list[int]:
+    """The layers that do."""
+    return [n for stage in range(plan.num_stages) for n in plan.offloaded_layers(stage, model.num_layers)]
+
+
+def overhead_name(level: str, kind: str, part: str) -> str:
+    """Of what is done beside kernels: `part` is `base`, or `layer` for what comes with each."""
+    return f"{level} {kind} {part}"
+
+
+def storage_level(plan: Plan, stage: int) -> str:
+    """How the runtime holds a stage: `whole`, or sharded as z1, z2 or z3; with `tensor` before it if it is cut."""
+    mesh = plan.mesh(stage)
+    whole = mesh.dp_size == 1 and compute_bytes(plan.precision) == master_bytes(plan.precision)
+    level = "whole" if whole else "z2" if mesh.dp_size == 1 else plan.default_strategy.zero
+    return f"tensor {level}" if mesh.tp > 1 else level
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Passes
+
+
+@dataclass
+class _StageCost:
+    """Seconds of a forward, and of a backward's two halves; and what ranks send to each other meanwhile, by axis."""
+
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    forward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    backward_exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, other: "_StageCost") -> None:
+        self.forward_s += other.forward_s
+        self.input_grad_s += other.input_grad_s
+        self.weight_grad_s += other.weight_grad_s
+        for own, others in (
+            (self.forward_exposed_s, other.forward_exposed_s),
+            (self.backward_exposed_s, other.backward_exposed_s),
+        ):
+            for axis, time_s in others.items():
+                own[axis] += time_s
+
+
+class _StagePasses:
+    """The passes of one stage over one micro-batch."""
+
+    def __init__(self, rates: RateInterpolator, model: ModelSpec, plan: Plan, workload: Workload, stage: int) -> None:
+        self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
+        self.mesh, self.layers = plan.mesh(stage), plan.layers(stage, model.num_layers)
+        self.strategy = plan.strategy(self.layers.start)
+        self.rows, self.seq_len = plan.local_micro_batch_size(stage), workload.seq_len
+        self.tokens = self.rows * self.seq_len
+        self.sequence_shards = self.mesh.tp if self.strategy.sp else 1
+        self.hidden_elements = self.tokens // self.sequence_shards * model.hidden_size
+        """Numbers in the hidden state as this rank has it."""
+        self.size = compute_bytes(plan.precision)
+        self.param_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Layer (or "" for what is in none) → name within it → shape."""
+        for name, _, part, *_ in stage_shards(model, plan, stage):
+            head, _, rest = name.partition(".")
+            layer, _, own = rest.partition(".") if head == "layers" else ("", "", name)
+            self.param_shapes.setdefault(layer, {})[own] = part.size
+
+    def times(self) -> Iterator[tuple[str, float, dict[str, float]]]:
+        """(kind, seconds of the rank's own work, axis → seconds of what it sends meanwhile)."""
+        cost, known = _StageCost(), {}
+        for layer in self.layers:
+            key = self.plan.strategy(layer).recompute
+            if key not in known:
+                known[key] = self._layer(self.param_shapes[str(layer)], key)
+            cost.add(known[key])
+        cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
+        self._add_sharding(cost)
+        forward_s, backward_s = self._overhead("F"), self._overhead("B")
+        yield "F", cost.forward_s + forward_s, dict(cost.forward_exposed_s)
+        yield "B", cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
+        yield "I", cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
+        yield "W", cost.weight_grad_s + backward_s / 2, {}
+        yield "UNSHARD", sum(map(self._gather, self._buckets())) + self._overhead("UNSHARD"), {}
+        yield "REDUCE", sum(map(self._reduce, self._buckets())) + self._overhead("REDUCE"), {}
+        moved = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage)
+        copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
+        yield "OFFLOAD", copy_s, {}
+        yield "RELOAD", copy_s, {}
+        copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
+        yield "SYNC", self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)), {}
+
+    def _overhead(self, kind: str) -> float:
+        level = storage_level(self.plan, self.stage)
+        base, layer = (self.rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
+        return max(0.0, base + layer * len(self.layers))
+
+    def _layer(self, parts: dict[str, tuple[int, ...]], recompute: str) -> _StageCost:
+        rates, cost, d = self.rates, _StageCost(), self.model.head_dim
+        for shape in parts.values():
+            if len(shape) == 2:
+                self._add_linear(cost, shape)
+        norms = sum(name.endswith("norm.weight") for name in parts)
+        heads, kv_heads = (parts[f"attn.{one}.weight"][0] // d for one in ("q", "k"))
+        inner = parts["mlp.up.weight"][0]
+        turned = (heads, kv_heads) if self.model.position == "rope" else ()
+        for direction in ("forward", "backward"):
+            cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
+            # An activation alone moves about half of what one with a gate does.
+            cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
+            time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
+            time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
+            time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
+            if direction == "forward":
+                cost.forward_s += time_s
+                again_s = cheap_s if recompute == "selective" else cost.forward_s if recompute == "full" else 0.0
+            else:
+                cost.input_grad_s += time_s + again_s
+        self._add_tensor(cost, recompute == "full")
+        return cost
+
+    def _add_linear(self, cost: _StageCost, shape: tuple[int, ...]) -> None:
+        outer, inner = shape
+        cost.forward_s += self.rates.matmul("forward", self.tokens, inner, outer)
+        cost.input_grad_s += self.rates.matmul("input", self.tokens, inner, outer)
+        cost.weight_grad_s += self.rates.matmul("weight", self.tokens, inner, outer)
+
+    def _add_tensor(self, cost: _StageCost, again: bool) -> None:
+        """What enters and leaves a layer's two cut parts (see `muster.cost.comm_volume.tensor_axis_bytes`)."""
+        tp, whole = self.mesh.tp, self.tokens * self.model.hidden_size * self.size
+        if tp == 1:
+            return
+        collective, forward, backward = self.rates.collective, cost.forward_exposed_s, cost.backward_exposed_s
+        if self.sequence_shards > 1:
+            gather_s, scatter_s = collective("all_gather", tp, whole // tp), collective("reduce_scatter", tp, whole)
+            forward["tp"] += 2 * (gather_s + scatter_s)
+            backward["tp"] += 4 * gather_s + 2 * scatter_s
+        else:
+            sum_s = collective("all_reduce", tp, whole)
+            forward["tp"] += 2 * sum_s
+            backward["tp"] += 2 * sum_s
+        if again:
+            backward["tp"] += forward["tp"]
+
+    def _embedding_and_head(self, parts: dict[str, tuple[int, ...]]) -> _StageCost:
+        """Embedding, last norm, head and loss, where the stage has them."""
+        rates, cost, tp = self.rates, _StageCost(), self.mesh.tp
+        if self.plan.is_first(self.stage):
+            numbers = prod(parts.get("embed.weight", ()))
+            cost.forward_s += rates.kernel("words forward", self.tokens * self.model.hidden_size)
+            cost.weight_grad_s += rates.kernel("words backward", numbers)
+            cost.forward_exposed_s["tp"] += rates.collective(
+                "all_reduce", tp, self.hidden_elements * self.sequence_shards * self.size
+            )
+        if self.plan.is_last(self.stage):
+            cost.forward_s += rates.kernel("norm forward", self.hidden_elements)
+            cost.input_grad_s += rates.kernel("norm backward", self.hidden_elements)
+            head = parts["head.weight" if "head.weight" in parts else "embed.weight"]
+            self._add_linear(cost, head)
+            cost.forward_s += rates.kernel("loss forward", self.tokens * head[0])
+            cost.input_grad_s += rates.kernel("loss backward", self.tokens * head[0])
+            cost.forward_exposed_s["tp"] += 2 * rates.collective("all_reduce", tp, 8 * self.tokens)
+            cost.backward_exposed_s["tp"] += rates.collective(
+                "all_reduce", tp, self.hidden_elements * self.sequence_shards * self.size
+            )
+        return cost
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Sharding
+
+    def _buckets(self) -> list[int]:
+        """Numbers in each bucket that is gathered or reduced as one, as the passes use them."""
+        layers = [sum(map(prod, self.param_shapes[str(layer)].values())) for layer in self.layers]
+        size = self.plan.bucket_layers
+        buckets = [sum(layers[start : start + size]) for start in range(0, len(layers), size)]
+        rest = sum(map(prod, self.param_shapes.get("", {}).values()))
+        return buckets + [rest] if rest else buckets
+
+    def _gather(self, numbers: int) -> float:
+        """One bucket from all its ranks, and copied out of the common buffer."""
+        ranks = self.mesh.dp_shard
+        own = chunk_bounds(numbers, ranks, 0)[1]
+        copies_s = (
+            self.rates.kernel("copy", numbers) if ranks > 1 or self.size < master_bytes(self.plan.precision) else 0
+        )
+        return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
+
+    def _reduce(self, numbers: int) -> float:
+        """One bucket's gradients, copied into a common buffer, to their ranks, and over the copies of the shards."""
+        wide, ranks = master_bytes(self.plan.precision), self.mesh.dp_shard
+        if self.mesh.dp_size == 1:
+            return 0.0
+        own = chunk_bounds(numbers, ranks, 0)[1]
+        time_s = self.rates.collective("reduce_scatter", ranks, numbers * wide) + self.rates.kernel("copy", numbers)
+        return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
+
+    def _add_sharding(self, cost: _StageCost) -> None:
+        """What passes gather and reduce by themselves."""
+        if self.mesh.dp_size == 1:
+            return
+        buckets, zero = self._buckets(), self.plan.default_strategy.zero
+        if zero == "z3":
+            cost.forward_exposed_s["dp"] += sum(map(self._gather, buckets))
+            cost.backward_exposed_s["dp"] += sum(
+                map(self._gather, buckets[: len(buckets) - bool(self.param_shapes.get(""))])
+            )
+        if zero != "z1":
+            cost.backward_exposed_s["dp"] += sum(map(self._reduce, buckets))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between passes
+
+
+def _p2p_times(
+    rates: RateInterpolator, model: ModelSpec, plan: Plan, workload: Workload
+) -> dict[tuple[int, int], P2PTime]:
+    found = {}
+    for stage in range(plan.num_stages - 1):
+        if plan.is_last(stage) or plan.pp_rank(stage) == plan.pp_rank(stage + 1):
+            continue
+        cut = plan.mesh(stage).tp if plan.default_strategy.sp else 1
+        count = (
+            plan.local_micro_batch_size(stage)
+            * workload.seq_len
+            // cut
+            * model.hidden_size
+            * compute_bytes(plan.precision)
+        )
+        hop = P2PTime(rates.contention(storage_level(plan, stage)) * rates.collective("send", 2, count))
+        found[stage, stage + 1] = found[stage + 1, stage] = hop
+    return found
+
+
+def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int) -> dict[str, float]:
+    """NORM and STEP on one pipeline rank: gradients measured, clipped and used."""
+    stages = stages_on(plan, pp_rank)
+    mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
+    numbers = [
+        -(-part.numel // mesh.dp_shard) for stage in stages for _, _, part, *_ in stage_shards(model, plan, stage)
+    ]
+    layers = sum(len(plan.layers(stage, model.num_layers)) for stage in stages)
+    total = sum(numbers)
+
+    def overhead(kind: str) -> float:
+        base, layer = (rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
+        return max(0.0, base + layer * layers)
+
+    add_up_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
+    company = rates.contention(level)
+    return {
+        "NORM": company * (add_up_s + rates.kernel("gradient norm", total) + overhead("NORM")),
+        "STEP": company * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead("STEP")),
+    }

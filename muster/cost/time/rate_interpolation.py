@@ -1,0 +1,128 @@
+"""Reading measured rates between the sizes that were measured."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from math import exp, log
+from statistics import mean
+
+from muster.spec.errors import ConfigError
+from muster.spec.machine_rates import Curve, MachineRates, MatmulPass
+from muster.spec.plan import Precision
+
+
+class RateInterpolator:
+    """A machine's rates in one precision. Times between two sizes lie on a power law; beyond the last they grow, and
+    before the first they stay, as the time of one number does and as the time of a call does.
+
+    Raises ConfigError for a precision that was not measured.
+    """
+
+    def __init__(self, machine: MachineRates, precision: Precision) -> None:
+        if precision not in machine.kernels:
+            known = ", ".join(machine.kernels)
+            raise ConfigError(f"this cluster was measured in {known}, not in {precision}: profile it again with it")
+        self.machine, self.kernels = machine, machine.kernels[precision]
+        self._products = {kind: _RateGrid(points) for kind, points in self.kernels.products.items()}
+        self._attention = {kind: _RateGrid(points) for kind, points in self.kernels.attention.items()}
+        self._known: dict[tuple, float] = {}
+
+    def matmul(self, kind: MatmulPass, tokens: int, inner: int, outer: int) -> float:
+        """Seconds of one product of a linear layer of `inner` inputs and `outer` outputs."""
+        return self._read(self._products[kind], kind, tokens, inner, outer)
+
+    def attention(self, kind: str, positions: int, width: int) -> float:
+        """Seconds of one head of one sequence."""
+        return self._read(self._attention[kind], kind, positions, width)
+
+    def kernel(self, name: str, numbers: int) -> float:
+        """Seconds of another kernel on so many numbers; 0 for none."""
+        return _on_curve(self.kernels.curves[name], numbers) if numbers else 0.0
+
+    def collective(self, name: str, ranks: int, count: int) -> float:
+        """Seconds of a collective of `count` bytes as the call is given them; of the nearest number of ranks that was
+        measured, in proportion to what a ring sends."""
+        if ranks < 2 or not count:
+            return 0.0
+        near = min(self._ranks[name], key=lambda known: abs(log(known / ranks)))
+        time_s = _on_curve(self._ranks[name][near], count)
+        steps = ranks - 1 if name == "all_gather" else (ranks - 1) / ranks
+        known = near - 1 if name == "all_gather" else (near - 1) / near
+        return time_s * (1.0 if near == ranks or name == "send" else steps / known)
+
+    def overhead(self, name: str) -> float:
+        """Seconds of bookkeeping; 0 where it was not measured."""
+        return self.machine.overheads.get(name, 0.0)
+
+    def contention(self, level: str) -> float:
+        """How many times as long as alone things take within a step; of a way to hold a stage that was not measured,
+        what the measured ones have on average."""
+        known = self.machine.company
+        return known.get(level) or (mean(known.values()) if known else 1.0)
+
+    @cached_property
+    def _ranks(self) -> dict[str, dict[int, Curve]]:
+        found: dict[str, dict[int, Curve]] = {}
+        for name, points in self.machine.collectives.items():
+            for ranks, count, time_s in sorted(points):
+                curves = found.setdefault(name, {})
+                curves[ranks] = (*curves.get(ranks, ()), (count, time_s))
+        return found
+
+    def _read(self, grid: "_RateGrid", *at: str | int) -> float:
+        if at not in self._known:
+            self._known[at] = grid.interpolate([float(number) for number in at[1:]])
+        return self._known[at]
+
+
+class _RateGrid:
+    """Seconds on a grid of sizes, whose largest corners may be missing: there the time by unit of work is that of the
+    nearest smaller corner."""
+
+    def __init__(self, points: Sequence[tuple[float, ...]]) -> None:
+        self.known = {tuple(map(float, at)): time_s for *at, time_s in points}
+        self.axes = [sorted(set(column)) for column in zip(*self.known, strict=True)]
+
+    def interpolate(self, sizes: Sequence[float]) -> float:
+        """Between its corners the logarithm of the time is linear in those of the sizes; outside it grows as the
+        work does, or stays what it is."""
+        corners, beyond = [((), 1.0)], 1.0
+        for axis, size in zip(self.axes, sizes, strict=True):
+            inside = min(max(size, axis[0]), axis[-1])
+            beyond *= max(1.0, size / axis[-1])
+            place = min(max(bisect_right(axis, inside) - 1, 0), max(0, len(axis) - 2))
+            low, high = axis[place], axis[min(place + 1, len(axis) - 1)]
+            part = 0.0 if high == low else log(inside / low) / log(high / low)
+            corners = [
+                ((*at, edge), weight * share)
+                for at, weight in corners
+                for edge, share in ((low, 1 - part), (high, part))
+                if share
+            ]
+        return beyond * exp(sum(weight * log(self._corner(at)) for at, weight in corners))
+
+    def _corner(self, at: tuple[float, ...]) -> float:
+        if at in self.known:
+            return self.known[at]
+        smaller = [known for known in self.known if all(a <= b for a, b in zip(known, at, strict=True))]
+        nearest = max(smaller or self.known, key=_work)
+        return self.known[nearest] * _work(at) / _work(nearest)
+
+
+def _work(at: tuple[float, ...]) -> float:
+    product = 1.0
+    for size in at:
+        product *= size
+    return product
+
+
+def _on_curve(curve: Curve, size: float) -> float:
+    sizes = [point[0] for point in curve]
+    if size <= sizes[0]:
+        return curve[0][1]
+    if size >= sizes[-1]:
+        return curve[-1][1] * size / sizes[-1]
+    place = bisect_right(sizes, size) - 1
+    (low, low_s), (high, high_s) = curve[place], curve[place + 1]
+    part = log(size / low) / log(high / low)
+    return exp((1 - part) * log(low_s) + part * log(high_s))

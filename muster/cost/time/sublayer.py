@@ -1,0 +1,198 @@
+"""What a layer's times are put together from: linear layers, passes over memory, tensor-parallel seams."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from muster.cost.precision_bytes import compute_bytes
+from muster.cost.time.collectives import CommGroup, all_gather_s, all_reduce_s, reduce_scatter_s
+from muster.cost.time.kernels import grouped_matmul_s, matmul_s, stream_s
+from muster.cost.time.pass_cost import PassCost
+from muster.spec.device import DeviceSpec
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.model import ModelSpec
+from muster.spec.plan import LayerStrategy, Precision
+
+CAST_NORM_BYTES = (20, 32)
+"""Bytes that a norm's kernel moves for each number, forward and backward, with casts to float32 and back around it, as
+eager programs have them."""
+EAGER_NORM_BYTES = (45, 115)
+"""Bytes that an RMSNorm moves for each number, forward and backward, when each of its operations is a kernel, in
+float32: cast, square, mean, product, cast, product with the weight; Llama's published code, and autograd's for it."""
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer's times depend on, as one rank sees it."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    framework: FrameworkTraits
+    strategy: LayerStrategy
+    precision: Precision
+    sequences: float
+    """Of a micro-batch, that the rank works on."""
+    seq_len: int
+    tp: CommGroup
+    cp: CommGroup
+    ep: CommGroup
+    etp: int = 1
+    is_data_parallel: bool = False
+    """Whether there are data-parallel ranks, which z2 and z3 reduce gradients over in every backward."""
+
+    @property
+    def tokens(self) -> float:
+        """Positions that the rank's products work on."""
+        return self.sequences * self.seq_len / self.cp.size
+
+    @property
+    def norm_tokens(self) -> float:
+        """Positions of the hidden state between them: cut under sequence parallelism."""
+        return self.tokens / self.tp.size if self.strategy.sp else self.tokens
+
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes of a number of the hidden state."""
+        return compute_bytes(self.precision)
+
+    @cached_property
+    def matmul_precision(self) -> Precision:
+        """Of the layers' products."""
+        return self.precision
+
+    @cached_property
+    def high_precision(self) -> Precision:
+        """Of attention, head and all else that fp8 leaves as it is."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def hidden_bytes(self) -> float:
+        """The hidden state of a micro-batch, over all tensor-parallel ranks."""
+        return self.tokens * self.model.hidden_size * self.element_bytes
+
+
+@dataclass(slots=True)
+class LayerPasses:
+    """What the passes of a layer spend. A full backward is `again`, `inputs` and `weights`."""
+
+    forward: PassCost
+    input_grads: PassCost
+    weight_grads: PassCost
+    recompute: PassCost
+    """What recompute repeats."""
+
+
+class SublayerCost:
+    """Attention or MLP of a layer in the making."""
+
+    def __init__(self) -> None:
+        self.forward, self.input_grads, self.weight_grads = PassCost(), PassCost(), PassCost()
+        self.last_matmul = PassCost()
+        """Of the forward, its last product."""
+        self.attention_core, self.matmuls, self.elementwise = PassCost(), PassCost(), PassCost()
+        """Of the forward: attention on its scores, matrix products, single passes over memory."""
+        self.latent_up_projections = PassCost()
+        """Of the products, those that widen narrow vectors to queries, keys and values."""
+
+    def add_elementwise(self, at: LayerContext, forward: float, backward: float, kernels: float = 1) -> None:
+        """Bytes that elementwise kernels move."""
+        self.forward.add(seconds := stream_s(at.device, forward, kernels), kernels)
+        self.elementwise.add(seconds, kernels)
+        self.input_grads.add(stream_s(at.device, backward, kernels), kernels)
+
+    def add_linear(
+        self, at: LayerContext, tokens: float, out_features: float, in_features: float, num_experts: float = 1
+    ) -> None:
+        """A linear layer from `inner` to `wide` numbers, for `tokens` rows in all, that `experts` share: one product
+        forward, two backward. fp8 casts what it multiplies, also transposed for the weights' gradients."""
+        device, precision, groups = at.device, at.matmul_precision, max(1.0, num_experts)
+        forward_s = grouped_matmul_s(device, tokens, out_features, in_features, precision, groups)
+        self.forward.add(forward_s)
+        self.matmuls.add(forward_s)
+        self.last_matmul = PassCost(forward_s, 1)
+        self.input_grads.add(grouped_matmul_s(device, tokens, in_features, out_features, precision, groups))
+        summed, once = 2 * at.framework.gradient_bytes, at.strategy.zero != "z1" and at.is_data_parallel
+        into_sum = at.framework.fused_gradients and not once
+        out_bytes = float(summed if into_sum else at.element_bytes)
+        self.weight_grads.add(
+            matmul_s(device, out_features, in_features, tokens / groups, precision, batch=groups, out_bytes=out_bytes)
+        )
+        if not into_sum:
+            # Added to the sum; or cast into the buffer that is reduced, and divided by the ranks' number.
+            moved = out_features * in_features * groups * (at.element_bytes + (1.5 if once else 1.0) * summed)
+            self.weight_grads.add(stream_s(device, moved))
+        if precision == "fp8":
+            self.forward.add(stream_s(device, 4 * tokens * in_features))
+            self.input_grads.add(stream_s(device, 4 * tokens * out_features))
+            self.weight_grads.add(stream_s(device, 4 * out_features * in_features * groups))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensor parallelism, norms and residuals
+
+
+def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> None:
+    """A hidden state comes to column-parallel products (arXiv:2205.05198 §4.2.2). Forward: gathered, under sequence
+    parallelism. Backward: its gradient is added up (or added up and cut) while the weights' gradients are computed, for
+    which the hidden state is gathered again. `products` that aren't made as one each do so."""
+    if at.tp.size == 1:
+        return
+    size = at.hidden_bytes
+    hides_s = _overlapping_matmul_s(at) if at.framework.overlap_tensor_gradients else 0.0
+    if at.strategy.sp:
+        gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
+        _add_tp_collective(at, part.forward, gather_s)
+        part.input_grads.add_overlapped("tp", gather_s + scatter_s, 2 * hides_s)
+    else:
+        times = 1 if at.framework.joint_inputs else num_matmuls
+        part.input_grads.add_overlapped("tp", times * all_reduce_s(at.tp, size), hides_s)
+
+
+def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
+    """Partial sums leave row-parallel products: added up forward (and cut, under sequence parallelism, whose backward
+    gathers)."""
+    if at.tp.size == 1:
+        return
+    size = at.hidden_bytes
+    if at.strategy.sp:
+        _add_tp_collective(at, part.forward, reduce_scatter_s(at.tp, size))
+        _add_tp_collective(at, part.input_grads, all_gather_s(at.tp, size))
+    else:
+        part.forward.add_exposed("tp", all_reduce_s(at.tp, size))
+
+
+def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> None:
+    """A collective before or after a product: in parts beside it where the plan or the software does so, all but the
+    first."""
+    if at.framework.overlap_tensor or at.strategy.tp_overlap == "chunked":
+        first_s = seconds / at.tp.size
+        spent.add_exposed("tp", first_s)
+        spent.add_overlapped("tp", seconds - first_s, _overlapping_matmul_s(at))
+    else:
+        spent.add_exposed("tp", seconds)
+
+
+def _overlapping_matmul_s(at: LayerContext) -> float:
+    """The least of the products that a collective runs beside: one of hidden × hidden / tp."""
+    hidden = at.model.hidden_size
+    width = min(4 * hidden, at.model.intermediate_size) if at.model.moe is None else hidden
+    return matmul_s(at.device, at.tokens, width / at.tp.size, hidden, at.matmul_precision)
+
+
+def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
+    """The norm before, and the residual sum after: a read and a write, two reads and a write; backward three and three.
+    Dropout keeps a byte for each number."""
+    numbers = at.norm_tokens * at.model.hidden_size
+    forward, backward = norm_bytes(at, at.model.norm)
+    kept = numbers * (1 if at.framework.fused else 6) if at.framework.dropout else 0.0
+    part.add_elementwise(at, forward * numbers, backward * numbers, 1 if forward < EAGER_NORM_BYTES[0] else 8)
+    part.add_elementwise(at, 3 * numbers * at.element_bytes + kept, 3 * numbers * at.element_bytes + kept)
+
+
+def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:
+    """Bytes for each number, forward and backward: read and written; its gradient and itself read, and written, and
+    both read once more for the weight's gradient. torch has a kernel for LayerNorm, not for RMSNorm."""
+    software = at.framework
+    fused = software.fused if software.fused_norms is None else software.fused_norms
+    if norm == "rms" and not software.fused:
+        return CAST_NORM_BYTES if fused else EAGER_NORM_BYTES
+    return (2 * at.element_bytes, 5 * at.element_bytes)

@@ -1,0 +1,162 @@
+"""Hugging Face's config.json as a ModelSpec, and the way back.
+
+What is written is in the words that every version of `transformers` reads.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from muster.interop.hf_config import dense, experts
+from muster.interop.hf_config.dense import LLAMA_KEYS, Config
+from muster.interop.hf_config.unsupported import NEAREST_FAMILY
+from muster.spec.config_errors import ConfigSchema, error_sentence
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.suggest import did_you_mean
+
+_ONLY_IN_SPEC = {"name", "scaled_residual"}
+"""Fields of a ModelSpec of which a config.json says nothing."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """How one `model_type` is read and written."""
+
+    architecture: str
+    read: Callable[[Config], dict[str, Any]]
+    """Fields of a ModelSpec."""
+    write: Callable[[ModelSpec], dict[str, Any]] | None = None
+    """Keys of a config.json, which may say less than the ModelSpec does; None: it is only read."""
+    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
+    """The key behind a field of a ModelSpec, where it has another name."""
+    fused: bool = False
+    """Its weights lie joined in fewer tensors, for which there is no map."""
+
+
+FAMILIES = {
+    "llama": ModelFamily("LlamaForCausalLM", dense.read_llama, dense.write_llama),
+    "mistral": ModelFamily("MistralForCausalLM", dense.read_mistral, dense.write_mistral),
+    "qwen2": ModelFamily("Qwen2ForCausalLM", dense.read_qwen2, dense.write_qwen),
+    "qwen3": ModelFamily("Qwen3ForCausalLM", dense.read_qwen3, dense.write_qwen),
+    "gpt2": ModelFamily("GPT2LMHeadModel", dense.read_gpt2, dense.write_gpt2, dense.GPT2_KEYS),
+    "mixtral": ModelFamily("MixtralForCausalLM", experts.read_mixtral, experts.write_mixtral, experts.MIXTRAL_KEYS),
+    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", experts.read_qwen3_moe, experts.write_qwen3_moe, experts.QWEN_KEYS),
+    "deepseek_v3": ModelFamily(
+        "DeepseekV3ForCausalLM", experts.read_deepseek_v3, experts.write_deepseek_v3, experts.DEEPSEEK_KEYS
+    ),
+    "seed_oss": ModelFamily("SeedOssForCausalLM", dense.read_seed_oss),
+    "ministral": ModelFamily("MinistralForCausalLM", dense.read_ministral),
+    "phi3": ModelFamily("Phi3ForCausalLM", dense.read_mistral, fused=True),
+    "gpt_oss": ModelFamily("GptOssForCausalLM", experts.read_gpt_oss, keys=experts.MIXTRAL_KEYS),
+    "qwen2_moe": ModelFamily("Qwen2MoeForCausalLM", experts.read_qwen2_moe, keys=experts.QWEN_KEYS),
+    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", experts.read_deepseek_v2, keys=experts.DEEPSEEK_KEYS),
+    "kimi_k2": ModelFamily("DeepseekV3ForCausalLM", experts.read_deepseek_v3, keys=experts.DEEPSEEK_KEYS),
+    "dots1": ModelFamily("Dots1ForCausalLM", experts.read_dots1, keys=experts.DEEPSEEK_KEYS),
+}
+"""By `model_type`."""
+
+
+def load_hf_model(folder: Path) -> ModelSpec:
+    """The model that the config.json in a directory describes. Raises ConfigError where that can't be read."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {path}: expected a Hugging Face directory with its config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: expected JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"can't read {path}: expected a JSON object, got {type(config).__name__}")
+    try:
+        return spec_from_hf_config(config, folder.resolve().name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
+    """The model that a config.json describes.
+
+    Raises ConfigError where the family is unknown, or it says something that a ModelSpec has no word for.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(_unknown(config))
+    for key, expected in _FIXED.items():
+        if config.get(key) not in (None, expected):
+            raise ConfigError(f"{key} is {config[key]!r}, expected {expected!r}: nothing else is known")
+    try:
+        return ModelSpec.model_validate({"name": name, **FAMILIES[kind].read(config)})
+    except KeyError as error:
+        raise ConfigError(f"{error.args[0]}: missing, expected it of model_type {kind}") from None
+    except ValidationError as error:
+        said = error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})
+        raise ConfigError(_in_words_of(said, FAMILIES[kind].keys)) from None
+
+
+def _unknown(config: Config) -> str:
+    """Why a configuration of no family is refused, and what comes nearest."""
+    kind, part = config.get("model_type"), config.get("text_config")
+    inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
+    if inner in FAMILIES:
+        return (
+            f"model_type {kind!r} is more than a decoder, which is all that is known; nearest is the decoder in it:"
+            f" save its text_config, of model_type {inner!r}, as a config.json of its own"
+        )
+    if (found := next((name for name in (inner, kind) if name in NEAREST_FAMILY), None)) is not None:
+        nearest, more = NEAREST_FAMILY[found]
+        return f"model_type {found!r} is not known: it has {more}; nearest is {nearest!r}, which has none of that"
+    hint = did_you_mean(str(kind), FAMILIES)
+    return f"model_type {kind!r} is no family that is known{hint} (there are {', '.join(FAMILIES)})"
+
+
+def _in_words_of(sentence: str, keys: Mapping[str, str]) -> str:
+    """A sentence about fields of a ModelSpec, about the keys that they were read from."""
+    return re.sub(r"\b[a-z_]+(\.[a-z_]+)?\b", lambda word: keys.get(word[0], word[0]), sentence)
+
+
+def hf_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of a model: its shape, without dtype and special tokens, in the first family that has all of it.
+
+    Raises InfeasibleError where none has.
+    """
+    nearest: tuple[int, str, list[str]] | None = None
+    for kind, family in FAMILIES.items():
+        if family.write is None:
+            continue
+        config = {"architectures": [family.architecture], "model_type": kind, **family.write(spec)}
+        try:
+            lost = _differences(spec, spec_from_hf_config(config, spec.name))
+        except ConfigError:
+            continue
+        if not lost:
+            return config
+        if nearest is None or len(lost) < nearest[0]:
+            nearest = len(lost), kind, lost
+    assert nearest is not None
+    _, kind, lost = nearest
+    raise InfeasibleError(
+        f"model {spec.name} is of no Hugging Face family that can be written: nearest is {kind}, which can't say its"
+        f" {', '.join(lost)}"
+    )
+
+
+def _differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
+    fields = set(ModelSpec.model_fields) - _ONLY_IN_SPEC
+    return sorted(field for field in fields if getattr(spec, field) != getattr(other, field))
+
+
+_FIXED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "partial_rotary_factor": 1.0,
+    "mlp_only_layers": [],
+    "router_jitter_noise": 0.0,
+}
+"""What only one value is known of."""

@@ -1,0 +1,58 @@
+"""Families that a ModelSpec has no words for: the nearest that it has, and what they have besides."""
+
+_BOTH = "attention and MLP in parallel"
+_BEHIND = "norms behind attention and MLP instead of before them (post-norm)"
+_DELTA = "gated delta-net layers, a gate on the output of attention, and partial rotary embeddings"
+_GEMMA = "norms that multiply by 1 + weight and embeddings scaled by √hidden_size"
+_GRANITE = "multipliers on embeddings, residual stream, scores and logits"
+_MAMBA = "state-space (Mamba) layers"
+_PART = "partial rotary embeddings"
+_SPARSE = "sparse attention, chosen by an indexer"
+_SOME = "layers without position embeddings (NoPE)"
+_WIDE = "QK norms over all heads together"
+
+NEAREST_FAMILY = {
+    "apertus": ("llama", "an activation with trained numbers"),
+    "bamba": ("llama", _MAMBA),
+    "cohere": ("llama", _BOTH),
+    "cohere2": ("llama", _BOTH),
+    "deepseek_v32": ("deepseek_v3", _SPARSE),
+    "deepseek_v4": ("deepseek_v3", _SPARSE),
+    "exaone4": ("qwen3", _BEHIND),
+    "falcon": ("llama", _BOTH),
+    "falcon_h1": ("llama", _MAMBA),
+    "gemma": ("llama", _GEMMA),
+    "gemma2": ("llama", f"{_GEMMA}, and norms behind attention and MLP too"),
+    "gemma3_text": ("qwen3", f"{_GEMMA}, and norms behind attention and MLP too"),
+    "glm": ("llama", _PART),
+    "glm4": ("llama", f"{_PART}, and norms behind attention and MLP too"),
+    "glm4_moe": ("dots1", _PART),
+    "glm_moe_dsa": ("deepseek_v3", _SPARSE),
+    "gpt_neox": ("gpt2", _BOTH),
+    "gptj": ("gpt2", _BOTH),
+    "granite": ("llama", _GRANITE),
+    "granitemoe": ("mixtral", _GRANITE),
+    "granitemoehybrid": ("mixtral", f"{_MAMBA} and {_GRANITE}"),
+    "jamba": ("mixtral", _MAMBA),
+    "kimi_linear": ("deepseek_v3", "Kimi delta attention layers"),
+    "llama4_text": ("mixtral", f"chunked attention, and {_SOME}"),
+    "longcat_flash": ("deepseek_v3", "two attentions in a layer and experts that compute nothing"),
+    "mamba": ("llama", _MAMBA),
+    "mamba2": ("llama", _MAMBA),
+    "minimax": ("mixtral", "linear (lightning) attention with a decay for each head"),
+    "minimax_m2": ("qwen3_moe", f"{_WIDE}, and {_PART}"),
+    "ministral3": ("mistral", "queries that grow with their position (llama_4_scaling_beta)"),
+    "nemotron": ("llama", f"a squared ReLU, and {_PART}"),
+    "nemotron_h": ("llama", _MAMBA),
+    "olmo": ("llama", "norms without weights"),
+    "olmo2": ("qwen3", f"{_BEHIND}, and {_WIDE}"),
+    "olmo3": ("qwen3", f"{_BEHIND}, and {_WIDE}"),
+    "olmoe": ("qwen3_moe", _WIDE),
+    "phi": ("gpt2", _BOTH),
+    "qwen3_5_moe_text": ("qwen3_moe", _DELTA),
+    "qwen3_5_text": ("qwen3", _DELTA),
+    "qwen3_next": ("qwen3_moe", _DELTA),
+    "smollm3": ("llama", _SOME),
+    "zamba2": ("llama", _MAMBA),
+}
+"""By `model_type`."""

@@ -1,0 +1,299 @@
+"""Megatron-LM's command line as a run file.
+
+Names and defaults are those of github:NVIDIA/Megatron-LM, megatron/training/arguments.py.
+"""
+
+from typing import Any
+
+from muster.interop.conversion import ConfigConversion, infer_dp_size
+from muster.interop.shell_options import parse_shell_options
+from muster.spec.errors import ConfigError
+
+PROGRAM = "Megatron-LM"
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_SHARDING = {"no_shard": None, "optim": "z1", "optim_grads": "z2", "optim_grads_params": "z3"}
+_GPT2_WORDS = 50257
+_DROPOUT = "Muster has no dropout"
+_KERNELS = "which kernels compute is not said in a run file"
+_ALWAYS = "Muster always does so"
+_REASONS = {
+    "attention-backend": _KERNELS,
+    "use-flash-attn": "Muster's attention always keeps its scores within one kernel",
+    "use-mcore-models": _KERNELS,
+    "transformer-impl": _KERNELS,
+    "no-": _KERNELS,
+    "overlap-grad-reduce": _ALWAYS,
+    "overlap-param-gather": _ALWAYS,
+    "tp-comm-overlap": "parallel.default_strategy.tp_overlap: chunked does so, and wants measuring first",
+    "make-vocab-size-divisible-by": "any vocabulary can be cut: none is padded",
+    "load": "weights to begin with are train.init_from, once converted: muster checkpoint --help",
+    "save": "runs are saved below --run",
+    "tensorboard": "metrics lie in the run directory",
+    "wandb": "metrics lie in the run directory",
+    "tokenizer": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "vocab-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "merge-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "split": "data.held_out says what is held out",
+    "fp8": "fp8 can't be run yet",
+    "moe-": "Muster's experts have no such setting",
+    "rampup-batch-size": "every step has the same global batch",
+    "nproc": "the plan says how many processes there are",
+    "node": "who starts the processes says it: torchrun, or muster train itself",
+    "master": "who starts the processes says it: torchrun, or muster train itself",
+    "rdzv": "who starts the processes says it: torchrun, or muster train itself",
+    "distributed": "who starts the processes says it: torchrun, or muster train itself",
+}
+
+
+def read_megatron(text: str, nproc: int | None) -> ConfigConversion:
+    """The run that a script or a file of arguments starts. Raises ConfigError for what is none."""
+    found = ConfigConversion(PROGRAM, parse_shell_options(text))
+    missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if name not in found.options]
+    if missing:
+        raise ConfigError(f"--{missing[0]} is missing: expected the arguments of a Megatron-LM training")
+    _model(found)
+    _plan(found, nproc)
+    _train(found)
+    _optim(found)
+    _data(found)
+    for option in ("attention-dropout", "hidden-dropout"):
+        if found.number(option, 0.1) != 0:
+            found.options = {**found.options, option: found.take(option, "0.1 (default)")}
+            found.drop(option, _DROPOUT)
+    found.drop_rest(_REASONS)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def _model(found: ConfigConversion) -> None:
+    put, carry = found.put, found.copy_number
+    carry("model.num_layers", "num-layers")
+    hidden = carry("model.hidden_size", "hidden-size")
+    carry("model.num_heads", "num-attention-heads")
+    gated, inner = bool(found.take("swiglu")), found.number("ffn-hidden-size")
+    # With a gate a third of the width goes to it, in multiples of 64 (validate_args).
+    put("model.intermediate_size", inner or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden), "ffn-hidden-size")
+    put("model.gated", gated, "swiglu")
+    put("model.activation", "silu" if gated else "gelu_tanh", "swiglu")
+    if found.options.get("squared-relu"):
+        found.drop("squared-relu", "Muster has no squared ReLU; the file says gelu_tanh instead")
+    if found.take("group-query-attention"):
+        carry("model.num_kv_heads", "num-query-groups", 1)
+    carry("model.head_dim", "kv-channels")
+    norm = found.take("normalization", "LayerNorm")
+    put("model.norm", "rms" if norm == "RMSNorm" else "layer", "normalization")
+    carry("model.norm_eps", "norm-epsilon", 1e-5)
+    _positions(found)
+    biased = not found.take("disable-bias-linear")
+    put("model.qkv_bias", biased or bool(found.take("add-qkv-bias")), "disable-bias-linear", "add-qkv-bias")
+    put("model.out_bias", biased, "disable-bias-linear")
+    put("model.mlp_bias", biased, "disable-bias-linear")
+    put("model.qk_norm", bool(found.take("qk-layernorm")), "qk-layernorm")
+    put(
+        "model.tied_embeddings",
+        not found.take("untie-embeddings-and-output-weights"),
+        "untie-embeddings-and-output-weights",
+    )
+    carry("model.init_std", "init-method-std", 0.02)
+    if found.options.get("tokenizer-type") == "GPT2BPETokenizer" and "vocab-size" not in found.options:
+        put("model.vocab_size", _GPT2_WORDS, "tokenizer-type")
+    elif "padded-vocab-size" in found.options:
+        carry("model.vocab_size", "padded-vocab-size")
+    carry("model.vocab_size", "vocab-size")
+    _experts(found)
+
+
+def _positions(found: ConfigConversion) -> None:
+    kind = "rope" if found.take("use-rotary-position-embeddings") else None
+    kind = found.take("position-embedding-type", kind or "learned_absolute")
+    if kind not in _POSITIONS:
+        raise ConfigError(f"--position-embedding-type {kind}: Muster has {', '.join(_POSITIONS)}")
+    found.put("model.position", _POSITIONS[kind], "position-embedding-type", "use-rotary-position-embeddings")
+    found.copy_number("model.max_positions", "max-position-embeddings")
+    base = found.number("rotary-base", 10_000)
+    if kind == "rope":
+        found.put("model.rope_theta", base, "rotary-base")
+    if found.number("rotary-percent", 1.0) != 1.0:
+        found.drop("rotary-percent", "Muster turns whole heads")
+
+
+def _experts(found: ConfigConversion) -> None:
+    if not found.number("num-experts"):
+        return
+    found.copy_number("model.moe.num_experts", "num-experts")
+    found.copy_number("model.moe.top_k", "moe-router-topk", 2)
+    found.copy_number("model.moe.expert_size", "moe-ffn-hidden-size", found.values["model.intermediate_size"])
+    found.copy_number("model.moe.shared_size", "moe-shared-expert-intermediate-size")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+def _plan(found: ConfigConversion, nproc: int | None) -> None:
+    sizes: dict[str, int] = {}
+    for key, option in (
+        ("tp", "tensor-model-parallel-size"),
+        ("pp", "pipeline-model-parallel-size"),
+        ("cp", "context-parallel-size"),
+        ("ep", "expert-model-parallel-size"),
+        ("etp", "expert-tensor-parallel-size"),
+    ):
+        sizes[key] = found.copy_number(f"parallel.{key}", option, 1)
+    ranks = infer_dp_size(found, nproc or _world(found), sizes["tp"] * sizes["pp"] * sizes["cp"])
+    zero = "z1" if found.take("use-distributed-optimizer") else None
+    zero = _SHARDING.get(str(found.take("data-parallel-sharding-strategy")), zero)
+    zero = "z3" if found.take("use-torch-fsdp2") else zero
+    sources = ("use-distributed-optimizer", "data-parallel-sharding-strategy", "use-torch-fsdp2")
+    found.put("parallel.dp_shard" if zero else "parallel.dp_replicate", ranks, *sources)
+    found.put("parallel.default_strategy.zero", zero or "z1", *sources)
+    # With tp 1 it is off (validate_args).
+    spread = bool(found.take("sequence-parallel")) and sizes["tp"] > 1
+    found.put("parallel.default_strategy.sp", spread, "sequence-parallel")
+    found.copy_number("parallel.micro_batch_size", "micro-batch-size", 1)
+    precision = "bf16" if found.take("bf16") else "fp16" if found.take("fp16") else "fp32"
+    found.put("parallel.precision", precision, "bf16", "fp16")
+    _chunks(found, sizes["pp"])
+    _recompute(found)
+
+
+def _world(found: ConfigConversion) -> int | None:
+    """As the launcher's options say it, where they do in numbers."""
+    given = [found.take(name, "1") for name in ("nproc_per_node", "nnodes")]
+    # The script that is started may stand behind the last of the launcher's options.
+    each, nodes = (str(value[0] if isinstance(value, list) else value) for value in given)
+    known = "nproc_per_node" in found.options and each.isdecimal() and nodes.isdecimal()
+    return int(each) * int(nodes) if known else None
+
+
+def _chunks(found: ConfigConversion, pp: int) -> None:
+    layers = found.values["model.num_layers"]
+    each = found.number("num-layers-per-virtual-pipeline-stage")
+    chunks = found.number("num-virtual-stages-per-pipeline-rank", layers // pp // each if each else 1)
+    options = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
+    found.put("parallel.vpp", chunks, *options)
+    found.put("parallel.schedule", "interleaved" if chunks > 1 else "1f1b", *options)
+
+
+def _recompute(found: ConfigConversion) -> None:
+    granularity = "selective" if found.take("recompute-activations") else None
+    granularity = found.take("recompute-granularity", granularity)
+    method, count = found.take("recompute-method", "uniform"), found.number("recompute-num-layers", 1)
+    if granularity == "selective":
+        reason = "it makes attention's scores again, which Muster's attention never keeps"
+        for option in ("recompute-activations", "recompute-granularity", "recompute-modules"):
+            found.drop(option, reason)
+    key = "parallel.default_strategy.recompute"
+    stages = found.values["parallel.pp"] * found.values["parallel.vpp"]
+    layers = found.values["model.num_layers"]
+    if granularity != "full":
+        found.put(key, "none", "recompute-granularity")
+    elif method == "block" and not layers % stages:
+        runs = [
+            {
+                "start": stage * layers // stages,
+                "count": min(count, layers // stages),
+                "strategy": {"recompute": "full"},
+            }
+            for stage in range(stages)
+        ]
+        found.put("parallel.overrides", runs, "recompute-method", "recompute-num-layers")
+    else:
+        found.put(key, "full", "recompute-granularity")
+        if count != 1 or method == "block":
+            found.drop("recompute-num-layers", "Muster keeps the input of every layer that it makes again")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps, optimizer, data
+
+
+def _train(found: ConfigConversion) -> None:
+    found.copy_number("train.seq_len", "seq-length")
+    ranks = found.values.get("parallel.dp_shard", 1) * found.values.get("parallel.dp_replicate", 1)
+    batch = found.copy_number(
+        "train.global_batch_size", "global-batch-size", found.values["parallel.micro_batch_size"] * ranks
+    )
+    if samples := found.number("train-samples"):
+        found.put("train.steps", samples // batch, "train-samples")
+    found.copy_number("train.steps", "train-iters")
+    found.copy_number("train.log_every", "log-interval", 100)
+    found.copy_number("train.save_every", "save-interval")
+    found.copy_number("eval.every", "eval-interval", 1000)
+    found.copy_number("eval.batches", "eval-iters", 100)
+    found.copy_number("seed", "seed", 1234)
+
+
+def _optim(found: ConfigConversion) -> None:
+    name = str(found.take("optimizer", "adam"))
+    if name not in ("adam", "sgd"):
+        found.drop("optimizer", "Muster reads adam and sgd here; the file says adamw")
+    found.put("optim.name", "sgd" if name == "sgd" else "adamw", "optimizer")
+    rate = found.copy_number("optim.lr", "lr")
+    if name == "sgd":
+        found.copy_number("optim.momentum", "sgd-momentum", 0.9)
+    else:
+        found.copy_number("optim.beta1", "adam-beta1", 0.9)
+        found.copy_number("optim.beta2", "adam-beta2", 0.999)
+        found.copy_number("optim.eps", "adam-eps", 1e-8)
+    found.copy_number("optim.weight_decay", "weight-decay", 0.01)
+    found.copy_number("optim.clip_norm", "clip-grad", 1.0)
+    least = found.number("min-lr", 0.0)
+    if rate:
+        found.put("optim.min_lr_ratio", least / rate, "min-lr", "lr")
+    _schedule(found)
+
+
+def _schedule(found: ConfigConversion) -> None:
+    steps, style = found.values.get("train.steps"), str(found.take("lr-decay-style", "linear"))
+    batch = found.values["train.global_batch_size"]
+    decay = found.number("lr-decay-iters", (found.number("lr-decay-samples") or 0) // batch or steps)
+    if decay != steps:
+        for option in ("lr-decay-iters", "lr-decay-samples"):
+            found.drop(option, "Muster's learning rate falls until the last step")
+    warm_up: Any = found.number("lr-warmup-iters", (found.number("lr-warmup-samples") or 0) // batch)
+    if fraction := found.number("lr-warmup-fraction"):
+        warm_up = round(fraction * (decay or 0))
+    found.put("optim.warmup_steps", warm_up, "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction")
+    if style in ("linear", "cosine"):
+        found.put("optim.schedule", style, "lr-decay-style")
+    elif style == "constant":
+        found.put("optim.schedule", "linear", "lr-decay-style")
+        found.put("optim.min_lr_ratio", 1.0, "lr-decay-style")
+    elif style == "WSD":
+        _wsd(found, steps)
+    else:
+        found.drop("lr-decay-style", "Muster has cosine, linear and wsd; the file says the default, cosine")
+
+
+def _wsd(found: ConfigConversion, steps: int | None) -> None:
+    found.put("optim.schedule", "wsd", "lr-decay-style")
+    shape = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}.get(str(found.take("lr-wsd-decay-style")))
+    if shape:
+        found.put("optim.decay_shape", shape, "lr-wsd-decay-style")
+    else:
+        found.drop("lr-wsd-decay-style", "Muster's falls are linear, cosine and sqrt; the file says linear")
+    if (fall := found.number("lr-wsd-decay-iters")) and steps:
+        found.put("optim.decay_fraction", fall / steps, "lr-wsd-decay-iters")
+
+
+def _data(found: ConfigConversion) -> None:
+    paths = found.take("data-path")
+    words = paths if isinstance(paths, list) else [paths]
+    if paths is None:
+        return
+    if any("$" in str(word) for word in words):
+        found.drop("data-path", "its variable is never set in the file; say data.source or data.mix")
+    elif len(words) == 1:
+        found.put("data.source", words[0], "data-path")
+    elif len(words) % 2:
+        found.drop("data-path", "expected weights and prefixes in turn; say data.source or data.mix")
+    else:
+        mix = [
+            {"name": f"part{i // 2}", "source": words[i + 1], "weight": float(words[i])}
+            for i in range(0, len(words), 2)
+        ]
+        found.put("data.mix", mix, "data-path")

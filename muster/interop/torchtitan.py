@@ -1,0 +1,170 @@
+"""torchtitan's TOML as a run file.
+
+Names and defaults are those of github:pytorch/torchtitan, torchtitan/config/job_config.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from muster.config.config_layers import flatten
+from muster.config.named_model import load_model
+from muster.interop.conversion import ConfigConversion, infer_dp_size
+from muster.spec.errors import ConfigError
+
+PROGRAM = "torchtitan"
+_TRAIN, _PARALLEL, _RATE, _AC = "training.", "parallelism.", "lr_scheduler.", "activation_checkpoint."
+_SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved", "loopedbfs": "breadth-first"}
+_SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
+_MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
+"""Muster's names where they are not name-flavor."""
+_REASONS = {
+    "job.": "a run has the name of its directory, --run",
+    "profiling.": "muster report shows a step of every rank",
+    "metrics.": "metrics lie in the run directory",
+    "checkpoint.": "runs are saved below --run; weights to begin with are train.init_from",
+    "comm.": "who starts the processes says it",
+    "training.dataset": "say data.source: a file, a directory or a store",
+    "training.gc_": "Muster leaves Python's collector as it is",
+    "training.dtype": "parameters are kept in fp32",
+    "training.mixed_precision_reduce": "gradients are summed in fp32",
+    "model.hf_assets_path": "say data.tokenizer: a tokenizer.json or its directory",
+    "model.tokenizer_path": "say data.tokenizer: a tokenizer.json or its directory",
+    "model.converters": "fp8 can't be run yet",
+    "quantize.": "fp8 can't be run yet",
+    "float8.": "fp8 can't be run yet",
+    "optimizer.implementation": "which kernels compute is not said in a run file",
+    "compile.": "what is compiled is a layer: parallel.compile",
+    "validation.": "say eval.every and eval.batches",
+    "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
+    "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
+    "parallelism.module_fqns_per_model_part": "layers are split evenly; parallel.stages says otherwise",
+    "activation_checkpoint.": "the plan says by layer what is made again: parallel.overrides",
+}
+
+
+def read_torchtitan(tree: Mapping[str, Any], nproc: int | None, model: str | None = None) -> ConfigConversion:
+    """The run that a job file describes; `model` stands in for one that Muster knows under no such name.
+
+    Raises ConfigError for what is none.
+    """
+    for section in ("model", "training"):
+        if not isinstance(tree.get(section), Mapping):
+            raise ConfigError(f"[{section}] is missing: expected the TOML of a torchtitan training")
+    found = ConfigConversion(PROGRAM, dict(flatten(tree)))
+    layers = _model(found, model)
+    _plan(found, nproc, layers)
+    _recompute(found, layers)
+    _train(found)
+    _optim(found)
+    found.drop_rest(_REASONS)
+    return found
+
+
+def _model(found: ConfigConversion, model: str | None) -> int:
+    """Returns the number of layers."""
+    name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
+    known = f"{name}-{flavor}".lower().replace("_", "-")
+    try:
+        spec = load_model(model or _MODELS.get(known, known))
+    except ConfigError:
+        if model:
+            raise
+        raise ConfigError(f"model {name} {flavor}: Muster has none of that name; give --model M") from None
+    for key, value in flatten(spec.model_dump(mode="json", exclude_unset=True)):
+        found.put(f"model.{key}", value, "model.flavor")
+    return spec.num_layers
+
+
+def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
+    degree: dict[str, int] = {}
+    for key, option in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        degree[key] = found.copy_number(f"parallel.{key}", f"{_PARALLEL}{option}_parallel_degree", 1)
+    found.copy_number("parallel.etp", _PARALLEL + "expert_tensor_parallel_degree")
+    replicas = found.copy_number("parallel.dp_replicate", _PARALLEL + "data_parallel_replicate_degree", 1)
+    shards = found.number(_PARALLEL + "data_parallel_shard_degree", -1)
+    if shards < 0:
+        shards = infer_dp_size(found, nproc, degree["tp"] * degree["pp"] * degree["cp"] * replicas)
+    found.put("parallel.dp_shard", shards, _PARALLEL + "data_parallel_shard_degree")
+    reshard = str(found.take(_PARALLEL + "fsdp_reshard_after_forward", "default"))
+    # By default parameters are gathered again in each pass, but under a pipeline once for all its micro-batches.
+    again = reshard == "always" or (reshard == "default" and degree["pp"] == 1)
+    found.put("parallel.default_strategy.zero", "z3" if again else "z2", _PARALLEL + "fsdp_reshard_after_forward")
+    found.put("parallel.default_strategy.sp", degree["tp"] > 1, _PARALLEL + "tensor_parallel_degree")
+    if found.take(_PARALLEL + "enable_async_tensor_parallel"):
+        found.put("parallel.default_strategy.tp_overlap", "chunked", _PARALLEL + "enable_async_tensor_parallel")
+    kind = str(found.take(_TRAIN + "mixed_precision_param", "bfloat16"))
+    found.put("parallel.precision", "fp32" if kind == "float32" else "bf16", _TRAIN + "mixed_precision_param")
+    if found.take("compile.enable", found.take(_TRAIN + "compile")):
+        found.put("parallel.compile", True, "compile.enable", _TRAIN + "compile")
+    _pipeline(found, degree["pp"], layers)
+
+
+def _pipeline(found: ConfigConversion, pp: int, layers: int) -> None:
+    option, each = _PARALLEL + "pipeline_parallel_schedule", _PARALLEL + "pipeline_parallel_layers_per_stage"
+    name, per_stage = str(found.take(option, "1F1B")), found.number(each)
+    if pp == 1:
+        return
+    schedule = _SCHEDULES.get(name.lower())
+    if schedule is None:
+        found.drop(option, f"Muster reads {', '.join(_SCHEDULES)} here; the file says 1f1b")
+        schedule = "1f1b"
+    chunks = -(-layers // per_stage) // pp if per_stage else 1 if schedule in ("gpipe", "1f1b") else 2
+    found.put("parallel.schedule", schedule, option)
+    found.put("parallel.vpp", chunks, each, option)
+
+
+def _recompute(found: ConfigConversion, layers: int) -> None:
+    mode, which = str(found.take(_AC + "mode", "selective")), str(found.take(_AC + "selective_ac_option", "2"))
+    key = "parallel.default_strategy.recompute"
+    if mode == "full" or (mode == "selective" and which == "1"):
+        found.put(key, "full", _AC + "mode")
+    elif mode == "selective" and which == "op":
+        found.put(key, "alternate", _AC + "mode", _AC + "selective_ac_option")
+    elif mode == "selective" and which.isdecimal() and int(which):
+        runs = [
+            {"start": n, "count": 1, "strategy": {"recompute": "full"}}
+            for n in range(int(which) - 1, layers, int(which))
+        ]
+        found.put("parallel.overrides", runs, _AC + "mode", _AC + "selective_ac_option")
+    else:
+        found.put(key, "none", _AC + "mode")
+        if mode != "none":
+            found.drop(_AC + "mode", "Muster has none, selective and full; the file says none")
+
+
+def _train(found: ConfigConversion) -> None:
+    ranks = found.values["parallel.dp_shard"] * found.values["parallel.dp_replicate"]
+    option = _TRAIN + ("local_batch_size" if _TRAIN + "local_batch_size" in found.options else "batch_size")
+    local, whole = found.number(option, 8), found.number(_TRAIN + "global_batch_size", -1)
+    found.put("train.global_batch_size", whole if whole > 0 else local * ranks, _TRAIN + "global_batch_size", option)
+    # Without a pipeline the local batch runs at once; with one it is cut.
+    cut = _PARALLEL + "pipeline_parallel_microbatch_size"
+    size = found.number(cut, 1)
+    found.put("parallel.micro_batch_size", size if found.values["parallel.pp"] > 1 else local, cut, option)
+    found.copy_number("train.seq_len", _TRAIN + "seq_len", 2048)
+    found.copy_number("train.steps", _TRAIN + "steps", 10_000)
+    found.copy_number("train.log_every", "metrics.log_freq", 10)
+    if found.take("checkpoint.enable", found.take("checkpoint.enable_checkpoint")):
+        found.copy_number("train.save_every", "checkpoint.interval", 500)
+    found.copy_number("seed", "training.seed")
+    if found.take(_TRAIN + "deterministic"):
+        found.put("train.deterministic", True, _TRAIN + "deterministic")
+
+
+def _optim(found: ConfigConversion) -> None:
+    name = str(found.take("optimizer.name", "AdamW"))
+    if name.lower() != "adamw":
+        found.drop("optimizer.name", "the AdamW of torchtitan is read here; the file says adamw")
+    found.put("optim.name", "adamw", "optimizer.name")
+    for key, default in (("lr", 8e-4), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8), ("weight_decay", 0.1)):
+        found.copy_number(f"optim.{key}", f"optimizer.{key}", default)
+    found.copy_number("optim.clip_norm", _TRAIN + "max_norm", 1.0)
+    warm_up, steps = found.copy_number("optim.warmup_steps", _RATE + "warmup_steps", 200), found.values["train.steps"]
+    found.copy_number("optim.min_lr_ratio", _RATE + "min_lr_factor", 0.0)
+    shape, part = str(found.take(_RATE + "decay_type", "linear")), found.number(_RATE + "decay_ratio")
+    if part is None and shape in ("linear", "cosine"):
+        found.put("optim.schedule", shape, _RATE + "decay_type")
+        return
+    found.put("optim.schedule", "wsd", _RATE + "decay_ratio", _RATE + "decay_type")
+    found.put("optim.decay_shape", shape, _RATE + "decay_type")
+    found.put("optim.decay_fraction", part or (steps - warm_up) / steps, _RATE + "decay_ratio")

@@ -1,0 +1,122 @@
+"""How a job ended: from the ends of all its ranks to one sentence and one exit code. Free of torch."""
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from muster.launch.hang_diagnosis import RankFault
+from muster.launch.rank_errors import EXIT_STOPPED, RankError, log_path, read_rank_error, write_exit_file
+
+OBSERVED_BY_LAUNCHER = "ended"
+"""The kind of an error that a launcher saw from outside, because the rank could say nothing itself."""
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank's process ended."""
+
+    rank: int
+    host: str
+    code: int
+    """Its exit code, or minus the signal that killed it."""
+    killed: bool
+    """By its launcher."""
+    said: RankError | None
+    """What it said itself."""
+    seen: RankError | None
+    """What its launcher saw, where it said nothing."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `end_of_json` reads it."""
+        return asdict(self)
+
+
+def rank_exit_from_json(row: dict[str, Any], clock_offset_s: float = 0.0) -> RankExit:
+    """A RankEnd of a node whose clock is so far ahead."""
+    errors = {key: row[key] and RankError(**row[key]) for key in ("said", "seen")}
+    moved = {key: error and replace(error, time=error.time - clock_offset_s) for key, error in errors.items()}
+    return RankExit(**{**row, **moved})
+
+
+def collect_rank_exit(
+    run_dir: Path, rank: int, code: int, killed: bool, last_alive: float, stop_requested: bool
+) -> RankExit:
+    """The end of a rank on this machine that was seen to run at the time `seen_alive` for the last time."""
+    said = read_rank_error(run_dir, rank)
+    failed_alone = code not in (0, EXIT_STOPPED) and not killed and not (code == -signal.SIGTERM and stop_requested)
+    seen = None
+    if failed_alone and said is None:
+        if code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), signal.strsignal(-code))
+            sentence = f"was killed by signal {-code} ({name})"
+        else:
+            log = f"; {log_path(run_dir, rank)} may say more" if rank else ""
+            sentence = f"ended with exit code {code} and no reason{log}"
+        # It died after it was last seen alive and before any other rank could feel it. The C++ runtime aborts when a
+        # connection breaks at the wrong moment: seldom the first cause.
+        seen = make_observed_error(rank, socket.gethostname(), sentence, last_alive, code != -signal.SIGABRT)
+    return RankExit(rank, socket.gethostname(), code, killed, said if code not in (0, EXIT_STOPPED) else None, seen)
+
+
+def make_observed_error(rank: int, host: str, sentence: str, at: float = 0.0, primary: bool = True) -> RankError:
+    """What a launcher says of a rank that can't."""
+    return RankError(rank, host, OBSERVED_BY_LAUNCHER, sentence, "", at, primary, exit_code=1)
+
+
+def root_cause(
+    rank_exits: Sequence[RankExit], stop_requested: bool, hang_fault: RankFault | None = None
+) -> RankError | None:
+    """What failed first, on any rank; what only followed from another rank's end counts when there is nothing else."""
+    if hang_fault is not None:
+        return make_observed_error(hang_fault.rank, hang_fault.host, hang_fault.sentence)
+    found = [error for end in rank_exits if (error := end.said or end.seen) is not None]
+    first = min(found, key=lambda error: (not error.primary, error.time), default=None)
+    # A rank that was asked to stop before it could listen is gone, and the others may have felt it.
+    stopped_early = stop_requested and any(end.code == -signal.SIGTERM for end in rank_exits)
+    if first is None or (stopped_early and not first.primary):
+        return None
+    silent = [end for end in rank_exits if end.killed and end.said is None]
+    if first.primary or len(silent) != 1:
+        return first
+    sentence = f"stopped answering, says rank {first.rank}: {first.sentence}"
+    return replace(first, rank=silent[0].rank, host=silent[0].host, kind=OBSERVED_BY_LAUNCHER, sentence=sentence)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """What is said of a job's end."""
+
+    code: int
+    reason: str
+    rank: int | None = None
+    host: str | None = None
+
+    def report(self) -> int:
+        """Says it, where it is no good end; the exit code."""
+        if self.code not in (0, EXIT_STOPPED):
+            print(f"error: {self.reason}", file=sys.stderr, flush=True)
+        return self.code
+
+    def write(self, run_dir: Path) -> None:
+        """Writes `exit.json`."""
+        write_exit_file(run_dir, self.code, self.reason, self.rank, self.host)
+
+
+def determine_exit_status(
+    rank_exits: Sequence[RankExit], stop_requested: bool, kill_requested: bool, hang_fault: RankFault | None = None
+) -> ExitStatus:
+    """The outcome of a job whose ranks ended so."""
+    if kill_requested and any(end.killed for end in rank_exits):
+        return ExitStatus(1, "killed on request: what came after the last checkpoint is lost")
+    cause = root_cause(rank_exits, stop_requested, hang_fault)
+    if cause is not None:
+        joint = " " if cause.kind == OBSERVED_BY_LAUNCHER else ": "
+        reason = f"rank {cause.rank} on {cause.host}{joint}{cause.sentence}"
+        return ExitStatus(cause.exit_code, reason, cause.rank, cause.host)
+    if any(end.code != 0 for end in rank_exits):
+        return ExitStatus(EXIT_STOPPED, "stopped on request; the same command continues the run")
+    return ExitStatus(0, "finished")

@@ -1,0 +1,126 @@
+"""Muster's launcher: starts one process per rank on this machine, owns their store, and says once what went wrong."""
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from muster.launch.exit_status import ExitStatus
+from muster.launch.network import address_family, format_endpoint
+from muster.launch.nodes.launcher_group import LauncherGroup
+from muster.launch.nodes.node_supervisor import NodeSupervisor
+from muster.launch.nodes.rendezvous_config import rank_environment
+from muster.launch.rank_errors import error_path, hang_path, log_path
+from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
+from muster.spec.errors import MusterError
+
+_STORE_TIMEOUT_S = 60.0
+"""How long node 0 may take from its last word to its store."""
+
+
+def launch(
+    command_for_rank: Callable[[int, str], list[str]],
+    num_ranks: int,
+    run_dir: Path,
+    grace_s: float = 5.0,
+    hang_timeout_s: float | None = None,
+    group: LauncherGroup | None = None,
+    timeout_s: float | None = None,
+) -> ExitStatus:
+    """Runs `command_for_rank(rank, "host:port of the store")` for every rank and returns how the job ended.
+
+    Code 0: all ranks finished; 75: they stopped because they were asked to; otherwise that of the rank that failed
+    first. The other ranks then have `grace_s` seconds to end by themselves. When for `hang_s` seconds no rank begins
+    anything, the one that the others wait for is named, and all are killed; after `limit_s` seconds they are in any
+    case. Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`; `run_dir/exit.json` keeps the
+    outcome. SIGTERM and SIGINT are passed on once as SIGTERM; a SIGINT after that kills. No rank outlives this call.
+
+    With a `team` each node's launcher calls this for its own `num_ranks` ranks, of a run directory that all share; all
+    return the same. Must run in the main thread. Raises MusterError when the run directory can't be written or a rank
+    can't be started.
+    """
+    if group is None:
+        _remove_previous_outcome(run_dir)
+        store = open_store()
+        job, address = RankSupervisor(run_dir, grace_s, hang_timeout_s), format_endpoint(store.host, store.port)
+        ranks, environment = range(num_ranks), {}
+    else:
+        if group.is_coordinator:
+            _remove_previous_outcome(run_dir)
+            store = open_store(address=group.address)
+            address = format_endpoint(store.host, store.port)
+            group.send("start", store=address)
+        else:
+            address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
+        job = NodeSupervisor(run_dir, grace_s, hang_timeout_s, group, num_ranks)
+        ranks, environment = job.local_ranks, rank_environment(group.config, group.interface)
+    with _forward_signals(job):
+        try:
+            job.start(lambda rank: command_for_rank(rank, address), ranks, environment)
+            begin = time.monotonic()
+            while job.poll():
+                job.kill_requested |= timeout_s is not None and time.monotonic() - begin > timeout_s
+                time.sleep(POLL_INTERVAL_S)
+        finally:
+            job.shut_down()
+    outcome = job.exit_status()
+    if job.writes_exit_file:
+        outcome.write(run_dir)
+    return outcome
+
+
+def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
+    """What starts a rank whose module calls `worker.main`, from the rank's number and the store's place."""
+    python = [sys.executable, "-X", "faulthandler", "-m", module, str(folder)]
+    return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
+
+
+def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:
+    """A store at an address of this machine, on `port` (0: any free one); at the usual one only this machine can reach
+    it. Raises MusterError when the port is taken."""
+    listener = socket.socket(address_family(address))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MusterError(f"could not listen on port {port} of {address} ({reason}): give another one, or 0") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@contextlib.contextmanager
+def _forward_signals(job: RankSupervisor) -> Iterator[None]:
+    """SIGTERM and SIGINT become requests to the job."""
+
+    def on_signal(number: int, _frame: object) -> None:
+        job.kill_requested |= job.stop_requested and number == signal.SIGINT
+        job.stop_requested = True
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _remove_previous_outcome(run_dir: Path) -> None:
+    """Removes what an earlier attempt said about its end."""
+    try:
+        log_path(run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
+        for path in [
+            run_dir / "exit.json",
+            hang_path(run_dir),
+            *error_path(run_dir, 0).parent.glob("rank-*.error.json"),
+        ]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise MusterError(f"can't write the run directory {run_dir}: {error.strerror}") from error

@@ -1,0 +1,94 @@
+"""A connection between two launchers: JSON objects, one a line, each with a `kind`; free of torch."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+Message = dict[str, Any]
+MAX_MESSAGE_BYTES = 1 << 24
+"""Bytes of a line; what is longer comes from no launcher."""
+CLOSE_TIMEOUT_S = 2.0
+"""How long lines that are closed may take to send what was said."""
+
+
+class LauncherConnection:
+    """One end. A thread reads, and puts (who, message) into an inbox; the kind `gone` says that the other end is."""
+
+    def __init__(self, connection: socket.socket, node: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
+        self.node, self.last_received = node, time.monotonic()
+        """When the other end was last heard, on this machine's clock."""
+        self._connection, self._inbox = connection, inbox
+        # What is said waits here for a thread that sends it: where the network is cut, sending blocks.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sender = threading.Thread(target=self._send, name=f"to-{node}", daemon=True)
+        self._sender.start()
+
+    def start_reading(self) -> None:
+        """Begins to read."""
+        threading.Thread(target=self._read, name=f"from-{self.node}", daemon=True).start()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Sends a message, soon; to one who is gone, nothing."""
+        self._outbox.put(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+    def finish_sending(self) -> None:
+        """Lets the other end see, after what was said, that nothing more will be."""
+        self._outbox.put(None)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finishes, waits so long until all is sent, and closes."""
+        self.finish_sending()
+        self._sender.join(max(0.0, timeout_s))
+        self._connection.close()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while (data := self._outbox.get()) is not None:
+                self._connection.sendall(data)
+            self._connection.shutdown(socket.SHUT_WR)  # what comes is still read, or what was said could be lost
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
+            while line := lines.readline(MAX_MESSAGE_BYTES):
+                message = json.loads(line)
+                self.last_received = time.monotonic()
+                if message["kind"] == "clock":
+                    self.send("clock is", sent=message["sent"], time=time.time())
+                elif message["kind"] == "clock is":
+                    self._inbox.put((self.node, message | {"received": time.time()}))
+                elif message["kind"] != "beat":
+                    self._inbox.put((self.node, message))
+        self._inbox.put((self.node, {"kind": "gone"}))
+
+
+def close_connections(connections: Collection[LauncherConnection]) -> None:
+    """Closes lines together: to wait for one whose network is cut takes no time from the others."""
+    limit = time.monotonic() + CLOSE_TIMEOUT_S
+    for line in connections:
+        line.finish_sending()
+    for line in connections:
+        line.close(limit - time.monotonic())
+
+
+def read_first_message(connection: socket.socket, timeout_s: float) -> Message | None:
+    """The first message on a connection that nothing else reads yet; None where none comes in time, or something that
+    is no message. Reads no further than its end."""
+    data, limit = b"", time.monotonic() + timeout_s
+    with contextlib.suppress(OSError, ValueError):
+        while not data.endswith(b"\n") and len(data) < MAX_MESSAGE_BYTES:
+            connection.settimeout(max(0.01, limit - time.monotonic()))
+            peeked = connection.recv(1 << 16, socket.MSG_PEEK)
+            if not peeked:
+                return None
+            part = peeked[: peeked.index(b"\n") + 1] if b"\n" in peeked else peeked
+            data += connection.recv(len(part))
+        message = json.loads(data)
+        return message if isinstance(message, dict) and "kind" in message else None
+    return None

@@ -1,0 +1,56 @@
+"""Whether the nodes reach each other where their ranks will meet; free of torch.
+
+gloo and NCCL connect every rank to others at the address of an interface. Where that address can't be reached they
+wait for minutes and name nobody; this tells in seconds, between which two nodes. An address such as that of a container
+bridge exists on every machine, so who answers says which node it is.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Mapping
+
+from muster.launch.network import ConnectionAcceptor, address_family
+
+CONNECT_TIMEOUT_S = 8.0
+"""For each connection."""
+
+
+class ProbeListener:
+    """Listens at a node's address and answers each connection with the node's number."""
+
+    def __init__(self, node: int, address: str) -> None:
+        self._node = node
+        listener = socket.socket(address_family(address))
+        listener.bind((address, 0))
+        listener.listen(1024)
+        self.port: int = listener.getsockname()[1]
+        self.close = ConnectionAcceptor(listener, self._answer, "doorstep").close
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"muster node %d\n" % self._node)
+
+
+def find_unreachable(others: Mapping[str, tuple[int, str, int]], local_address: str) -> dict[str, str]:
+    """Why each of `others` (name → node, address, port) can't be reached from `own_address`; those that can are left
+    out. All are tried at once."""
+    problems: dict[str, str] = {}
+
+    def one(name: str, node: int, address: str, port: int) -> None:
+        try:
+            with socket.create_connection((address, port), CONNECT_TIMEOUT_S, (local_address, 0)) as connection:
+                connection.settimeout(CONNECT_TIMEOUT_S)
+                answer = connection.makefile("rb").readline()
+        except OSError as error:
+            problems[name] = error.strerror or str(error)
+            return
+        if answer != b"muster node %d\n" % node:
+            problems[name] = "another machine or program answers there"
+
+    threads = [threading.Thread(target=one, args=(name, *row), daemon=True) for name, row in others.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * CONNECT_TIMEOUT_S)
+    return problems

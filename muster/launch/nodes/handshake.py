@@ -1,0 +1,113 @@
+"""What the launchers of all nodes have to have alike, and how a difference is told; free of torch."""
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import muster
+from muster.config.load_config import ResolvedConfig
+from muster.config.local_machine import nvidia_gpu_names
+from muster.launch.nodes.launcher_group import LauncherGroup, NodeInfo
+from muster.spec.errors import ConfigError, InfeasibleError
+from muster.spec.legality import required_world_size
+from muster.spec.plan_name import format_plan_name
+from muster.spec.units import pluralize
+
+
+def software_versions() -> dict[str, Any]:
+    """What this machine runs."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return {
+        "muster": f"{muster.__version__} ({_source_digest()})",
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch,
+    }
+
+
+def training_facts(resolved: ResolvedConfig, ranks: int) -> dict[str, Any]:
+    """What a launcher that trains says of itself."""
+    config, plan = resolved.config, resolved.config.parallel
+    return {
+        **software_versions(),
+        "job": "train",
+        "ranks": pluralize(ranks, "rank"),
+        "plan": f"auto ({plan.hash})" if resolved.plan_is_auto else f"{format_plan_name(plan)} ({plan.hash})",
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> int:
+    """The processes of each node: as asked for; else an equal share of the plan's; for `auto` one for each GPU, or one.
+
+    Raises InfeasibleError for a plan that the nodes can't share equally.
+    """
+    if nproc is not None:
+        return nproc
+    if resolved.plan_is_auto:
+        return max(1, len(nvidia_gpu_names()))
+    size = required_world_size(resolved.config.parallel)
+    if size % nodes:
+        name = format_plan_name(resolved.config.parallel)
+        raise InfeasibleError(
+            f"{name} has {pluralize(size, 'process')}, which {nodes} nodes can't share equally: expected a plan with a"
+            f" multiple of {nodes}, such as {nodes * max(1, size // nodes)}"
+        )
+    return size // nodes
+
+
+def require_same(group: LauncherGroup) -> None:
+    """Node 0 raises ConfigError, with one sentence that names the node, where a launcher runs something else."""
+    for node in sorted(group.nodes):
+        if said := next(node_differences(group.local_node, group.nodes[node]), None):
+            raise ConfigError(said)
+
+
+def node_differences(first: NodeInfo, other: NodeInfo) -> Iterator[str]:
+    """In what `other` differs from node 0, each a sentence; the first says most."""
+    a, b = first.facts, other.facts
+    if a.get("job") != b.get("job"):
+        yield f"{other} was started to {b.get('job')}, {first} to {a.get('job')}: start the same on all nodes"
+        return
+    for key, what, way_out in _COMPARED_FACTS:
+        if a.get(key) != b.get(key):
+            yield f"{other} {what.format(b.get(key))}, but {first} {what.format(a.get(key))}: {way_out}"
+    if "config" in a and (changed := list(config_differences(a["config"], b["config"]))):
+        yield f"{other} has another configuration than {first} ({'; '.join(changed)}): give all nodes the same run file"
+
+
+_COMPARED_FACTS = (
+    ("muster", "runs Muster {}", "install the same code on all nodes"),
+    ("torch", "has PyTorch {}", "install the same one"),
+    ("python", "runs Python {}", "use the same one"),
+    ("plan", "has the plan {}", "give all nodes the same --parallel"),
+    ("ranks", "would start {}", "give all nodes the same --nproc"),
+)
+
+
+def config_differences(first: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    """What the sections of two configurations say differently, but for the plan, which has its own word."""
+    for section in first:
+        if section == "parallel" or first[section] == other[section]:
+            continue
+        if not isinstance(first[section], dict):
+            yield f"{section} {other[section]}, not {first[section]}"
+            continue
+        for key in first[section]:
+            if first[section][key] != other[section].get(key):
+                yield f"{section}.{key} {other[section].get(key)}, not {first[section][key]}"
+
+
+@cache
+def _source_digest() -> str:
+    """A digest of the program's own files: versions in development have one number and differ."""
+    root, digest = Path(muster.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

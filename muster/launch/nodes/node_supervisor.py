@@ -1,0 +1,155 @@
+"""One node's part of a job over several: each launcher watches its own ranks, and hears of the others'."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from muster.launch.exit_status import (
+    ExitStatus,
+    RankExit,
+    determine_exit_status,
+    make_observed_error,
+    rank_exit_from_json,
+)
+from muster.launch.hang_diagnosis import RankSnapshot
+from muster.launch.nodes.connection import Message
+from muster.launch.nodes.launcher_group import LauncherGroup, describe_disconnect
+from muster.launch.rank_monitor import snapshot_from_json, snapshot_to_json
+from muster.launch.supervisor import RankSupervisor
+
+_SNAPSHOT_MAX_AGE_S = 3.0
+"""Older sightings of another node's ranks say nothing of now."""
+
+
+class RemoteNodes:
+    """Where the other nodes' ranks are, as node 0 has heard."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[float, list[RankSnapshot]]] = {}
+
+    def receive(self, node: int, message: Message) -> None:
+        """Takes a message of kind `sightings`."""
+        self._heard[node] = time.monotonic(), [snapshot_from_json(row) for row in message["rows"]]
+
+    def snapshots(self, nodes: Iterable[int]) -> list[RankSnapshot] | None:
+        """Of all ranks of these nodes; None where one has said nothing of late."""
+        found: list[RankSnapshot] = []
+        for node in nodes:
+            at, rows = self._heard.get(node, (0.0, []))
+            if time.monotonic() - at > _SNAPSHOT_MAX_AGE_S:
+                return None
+            found += rows
+        return found
+
+
+def send_snapshots(group: LauncherGroup, snapshots: Sequence[RankSnapshot]) -> None:
+    """Tells node 0 where the ranks here are."""
+    group.send("sightings", rows=[snapshot_to_json(seen) for seen in snapshots])
+
+
+class NodeSupervisor(RankSupervisor):
+    """The processes here, ended with those elsewhere. Node 0 collects how all ended, and says it to all."""
+
+    def __init__(
+        self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, group: LauncherGroup, num_ranks: int
+    ) -> None:
+        super().__init__(run_dir, grace_s, hang_timeout_s)
+        self._group, self._num_ranks = group, num_ranks
+        self.local_ranks = range(group.node_rank * num_ranks, (group.node_rank + 1) * num_ranks)
+        self._remote_nodes = RemoteNodes()
+        self._node_exits: dict[int, list[RankExit]] = {}
+        """Of the nodes whose ranks have all ended, or that are gone."""
+        self._failed_elsewhere = self._killed_elsewhere = False
+        self._sent: set[str] = set()
+        self._final_status: ExitStatus | None = None
+
+    def poll(self) -> bool:
+        """As Job; also hears of the other nodes and tells them of this one. True until all of them have ended."""
+        heard = self._group.receive()
+        while heard and self._final_status is None:
+            self._handle(*heard.pop(0))
+        self._group.put_back(heard)  # what follows the job's end isn't the job's
+        if self._failed_elsewhere:
+            self.start_grace_period()
+        if self._killed_elsewhere:
+            self.kill()
+        running = super().poll()
+        self._send_updates(running)
+        if running:
+            return True
+        if self._group.is_coordinator:
+            return len(self._node_exits) < self._group.num_nodes - 1
+        return self._final_status is None and 0 not in self._node_exits
+
+    def _handle(self, node: int, message: Message) -> None:
+        match message["kind"]:
+            case "sightings":
+                self._remote_nodes.receive(node, message)
+            case "stop":
+                self.stop_requested = True
+            case "failing":
+                self._failed_elsewhere = True
+            case "kill":
+                self._killed_elsewhere = True
+                self.kill_requested |= message["requested"]
+            case "ended":
+                off_s = self._group.clock_offset_s.get(node, 0.0)
+                self._node_exits.setdefault(node, [rank_exit_from_json(row, off_s) for row in message["ends"]])
+            case "over":
+                self._final_status = ExitStatus(
+                    message["code"], message["reason"], message.get("rank"), message.get("host")
+                )
+                self._failed_elsewhere = True
+            case "failed":  # its ranks could not be started
+                self._handle_lost_node(node, message["reason"])
+            case "gone":
+                self._handle_lost_node(node, f"is gone with {self._group.nodes[node]}: {describe_disconnect(message)}")
+
+    def _handle_lost_node(self, node: int, sentence: str) -> None:
+        if line := self._group.connections.pop(node, None):
+            line.close(timeout_s=0)  # nobody listens there, and the nodes that are left wait for this one's word
+        if node in self._node_exits or self._final_status is not None:
+            return
+        member = self._group.nodes[node]
+        first = node * self._num_ranks
+        seen = make_observed_error(first, member.host, sentence, time.time())
+        self._node_exits[node] = [RankExit(first, member.host, 1, killed=False, said=None, seen=seen)]
+        self._failed_elsewhere = True
+
+    def _send_updates(self, running: bool) -> None:
+        """Tells the others what they must know, each thing once."""
+        if self.stop_requested:
+            self._send_once("stop")
+        if self.failed or self._failed_elsewhere:
+            self._send_once("failing")
+        if self.kill_requested or self.hang_fault:
+            self._send_once("kill", requested=self.kill_requested)
+        if not running and not self._group.is_coordinator:
+            self._send_once("ended", ends=[end.to_json() for end in self.rank_exits()])
+
+    def _send_once(self, kind: str, **content: object) -> None:
+        if kind not in self._sent:
+            self._sent.add(kind)
+            self._group.send(kind, **content)
+
+    def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
+        """Node 0 judges from where all nodes' ranks are; the others tell it."""
+        if not self._group.is_coordinator:
+            send_snapshots(self._group, sightings)
+        elif not self._failed_elsewhere:
+            others = self._remote_nodes.snapshots(set(range(1, self._group.num_nodes)) - set(self._node_exits))
+            if others is not None:
+                self.diagnose_if_hung(sightings + others)
+
+    def exit_status(self) -> ExitStatus:
+        """Node 0's word, which it gives here; or, where that never came, what this one knows."""
+        if self._final_status is not None:
+            self.writes = False
+            return self._final_status
+        ends = self.rank_exits() + [end for node in sorted(self._node_exits) for end in self._node_exits[node]]
+        # Node 0 writes, or any other when that is gone; where only the network between is, node 0 may have written.
+        self.writes = self._group.is_coordinator or not (self.run_dir / "exit.json").exists()
+        said = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
+        if self._group.is_coordinator:
+            self._group.send("over", code=said.code, reason=said.reason, rank=said.rank, host=said.host)
+        return said

@@ -1,0 +1,154 @@
+"""What a rank leaves behind when it fails, so that the launcher can name one cause; free of torch.
+
+In the run directory: `logs/rank-R.txt` (output and tracebacks), `logs/rank-R.error.json` (why rank R ended),
+`logs/hang.txt` (what each rank did when nothing moved any more), `exit.json` (how the whole job ended).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from muster.checkpoint.checkpoint_dir import write_durably
+from muster.spec.errors import MusterError
+
+EXIT_STOPPED = 75
+"""The exit code of a job that saved and stopped because it was asked to (EX_TEMPFAIL: run it again)."""
+
+_PEER_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_PEER_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "pair closure")
+
+
+@dataclass(frozen=True)
+class RankError:
+    """Why one rank ended."""
+
+    rank: int
+    host: str
+    kind: str
+    """The exception's class."""
+    sentence: str
+    traceback: str
+    time: float
+    """Seconds since the epoch."""
+    primary: bool
+    """False for an error that only says that another rank is gone or silent."""
+    exit_code: int
+
+
+def run_guarded(run_dir: Path, rank: int, body: Callable[[], int], announce: bool = False) -> int:
+    """Runs a rank's `body` and returns its exit code; an exception becomes an error file and an exit code.
+
+    The full traceback goes to the rank's log. `announce` prints the sentence too: for ranks that Muster's launcher
+    did not start.
+    """
+    try:
+        return body()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # extensions written in Rust panic with a BaseException
+        found = make_rank_error(error, rank)
+        problem = _write_rank_error(run_dir, found)
+        if announce or problem is not None:
+            print(f"error: rank {rank} on {found.host}: {found.sentence}", file=sys.stderr, flush=True)
+        return found.exit_code
+
+
+def make_rank_error(error: BaseException, rank: int) -> RankError:
+    """The error of this process's rank, in the words that a person will read."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MusterError):
+        sentence = str(error)
+    elif _is_peer_error(error):
+        sentence = f"lost touch with another rank ({first_line})"
+    else:
+        what = f"{type(error).__name__}: {first_line}".removesuffix(": ")
+        sentence = f"{what} (traceback in {log_path(Path(), rank)})"
+    return RankError(
+        rank=rank,
+        host=socket.gethostname(),
+        kind=type(error).__name__,
+        sentence=sentence,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        primary=not any(_is_peer_error(link) for link in _cause_chain(error)),
+        exit_code=error.exit_code if isinstance(error, MusterError) else 1,
+    )
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's output and tracebacks go."""
+    return run_dir / "logs" / f"rank-{rank}.txt"
+
+
+def error_path(run_dir: Path, rank: int) -> Path:
+    """Where a failing rank says why."""
+    return run_dir / "logs" / f"rank-{rank}.error.json"
+
+
+def hang_path(run_dir: Path) -> Path:
+    """Where the launcher writes what each rank did when nothing moved any more."""
+    return run_dir / "logs" / "hang.txt"
+
+
+def read_rank_error(run_dir: Path, rank: int) -> RankError | None:
+    """What a rank said about its end, if it could."""
+    try:
+        return RankError(**json.loads(error_path(run_dir, rank).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_exit_file(run_dir: Path, code: int, reason: str, rank: int | None = None, host: str | None = None) -> None:
+    """Writes `exit.json`: how the job ended, and which rank on which host was the cause. A full disk can't stop it."""
+    content = {"code": code, "reason": reason, "rank": rank, "host": host, "time": time.time()}
+    with contextlib.suppress(OSError):
+        write_durably(run_dir / "exit.json", json.dumps(content) + "\n")
+
+
+def die_with_parent() -> None:
+    """Ends this rank and its children at once when the launcher is gone, whatever killed it.
+
+    Only for ranks that `launch` started, and the first thing they should call: the launcher holds the other end of
+    their standard input and never writes to it, so that end of file means its death.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def _write_rank_error(run_dir: Path, error: RankError) -> OSError | None:
+    try:
+        log_path(run_dir, error.rank).parent.mkdir(parents=True, exist_ok=True)
+        write_durably(error_path(run_dir, error.rank), json.dumps(asdict(error)))
+        with open(log_path(run_dir, error.rank), "a") as log:
+            log.write(error.traceback)
+    except OSError as problem:
+        return problem
+    return None
+
+
+def _cause_chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_peer_error(error: BaseException) -> bool:
+    if any(kind.__name__ in _PEER_ERROR_TYPES for kind in type(error).__mro__):
+        return True
+    if isinstance(error, ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _PEER_ERROR_TEXTS)

@@ -1,0 +1,86 @@
+"""The launcher's eye on its ranks: where each of them is, for how long, and whether the job hangs."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from muster.launch.hang_diagnosis import RankSnapshot
+from muster.launch.heartbeat import SHORT_PHASES, HeartbeatPage, RankStatus
+from muster.launch.socket_health import find_connection_problem
+from muster.schedule.action import Action
+
+SNAPSHOT_INTERVAL_S = 0.25
+"""Between looks."""
+SUSPENSION_S = 5.0
+"""Between looks when it is longer, the launcher itself was kept from running, and so may its ranks have been."""
+
+
+class RankMonitor:
+    """One rank's process and page."""
+
+    def __init__(self, rank: int, page: HeartbeatPage | None = None, pid: int = 0) -> None:
+        self.rank, self.page, self.pid = rank, page or HeartbeatPage(), pid
+        self._status: RankStatus | None = None
+        self._since = self._last_snapshot = time.monotonic()
+        self._stacks_requested = False
+
+    def snapshot(self, hang_timeout_s: float | None) -> RankSnapshot:
+        """Where it is now. One that stands still for half of `hang_s` is asked for its stacks, once."""
+        place, now = self.page.read(), time.monotonic()
+        self._since += max(0.0, now - self._last_snapshot - SUSPENSION_S)
+        self._last_snapshot = now
+        if place != self._status:
+            self._status, self._since, self._stacks_requested = place, now, False
+        still_s, state = now - self._since, process_state(self.pid)
+        if (
+            place is not None
+            and hang_timeout_s is not None
+            and still_s > hang_timeout_s / 2
+            and not self._stacks_requested
+            and state not in "TtX"
+        ):
+            self._request_stacks()
+        stacks = self.page.read_stacks() if self._stacks_requested else ""
+        lost = find_connection_problem(self.pid) if self._stacks_requested else ""
+        return RankSnapshot(self.rank, socket.gethostname(), self.pid, state, still_s, place, stacks, lost)
+
+    def _request_stacks(self) -> None:
+        self._stacks_requested = True
+        with contextlib.suppress(ProcessLookupError):
+            self.page.request_stacks(self.pid)
+
+
+def snapshot_to_json(seen: RankSnapshot) -> dict[str, Any]:
+    """Plain data; `sighting_of_json` reads it."""
+    return asdict(seen)
+
+
+def snapshot_from_json(row: dict[str, Any]) -> RankSnapshot:
+    """What another launcher saw of one of its ranks."""
+    place = row["place"] and RankStatus(**{**row["place"], "action": Action(*row["place"]["action"])})
+    return RankSnapshot(**{**row, "place": place})
+
+
+def process_state(pid: int) -> str:
+    """The letter of a process's state; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def is_hung(snapshots: Sequence[RankSnapshot], hang_timeout_s: float) -> bool:
+    """Whether no rank has begun anything for so long, and none does what may take that long.
+
+    A process that is stopped does nothing, whatever it was about.
+    """
+    return bool(snapshots) and all(
+        seen.stalled_s > hang_timeout_s
+        and seen.place is not None
+        and (seen.place.phase in SHORT_PHASES or seen.state in "Tt")
+        for seen in snapshots
+    )

@@ -1,0 +1,55 @@
+"""Whether all nodes see the run directory: they read the configuration from it, and write checkpoints into it."""
+
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.spec.errors import MusterError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+VISIBILITY_TIMEOUT_S = 20.0
+"""How long a network's file system may take to show a new file on all nodes."""
+_MARKER = Path("logs/.shared")
+
+
+def require_shared_run_dir(
+    run_dir: Path, rank: int, store: "dist.Store", timeout_s: float = VISIBILITY_TIMEOUT_S
+) -> None:
+    """Raises MusterError on a rank that doesn't see what rank 0 writes in the run directory. All ranks call it."""
+    host = socket.gethostname()
+    if rank == 0:
+        store.set("shared disk", f"{write_marker(run_dir)} {host}")
+        return
+    word, first = store.get("shared disk").decode().split(" ", 1)
+    require_marker(run_dir, word, f"rank {rank} on {host}", f"rank 0 on {first}", timeout_s)
+
+
+def write_marker(run_dir: Path) -> str:
+    """Writes a new word in the run directory, and returns it."""
+    word = secrets.token_hex(8)
+    (run_dir / _MARKER).write_text(word)
+    return word
+
+
+def require_marker(run_dir: Path, word: str, reader: str, writer: str, timeout_s: float = VISIBILITY_TIMEOUT_S) -> None:
+    """Raises MusterError where `own`, a rank or node, doesn't find the word that `first` has left."""
+    limit = time.monotonic() + timeout_s
+    while _read(run_dir / _MARKER) != word:
+        if time.monotonic() > limit:
+            raise MusterError(
+                f"{reader} doesn't see what {writer} writes in {run_dir.absolute()}: give a --run on a disk that"
+                f" all nodes"
+                " share"
+            )
+        time.sleep(0.1)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

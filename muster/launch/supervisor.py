@@ -1,0 +1,194 @@
+"""The ranks' processes on this machine: started, watched, stopped, and in the end gone."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.launch.exit_status import ExitStatus, RankExit, collect_rank_exit, determine_exit_status
+from muster.launch.hang_diagnosis import RankFault, RankSnapshot, diagnose, format_snapshots
+from muster.launch.heartbeat import HEARTBEAT_FD_VARIABLE
+from muster.launch.rank_errors import EXIT_STOPPED, hang_path, log_path
+from muster.launch.rank_monitor import SNAPSHOT_INTERVAL_S, RankMonitor, is_hung
+from muster.spec.errors import MusterError
+
+POLL_INTERVAL_S = 0.05
+_PF_EXITING = 0x4
+"""Linux's mark, among a thread's flags, of one that exits."""
+_REAP_TIMEOUT_S = 10.0
+"""How long a killed process may take to disappear; only one that hangs in the kernel needs more."""
+
+
+@dataclass
+class _RankProcess:
+    """One started process and, once it has ended, how."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    monitor: RankMonitor
+    last_alive: float
+    """When it was last known to run, in seconds since the epoch."""
+    exit_code: int | None = None
+    """Its exit code, or minus the signal that killed it."""
+    killed: bool = False
+    """By this launcher."""
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code not in (None, 0, EXIT_STOPPED)
+
+
+class RankSupervisor:
+    """The processes of one attempt, as far as they run here."""
+
+    writes_exit_file = True
+    """Whether this launcher writes exit.json."""
+
+    def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
+        self.ranks: list[_RankProcess] = []
+        self.run_dir, self.hang_timeout_s = run_dir, hang_timeout_s
+        self.stop_requested = False
+        self.kill_requested = False
+        self.hang_fault: RankFault | None = None
+        self._next_snapshot = 0.0
+        self._stop_sent = False
+        self._grace_s = grace_s
+        self._deadline: float | None = None
+        # Each rank's standard input: it never carries anything, but ends when this process does.
+        self._ranks_end, self._our_end = os.pipe()
+
+    def start(
+        self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts every rank in a session, and so a process group, of its own."""
+        common = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        for local, rank in enumerate(ranks):
+            command, watched = command_for_rank(rank), RankMonitor(rank)
+            own = {
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                HEARTBEAT_FD_VARIABLE: str(watched.page.fd),
+            }
+            try:
+                with open(log_path(self.run_dir, rank) if rank else os.devnull, "ab") as log:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=self._ranks_end,
+                        stdout=log if rank else None,
+                        stderr=log if rank else None,
+                        env={**common, **own},
+                        pass_fds=(watched.page.fd,),
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise MusterError(f"could not start rank {rank} ({error.filename}: {error.strerror})") from error
+            watched.pid = process.pid
+            self.ranks.append(_RankProcess(rank, process, watched, time.time()))
+
+    def poll(self) -> bool:
+        """Notices what happened and acts on it; False when no rank runs any more."""
+        for rank in self.running():
+            _poll_process(rank)
+        if self.stop_requested and not self._stop_sent:
+            self._stop_sent = True
+            for rank in self.running():
+                os.kill(rank.process.pid, signal.SIGTERM)
+        self._take_snapshots()
+        if self.failed:
+            self.start_grace_period()
+        if self.kill_requested or self.hang_fault or (self._deadline is not None and time.monotonic() > self._deadline):
+            self.kill()
+        return bool(self.running())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank here has."""
+        return any(rank.failed for rank in self.ranks)
+
+    def start_grace_period(self) -> None:
+        """The ranks may go on for the time of grace, to end by themselves."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_s
+
+    def _take_snapshots(self) -> None:
+        if self.hang_timeout_s is None or self.hang_fault or time.monotonic() < self._next_snapshot:
+            return
+        self._next_snapshot = time.monotonic() + SNAPSHOT_INTERVAL_S
+        self.check_for_hang([rank.monitor.snapshot(self.hang_timeout_s) for rank in self.running()])
+
+    def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
+        """Finds out whether the job hangs, from where this machine's ranks are; those of one machine are all."""
+        self.diagnose_if_hung(sightings)
+
+    def diagnose_if_hung(self, sightings: list[RankSnapshot]) -> None:
+        """The same, of all ranks."""
+        if self.hang_timeout_s is not None and not self.failed and is_hung(sightings, self.hang_timeout_s):
+            self.hang_fault = diagnose(sightings)
+            with contextlib.suppress(OSError):
+                hang_path(self.run_dir).write_text(format_snapshots(sightings))
+
+    def shut_down(self) -> None:
+        """Kills what still runs and waits until it is gone."""
+        self.kill()
+        limit = time.monotonic() + _REAP_TIMEOUT_S
+        while self.running() and time.monotonic() < limit:
+            for rank in self.running():
+                _poll_process(rank)
+            time.sleep(POLL_INTERVAL_S / 10)
+        for rank in self.ranks:
+            rank.monitor.page.close()
+        os.close(self._ranks_end)
+        os.close(self._our_end)
+
+    def running(self) -> list[_RankProcess]:
+        """The ranks that have not ended."""
+        return [rank for rank in self.ranks if rank.exit_code is None]
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        for rank in self.running():
+            rank.killed = True
+            os.killpg(rank.process.pid, signal.SIGKILL)
+
+    def rank_exits(self) -> list[RankExit]:
+        """How the ranks here ended."""
+        return [
+            collect_rank_exit(
+                self.run_dir, rank.rank, _exit_code(rank), rank.killed, rank.last_alive, self.stop_requested
+            )
+            for rank in self.ranks
+        ]
+
+    def exit_status(self) -> ExitStatus:
+        """How the job ended."""
+        return determine_exit_status(self.rank_exits(), self.stop_requested, self.kill_requested, self.hang_fault)
+
+
+def _poll_process(rank: _RankProcess) -> None:
+    """Sees whether the process has ended; if so, kills what is left of its group and then lets its number go."""
+    pid, now = rank.process.pid, time.time()
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if not _is_exiting(pid):
+            rank.last_alive = now
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    rank.exit_code = rank.process.wait()
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether its main thread has begun to exit. Until the last thread has, it can't be waited for; but its connections
+    may be closed by then, so that others feel that it is gone."""
+    try:
+        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
+    except OSError:  # no Linux: a process that was not waited for is there
+        return False
+
+
+def _exit_code(rank: _RankProcess) -> int:
+    """One that hangs in the kernel has been killed all the same."""
+    return -signal.SIGKILL if rank.exit_code is None else rank.exit_code

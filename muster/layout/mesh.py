@@ -1,0 +1,73 @@
+"""Where a rank stands: rank ↔ coordinates on the plan's axes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from muster.spec.plan import MESH_AXES, Plan
+
+STAGE_AXES = tuple(axis for axis in MESH_AXES if axis != "pp")
+"""The axes within one stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCoordinates:
+    """A rank's index on each mesh axis."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+def axis_sizes(plan: Plan, pp_rank: int = 0) -> dict[str, int]:
+    """Degrees by axis, outermost first, as the ranks of one pipeline rank see them."""
+    mesh = plan.mesh(pp_rank)
+    return {axis: plan.pp if axis == "pp" else getattr(mesh, axis) for axis in plan.axis_order}
+
+
+def coordinates_of(plan: Plan, rank: int) -> MeshCoordinates:
+    """The coordinates of world rank `rank`. Where stages are unequal, each has the ranks after those of the one
+    before."""
+    if plan.is_uniform:
+        return MeshCoordinates(**_index(axis_sizes(plan), rank))
+    pp_rank = 0
+    while rank >= (ranks := plan.mesh(pp_rank).num_ranks):
+        rank, pp_rank = rank - ranks, pp_rank + 1
+    return MeshCoordinates(**_index(axis_sizes(plan, pp_rank) | {"pp": 1}, rank) | {"pp": pp_rank})
+
+
+def rank_at(plan: Plan, at: MeshCoordinates) -> int:
+    """The world rank at `at`: the inverse of `coordinates`."""
+    if plan.is_uniform:
+        return _number(axis_sizes(plan), at)
+    before = sum(plan.mesh(pp_rank).num_ranks for pp_rank in range(at.pp))
+    return before + _number(axis_sizes(plan, at.pp) | {"pp": 1}, replace(at, pp=0))
+
+
+def ranks_of_pp_rank(plan: Plan, pp_rank: int) -> Iterator[tuple[int, MeshCoordinates]]:
+    """The world ranks of one pipeline rank with their coordinates, tp changing fastest whatever the axis order."""
+    mesh = plan.mesh(pp_rank)
+    for index in product(*(range(getattr(mesh, axis)) for axis in STAGE_AXES)):
+        at = MeshCoordinates(pp_rank, *index)
+        yield rank_at(plan, at), at
+
+
+def dp_index_of(plan: Plan, at: MeshCoordinates) -> int:
+    """Which share of every micro-batch the rank reads: 0 … data_ranks − 1."""
+    return at.dp_replicate * plan.mesh(at.pp).dp_shard + at.dp_shard
+
+
+def _index(sizes: dict[str, int], number: int) -> dict[str, int]:
+    index: dict[str, int] = {}
+    for axis, size in reversed(sizes.items()):
+        number, index[axis] = divmod(number, size)
+    return index
+
+
+def _number(sizes: dict[str, int], at: MeshCoordinates) -> int:
+    number = 0
+    for axis, size in sizes.items():
+        number = number * size + getattr(at, axis)
+    return number

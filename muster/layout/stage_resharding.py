@@ -1,0 +1,79 @@
+"""Who sends what to whom where two groups of ranks cut one tensor differently: between stages, and for tied weights."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from muster.layout.mesh import MeshCoordinates, dp_index_of, ranks_of_pp_rank
+from muster.layout.tensor_layout import Box, intersect, stage_layouts
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+
+
+class BoxTransfer(NamedTuple):
+    """A box of a global tensor on its way from one world rank to another."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[BoxTransfer]:
+    """What the ranks that hold a tensor (each its box) send, so that the others get the boxes that they want.
+
+    Each number comes to a rank once: of ranks that hold the same box, one sends it, and those that want the same box
+    are served by them in turn. Boxes are held as a whole by several ranks or not at all. Ordered by source and target,
+    so that all ranks can keep one order.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, box in held.items():
+        holders.setdefault(box, []).append(rank)
+    found, turns = [], dict.fromkeys(wanted.values(), 0)
+    for target, box in wanted.items():
+        turn, turns[box] = turns[box], turns[box] + 1
+        for whole, ranks in [(box, holders[box])] if box in holders else holders.items():
+            if (part := intersect(whole, box)) is not None:
+                found.append(BoxTransfer(ranks[turn % len(ranks)], target, part))
+    return sorted(found, key=lambda message: message[:2])
+
+
+def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: MeshCoordinates) -> Box:
+    """Which sequences and positions of a micro-batch's hidden state the rank at `at` works on in a stage.
+
+    The tensor-parallel ranks all have the same, or with sequence parallelism each a part of the positions.
+    """
+    rows, tp = plan.local_micro_batch_size(stage), plan.mesh(stage).tp
+    parts = tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
+    length = seq_len // parts
+    return Box((dp_index_of(plan, at) * rows, at.tp * length if parts > 1 else 0), (rows, length))
+
+
+def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int) -> list[BoxTransfer]:
+    """What passes from one stage to a neighbouring one for each micro-batch: its hidden state to the next stage, the
+    gradient of that to the one before. Of each message, every position has `hidden_size` numbers.
+
+    Where both stages lie on the same ranks, each has what it needs, and nothing is sent.
+    """
+    if plan.pp_rank(source) == plan.pp_rank(target):
+        return []
+    held, wanted = (
+        {
+            rank: hidden_state_box(spec, plan, seq_len, stage, at)
+            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage))
+        }
+        for stage in (source, target)
+    )
+    return box_transfers(held, wanted)
+
+
+def tied_grad_transfers(spec: ModelSpec, plan: Plan, source: int, target: int) -> list[BoxTransfer]:
+    """What the ranks of the first and the last stage (or the other way round) send of a tied weight's gradient."""
+    held, wanted = (
+        {
+            rank: layout.boxes[0]
+            for rank, at in ranks_of_pp_rank(plan, plan.pp_rank(stage))
+            for layout in stage_layouts(spec, plan, stage, at)
+            if layout.name == "embed.weight" and layout.boxes
+        }
+        for stage in (source, target)
+    )
+    return box_transfers(held, wanted)

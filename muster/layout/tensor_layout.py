@@ -1,0 +1,205 @@
+"""Which part of each global tensor a rank holds: the one truth for initialisation, clipping, checkpoints and memory."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from muster.layout.mesh import MeshCoordinates, coordinates_of
+from muster.spec.model import ModelSpec, parameter_shapes, stage_parameter_shapes
+from muster.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: where it starts and how far it reaches, by dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box that lies in both, or None."""
+    start = tuple(max(p, q) for p, q in zip(a.start, b.start, strict=True))
+    ends = (min(p + m, q + n) for p, m, q, n in zip(a.start, a.size, b.start, b.size, strict=True))
+    size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Slices that cut `inner` out of a tensor that holds `outer`."""
+    start = tuple(p - q for p, q in zip(inner.start, outer.start, strict=True))
+    return Box(start, inner.size).slices
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A global tensor and the parts of it that one rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    num_copies: int = 1
+    """On how many ranks of the world each number of these parts lies."""
+    copy_index: int = 0
+    """Which of the copies this rank's are: copies 0 make up the whole tensor."""
+    num_writers: int = 1
+    """Copies 0 … writers − 1 of a part are cut alike and lie on as many ranks, which share the work of writing it."""
+    tp_dim: int = 0
+    """The dimension along which tensor parallelism cuts the tensor, whether it does so here or not."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers held here."""
+        return sum(box.numel for box in self.boxes)
+
+
+def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First row and number of rows of part `index` when dimension 0 is cut as `torch.chunk` does (as fully_shard does).
+
+    The first parts have ceil(rows / parts) rows, the last may have fewer or none.
+    """
+    step = -(-rows // parts)
+    start = min(index * step, rows)
+    return start, min(step, rows - start)
+
+
+def stages_on(plan: Plan, pp_rank: int) -> list[int]:
+    """The stages that a pipeline rank holds."""
+    return [stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == pp_rank]
+
+
+def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
+    """What rank `index` of `tp` holds of a parameter under tensor parallelism: (part, its copies, which of them).
+
+    Rows of q, k, v, gate, up, head and embedding with their biases, columns of o and down, all of a norm, of the biases
+    of o and down and of learned positions. Query and key/value heads stay whole; where there are more ranks than
+    key/value heads, neighbours hold the same one. Words and inner widths that `tp` doesn't divide give the last ranks
+    fewer.
+    """
+    module, _, leaf = name.rpartition(".")
+    kind, whole = module.rpartition(".")[2], Box((0,) * len(shape), shape)
+    if tp == 1:
+        return whole, 1, 0
+    if _is_whole(kind, leaf):
+        return whole, tp, index
+    if kind in ("k", "v") and tp > spec.num_kv_heads:
+        copies = tp // spec.num_kv_heads
+        return _cut(whole, 0, index // copies * spec.head_dim, spec.head_dim), copies, index % copies
+    unit = spec.head_dim if kind in ("q", "k", "v", "o") else 1
+    dim = _tensor_dim(kind, shape)
+    start, count = chunk_bounds(shape[dim] // unit, tp, index)
+    return _cut(whole, dim, start * unit, count * unit), 1, 0
+
+
+def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
+    """The dimension along which tensor parallelism cuts a parameter."""
+    return 1 if kind in ("o", "down") and len(shape) == 2 else 0
+
+
+def _is_whole(kind: str, leaf: str) -> bool:
+    """Whether every tensor-parallel rank has all of a parameter."""
+    return kind.endswith("norm") or kind == "positions" or (leaf == "bias" and kind in ("o", "down"))
+
+
+VOCAB_PARAMETERS = ("embed.weight", "head.weight")
+"""What has a row for every word."""
+
+
+def stage_shards(
+    spec: ModelSpec, plan: Plan, stage: int, tp_index: int = 0
+) -> Iterator[tuple[str, tuple[int, ...], Box, int, int]]:
+    """The parameters of a stage as its passes use them: name, whole shape, and as `tensor_slice` says it what one of
+    the stage's tensor-parallel ranks has of it.
+
+    Where the vocabulary is spread, each pipeline rank's first stage has its part of the words: rows as `shard_rows`
+    cuts them.
+    """
+    first, last = plan.is_first(stage), plan.is_last(stage)
+    shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
+    for name, shape in shapes:
+        if not (plan.spread_vocab and name in VOCAB_PARAMETERS):
+            yield name, shape, *tp_shard(spec, name, shape, plan.mesh(stage).tp, tp_index)
+    if has_vocab_shard(plan, stage):
+        for name, shape in parameter_shapes(spec):
+            if name in VOCAB_PARAMETERS:
+                yield (
+                    name,
+                    shape,
+                    _cut(Box((0, 0), shape), 0, *chunk_bounds(shape[0], plan.pp, plan.pp_rank(stage))),
+                    1,
+                    0,
+                )
+
+
+def has_vocab_shard(plan: Plan, stage: int) -> bool:
+    """Whether a stage is the one of its rank that has a part of a vocabulary that is spread."""
+    return plan.spread_vocab and stage == stages_on(plan, plan.pp_rank(stage))[0]
+
+
+def _cut(box: Box, dim: int, start: int, count: int) -> Box:
+    """`count` numbers along `dim` from `start`, counted from the box's own beginning."""
+    return Box(
+        box.start[:dim] + (box.start[dim] + start,) + box.start[dim + 1 :],
+        box.size[:dim] + (count,) + box.size[dim + 1 :],
+    )
+
+
+def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> dict[str, int]:
+    """Which of the parameters have copies on several tensor-parallel ranks that each see a part of the data only, and
+    how many: their gradients have to be added up.
+
+    Where the sequence is cut, those of which every rank has all do; norms of queries and keys always, as each rank has
+    other heads; key and value heads where several ranks hold the same one.
+    """
+    if tp == 1:
+        return {}
+    kv_copies, found = tp // spec.num_kv_heads, {}
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if kind in ("q_norm", "k_norm"):
+            found[name] = tp
+        elif kind in ("k", "v") and kv_copies > 1:
+            found[name] = kv_copies
+        elif sp and _is_whole(kind, leaf):
+            found[name] = tp
+    return found
+
+
+def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:
+    """What the rank at `at` holds of stage `stage`: its tensor-parallel part, of that some rows of dp_shard's cut,
+    copied over dp_replicate.
+
+    A tied embedding lies on the first and on the last stage, which may cut it differently, and the first stage's are
+    the first copies.
+    """
+    mesh, last = plan.mesh(stage), plan.is_last(stage)
+    replica = stage // plan.stages_per_replica
+    layouts = []
+    for name, shape, part, tp_copies, tp_copy in stage_shards(spec, plan, stage, at.tp):
+        box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.dp_shard, at.dp_shard))
+        copies, copy_index = tp_copies * mesh.dp_replicate, tp_copy * mesh.dp_replicate + at.dp_replicate
+        writers = copies
+        if name == "embed.weight" and spec.tied_embeddings and plan.stages_per_replica > 1 and not plan.spread_vocab:
+            copy_index += plan.mesh(0).dp_replicate if last else 0
+            writers = plan.mesh(0).dp_replicate
+            copies = writers + plan.mesh(plan.stages_per_replica - 1).dp_replicate
+        boxes = (box,) if box.numel else ()
+        copies, copy_index = copies * plan.pipeline_replicas, replica * copies + copy_index
+        cut_dim = _tensor_dim(name.split(".")[-2], shape)
+        layouts.append(TensorLayout(name, shape, boxes, copies, copy_index, writers, cut_dim))
+    return layouts
+
+
+def rank_layouts(spec: ModelSpec, plan: Plan, rank: int) -> list[TensorLayout]:
+    """What world rank `rank` holds, stage by stage."""
+    at = coordinates_of(plan, rank)
+    return [layout for stage in stages_on(plan, at.pp) for layout in stage_layouts(spec, plan, stage, at)]

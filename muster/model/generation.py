@@ -1,0 +1,93 @@
+"""Text from a trained model, one token after the other."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from muster.model.decoder import Decoder
+from muster.model.init import keyed_generator
+from muster.model.kernels import accumulation_dtype
+from muster.model.kv_cache import KvCache, UncachedReader
+from muster.spec.errors import ConfigError
+from muster.spec.text_generation import SamplingParams
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    context: int,
+    eos_token: int | None = None,
+    gather_vocab: Callable[[Tensor], Tensor] | None = None,
+) -> list[list[int]]:
+    """At most `count` new token ids after each prompt, none from the id `end` on.
+
+    What follows a prompt doesn't depend on the others, and a draw depends on (seed, position in the text) alone. The
+    model sees at most `context` tokens: when a text is longer, it goes on from the later half of them. `join_words`
+    makes logits of all words of those that `model` gives, where it knows some words only.
+    Raises ConfigError on a prompt that is empty or longer than `context`.
+    """
+    _check(prompts, context)
+    if model.has_plugin_layers and len(prompts) > 1:  # one by one: such layers see the padding of a batch
+        alone = [
+            generate(model, [prompt], max_new_tokens, sampling, context, eos_token, gather_vocab) for prompt in prompts
+        ]
+        return [new for (new,) in alone]
+    texts, first, made = [list(prompt) for prompt in prompts], [0] * len(prompts), 0
+    while made < max_new_tokens:
+        windows = [text[start:] for text, start in zip(texts, first, strict=True)]
+        width = max(map(len, windows))
+        starts = [width - len(window) for window in windows]
+        new = [[0] * start + window for start, window in zip(starts, windows, strict=True)]
+        make_cache = UncachedReader if model.has_plugin_layers else KvCache
+        with make_cache(model, _ids(model, starts), min(context, width + max_new_tokens - made)) as cache:
+            while made < max_new_tokens and cache.length + len(new[0]) <= context:
+                logits_BV = cache.read(_ids(model, new))
+                if gather_vocab is not None:
+                    logits_BV = gather_vocab(logits_BV)
+                for text, logits_V in zip(texts, logits_BV.to(accumulation_dtype(logits_BV.dtype)).cpu(), strict=True):
+                    text.append(sample_token(logits_V, sampling, len(text)))
+                made += 1
+                new = [text[-1:] for text in texts]
+                if all(eos_token in text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)):
+                    made = max_new_tokens
+        for row, text in enumerate(texts):
+            if len(text) - first[row] > context:
+                first[row] = len(text) - max(1, context // 2)
+    return [_cut_at_eos(text[len(prompt) :], eos_token) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def sample_token(logits_V: Tensor, sampling: SamplingParams, position: int) -> int:
+    """The id of the token at `position` of a text: the likeliest at temperature 0, else drawn from the top_k likeliest
+    and, of those, from the likeliest that together have the probability top_p (arXiv:1904.09751 §3.1)."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    if 0 < sampling.top_k < len(logits_V):
+        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], float("-inf"))
+    p_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        sorted_V, order_V = p_V.sort(descending=True, stable=True)
+        likelier_V = sorted_V.cumsum(0) - sorted_V
+        p_V = p_V.index_fill(0, order_V[likelier_V >= sampling.top_p], 0.0)
+    return int(torch.multinomial(p_V, 1, generator=keyed_generator(sampling.seed, f"sample/{position}")))
+
+
+def _ids(model: Decoder, ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(ids, device=next(model.parameters()).device)
+
+
+def _check(prompts: Sequence[Sequence[int]], context: int) -> None:
+    for prompt in prompts:
+        if not prompt:
+            raise ConfigError("generation needs a prompt of at least one token, got an empty one")
+        if len(prompt) > context:
+            raise ConfigError(
+                f"a prompt has {len(prompt)} tokens, but the model was trained on sequences of {context}:"
+                f" expected {context} at most"
+            )
+
+
+def _cut_at_eos(ids: list[int], end: int | None) -> list[int]:
+    return ids[: ids.index(end)] if end in ids else ids

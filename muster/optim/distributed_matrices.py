@@ -1,0 +1,89 @@
+"""Matrices that lie in parts on several ranks: each is brought together on its owner, and given back in parts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muster.layout.matrix_owners import BoxMove, OwnedMatrix, assign_owners, boxes_from_owner, boxes_to_owner
+from muster.layout.tensor_layout import Box
+from muster.optim.peer_exchange import PeerGroup
+from muster.spec.errors import MusterError
+
+
+class MatrixBatch:
+    """Matrices that travel together: at most one message from any member to any other, there and back."""
+
+    def __init__(
+        self, matrices: Sequence[OwnedMatrix], peers: PeerGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.names = [matrix.name for matrix in matrices]
+        self._peers, self._dtype, self._device = peers, dtype, device
+        me, members = peers.member, range(len(peers.ranks))
+        self._shapes = {matrix.name: matrix.shape for matrix in matrices if matrix.owner == me}
+        self._gather_sends = [boxes_to_owner(matrices, me, owner) for owner in members]
+        self._gather_receives = [boxes_to_owner(matrices, holder, me) for holder in members]
+        self._scatter_sends = [boxes_from_owner(matrices, holder, me) for holder in members]
+        self._scatter_receives = [boxes_from_owner(matrices, me, owner) for owner in members]
+
+    def gather(self, parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """The whole matrices that this rank owns, made of every member's parts (by matrix, box by box)."""
+        sends = [self._pack(parts[item.name][item.index] for item in items) for items in self._gather_sends]
+        wholes = {n: torch.empty(shape, dtype=self._dtype, device=self._device) for n, shape in self._shapes.items()}
+        for item, tensor in self._exchange(sends, self._gather_receives):
+            wholes[item.name][item.box.slices] = tensor
+        return wholes
+
+    def scatter(self, wholes: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """This rank's parts of all matrices (box by box), cut from what each owner has as a whole."""
+        sends = [self._pack(wholes[item.name][item.box.slices] for item in items) for items in self._scatter_sends]
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.names}
+        for item, tensor in self._exchange(sends, self._scatter_receives):
+            parts[item.name].append(tensor)  # a matrix has one owner, who sends its boxes in the holder's order
+        return parts
+
+    def _pack(self, tensors: Iterable[Tensor]) -> Tensor:
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        return torch.cat([empty, *(tensor.reshape(-1) for tensor in tensors)])
+
+    def _exchange(
+        self, sends: Sequence[Tensor], expected: Sequence[Sequence[BoxMove]]
+    ) -> Iterable[tuple[BoxMove, Tensor]]:
+        """The expected items, by sending member, each with what was received for it in the shape of its box."""
+        sizes = [[item.box.numel for item in items] for items in expected]
+        receives = [torch.empty(sum(numels), dtype=self._dtype, device=self._device) for numels in sizes]
+        self._peers.all_to_all(sends, receives)
+        for items, numels, flat in zip(expected, sizes, receives, strict=True):
+            for item, part in zip(items, flat.split(numels) if numels else (), strict=True):
+                yield item, part.view(item.box.size)
+
+
+def assign_matrices(
+    shapes: Mapping[str, tuple[int, ...]],
+    boxes: Mapping[str, tuple[Box, ...]],
+    peers: PeerGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[MatrixBatch]:
+    """The matrices with these (global) shapes, of which this rank holds `boxes`, in batches and with owners.
+
+    All ranks of the world must call it. Raises MusterError when the members' boxes don't make up a matrix.
+    """
+    everyone = peers.all_gather_object(dict(boxes))
+    batches = []
+    for owners in assign_owners(shapes, len(peers.ranks)):
+        held = {name: tuple(member[name] for member in everyone) for name in owners}
+        matrices = [OwnedMatrix(name, shapes[name], held[name], owner) for name, owner in owners.items()]
+        if broken := [matrix.name for matrix in matrices if not matrix.is_whole]:
+            ranks = ", ".join(map(str, peers.ranks))
+            raise MusterError(f"{broken[0]}: expected ranks {ranks} to hold every number once, or in equal boxes")
+        batches.append(MatrixBatch(matrices, peers, dtype, device))
+    return batches
+
+
+def box_views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """A view of each box of a local tensor, which holds several of them one after the other."""
+    if len(boxes) == 1:
+        return [local]
+    flats = local.view(-1).split([box.numel for box in boxes]) if boxes else ()
+    return [flat.view(box.size) for flat, box in zip(flats, boxes, strict=True)]

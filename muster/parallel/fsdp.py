@@ -1,0 +1,190 @@
+"""Sharded data parallelism around a stage: PyTorch's fully_shard, told when to communicate by the Program.
+
+z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once, at
+REDUCE, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from muster.model.decoder import Decoder
+from muster.parallel.world import World
+from muster.spec.plan import Plan, Precision, ZeroLevel
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def master_dtype(precision: Precision) -> torch.dtype:
+    """What parameters, gradients and optimizer state are kept in: fp32, or fp64 where all is fp64."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bool:
+    """Shards the stage over its data-parallel ranks; True if it did.
+
+    Buckets of the plan's `bucket_layers` blocks are gathered and reduced as one.
+
+    A stage whose ranks each hold all of it in the precision they compute in is left alone. A single rank that computes
+    in less than fp32 is 'sharded' over itself, which gives it fp32 master weights; it casts them once per step.
+    """
+    mesh, compute_dtype = world.fsdp_mesh(), DTYPES[plan.precision]
+    if mesh is None and compute_dtype == master_dtype(plan.precision):
+        return False
+    if mesh is None:
+        mesh, zero = world.mesh["dp_shard"], "z2"
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype(plan.precision))
+    blocks: list[nn.Module] = [*module.blocks()]
+    size = plan.bucket_layers
+    buckets = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    for bucket in buckets:
+        fully_shard(bucket, mesh=mesh, reshard_after_forward=zero == "z3", mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=None if zero == "z3" else False, mp_policy=policy)
+    for part in fsdp_modules(module):
+        # The loss is already divided by the global count of tokens: gradients are added up, never averaged.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+        if zero != "z3":
+            part.set_reshard_after_backward(False, recurse=False)
+        # A device gathers beside its compute on a stream of its own; a CPU only where the call doesn't wait.
+        part._set_unshard_async_op(world.device.type == "cpu")
+    if zero == "z3":
+        _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets)
+    if zero == "z1":
+        module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        module.set_is_last_backward(False)  # type: ignore[operator]
+    return True
+
+
+def _set_prefetch(
+    buckets: list, num_buckets: int
+) -> None:  # of a block of each, which fully_shard has made an FSDPModule
+    """Each bucket, when it is there, begins to gather the `ahead` next ones."""
+    for index, bucket in enumerate(buckets):
+        bucket.set_modules_to_forward_prefetch(buckets[index + 1 : index + 1 + num_buckets])
+        bucket.set_modules_to_backward_prefetch(buckets[max(0, index - num_buckets) : index][::-1])
+
+
+def materialize(module: Decoder, device: torch.device) -> None:
+    """Gives a stage that was built on the meta device its (uninitialised) memory, in its final place."""
+    module.to_empty(device=device)
+    if isinstance(module, FSDPModule):
+        # fully_shard moves unevenly sharded parameters to padded memory when it first runs: it must come before
+        # anyone keeps a reference to the local tensors.
+        _state(module)._lazy_init()
+
+
+def local_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The part of each parameter that this rank holds, by name, as leaf tensors that share its memory."""
+    return {name: _local(parameter) for name, parameter in module.named_parameters()}
+
+
+def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
+    """Points `.grad` of each local parameter at this rank's part of the reduced gradient.
+
+    Gathered parameters are dropped: only the sharded ones have reduced gradients.
+    """
+    reshard(module)
+    for name, parameter in module.named_parameters():
+        local[name].grad = None if parameter.grad is None else _local(parameter.grad)
+
+
+def unshard(module: nn.Module) -> None:
+    """Gathers the stage's parameters from its data-parallel ranks."""
+    handles = [part.unshard(async_op=True) for part in fsdp_modules(module)]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+
+
+def reshard(module: nn.Module) -> None:
+    """Drops the gathered parameters: the optimizer changes the sharded ones."""
+    for part in fsdp_modules(module):
+        part.reshard()
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Adds up the gradients that the stage's ranks have summed over their micro-batches; each keeps its part."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(True)
+        module.set_is_last_backward(True)
+        finish_backward(module)
+        module.set_requires_gradient_sync(False)
+        module.set_is_last_backward(False)
+
+
+@contextmanager
+def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
+    """Backwards within keep their gradients whole, whatever the sharding level; z1's always do."""
+    if not isinstance(module, FSDPModule) or zero == "z1":
+        yield
+        return
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def finish_backward(module: nn.Module) -> None:
+    """Takes up gradients that were not made by a backward, as the end of one would: z2 and z3 reduce them.
+
+    PyTorch has no public call for this outside a backward; its own pipelining makes these same calls.
+    """
+    if isinstance(module, FSDPModule):
+        root = _state(module)
+        for state in root._state_ctx.all_states:
+            for group in _groups(state):
+                for parameter in group.fsdp_params:  # what I left is in the master weights' dtype, what W made isn't
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+                group.post_backward()
+        root._root_post_backward_final_callback()
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that are gathered as a whole: the blocks, and the rest."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _state(module: FSDPModule) -> Any:  # a private type
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _groups(state: Any) -> list[Any]:  # private types, one group per state before torch 2.12
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of gradients that this rank holds now: its sharded ones, and unsharded ones that wait to be reduced."""
+    if not isinstance(module, FSDPModule):
+        return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    groups = (group for state in _state(module)._state_ctx.all_states for group in _groups(state))
+    return sum(_parameter_gradient_bytes(parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def _parameter_gradient_bytes(parameter: Any) -> int:  # of a private type
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    held = [
+        parameter.sharded_param.grad,
+        parameter.unsharded_accumulated_grad,
+        None if unsharded is None else unsharded.grad,
+    ]
+    return sum(_local(gradient).nbytes for gradient in held if gradient is not None)

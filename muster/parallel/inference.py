@@ -1,0 +1,42 @@
+"""A decoder for making text: whole, or the part of it that a tensor-parallel rank holds."""
+
+import torch
+from torch import Tensor
+
+from muster.layout.mesh import MeshCoordinates
+from muster.layout.tensor_layout import TensorLayout, chunk_bounds, stage_layouts
+from muster.model.decoder import Decoder
+from muster.parallel.axis import TensorAxis
+from muster.parallel.fsdp import DTYPES
+from muster.parallel.stage import shard_weights
+from muster.parallel.tensor_parallel import apply_parallel_linears, apply_vocab_parallel_embedding
+from muster.parallel.weight_grad_store import WeightGradStore
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan, Precision
+
+
+def build_inference_decoder(
+    spec: ModelSpec, precision: Precision, device: torch.device, axis: TensorAxis | None
+) -> tuple[Decoder, dict[str, TensorLayout]]:
+    """A decoder with all layers in the dtype of `precision`, uninitialised, and what it holds of each parameter."""
+    with torch.device("meta"):
+        module = Decoder(spec, range(spec.num_layers), first=True, last=True)
+    module.to(DTYPES[precision]).requires_grad_(False)
+    if axis is not None:
+        apply_vocab_parallel_embedding(module, axis, shard_weights(module, spec, axis), seq_len=0)
+        module.position_state.seq_len = (
+            None  # there is no sequence parallelism: hidden states have all positions that are read
+        )
+        apply_parallel_linears(module, axis, WeightGradStore())
+    module.to_empty(device=device)
+    plan = Plan(tp=1 if axis is None else axis.size)
+    at = MeshCoordinates(0, 0, 0, 0, 0 if axis is None else axis.index)
+    return module, {layout.name: layout for layout in stage_layouts(spec, plan, 0, at)}
+
+
+def all_gather_logits(axis: TensorAxis, vocab_size: int, logits_BV: Tensor) -> Tensor:
+    """The logits of all words, of logits of which each rank has those of its words; the same bits on every rank."""
+    first, count = chunk_bounds(vocab_size, axis.size, axis.index)
+    whole_BV = logits_BV.new_zeros(len(logits_BV), vocab_size)
+    whole_BV[:, first : first + count] = logits_BV
+    return axis.all_reduce(whole_BV).wait()

@@ -1,0 +1,152 @@
+"""How this rank's part of a tensor travels to and from ranks that may cut the tensor otherwise."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.layout.stage_resharding import BoxTransfer, hidden_state_box, stage_transfers, tied_grad_transfers
+from muster.layout.tensor_layout import Box, slices_within, stage_layouts
+from muster.parallel.world import World
+from muster.spec.model import ModelSpec
+
+RankSlice = tuple[int, tuple[slice, ...]]
+"""A world rank, and the part of this rank's tensor that goes to it or comes from it."""
+
+
+@dataclass(frozen=True)
+class P2PRoute:
+    """What this rank exchanges with another group of ranks."""
+
+    sends: tuple[RankSlice, ...] = ()
+    receives: tuple[RankSlice, ...] = ()
+
+    @classmethod
+    def whole_to(cls, rank: int) -> "P2PRoute":
+        """Whole tensors, to and from one rank."""
+        return cls(((rank, ()),), ((rank, ()),))
+
+    def send(self, tensor: Tensor, tag: int = 0) -> list[tuple[dist.Work, Tensor]]:
+        """Begins to send, part by part: the work, and the memory that must live until it is over."""
+        begun = []
+        for rank, part in self.sends:
+            buffer = tensor[part].contiguous()
+            work = dist.isend(buffer, rank, tag=tag)
+            assert work is not None
+            begun.append((work, buffer))
+        return begun
+
+    def receive(self, into: Tensor, tag: int = 0) -> "PendingReceive":
+        """Begins to fill `into`."""
+        arrival = PendingReceive([])
+        for rank, part in self.receives:
+            place = into[part]
+            buffer = place if place.is_contiguous() else place.new_empty(place.shape)
+            work = dist.irecv(buffer, rank, tag=tag)
+            assert work is not None
+            arrival.parts.append((work, buffer, place))
+        return arrival
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """What the other group has at the place of `tensor`, which it gets parts of in exchange."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        buffers = [received.new_empty(received[part].shape) for _, part in self.receives]
+        operations = [dist.P2POp(dist.isend, tensor[part].contiguous(), rank) for rank, part in self.sends]
+        for buffer, (rank, _) in zip(buffers, self.receives, strict=True):
+            operations.append(dist.P2POp(dist.irecv, buffer, rank))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for buffer, (_, part) in zip(buffers, self.receives, strict=True):
+            received[part] = buffer
+        return received
+
+
+@dataclass(frozen=True)
+class VariableLengthRoute(P2PRoute):
+    """Hidden states whose number of positions differs from one to the next: `of` gives the route of those of which this
+    rank has so many positions."""
+
+    route_for_length: Callable[[int], P2PRoute] = lambda _: P2PRoute()
+
+    def send(self, tensor: Tensor, tag: int = 0) -> list[tuple[dist.Work, Tensor]]:
+        return self.route_for_length(tensor.shape[1]).send(tensor, tag)
+
+    def receive(self, into: Tensor, tag: int = 0) -> "PendingReceive":
+        return self.route_for_length(into.shape[1]).receive(into, tag)
+
+
+@dataclass(frozen=True)
+class PendingReceive:
+    """A tensor under way: the work, buffer and place of each part."""
+
+    parts: list[tuple[dist.Work, Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """Until it is all in its place."""
+        for work, buffer, place in self.parts:
+            work.wait()
+            if buffer is not place:
+                place.copy_(buffer)
+
+
+def direct_routes(placement: Sequence[int]) -> dict[tuple[int, int], P2PRoute]:
+    """Between all neighbouring stages, whole tensors, where each pipeline rank is one rank."""
+    pairs = [(stage, other) for stage in range(len(placement)) for other in (stage - 1, stage + 1)]
+    return {pair: P2PRoute.whole_to(placement[pair[1]]) for pair in pairs if 0 <= pair[1] < len(placement)}
+
+
+def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]) -> dict[tuple[int, int], P2PRoute]:
+    """By (own stage, neighbouring stage on other ranks): the hidden states and gradients of a micro-batch."""
+    plan = world.plan
+    routes = {}
+    for stage in stages:
+        own = hidden_state_box(spec, plan, seq_len, stage, world.at)
+        for other, is_end in ((stage - 1, plan.is_first), (stage + 1, plan.is_last)):
+            if not is_end(stage) and plan.pp_rank(other) != world.at.pp:
+                outgoing, incoming = (
+                    stage_transfers(spec, plan, seq_len, *ends) for ends in ((stage, other), (other, stage))
+                )
+                routes[stage, other] = _route_of_rank(world.rank, own, outgoing, incoming)
+    return routes
+
+
+def variable_length_routes(
+    spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]
+) -> dict[tuple[int, int], P2PRoute]:
+    """As `stage_routes`, of micro-batches that have `seq_len` positions at most."""
+
+    def of(pair: tuple[int, int], positions: int) -> P2PRoute:
+        parts = seq_len // hidden_state_box(spec, world.plan, seq_len, pair[0], world.at).size[1]
+        return stage_routes(spec, world, positions * parts, pair[:1])[pair]
+
+    return {
+        pair: VariableLengthRoute(route_for_length=cache(partial(of, pair)))
+        for pair in stage_routes(spec, world, seq_len, stages)
+    }
+
+
+def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) -> dict[int, P2PRoute]:
+    """By own stage, the gradient of the weight that it shares with the other end of its replica on other ranks."""
+    routes = {}
+    # A spread vocabulary's one weight lies in parts on all ranks, and is shared with nobody.
+    for stage in stages if spec.tied_embeddings and not world.plan.spread_vocab else ():
+        other = world.plan.tied_embedding_peer(stage)
+        layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
+        if other is not None:
+            outgoing, incoming = (
+                tied_grad_transfers(spec, world.plan, *ends) for ends in ((stage, other), (other, stage))
+            )
+            boxes = layouts["embed.weight"].boxes
+            routes[stage] = _route_of_rank(world.rank, boxes[0], outgoing, incoming) if boxes else P2PRoute()
+    return routes
+
+
+def _route_of_rank(rank: int, own: Box, outgoing: Sequence[BoxTransfer], incoming: Sequence[BoxTransfer]) -> P2PRoute:
+    """Of all messages those of one rank, as parts of the box that it holds."""
+    return P2PRoute(
+        tuple((message.target, slices_within(message.box, own)) for message in outgoing if message.source == rank),
+        tuple((message.source, slices_within(message.box, own)) for message in incoming if message.target == rank),
+    )

@@ -1,0 +1,249 @@
+"""Lower bounds of a plan's step time, from the times of its instructions alone.
+
+They hold for whatever order a schedule chooses, so a plan whose bound is above a simulated time can't be the best.
+Three things are certain of a pipeline rank: it can't begin before the first micro-batch has come through the stages
+before its first one; it then has all its passes to do, one after another; and after its last backward the gradient
+still has to go back to the first stage, whose weights are reduced and updated last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.plan_times import example_p2p_times, p2p_times_are_alike, per_step_s, stage_p2p_times
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.stage_times import example_stage_times
+from muster.planner.space import ScheduleChoice
+from muster.schedule.action import Action
+from muster.spec.plan import Plan, split_evenly
+from muster.spec.schedules import SCHEDULES, stage_placement
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What bounds are made of: seconds by stage of all replicas, and once a step."""
+
+    forward_s: Column
+    backward_s: Column
+    """Of a backward, whole or for the inputs alone where the schedule splits it."""
+    weight_backward_s: Column
+    """Of the other part; 0 where backwards are whole."""
+    forward_transfer_s: Column
+    """The transfer to each stage from the one before; 0 within a rank."""
+    backward_transfer_s: Column
+    """That of the gradient, from each stage to the one before."""
+    begin: Sequence[float]
+    """UNSHARD of the first stage of each replica, and REDUCE, where the step waits for them."""
+    end: Sequence[float]
+    per_step_s: float
+    """STEP, and NORM where the step waits for it."""
+    core_load: Column
+    """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
+    every rank has a device of its own."""
+    is_additive: NDArray[np.bool_]
+    """Whether backwards of a stage take as much longer for each layer that is computed again."""
+
+    def without_sharding(self) -> "PassTimes":
+        """As if parameters were gathered and gradients reduced in no time."""
+        return replace(self, begin=[0.0] * len(self.begin), end=[0.0] * len(self.end))
+
+    def by_kind(self) -> dict[str, Column]:
+        """The passes' times by kind."""
+        return {"F": self.forward_s, "B": self.backward_s, "I": self.backward_s, "W": self.weight_backward_s}
+
+    def busy_s(self) -> Column:
+        """What a micro-batch takes on each stage."""
+        return self.forward_s + self.backward_s + self.weight_backward_s
+
+
+def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
+    """Of a plan on devices with data sheets."""
+    plan, zero = placed.plan, placed.plan.default_strategy.zero
+    examples, which = example_stage_times(placed), placed.stage_kinds.kind_by_stage
+    kinds = ("F", "I", "W") if plan.split_backward else ("F", "B")
+    passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
+    columns = passes[which].T
+    come, back = _transfer_columns(placed)
+    firsts = range(0, len(which), placed.stages_per_replica)
+    shared = [examples[which[first]] if plan.mesh(first).dp_size > 1 else None for first in firsts]
+    norm_s, step_s = per_step_s(placed, examples)
+    crowd = np.zeros(len(which))
+    if placed.cluster.device.shared_cores:
+        ranks = [placed.mesh(stage).num_ranks for stage in range(len(which))]
+        crowd = _core_load(ranks, placed.cluster.device.shared_cores * placed.cluster.num_nodes)
+    return PassTimes(
+        columns[0],
+        columns[1],
+        columns[2] if plan.split_backward else np.zeros(len(which)),
+        come,
+        back,
+        [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
+        [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
+        step_s + (0.0 if plan.post_validation else norm_s),
+        crowd,
+        np.array([at.recompute_is_additive for at in examples])[which],
+    )
+
+
+def _transfer_columns(placed: PlacedPlan) -> Column:
+    """What comes to each stage, and what goes back, in two rows."""
+    alike = p2p_times_are_alike(placed)
+    hops = example_p2p_times(placed) if alike else stage_p2p_times(placed)
+    columns = np.array([(0.0, 0.0) if pair is None else (pair[0].total_s, pair[1].total_s) for pair in hops])
+    return (columns[placed.p2p_kinds.kind_by_stage] if alike else columns).T
+
+
+def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
+    """Of a plan whose instructions were timed."""
+    placement, depth, zero = plan.placement, plan.stages_per_replica, plan.default_strategy.zero
+    stages = range(len(placement))
+
+    def column(kind: str) -> Column:
+        return np.array([op_times.duration_s(Action(kind, stage)) for stage in stages])
+
+    hops = [
+        (op_times.p2p_time(stage - 1, stage).total_s, op_times.p2p_time(stage, stage - 1).total_s)
+        if stage % depth and placement[stage] != placement[stage - 1]
+        else (0.0, 0.0)
+        for stage in stages
+    ]
+    firsts = range(0, len(placement), depth)
+    shared = [plan.mesh(first).dp_size > 1 for first in firsts]
+    ends = list(zip(firsts, shared, strict=True))
+    return PassTimes(
+        column("F"),
+        column("I" if plan.split_backward else "B"),
+        column("W") if plan.split_backward else np.zeros(len(placement)),
+        np.array([pair[0] for pair in hops]),
+        np.array([pair[1] for pair in hops]),
+        [op_times.duration_s(Action("UNSHARD", first)) if own and zero != "z3" else 0.0 for first, own in ends],
+        [op_times.duration_s(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
+        (0.0 if plan.post_validation else op_times.duration_s(Action("NORM", -1)))
+        + op_times.duration_s(Action("STEP", -1)),
+        _core_load(
+            [op_times.processes_per_rank[rank] if op_times.processes_per_rank else 1 for rank in placement],
+            op_times.cores,
+        ),
+        np.zeros(len(placement), bool),
+    )
+
+
+def _core_load(processes: Sequence[int], cores: int | None) -> Column:
+    return np.array(processes) / cores if cores else np.zeros(len(processes))
+
+
+def step_bound_s(plan: Plan, times: PassTimes, micro_batches: Sequence[int], added_s: Column | float = 0.0) -> float:
+    """Seconds that one step takes at least; `micro_batches`: those that run through each replica; `added_s`: what each
+    pipeline rank takes more for each before its last backward, at least."""
+    best, worked, depth = 0.0, 0.0, plan.stages_per_replica
+    for replica, count in enumerate(micro_batches):
+        own = slice(replica * depth, (replica + 1) * depth)
+        ranks, firsts, nexts = _ranks_of(plan.placement[own])
+        forward, inputs, weights = times.forward_s[own], times.backward_s[own], times.weight_backward_s[own]
+        head = times.begin[replica] + np.cumsum(times.forward_transfer_s[own] + forward) - forward
+        back = times.end[replica] + np.cumsum(times.backward_transfer_s[own] + inputs) - inputs
+        begin = head[firsts]
+        if nexts is not None:
+            # Until a micro-batch comes to its next stage, a rank has no passes but forwards of its first.
+            begin = np.maximum(begin, head[nexts] - max_warmup_forwards(plan, count) * forward[firsts])
+        # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
+        after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
+        ends = begin + count * (np.bincount(ranks, forward + inputs) + added_s) + after
+        worked += count * float(np.sum(times.core_load[own] * (forward + inputs + weights)))
+        best = max(best, float(np.max(ends)))
+    return max(best + times.per_step_s, worked)
+
+
+def max_warmup_forwards(plan: Plan, micro_batches: int) -> Column:
+    """Of each rank, the most forwards of its first stage before any other pass, by its schedule: those of a group
+    (interleaved), up to the first turn (ZB-V), what V-Half lets a rank keep; all where nothing is known."""
+    ranks, m = np.arange(plan.pp), micro_batches
+    if plan.schedule == "interleaved":
+        return np.full(plan.pp, float(-(-m // max(1, m // plan.pp))))
+    if plan.schedule == "zb-v":
+        return np.minimum(m, 2.0 * (plan.pp - ranks) - 1)
+    return np.full(plan.pp, float(min(m, plan.pp + 2) if plan.schedule == "v-half" else m))
+
+
+@lru_cache(maxsize=1024)
+def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp] | None]:
+    """The rank of each stage, counted among those there are; the first stage of each, and the second where all have
+    one."""
+    _, firsts, ranks = np.unique(np.array(placement), return_index=True, return_inverse=True)
+    again = np.ones(len(placement), bool)
+    again[firsts] = False
+    others, index = np.unique(np.array(placement)[again], return_index=True)
+    return ranks, firsts, np.flatnonzero(again)[index] if len(others) == len(firsts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one micro-batch on devices that are alike: of a layer, and of the whole model, forward and backward.
+
+    The whole has embedding, head and loss too, and whatever a stage takes beside its layers counts once.
+    """
+
+    layer_forward_s: float
+    layer_backward_s: float
+    whole_forward_s: float
+    whole_backward_s: float
+
+
+def choice_bound_s(
+    times: LayerTimes, choice: ScheduleChoice, num_layers: int | None, micro_batches: int, transfer_s: float = 0.0
+) -> float:
+    """Seconds that the passes of any plan of an order take at least, where a transfer between ranks takes `hop_s`.
+
+    `num_layers`: those of the model, None where they differ: then nothing is known of a layer.
+
+    With x_r the time of rank r for one micro-batch, its last pass ends after the forwards before it, its own passes,
+    and (where backwards are whole) the backwards of the same stages, and the transfers between: Σ_{s<r} (ρ·x_s + h) +
+    m·x_r, with ρ the part of x that stands before and after, h that of transfers. Whatever the layers of each rank, the
+    largest of these is least where all are equal to one T: x_r = T·a_r − h·c_r with a_0 = 1/m, c_0 = 0, a_{r+1} =
+    a_r·(1 − ρ/m), c_{r+1} = c_r·(1 − ρ/m) + 1/m, so that Σ x_r = X gives T. Some rank has at least the mean number of
+    layers, rounded up. Where they lie evenly, each rank has its layers to do after those before its first stage.
+    """
+    pp, m = choice.shape.pp, micro_batches
+    total_s = times.whole_forward_s + times.whole_backward_s
+    if pp == 1:
+        return m * total_s
+    entry = SCHEDULES[choice.schedule]
+    splits = entry.split_backward
+    if num_layers is None:
+        known = choice.vpp == 1 and not splits and not entry.searched and entry.default_replicas == 1
+        return _balanced_bound_s(total_s, pp, m, transfer_s) if known else m * total_s / pp
+    layer_s = times.layer_forward_s + times.layer_backward_s
+    if choice.vpp == 1 and choice.balances_layers:
+        share = times.layer_forward_s / layer_s if splits else 1.0
+        # Embedding and head are less evenly forward and backward than layers are, so the smaller share counts.
+        whole = times.whole_forward_s / total_s if splits else 1.0
+        least_s = _balanced_bound_s(total_s, pp, m, (1 if splits else 2) * transfer_s / 2, min(share, whole))
+        return max(least_s, m * -(-num_layers // pp) * layer_s)
+    if entry.searched or entry.default_replicas > 1:
+        return m * total_s / pp
+    before, held = _layers_before_and_held(num_layers, stage_placement(entry, pp, choice.vpp))
+    before_s = times.layer_forward_s + (0.0 if splits else times.layer_backward_s)
+    return max(m * total_s / pp, float(np.max(before * before_s + m * layer_s * held)))
+
+
+def _balanced_bound_s(total_s: float, pp: int, m: int, transfer_s: float, share: float = 1.0) -> float:
+    """The T of `order_bound_s`; `share`: its ρ."""
+    kept = 1 - share / m
+    if kept >= 1:
+        return 0.0
+    each = (1 - kept**pp) / (1 - kept)
+    return (m * total_s + 2 * transfer_s * (pp - each) / (1 - kept)) / each
+
+
+@lru_cache(maxsize=4096)
+def _layers_before_and_held(num_layers: int, placement: tuple[int, ...]) -> tuple[Column, Column]:
+    """Layers that lie before each rank's first stage, and those that it holds, where stages have as many as can be."""
+    ranks, firsts, _ = _ranks_of(placement)
+    counts = np.array(split_evenly(num_layers, len(placement)), float)
+    return (np.cumsum(counts) - counts)[firsts], np.bincount(ranks, counts).astype(float)

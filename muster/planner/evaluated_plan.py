@@ -1,0 +1,46 @@
+"""What came of simulating a plan, and how plans are ranked."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from muster.simulate.predict import Prediction
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.spec.supported import unsupported_features
+
+
+class SortKey(NamedTuple):
+    """How plans are ranked: by the objective, then by time, then by name."""
+
+    value: float
+    step_time_s: float
+    name: str
+
+
+@dataclass(frozen=True)
+class EvaluatedPlan:
+    """A plan that was simulated."""
+
+    plan: Plan
+    prediction: Prediction
+    value: float
+    """Of the objective, for one step: seconds, dollars, joules or bytes."""
+
+    @cached_property
+    def name(self) -> str:
+        return format_plan_name(self.plan)
+
+    @property
+    def sort_key(self) -> SortKey:
+        return SortKey(self.value, self.prediction.step_time_s, self.name)
+
+    @cached_property
+    def unsupported(self) -> list[str]:
+        """What of the plan can't be run yet."""
+        return unsupported_features(self.plan)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.total for rank in self.prediction.memory)

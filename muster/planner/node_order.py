@@ -1,0 +1,121 @@
+"""Which nodes of an unequal cluster go where: the order in which a plan's ranks are laid on them.
+
+Ranks that talk much should share fast links, and ranks that share a stage should be alike. So nodes are put in an order
+in which those with fast links stand together (Holmes, arXiv:2312.03549: no data-parallel group mixes network cards,
+pipelines cross the slow links), and single nodes are then exchanged as long as that helps (Pipette, arXiv:2405.18093:
+annealing over measured links).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+from math import exp
+from random import Random
+
+from muster.spec.cluster import ClusterSpec, NodeGroup
+
+MAX_PERMUTED_BLOCKS = 4
+"""Blocks of nodes whose orders are all tried; of more, only those by speed."""
+
+
+def nodes_of(cluster: ClusterSpec) -> list[NodeGroup]:
+    """Each node as a group of its own."""
+    return [group.model_copy(update={"num_nodes": 1}) for group in cluster.groups for _ in range(group.num_nodes)]
+
+
+def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
+    """The cluster with its nodes in another order; neighbours that are alike are one group."""
+    nodes = nodes_of(cluster)
+    groups: list[NodeGroup] = []
+    for index in order:
+        if groups and groups[-1].model_copy(update={"num_nodes": 1}) == nodes[index]:
+            groups[-1] = groups[-1].model_copy(update={"num_nodes": groups[-1].num_nodes + 1})
+        else:
+            groups.append(nodes[index])
+    matrix = cluster.node_bandwidth_bytes_per_s
+    if matrix is not None:
+        matrix = tuple(tuple(matrix[one][other] for other in order) for one in order)
+    return cluster.model_copy(update={"groups": tuple(groups), "node_bandwidth_bytes_per_s": matrix})
+
+
+def is_heterogeneous(cluster: ClusterSpec) -> bool:
+    """Whether it matters which node stands where, or a line between sites makes much of what crosses it."""
+    if cluster.num_nodes == 1:
+        return False
+    matrix = cluster.node_bandwidth_bytes_per_s
+    rates = {rate for index, row in enumerate(matrix or ()) for other, rate in enumerate(row) if index != other}
+    return not cluster.is_uniform or len(rates) > 1 or any(tier.link is not None for tier in cluster.tiers)
+
+
+def block_orders(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
+    """Orders of the nodes in which blocks that are alike and joined by fast links stand together; as listed first."""
+    count = cluster.num_nodes
+    seen = {tuple(range(count))}
+    yield tuple(range(count))
+    for blocks in _partitions(cluster):
+        orders = permutations(blocks) if len(blocks) <= MAX_PERMUTED_BLOCKS else [sorted(blocks, key=len, reverse=True)]
+        for chosen in orders:
+            order = tuple(node for block in chosen for node in block)
+            if order not in seen:
+                seen.add(order)
+                yield order
+
+
+def _partitions(cluster: ClusterSpec) -> Iterator[list[tuple[int, ...]]]:
+    """Nodes by their kind, and, for each rate that occurs, by what links of at least that rate join."""
+    nodes, matrix = nodes_of(cluster), cluster.node_bandwidth_bytes_per_s
+    count = len(nodes)
+    yield _blocks(count, lambda one, other: nodes[one] == nodes[other])
+    if matrix is None:
+        return
+    for rate in sorted({matrix[one][other] for one in range(count) for other in range(count) if one != other}):
+        yield _blocks(count, lambda one, other, rate=rate: nodes[one] == nodes[other] and matrix[one][other] >= rate)
+
+
+def _blocks(count: int, alike: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
+    """Blocks of nodes of which each is alike with all others of its block, found in the order of the nodes."""
+    blocks: list[list[int]] = []
+    for node in range(count):
+        home = next((block for block in blocks if all(alike(node, other) for other in block)), None)
+        if home is None:
+            blocks.append([node])
+        else:
+            home.append(node)
+    return [tuple(block) for block in blocks]
+
+
+def anneal(
+    order: Sequence[int], cost: Callable[[Sequence[int]], float], tries: int, seed: int = 0
+) -> tuple[tuple[int, ...], float]:
+    """A better order, and its cost, by simulated annealing: swaps, moves and reversals of nodes.
+
+    The temperature falls from what a change costs on average to nothing within `tries`. Deterministic.
+    """
+    random, count = Random(seed), len(order)
+    current, best = tuple(order), tuple(order)
+    cost_now = cost_best = cost(current)
+    if count < 2:
+        return best, cost_best
+    trials = [abs(cost(_mutate(current, random, count)) - cost_now) for _ in range(max(1, tries // 20))]
+    hottest = sum(trials) / len(trials)
+    for step in range(tries):
+        candidate = _mutate(current, random, count)
+        cost_new = cost(candidate)
+        heat = hottest * (1 - step / tries)
+        if cost_new <= cost_now or (heat > 0 and random.random() < exp((cost_now - cost_new) / heat)):
+            current, cost_now = candidate, cost_new
+            if cost_now < cost_best:
+                best, cost_best = current, cost_now
+    return best, cost_best
+
+
+def _mutate(order: tuple[int, ...], random: Random, count: int) -> tuple[int, ...]:
+    one, other = sorted(random.sample(range(count), 2))
+    nodes = list(order)
+    kind = random.randrange(3)
+    if kind == 0:
+        nodes[one], nodes[other] = nodes[other], nodes[one]
+    elif kind == 1:
+        nodes.insert(one, nodes.pop(other))
+    else:
+        nodes[one : other + 1] = reversed(nodes[one : other + 1])
+    return tuple(nodes)

@@ -1,0 +1,126 @@
+"""Files with parts of people's own, which a run names: read by every process of the run, and known by their hash."""
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from muster.plugins.registry import LOADING, has_components_from
+from muster.spec.base import Frozen
+from muster.spec.errors import ConfigError, MusterError
+
+
+class PluginFile(Frozen):
+    """A file with registered parts."""
+
+    file: str
+    """The path of a Python file, or the name of a module that Python finds, such as `my_package.parts`."""
+    sha256: str
+    """Of the file as it was when the run was asked for."""
+
+
+def resolve_plugin(said: object, folder: Path = Path()) -> PluginFile:
+    """What a run file says of one: a path relative to `folder` or a module's name, or both fields. Raises ConfigError
+    where there is no such file."""
+    if isinstance(said, PluginFile):
+        return said
+    if isinstance(said, dict) and said.keys() == {"file", "sha256"}:
+        return PluginFile(**said)
+    if not isinstance(said, str) or not said:
+        raise ConfigError(f"plugins: expected Python files or modules, such as my_parts.py, got {said!r}")
+    file = str((folder / Path(said).expanduser()).resolve()) if _is_file(said) else said
+    return PluginFile(file=file, sha256=plugin_sha256(file))
+
+
+def plugin_sha256(file: str) -> str:
+    """Of a plugin as it is now. Raises ConfigError where there is none."""
+    path = plugin_path(file)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"plugins: can't read {path}: {error.strerror}") from None
+
+
+def plugin_path(file: str) -> Path:
+    """Where a plugin lies. Raises ConfigError where there is none."""
+    if _is_file(file):
+        if Path(file).is_file():
+            return Path(file)
+        raise ConfigError(f"plugins: there is no file {file}")
+    try:
+        found = find_spec(file)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise ConfigError(f"plugins: Python finds no module {file}; for a file write its path, such as {file}.py")
+    return Path(found.origin)
+
+
+def load_plugins(plugins: Iterable[PluginFile]) -> None:
+    """Lets each register its parts, once. Raises ConfigError, with file and line, where one can't be imported."""
+    for plugin in plugins:
+        path = plugin_path(plugin.file)
+        name = f"muster_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if not _is_file(plugin.file):
+            _guarded(path, lambda plugin=plugin: import_module(plugin.file))
+        elif _LOADED.get(name) != plugin.sha256 and not (name not in _LOADED and has_components_from(path)):
+            _LOADED[name] = plugin.sha256
+            _guarded(path, lambda path=path, name=name: _execute(path, name))
+
+
+def require_unchanged_plugins(plugins: Iterable[PluginFile]) -> None:
+    """Raises ConfigError where a file is not what it was when its hash was written down."""
+    for plugin in plugins:
+        if (now := plugin_sha256(plugin.file)) != plugin.sha256:
+            raise ConfigError(
+                f"plugins: {plugin.file} is not what this run was trained with (sha256 {plugin.sha256}…, now {now}…):"
+                " bring back the file as it was, or write the new hash into config.yaml"
+            )
+
+
+def is_loading_plugin() -> bool:
+    """Whether this process is in the middle of reading a plugin."""
+    return bool(LOADING)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+_LOADED: dict[str, str] = {}
+"""Module's name → the hash of what was read."""
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".py") or "/" in text
+
+
+def _execute(path: Path, name: str) -> None:
+    made = spec_from_file_location(name, path)
+    assert made is not None
+    assert made.loader is not None
+    module = module_from_spec(made)
+    sys.modules[name] = module  # dataclasses look for the module that they are in
+    made.loader.exec_module(module)
+
+
+def _guarded(path: Path, read: Any) -> None:
+    LOADING.append(set())
+    try:
+        read()
+    except MusterError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"plugins: {error_location(path, error)}: {type(error).__name__}: {error}") from error
+    finally:
+        LOADING.pop()
+
+
+def error_location(path: Path, error: BaseException) -> str:
+    """`FILE:LINE` of the last line of a file that led to an error; the file alone where none did."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{frames[-1].lineno}" if frames else str(path)

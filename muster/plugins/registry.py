@@ -1,0 +1,112 @@
+"""Parts of people's own: registered by name from files outside the package (`muster.register_model` and the like)."""
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
+
+ComponentKind = Literal["model", "dataset", "optimizer", "schedule", "loss", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginComponent:
+    """One registered part."""
+
+    kind: ComponentKind
+    name: str
+    target: Any
+    """What was registered, with what was declared of it."""
+    file: Path | None
+    """Where it was registered; None in a notebook or at a prompt, whose code other processes can't read."""
+
+
+_COMPONENTS: dict[tuple[ComponentKind, str], PluginComponent] = {}
+LOADING: list[set[tuple[ComponentKind, str]]] = []
+"""For each plugin that is being read, one within another, what it has registered so far."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def register_component(kind: ComponentKind, name: str, what: Any, builtin_names: Iterable[str] = ()) -> None:
+    """Registers a part; `own` are Muster's names of that kind. A file that is read again registers anew.
+
+    Raises ConfigError where the name is none, or is taken.
+    """
+    require_component_name(kind, name)
+    part, before = PluginComponent(kind, name, what, _caller()), _COMPONENTS.get((kind, name))
+    if name in builtin_names:
+        raise ConfigError(f"register_{kind}: Muster has a {kind} '{name}' itself; choose another name")
+    if before is not None and before.file != part.file:
+        raise ConfigError(
+            f"register_{kind}: {part.file or 'this session'} registers '{name}', which {before.file or 'this session'}"
+            " has registered; one of them needs another name"
+        )
+    if LOADING:
+        if (kind, name) in LOADING[-1]:
+            raise ConfigError(f"register_{kind}: {part.file} registers '{name}' twice; one of them needs another name")
+        LOADING[-1].add((kind, name))
+    _COMPONENTS[kind, name] = part
+
+
+def require_component_name(kind: ComponentKind, name: object) -> None:
+    """Raises ConfigError for what can't name a part, such as the function itself where a decorator has no name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
+        raise ConfigError(
+            f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}: write"
+            f" register_{kind}('mine')"
+        )
+
+
+def require_callable(kind: ComponentKind, name: str, what: object) -> None:
+    """Raises ConfigError for what is neither a function nor a class."""
+    if not callable(what):
+        raise ConfigError(f"register_{kind}: expected a function or a class for '{name}', got {what!r}")
+
+
+def component_names(kind: ComponentKind) -> list[str]:
+    """The registered names of a kind."""
+    return [name for known, name in _COMPONENTS if known == kind]
+
+
+def find_component(kind: ComponentKind, name: str) -> PluginComponent | None:
+    """None where there is none of that name."""
+    return _COMPONENTS.get((kind, name))
+
+
+def get_component(kind: ComponentKind, name: str, builtin_names: Iterable[str] = ()) -> Any:
+    """What is registered under a name. Raises ConfigError, with the closest of all names, where nothing is; `own` are
+    Muster's."""
+    if (part := _COMPONENTS.get((kind, name))) is not None:
+        return part.target
+    known = [*builtin_names, *component_names(kind)]
+    there = f"there are {', '.join(known)}" if known else "none is registered: add the file that does so to plugins"
+    raise ConfigError(f"there is no {kind} '{name}'{did_you_mean(name, known)} ({there})")
+
+
+def require_component(kind: ComponentKind, name: str, builtin_names: tuple[str, ...] = ()) -> str:
+    """The name. Raises ValueError where no plugin registers a part of it."""
+    try:
+        get_component(kind, name, builtin_names)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+def has_components_from(file: Path) -> bool:
+    """Whether a file has registered anything."""
+    return any(part.file == file for part in _COMPONENTS.values())
+
+
+def _caller() -> Path | None:
+    """The file, outside the package, that registers a part."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if not path.resolve().is_relative_to(_PACKAGE):
+            return path.resolve() if path.is_file() else None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,102 @@
+"""One rank of a profile: measures with the others, and rank 0 leaves what was found."""
+
+import os
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from muster.config.yaml_writer import write_atomically
+from muster.parallel.world import open_world
+from muster.probe.collectives import BYTES, QUICK_BYTES, CollectiveTimes, ranks_per_core_of, time_collectives
+from muster.probe.contention import contention_factors, contention_runs, time_steps
+from muster.probe.kernels import QUICK, KernelSizes, time_kernels
+from muster.probe.runtime_overhead import profile_run, runtime_overheads, tiny_runs
+from muster.probe.timer import KernelTimer
+from muster.spec.machine_rates import KernelRates, MachineRates
+from muster.spec.plan import Plan, Precision
+from muster.train.worker import exit_process, rank_main
+
+RATES_FILE, QUICK_FILE = "rates.json", "quick"
+QUICK_RUNS = 2
+"""Ways to hold a stage whose bookkeeping a quick profile measures: whole, and z1."""
+PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
+
+
+def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
+    """Measures kernels, collectives and bookkeeping on this rank among `world_size`. Returns 0."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    begin_s, quick = perf_counter(), (folder / QUICK_FILE).exists()
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(f"{perf_counter() - begin_s:5.1f} s  {what}", flush=True)
+
+    with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
+        cores = len(os.sched_getaffinity(0)) if world.device.type == "cpu" else 0
+        clock = KernelTimer(world.device, shared=0 < cores < world_size)
+        kernels: dict[Precision, list[KernelRates]] = {}
+        for precision in PRECISIONS[world.device.type][: 1 if quick else None]:
+            sizes = QUICK if quick else KernelSizes()
+            own = time_kernels(clock, precision, sizes, lambda what, precision=precision: say(f"{precision}: {what}"))
+            kernels[precision] = world.all_gather_object(own)
+        say(f"collectives over {world_size} ranks")
+        collectives: list[CollectiveTimes] = []
+        if world_size > 1:
+            collectives = world.all_gather_object(
+                time_collectives(world, ranks_per_core_of(world), QUICK_BYTES if quick else BYTES)
+            )
+    machine = MachineRates(
+        ranks=world_size,
+        cores=cores,
+        kernels={precision: _mean_kernels(found) for precision, found in kernels.items()},
+        collectives={name: tuple(points) for name, points in _mean_collectives(collectives).items()},
+    )
+    runs = []
+    for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):
+        say(f"bookkeeping of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        runs.append((config, profile_run(config, store, rank, generation)))
+    steps = []
+    for generation, config in enumerate(islice(contention_runs(world_size), 1 if quick else None), start=len(runs) + 1):
+        say(f"whole steps of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        steps.append((config, time_steps(config, store, rank, generation)))
+    if rank == 0:
+        machine = machine.model_copy(update={"overheads": runtime_overheads(runs, machine)})
+        machine = machine.model_copy(update={"company": contention_factors(steps, machine)})
+        write_atomically(folder / RATES_FILE, machine.model_dump_json())
+        say("done")
+    return 0
+
+
+def _mean_kernels(ranks: list[KernelRates]) -> KernelRates:
+    """The medians over the ranks, which all timed the same."""
+    first = ranks[0].model_dump()
+    others = [one.model_dump() for one in ranks]
+    found = {
+        table: {
+            name: [
+                (*point[:-1], median(other[table][name][place][-1] for other in others))
+                for place, point in enumerate(points)
+            ]
+            for name, points in curves.items()
+        }
+        for table, curves in first.items()
+    }
+    return KernelRates.model_validate(found)
+
+
+def _mean_collectives(ranks: list[CollectiveTimes]) -> CollectiveTimes:
+    return {
+        name: [
+            (*point[:-1], sum(other[name][place][-1] for other in ranks) / len(ranks))
+            for place, point in enumerate(points)
+        ]
+        for name, points in (ranks[0] if ranks else {}).items()
+    }
+
+
+if __name__ == "__main__":
+    exit_process(rank_main(profile_rank))

@@ -1,0 +1,245 @@
+"""The tables of a validation, as cells: the same for the terminal, the page and the documentation."""
+
+import re
+from collections.abc import Sequence
+from statistics import mean
+from typing import NamedTuple
+
+from muster.report.formatting import NOT_AVAILABLE, format_seconds
+from muster.spec.plan import Plan
+from muster.spec.plan_name import format_plan_name
+from muster.validate.score import ErrorScores
+from muster.validate.summary import GroupScores, Summary, places_by_reason
+from muster.validate.sweeps import Sweep
+
+Cells = tuple[str, ...]
+_NAME = 46
+"""Letters of a source's name that are shown."""
+_PLACES = 4
+"""So many places of rows that share a reason are named."""
+
+
+_SWEEPS = 20
+"""Where there are more, those with few layouts are summed up only."""
+
+
+def format_percent(value: float | None, sign: bool = False) -> str:
+    """`7.3 %`, with a sign `−1.2 %`."""
+    if value is None:
+        return NOT_AVAILABLE
+    return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
+
+
+ERRORS, FULLY_SPECIFIED, OUTCOMES = "All rows", "What the rows state", "Does it fit?"
+SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Tilts within sweeps", "The worst rows", "Not predicted"
+
+
+class Section(NamedTuple):
+    """A table with its title, and a sentence that sums it up where there is one."""
+
+    title: str
+    rows: list[Cells]
+    sentence: str = ""
+
+
+def sections(summary: Summary) -> list[Section]:
+    """All tables that have rows, in the order in which they are shown."""
+    every = summary.overall.every
+    found = [
+        Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
+        Section(FULLY_SPECIFIED, specified_rows(summary)),
+        Section(OUTCOMES, outcome_rows(summary), _near_words(summary)),
+        Section(SWEEPS, sweep_rows(summary), sweeps_sentence(summary)),
+        Section(AXIS_BIAS, axis_bias_rows(summary)),
+        Section(WORST, worst_rows(summary)),
+        Section(UNPREDICTED, unpredicted_rows(summary), _left_out_words(summary)),
+    ]
+    return [section for section in found if len(section.rows) > 1 or section.title == ERRORS]
+
+
+def _near_words(summary: Summary) -> str:
+    near = summary.overall.outcome.near
+    if not near:
+        return ""
+    words = (f"{result.row.location} ({'worked' if result.succeeded else 'out of memory'})" for result in near)
+    return f"Within 5 % of the capacity: {', '.join(words)}."
+
+
+def _left_out_words(summary: Summary) -> str:
+    if not summary.not_scored:
+        return ""
+    words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.not_scored.items()))
+    return f"Rows that say no step time, throughput or outcome aren't scored: {words}."
+
+
+def error_rows(summary: Summary) -> list[Cells]:
+    """A header, one row for each source, and one for all."""
+    head = ("source", "rows", "predicted", "error", "median", "bias", "left out", "Calculon", "here")
+    return [head, *(_error_row(name, group) for name, group in _groups(summary))]
+
+
+def _error_row(name: str, group: GroupScores) -> Cells:
+    calculon = (format_percent(group.calculon.mape), format_percent(group.beside_calculon.mape))
+    left_out = format_percent(group.uncalibrated.mape) if group.uncalibrated else "not used"
+    return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), left_out, *calculon)
+
+
+def specified_rows(summary: Summary) -> list[Cells]:
+    """The same, apart: rows that leave nothing open, and those that do with the interval over their choices."""
+    head = ("source", "stated", "error", "median", "bias", "open", "error", "width", "inside")
+    return [head, *(_specified_row(name, group) for name, group in _groups(summary))]
+
+
+def _specified_row(name: str, group: GroupScores) -> Cells:
+    interval = (format_percent(group.interval.width), format_percent(group.interval.coverage))
+    stated = (str(group.specified.predicted), *_errors(group.specified))
+    return (name, *stated, str(group.interval.rows), format_percent(group.open.mape), *interval)
+
+
+def _groups(summary: Summary) -> list[tuple[str, GroupScores]]:
+    """Those with rows, and all."""
+    shown = [(short_source_name(name), group) for name, group in summary.by_source.items() if group.every.rows]
+    return [*shown, ("all", summary.overall)]
+
+
+def short_source_name(source: str) -> str:
+    """A source's name; a long one without what stands in parentheses."""
+    name = source.removeprefix("NVIDIA ")
+    if len(name) > _NAME:
+        name = re.sub(r"\s*\(.*?\)", "", name)
+    return name if len(name) <= _NAME else name[: _NAME - 1].rstrip() + "…"
+
+
+def _errors(errors: ErrorScores) -> Cells:
+    return format_percent(errors.mape), format_percent(errors.median_ape), format_percent(errors.bias, sign=True)
+
+
+def outcome_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each source of runs that are known to have worked or failed; near: within 5 % of the
+    capacity, not in the counts; undecided: what the row leaves open decides."""
+    head = ("source", "OOM: said", "missed", "success: said", "missed", "balanced", "near", "undecided")
+    rows = []
+    for name, group in _groups(summary):
+        found = group.outcome
+        counts = (found.oom_predicted_oom, found.oom_predicted_fit)
+        counts += (found.success_predicted_fit, found.success_predicted_oom)
+        if name == "all" or found.wrong + found.oom_predicted_oom + len(found.near) + found.undecided:
+            share = format_percent(found.balanced_accuracy)
+            rows.append((name, *map(str, counts), share, str(len(found.near)), str(found.undecided)))
+    return [head, *rows] if rows else [head]
+
+
+def sweep_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each sweep."""
+    head = (
+        "sweep",
+        "layouts",
+        "OOM",
+        "rank corr.",
+        "first reaches",
+        "of those that ran",
+        "first three reach",
+        "best in 3",
+    )
+    return [
+        head,
+        *(
+            (
+                *(sweep.name, str(sweep.layouts), str(sweep.failed), f"{sweep.rank_correlation:.2f}"),
+                *(format_percent(100 * sweep.first_reaches), format_percent(100 * sweep.first_timed_reaches)),
+                format_percent(100 * sweep.three_reach),
+                "yes" if sweep.best_in_first_three else "no",
+            )
+            for sweep in _shown_sweeps(summary)
+        ),
+    ]
+
+
+def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
+    """The smaller ones too, where they aren't many."""
+    every = (*summary.sweeps, *summary.small_sweeps)
+    return every if len(every) <= _SWEEPS else summary.sweeps
+
+
+def sweeps_sentence(summary: Summary) -> str:
+    """The sweeps' scores in a sentence, and those of smaller ones in another; empty without sweeps."""
+    words = [_sweeps_words(summary.sweeps)] if summary.sweeps else []
+    if small := summary.small_sweeps:
+        fewest, most = (pick(sweep.layouts for sweep in small) for pick in (min, max))
+        reaches = [sweep.first_reaches for sweep in small]
+        words.append(
+            f"Of {_counted(small, 'smaller sweep')}, of {fewest} to {most} layouts, what is ranked first reaches"
+            f" {format_percent(100 * mean(reaches))} on average, at least {format_percent(100 * min(reaches))}; it"
+            f" is the best in"
+            f" {sum(reach == 1.0 for reach in reaches)}."
+        )
+    return " ".join(words)
+
+
+def _counted(sweeps: Sequence[Sweep], name: str) -> str:
+    return f"{len(sweeps)} {name}{'' if len(sweeps) == 1 else 's'}"
+
+
+def _sweeps_words(sweeps: Sequence[Sweep]) -> str:
+    correlation = mean(sweep.rank_correlation for sweep in sweeps)
+    first, ran, three = (
+        [getattr(sweep, name) for sweep in sweeps] for name in ("first_reaches", "first_timed_reaches", "three_reach")
+    )
+    return (
+        f"Of {_counted(sweeps, 'sweep')} the mean rank correlation is {correlation:.2f};"
+        f" what is ranked first reaches {format_percent(100 * mean(first))} of the best on average (it ran out of"
+        f" memory in"
+        f" {first.count(0.0)}), and of the layouts that ran {format_percent(100 * mean(ran))}, at least"
+        f" {format_percent(100 * min(ran))}; the best of the first three reaches"
+        f" {format_percent(100 * mean(three))} on average, at"
+        f" least {format_percent(100 * min(three))}, and is the best of all in"
+        f" {format_percent(100 * three.count(1.0) / len(three))}."
+    )
+
+
+def axis_bias_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each change of an axis."""
+    head = ("axis", "from → to", "pairs", "tilt", "too slow in")
+    return [
+        head,
+        *(
+            (tilt.axis, tilt.change, str(tilt.pairs), format_percent(tilt.tilt, sign=True), str(tilt.positive))
+            for tilt in summary.axis_biases
+        ),
+    ]
+
+
+def worst_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each of the rows that are furthest off."""
+    rows: list[Cells] = [("row", "model", "devices", "plan", "measured", "predicted", "error", "open")]
+    for result in summary.worst:
+        assert result.inputs is not None
+        row = result.row
+        plan = result.inputs.cases[result.chosen].plan
+        rows.append(
+            (
+                *(row.location, row.model_name, f"{row.n_gpus} × {row.gpu}", short_plan_name(plan)),
+                *(format_seconds(result.measured_s), format_seconds(result.predicted_s)),
+                *(format_percent(100 * result.error, sign=True), ", ".join(result.inputs.unstated) or "nothing"),
+            )
+        )
+    return rows
+
+
+def short_plan_name(plan: Plan) -> str:
+    """A plan's short name without the hash that stands for what a name can't say."""
+    return format_plan_name(plan).partition("+")[0]
+
+
+def unpredicted_rows(summary: Summary) -> list[Cells]:
+    """A header and one row for each reason."""
+    rows: list[Cells] = [("reason", "rows", "which")]
+    for reason, places in places_by_reason(summary.unpredicted).items():
+        more = f", … {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+        rows.append((reason, str(len(places)), ", ".join(places[:_PLACES]) + more))
+    return rows
+
+
+def reason_rows(summary: Summary) -> list[Cells]:
+    """`unread_rows` without the places."""
+    return [cells[:2] for cells in unpredicted_rows(summary)]

@@ -1,0 +1,162 @@
+"""How a plan's training compares with the reference, in numbers and in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from muster.report.formatting import NOT_AVAILABLE
+
+Phase = Literal["forward", "loss", "backward", "norm", "update", "later"]
+"""Where a step goes wrong first; `later`: not in the first step."""
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where a plan first differs from the reference."""
+
+    phase: Phase
+    step: int
+    """From 1."""
+    where: str
+    """The part of the model, or the parameter."""
+    size: float
+    """Relative to the reference."""
+    factor: float | None = None
+    """What all gradients are multiplied by, where they differ by one factor alone."""
+    copy: str | None = None
+    """Which of the parameter's copies it is, where the others are right."""
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """One plan beside the reference. All differences are relative; of tensors, in the Euclidean norm."""
+
+    plan: str
+    precision: str
+    tolerance: float
+    losses: Sequence[float] = ()
+    reference_losses: Sequence[float] = ()
+    grad_norms: Sequence[float] = ()
+    reference_grad_norms: Sequence[float] = ()
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    """Outputs of the first step's forward, by part of the model, in its order."""
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    """The first step's, before clipping, by parameter; the worst copy."""
+    updates: Mapping[str, float] = field(default_factory=dict)
+    """Parameters after the first step, against what the optimizer makes of the plan's own gradients."""
+    first: FirstDifference | None = None
+    failure: str | None = None
+    """Why the plan could not be run to the end."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return self.first is None and self.failure is None
+
+    @property
+    def loss_difference(self) -> float | None:
+        """The largest of all steps."""
+        return _worst(self.losses, self.reference_losses)
+
+    @property
+    def norm_difference(self) -> float | None:
+        """That of the first step: later ones magnify rounding."""
+        return _worst(self.grad_norms[:1], self.reference_grad_norms[:1])
+
+    @property
+    def worst_parameter(self) -> tuple[str, float] | None:
+        """The parameter whose gradient or update differs most, and by how much."""
+        found = [(name, size) for sizes in (self.gradients, self.updates) for name, size in sizes.items()]
+        return max(found, key=lambda pair: _order(pair[1]), default=None)
+
+
+def parity_table(verdicts: Sequence[ParityResult]) -> Table:
+    """A row for each plan; what is beyond its tolerance is bold."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("plan", overflow="fold")
+    for name in ("loss", "grad norm"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worst parameter", overflow="fold")
+    table.add_column("")
+    for verdict in verdicts:
+        limit = verdict.tolerance
+        name, size = verdict.worst_parameter or ("", None)
+        worst = Text.assemble(_cell(size, limit), " ", name)
+        end = Text("same") if verdict.agrees else Text("failed" if verdict.failure else "differs", "bold")
+        numbers = (_cell(verdict.loss_difference, limit), _cell(verdict.norm_difference, limit))
+        table.add_row(verdict.plan, *numbers, worst, end)
+    return table
+
+
+def parity_sentence(verdict: ParityResult) -> str:
+    """Where the plan goes wrong first, in words."""
+    plan, first = verdict.plan, verdict.first
+    if verdict.failure is not None:
+        return f"{plan} could not be run: {verdict.failure}"
+    if first is None:
+        return f"{plan} trains as one process does (to {verdict.tolerance:.0e})"
+    size, where = f"by {_number(first.size)}", first.where + (f" ({first.copy})" if first.copy else "")
+    if first.phase == "forward":
+        return f"{plan} differs in the forward: {first.where} is the first part whose output is another ({size})"
+    if first.phase == "loss":
+        return (
+            f"{plan} differs in the loss ({size}), though the logits agree:"
+            " which labels count, or what their sum is divided by, is wrong"
+        )
+    if first.phase == "backward":
+        factor = f"; all gradients are {first.factor:.4g} times what they should be" if first.factor else ""
+        return (
+            f"{plan} differs in the backward: the forward agrees, and on the way back from the loss"
+            f" {where} is the first whose gradient is another ({size}){factor}"
+        )
+    if first.phase == "norm":
+        return f"{plan} differs in the gradients' norm ({size}), though all gradients agree"
+    if first.phase == "update":
+        return f"{plan} differs in the update: gradients agree, but {where} is another after it ({size})"
+    return (
+        f"{plan} differs in the loss of step {first.step} ({size}), though step 1 agrees in all:"
+        f" {first.where} is the first part that is another"
+    )
+
+
+def parity_json(verdict: ParityResult) -> dict[str, Any]:
+    """Plain data; a number that is not finite becomes null."""
+    fields = {name: getattr(verdict, name) for name in verdict.__dataclass_fields__ if name != "first"}
+    first = None if verdict.first is None else vars(verdict.first)
+    return _plain({"agrees": verdict.agrees, **fields, "first": first})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _cell(size: float | None, limit: float) -> Text:
+    if size is None:
+        return Text(NOT_AVAILABLE)
+    return Text(_number(size), "" if size <= limit else "bold")
+
+
+def _number(size: float) -> str:
+    return f"{size:.1e}" if isfinite(size) else NOT_AVAILABLE
+
+
+def _worst(ours: Sequence[float], reference: Sequence[float]) -> float | None:
+    sizes = [relative_difference(a, b) for a, b in zip(ours, reference, strict=True)]
+    return max(sizes, key=_order, default=None)
+
+
+def _order(size: float) -> float:
+    return size if isfinite(size) else inf
+
+
+def relative_difference(value: float, reference: float) -> float:
+    """The difference as a part of the reference."""
+    return 0.0 if value == reference else abs(value - reference) / abs(reference) if reference else inf

@@ -1,0 +1,165 @@
+"""A schedule as a grid of letters: a row for each rank, time from left to right, page under page where it is long."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from muster.report.formatting import format_fraction
+from muster.report.palette import PALE_TEXT, paint_of
+from muster.report.timeline_rows import evenly_spaced
+from muster.schedule.schedule import Schedule
+from muster.schedule.timing import Timing
+
+MAX_LINES = 60
+"""A schedule that takes more is shown on one page, in letters alone: each is what runs at the middle of its column."""
+MAX_RANKS = 32
+_FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
+"""What the rest of a box is filled with, so that the kinds can be told apart without colour."""
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+    "E": "look up words",
+    "S": "score words",
+    "T": "backward of scores",
+    "EW": "backward of look-ups",
+}
+
+
+def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
+    """What the schedule is and takes, in four lines."""
+    text = Text(f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches")
+    text.append(f", {schedule.chunks} stages per rank" if schedule.chunks > 1 else "")
+    text.append(f", {schedule.replicas} replicas" if schedule.replicas > 1 else "")
+    text.append(f"\nmakespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g} ({_bubble_part(timing)} of it)")
+    text.append(f"\nspan bubble by rank: {_each(timing.span_bubble_s)}")
+    text.append(f"\npeak activations by rank: {_each(timing.peak_activation)}\n")
+    return text
+
+
+def schedule_comparison(made: Sequence[tuple[Schedule, Timing]]) -> Table:
+    """Schedules beside each other, in the order given."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for name in ("stages per rank", "makespan", "bubble", "part", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for schedule, timing in made:
+        times = (f"{time_s:.6g}" for time_s in (timing.makespan_s, timing.bubble_s))
+        table.add_row(
+            schedule.name, str(schedule.chunks), *times, _bubble_part(timing), f"{max(timing.peak_activation):g}"
+        )
+    return table
+
+
+def _bubble_part(timing: Timing) -> str:
+    return format_fraction(timing.bubble_s / timing.makespan_s)
+
+
+def _each(values: Sequence[float]) -> str:
+    """The values of all ranks, the range where there are many."""
+    words = [f"{round(value, 9):.6g}" for value in values]
+    if len(set(words)) == 1:
+        return f"{words[0]} on each"
+    return ", ".join(words) if len(words) <= 16 else f"{min(values):.6g} to {max(values):.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How time becomes columns."""
+
+    columns_per_s: float
+    page_columns: int
+    num_pages: int
+    in_full: bool
+    """Whether every pass is wide enough for its name."""
+
+
+def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
+    """The grid at most `width` columns wide. A box says its kind and micro-batch (`F0`, `B0==`), a letter alone where
+    that doesn't fit; small letters are the second, fourth … stage of their rank; where a rank waits there are dots."""
+    ranks = evenly_spaced(len(schedule.ranks), MAX_RANKS)
+    indent = len(str(ranks[-1])) + 1
+    scale = _scale_of(schedule, timing, max(8, width - indent), MAX_LINES // (len(ranks) + 2))
+    text = _legend(schedule)
+    if len(ranks) < len(schedule.ranks):
+        text.append(f"\n{len(ranks)} of {len(schedule.ranks)} ranks are shown", "dim")
+    for page in range(scale.num_pages):
+        columns = range(page * scale.page_columns, (page + 1) * scale.page_columns)
+        last = min(columns[-1] + 1, max(columns[0] + 1, round(timing.makespan_s * scale.columns_per_s)))
+        columns = range(columns[0], last)
+        text.append("\n")
+        for rank in ranks:
+            text.append(f"\n{rank:>{indent - 1}} ")
+            text.append_text(_row(schedule, timing, rank, columns, scale))
+        first, end = (f"{column / scale.columns_per_s:.6g}" for column in (columns[0], last))
+        gap = max(1, len(columns) - len(first) - len(end))
+        text.append(f"\n{'':{indent}}{first}{'':{gap}}{end}", "dim")
+    return text
+
+
+def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) -> _Scale:
+    """The shortest pass is as wide as its name, where that doesn't take too many pages."""
+    name = len(f"F{schedule.num_micro_batches - 1}")
+    durations_s = (
+        end_s - begin_s
+        for begins, ends in zip(timing.begin_s, timing.end_s, strict=True)
+        for begin_s, end_s in zip(begins, ends, strict=True)
+    )
+    shortest_s = min((duration_s for duration_s in durations_s if duration_s > 1e-9 * timing.makespan_s), default=1.0)
+    per_s, page = name / shortest_s, max(name, columns // name * name)
+    pages = -(-round(timing.makespan_s * per_s) // page)
+    if pages > max(1, max_pages):
+        return _Scale(columns / timing.makespan_s, columns, 1, False)
+    return _Scale(per_s, page, max(1, pages), True)
+
+
+def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], scale: _Scale) -> Text:
+    """One rank; a column shows what runs at its middle."""
+    held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
+    begins, ends = timing.begin_s[rank], timing.end_s[rank]
+    passes = []
+    for time_s in ((column + 0.5) / scale.columns_per_s for column in columns):
+        index = bisect_right(begins, time_s) - 1
+        passes.append(index if index >= 0 and time_s < ends[index] else -1)
+    text, column = Text(), 0
+    while column < len(passes):
+        end = column + 1
+        while end < len(passes) and passes[end] == passes[column]:
+            end += 1
+        if passes[column] < 0:
+            text.append("." * (end - column), "dim")
+        else:
+            action = schedule.ranks[rank][passes[column]]
+            name = f"{action.kind}{action.micro_batch}" if scale.in_full else action.kind * (end - column)
+            text.append_text(_box(action.kind, name, held.index(action.stage) % 2 == 1, end - column))
+        column = end
+    return text
+
+
+def _box(kind: str, name: str, odd: bool, length: int) -> Text:
+    paint = paint_of(kind)
+    name = name if len(name) <= length else kind[:length]  # half a number would be another number
+    name = name.ljust(length, _FILLINGS.get(kind, " "))
+    if odd:
+        return Text(name.lower(), f"{PALE_TEXT} on {paint.pale_colour}")
+    return Text(name, f"{paint.light_text} on {paint.light}")
+
+
+def _legend(schedule: Schedule) -> Text:
+    """The letters that occur."""
+    found = {action.kind for order in schedule.ranks for action in order}
+    text = Text()
+    for kind, name in _NAMES.items():
+        if kind in found:
+            paint = paint_of(kind)
+            text.append("  " if text else "").append(f" {kind} ", f"{paint.light_text} on {paint.light}")
+            text.append(f" {name}")
+    if schedule.chunks > 1:
+        text.append(
+            "\nsmall letters, pale: a rank's second stage" + (", fourth …" if schedule.chunks > 2 else ""), "dim"
+        )
+    return text

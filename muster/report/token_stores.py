@@ -1,0 +1,45 @@
+"""Token stores in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def store_lines(facts: Mapping[str, Any]) -> list[str]:
+    """What `muster data inspect` and `prepare` print of a store."""
+    lengths, tokens = facts["document_tokens"], facts["tokens"]
+    lines = [
+        f"store       {facts['store']}",
+        f"source      {facts['source']}",
+        f"tokenizer   {facts['tokenizer']}" + (f", {facts['vocab_size']:,} ids" if facts["vocab_size"] else ""),
+        f"tokens      {tokens:,} ({facts['dtype']}, {_counted(facts['shards'], 'shard')})",
+        f"documents   {facts['documents']:,}; tokens each: mean {lengths['mean']:,.1f},"
+        f" median {lengths['median']:,.0f}, 90 % up to {lengths['p90']:,.0f}, longest {lengths['max']:,}",
+    ]
+    if facts["counted_tokens"] != tokens:
+        share = facts["counted_tokens"] / tokens
+        lines.append(f"learnt      {facts['counted_tokens']:,} tokens ({share:.1%}); the others are only read")
+    if facts["skipped"]:
+        lines.append(f"left out    {skipped_rows_text(facts['skipped'])}")
+    return lines
+
+
+def skipped_rows_text(skipped: Mapping[str, int]) -> str:
+    """`3 bad rows (2 json, 1 empty)`."""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+    return f"{_counted(sum(skipped.values()), 'bad row')} ({kinds})"
+
+
+def check_lines(facts: Mapping[str, Any]) -> list[str]:
+    """What `muster data check` prints."""
+    what = facts.get("store") or facts["source"]
+    size = f"{_counted(facts['documents'], 'document')}, {facts['tokens']:,} tokens"
+    if not facts.get("bad"):
+        return [f"{what} is sound: {size}"]
+    shown = list(facts["examples"])
+    if (hidden := sum(facts["bad"].values()) - len(shown)) > 0:
+        shown.append(f"… and {hidden:,} more")
+    return [*shown, f"{what} has {skipped_rows_text(facts['bad'])}, and {size} beside"]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")

@@ -1,0 +1,176 @@
+"""The checker's books: which buffers a rank holds as a Program runs, and which gradients are complete."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from muster.schedule.action import KINDS, Action, matching_transfer
+from muster.schedule.program import Program, ProgramError, stages_of_action
+
+PASSES = ("F", "B", "I", "W")
+
+_BUFFER_NAMES = {
+    "x": ("its input", "RF"),
+    "a": ("what its forward keeps", "F"),
+    "y": ("the output", "F"),
+    "g": ("the gradient of its output", "RB"),
+    "d": ("the gradient of the input", "B"),
+    "w": ("what its backward for inputs keeps", "I"),
+    "p": ("the gathered parameters", "UNSHARD"),
+    "e": ("its part of the word vectors", "E"),
+    "h": ("the hidden state under the head", "HC"),
+    "s": ("what its words add to the sums", "S"),
+    "l": ("the exponentials of its logits", "S"),
+    "z": ("the sums over all words", "SC"),
+    "q": ("the gradient of the word vectors", "DC"),
+    "o": ("what its forward keeps, in the host's memory,", "OFFLOAD"),
+}
+"""What a buffer is, and the kind that makes it."""
+
+_BOUNDARY_BUFFERS = {"EC": ("makes", "x"), "HC": ("frees", "y"), "SC": ("makes", "g"), "DC": ("frees", "d")}
+"""What a collective of words does on the rank of the first stage (x, d) or of the last (y, g)."""
+
+_GRADIENT_ORDER = {"B": 0, "W": 0, "T": 0, "EW": 0, "REDUCE": 1, "SYNC": 2, "MERGE": 3, "TIE": 4}
+_GRADIENT_ORDER |= {"NORM": 5, "VOTE": 5, "STEP": 6}
+"""Gradients are made, reduced, added up between stages, measured and used: each kind needs all the earlier ones."""
+
+
+BufferKey = tuple[str, int]
+"""Letter and stage of a buffer."""
+
+
+class _BufferRule(NamedTuple):
+    """What a kind of instruction does on a stage: letters with their places, and its part in the gradients' order."""
+
+    reads: tuple[tuple[str, BufferKey], ...]
+    makes: tuple[tuple[str, BufferKey], ...]
+    frees: tuple[tuple[str, BufferKey], ...]
+    order: int
+    """−1: none."""
+
+
+class BufferLiveness:
+    """What one rank holds as the run goes on."""
+
+    def __init__(self, program: Program, rank: int, max_activations: int | None) -> None:
+        self.rank, self.program, self.placement = rank, program, program.placement
+        self.max_activations = max_activations
+        self.peak_activations = self.activations = 0
+        stages = [stage for stage, holder in enumerate(program.placement) if holder == rank]
+        self.peak_logits = self.logits = 0
+        self.by_stage: dict[int, int] = dict.fromkeys(stages, 0)
+        self.peak_by_stage = self.by_stage.copy()
+        self.alive: dict[tuple[BufferKey, tuple | None], bool] = {}
+        """Place and micro-batch (None for parameters) of a buffer → whether it still exists."""
+        self.rules: dict[tuple[str, int], _BufferRule] = {}
+        actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
+        self.unsharded_stages = {action.stage for action in actions if action.kind == "UNSHARD"}
+        self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
+        """What concerns gradients and is not over yet."""
+        self.kinds = KINDS
+        self.vocab_parallel = any(action.kind == "EC" for action in actions)
+        if not any(action.kind in ("B", "I", "W") for action in actions):
+            self.kinds = {**KINDS, "F": replace(KINDS["F"], makes="y", frees="x")}
+
+    def record(self, action: Action, over: bool) -> None:
+        """Books that `action` begins, or that it is known to be over."""
+        rule, unit, alive = self.rules.get(action[:2]) or self._add_rule(*action[:2]), action[2:], self.alive
+        self._count_copy(action, over)
+        if over:
+            if rule.order >= 0:
+                self.pending_gradients.pop(action, None)
+            for letter, place in rule.makes:
+                alive[place, unit if letter != "p" else None] = True
+                if letter == "a" and action.kind != "RELOAD":
+                    self._add_activations(action)
+                if letter == "l":
+                    self.logits += 1
+                    self.peak_logits = max(self.peak_logits, self.logits)
+            return
+        if rule.order > 0:
+            self._check_gradients(action)
+        for letter, place in rule.reads:
+            if not alive.get((place, unit if letter != "p" else None)):
+                gone = (place, unit if letter != "p" else None) in alive
+                wrong = ", already freed" if gone else f" before {self._producer(letter, action)} is known to be over"
+                raise ProgramError(f"{action} on rank {self.rank} reads {_BUFFER_NAMES[letter][0]}{wrong}")
+        for letter, place in rule.frees:
+            buffer = (place, unit if letter != "p" else None)
+            if not alive.get(buffer):
+                wrong = "twice" if buffer in alive else f"before {self._producer(letter, action)} has made it"
+                raise ProgramError(f"{action} on rank {self.rank} frees {_BUFFER_NAMES[letter][0]} {wrong}")
+            alive[buffer] = False
+            if letter == "a" and action.kind != "OFFLOAD":
+                self._free_activations(action)
+            if letter == "l":
+                self.logits -= 1
+
+    def _add_rule(self, kind: str, stage: int) -> _BufferRule:
+        own = self.kinds[kind]
+        reads = own.reads + ("p" if kind in PASSES and stage in self.unsharded_stages else "")
+        read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, own.frees))
+        rule = _BufferRule(read, made, freed, _GRADIENT_ORDER.get(kind, -1))
+        if kind in _BOUNDARY_BUFFERS:
+            does, letter = _BOUNDARY_BUFFERS[kind]
+            end = 0 if letter in "xd" else self.program.num_stages - 1
+            if self.placement[end] == self.rank:
+                rule = rule._replace(**{does: (*getattr(rule, does), (letter, (letter, end)))})
+        self.rules[kind, stage] = rule
+        return rule
+
+    def _buffer_keys(self, letters: str, stage: int) -> Iterator[tuple[str, BufferKey]]:
+        """Each letter with the place of its buffer, but for what comes from the data or goes into the loss, which is
+        nobody's to free unless the words are spread. What a stage passes to a neighbour on the same rank is that
+        neighbour's input."""
+        for letter in letters:
+            if letter in "xygd":
+                ahead = letter in "yg"
+                if self.program.is_last(stage) if ahead else self.program.is_first(stage):
+                    if self.vocab_parallel:
+                        yield letter, (letter, stage)
+                    continue
+                neighbour = stage + (1 if ahead else -1)
+                if letter in "yd" and self.placement[neighbour] == self.rank:
+                    yield letter, ("x" if letter == "y" else "g", neighbour)
+                    continue
+            yield letter, (letter, stage)
+
+    def _count_copy(self, action: Action, over: bool) -> None:
+        """Memory is taken when activations begin to come back, and free when they are known to have left."""
+        if action.kind == "RELOAD" and not over:
+            self._add_activations(action)
+        if action.kind == "OFFLOAD" and over:
+            self._free_activations(action)
+
+    def _free_activations(self, action: Action) -> None:
+        self.activations -= 1
+        self.by_stage[action.stage] -= 1
+
+    def _add_activations(self, action: Action) -> None:
+        self.activations += 1
+        self.by_stage[action.stage] += 1
+        if self.activations > self.peak_activations:
+            self.peak_activations, self.peak_by_stage = self.activations, self.by_stage.copy()
+        if self.max_activations is not None and self.activations > self.max_activations:
+            raise ProgramError(
+                f"after {action} rank {self.rank} keeps the activations of {self.activations} micro-batches,"
+                f" more than the limit of {self.max_activations}"
+            )
+
+    def _producer(self, letter: str, action: Action) -> Action:
+        maker = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:]))
+        if letter in "xg" and (self.program.is_first if letter == "x" else self.program.is_last)(action.stage):
+            return maker._replace(kind="EC" if letter == "x" else "SC", stage=self.placement.index(self.rank))
+        if letter in "xg":
+            other = matching_transfer(maker)
+            if self.placement[other.stage] == self.rank:
+                return Action(maker.kind[1], other.stage, *action[2:])
+        return maker
+
+    def _check_gradients(self, action: Action) -> None:
+        concerned = set(stages_of_action(self.program, action.kind, action.stage))
+        for other in self.pending_gradients:
+            earlier = _GRADIENT_ORDER[other.kind] < _GRADIENT_ORDER[action.kind]
+            theirs = stages_of_action(self.program, other.kind, other.stage)
+            if earlier and (action.stage < 0 or concerned.intersection(theirs)):
+                raise ProgramError(f"{action} on rank {self.rank} begins before {other} is known to be over")

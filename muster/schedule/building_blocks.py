@@ -1,0 +1,215 @@
+"""One micro-batch's building block on a grid of unit slots, repeated, and packed where the pipeline fills and drains.
+
+Blocks and the room they leave: Qi et al. 2024 (arXiv:2405.15362, §3 and §4.1). Two stages per rank, placed as a V.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+PERIOD = 6
+"""Slots from one block to the next: F, I and W of both of a rank's stages."""
+
+BlockRow = tuple[int, int, int, int]
+"""On one rank, the slots of micro-batch 0's F on the near stage, F and I on the far one, and I on the near one."""
+
+F_NEAR, F_FAR, I_FAR, I_NEAR, W_FAR, W_NEAR = range(PERIOD)
+_CHANGE = (1, 1, 0, 0, -1, -1)
+"""What each pass adds to the activations that its rank keeps."""
+_MARGIN = 8
+"""Periods that a run needs beyond one block to have a middle in which nothing but repetition happens."""
+
+
+def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[int]]:
+    """What each rank does, as a list of the passes above, each standing for its next micro-batch; `count` in all.
+
+    While the pipeline fills and drains, passes move ahead into free slots, as long as no rank then keeps more
+    than the block's own peak; between the two the block repeats as it is. W take the slots that are left.
+    """
+    fewer = max(row[I_NEAR] for row in rows) // PERIOD + _MARGIN
+    if count > fewer:
+        orders = _extend_middle(*_pack_block(tuple(rows), fewer), count - fewer)
+        if orders:
+            return orders
+    return _pack_block(tuple(rows), count)[0]
+
+
+def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -> list[list[int]] | None:
+    """With one period of the middle said `more` times again; None if the middle doesn't repeat."""
+    last = max(slot for slot, kind in zip(slots[0], orders[0], strict=True) if kind == F_NEAR)
+    begin, found = last - 2 * PERIOD, []
+    for order, at in zip(orders, slots, strict=True):
+        places = [
+            next((i for i, slot in enumerate(at) if slot >= begin + step), len(at)) for step in (-PERIOD, 0, PERIOD)
+        ]
+        before, period = (order[one:other] for one, other in zip(places, places[1:], strict=False))
+        if before != period or sorted(period) != list(range(PERIOD)):
+            return None
+        found.append([*order[: places[2]], *period * more, *order[places[2] :]])
+    return found
+
+
+@lru_cache(maxsize=16)
+def _pack_block(rows: tuple[BlockRow, ...], count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The passes of each rank and their slots."""
+    lines = [_rank_line(row, count) for row in rows]
+    limit = max(_peak_activations(line) for line in lines)
+    full, empty = rows[0][I_NEAR], PERIOD * (count - 1)
+    """Until the first slot the pipeline fills; after the second it drains."""
+    packed = _SlotGrid(lines, full, empty, limit).run()
+    assert packed, "a block's own order can be followed"
+    orders, slots = packed
+    # The same again with W wherever there is room: in the middle F and I stay where they are.
+    lines = [list(zip(at, order, strict=True)) for at, order in zip(slots, orders, strict=True)]
+    drains = [{kind: _first_after(row[kind], empty) for kind in range(4)} for row in rows]
+    return _WeightFillGrid(lines, drains, limit).run() or (orders, slots)
+
+
+def _first_after(first: int, empty: int) -> int:
+    """The first micro-batch whose pass, one each period from `first` on, lies after slot `empty`."""
+    return max(0, (empty - first) // PERIOD + 1)
+
+
+def _rank_line(row: BlockRow, count: int) -> list[tuple[int, int]]:
+    """(slot, pass) of one rank by slot: blocks a period apart, and W in the slots between, the oldest first."""
+    taken = {first + PERIOD * index: kind for kind, first in enumerate(row) for index in range(count)}
+    line, pending, slot = [], [], 0
+    while taken or pending:
+        kind = taken.pop(slot, -1)
+        if kind >= 0:
+            line.append((slot, kind))
+            if kind in (I_FAR, I_NEAR):
+                pending.append(W_FAR if kind == I_FAR else W_NEAR)
+        elif pending:
+            line.append((slot, pending.pop(0)))
+        slot += 1
+    return line
+
+
+def _peak_activations(line: list[tuple[int, int]]) -> int:
+    kept = peak = 0
+    for _, kind in line:
+        kept += _CHANGE[kind]
+        peak = max(peak, kept)
+    return peak
+
+
+def _dependencies(rank: int, last: int) -> list[tuple[int, int]]:
+    """By kind, the rank and kind that make what it takes in; kind −1: the data."""
+    near = (rank - 1, F_NEAR) if rank else (rank, -1)
+    turn = (rank, F_NEAR) if rank == last else (rank + 1, F_FAR)
+    far = (rank - 1, I_FAR) if rank else (rank, F_FAR)
+    back = (rank, I_FAR) if rank == last else (rank + 1, I_NEAR)
+    return [near, turn, far, back, (rank, I_FAR), (rank, I_NEAR)]
+
+
+class _SlotGrid:
+    """A run in which every pass takes one slot: a rank does the first pass of its line that can begin, if it may."""
+
+    def __init__(self, lines: list[list[tuple[int, int]]], full: int, empty: int, limit: int) -> None:
+        self.lines, self.full, self.empty, self.limit = lines, full, empty, limit
+        self.positions: list[list[list[int]]] = []
+        """By rank and kind, where in the line its passes stand."""
+        for line in lines:
+            places: list[list[int]] = [[] for _ in range(PERIOD)]
+            for place, (_, kind) in enumerate(line):
+                places[kind].append(place)
+            self.positions.append(places)
+        self.count = len(self.positions[0][F_NEAR])
+        self.sources = [_dependencies(rank, len(lines) - 1) for rank in range(len(lines))]
+        self.done = [[0] * PERIOD for _ in lines]
+        self.activations = [0] * len(lines)
+        self.first_open = [0] * len(lines)
+        self.done_flags = [bytearray(len(line)) for line in lines]
+
+    def run(self) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Passes and slots; None where the ranks wait for each other."""
+        orders: list[list[int]] = [[] for _ in self.lines]
+        slots: list[list[int]] = [[] for _ in self.lines]
+        left, slot, latest = sum(map(len, self.lines)), 0, max(line[-1][0] for line in self.lines)
+        while left:
+            waits = True
+            before = [done.copy() for done in self.done]
+            for rank in range(len(self.lines)):
+                kind = self.choose(rank, slot, before)
+                if kind >= 0:
+                    self._do(rank, kind)
+                    orders[rank].append(kind)
+                    slots[rank].append(slot)
+                    left -= 1
+                    waits = False
+            if waits and slot > latest and not self.relax():
+                return None
+            slot += 1
+        return orders, slots
+
+    def relax(self) -> bool:
+        """Called where nobody can go on: whether anything was done about it."""
+        return False
+
+    def _do(self, rank: int, kind: int) -> None:
+        over, first = self.done_flags[rank], self.first_open[rank]
+        over[self.positions[rank][kind][self.done[rank][kind]]] = 1
+        self.done[rank][kind] += 1
+        self.activations[rank] += _CHANGE[kind]
+        while first < len(over) and over[first]:
+            first += 1
+        self.first_open[rank] = first
+
+    def ready(self, rank: int, kind: int, before: list[list[int]]) -> bool:
+        """Whether what the kind's next pass takes in was made before this slot."""
+        next_one = self.done[rank][kind]
+        if next_one == self.count:
+            return False
+        other, source = self.sources[rank][kind]
+        return source < 0 or before[other][source] > next_one
+
+    def choose(self, rank: int, slot: int, before: list[list[int]]) -> int:
+        """The kind that the rank does now; −1: none."""
+        line, first, best, found = self.lines[rank], self.first_open[rank], len(self.lines[rank]), -1
+        for kind, places in enumerate(self.positions[rank]):
+            if self.ready(rank, kind, before):
+                place = places[self.done[rank][kind]]
+                moves = place == first or not self.full < line[place][0] <= self.empty
+                if place < best and moves and (_CHANGE[kind] < 1 or self._fits(rank, place)):
+                    best, found = place, kind
+        return found
+
+    def _fits(self, rank: int, place: int) -> bool:
+        """Whether the rank, after this F and what stands before it, never keeps too much."""
+        line, over, kept = self.lines[rank], self.done_flags[rank], self.activations[rank] + 1
+        for earlier in range(self.first_open[rank], place):
+            if kept > self.limit:
+                break
+            if not over[earlier]:
+                kept += _CHANGE[line[earlier][1]]
+        return kept <= self.limit
+
+
+class _WeightFillGrid(_SlotGrid):
+    """F and I no earlier than in the line, but for those of `drains` (by rank and kind, the first micro-batch); W in
+    the slots that F and I leave, in the order of I."""
+
+    def __init__(self, lines: list[list[tuple[int, int]]], drains: list[dict[int, int]], limit: int) -> None:
+        super().__init__(lines, 0, 0, limit)
+        self.drains = drains
+
+    def relax(self) -> bool:
+        bound = any(any(first.values()) for first in self.drains)
+        self.drains = [dict.fromkeys(range(4), 0) for _ in self.drains]
+        return bound
+
+    def choose(self, rank: int, slot: int, before: list[list[int]]) -> int:
+        line, places, done = self.lines[rank], self.positions[rank], self.done[rank]
+        heads = [(places[kind][done[kind]], kind) for kind in range(4) if done[kind] < len(places[kind])]
+        first = min(heads, default=(0, 0))[0]
+        full = self.activations[rank] >= self.limit
+        waiting = [(places[kind][done[kind]], kind) for kind in (W_FAR, W_NEAR) if self.ready(rank, kind, before)]
+        next_f = min((place for place, kind in heads if _CHANGE[kind]), default=len(line)) if waiting else len(line)
+        best, found = len(line), -1
+        for place, kind in heads:
+            free = done[kind] >= self.drains[rank][kind]
+            blocked = full and (_CHANGE[kind] or (place != first and next_f < place))
+            may = free or place == first and line[place][0] <= slot
+            if place < best and may and not blocked and self.ready(rank, kind, before):
+                best, found = place, kind
+        return found if found >= 0 else min(waiting, default=(0, -1))[1]

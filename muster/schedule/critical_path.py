@@ -1,0 +1,58 @@
+"""What the makespan of a run hangs on."""
+
+from muster.schedule.search_problem import SearchProblem, TimedPasses
+
+_EPSILON_S = 1e-9
+
+
+def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, int]]:
+    """Neighbours F or I on a rank, in no need of each other, the second of which begins when the first ends and has
+    no time to lose."""
+    forward = 2 * problem.num_stages * problem.num_micro_batches
+    begins_s = begin_times_s(problem, run.passes)
+    tail_s = [0.0] * problem.num_passes
+    rank_tail_s, following = [0.0] * problem.num_ranks, [-1] * problem.num_ranks
+    pairs = []
+    for code in reversed(run.passes):
+        kind, stage, before, hop_s = dependency(problem, code)
+        rank, time_s = problem.placement[stage], problem.times_s[kind][stage]
+        other = following[rank]
+        if code < forward and 0 <= other < forward and begins_s[other] <= begins_s[code] + time_s + _EPSILON_S:
+            critical = begins_s[other] + tail_s[other] >= run.makespan_s - _EPSILON_S
+            if critical and dependency(problem, other)[2] != code:
+                pairs.append((code, other))
+        tail_s[code] = rank_tail_s[rank] = max(rank_tail_s[rank], tail_s[code]) + time_s
+        if before >= 0:
+            tail_s[before] = max(tail_s[before], tail_s[code] + hop_s)
+        following[rank] = code
+    return pairs
+
+
+def begin_times_s(problem: SearchProblem, passes: list[int]) -> list[float]:
+    """When each pass begins, by its code, where ranks follow the order of `passes`."""
+    begins_s, ends_s, free_s = [0.0] * problem.num_passes, [0.0] * problem.num_passes, [0.0] * problem.num_ranks
+    for code in passes:
+        kind, stage, before, hop_s = dependency(problem, code)
+        rank = problem.placement[stage]
+        begins_s[code] = max(free_s[rank], ends_s[before] + hop_s if before >= 0 else 0.0)
+        free_s[rank] = ends_s[code] = begins_s[code] + problem.times_s[kind][stage]
+    return begins_s
+
+
+def dependency(problem: SearchProblem, code: int) -> tuple[int, int, int, float]:
+    """A pass's kind and stage, the pass that it needs (−1: none) and the delay between the two."""
+    count = problem.num_micro_batches
+    num_passes = count * problem.num_stages
+    kind, place = divmod(code, num_passes)
+    stage = place // count
+    if kind == 0:
+        return (kind, stage, code - count, problem.p2p_s[stage - 1]) if stage else (kind, stage, -1, 0.0)
+    if kind == 1 and stage < problem.num_stages - 1:
+        return kind, stage, code + count, problem.p2p_s[stage]
+    return kind, stage, code - num_passes, 0.0
+
+
+def path_depth(problem: SearchProblem, code: int) -> int:
+    """How many passes of its micro-batch come before it: orders passes that take no time."""
+    kind, stage = divmod(code // problem.num_micro_batches, problem.num_stages)
+    return stage if kind == 0 else 2 * problem.num_stages - 1 - stage if kind == 1 else 2 * problem.num_stages

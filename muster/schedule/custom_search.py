@@ -1,0 +1,52 @@
+"""The order of passes for one plan's own times, where the way from one stage to the next takes long, or not as long
+everywhere."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from muster.schedule.action import Action
+from muster.schedule.gc_pause import gc_paused
+from muster.schedule.makespan_bound import lower_bound_s
+from muster.schedule.order_search import OrderSearch, explore, improve
+from muster.schedule.schedule import Schedule
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.search_problem import make_search_problem, schedule_from_passes
+
+EXPLORE_PASSES = 60_000
+"""Passes that the rules are tried with."""
+
+IMPROVE_RUNS = 12
+"""Runs of all passes in which the best of them is changed, and most of these passes."""
+MAX_IMPROVE_PASSES = 120_000
+
+
+@gc_paused()
+def search_custom_orders(spec: ScheduleSpec, p2p_s: Sequence[float]) -> Iterator[Schedule]:
+    """Orders for a setting's times on its placement, where it takes `hops_s` from each stage to the one after it: the
+    shortest that is found, and the same with what each rank does last by stage (`stage_by_stage`).
+
+    Raises InfeasibleError where memory holds no micro-batch.
+    """
+    pipe = replace(make_search_problem(spec, spec.placement), p2p_s=tuple(p2p_s))
+    search = OrderSearch(pipe, lower_bound_s(pipe))
+    explore(search, [], EXPLORE_PASSES)
+    search.budget = search.spent + min(IMPROVE_RUNS * pipe.num_passes, MAX_IMPROVE_PASSES)
+    if search.rules and not search.finished:
+        improve(search)
+    if search.best is not None:
+        found = schedule_from_passes(pipe, search.best.passes, "auto")
+        yield found
+        yield sort_final_weight_grads(found)
+
+
+def sort_final_weight_grads(schedule: Schedule) -> Schedule:
+    """The schedule with the weight backwards that end each rank's order sorted by stage, the last stage first: the
+    gradients of one are then complete, and travel, while those of the others are computed."""
+    return replace(schedule, ranks=tuple(map(_sort_end, schedule.ranks)))
+
+
+def _sort_end(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    begin = len(order)
+    while begin and order[begin - 1].kind == "W":
+        begin -= 1
+    return order[:begin] + tuple(sorted(order[begin:], key=lambda action: (-action.stage, action.micro_batch)))

@@ -1,0 +1,69 @@
+"""What no schedule of a setting can beat."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from muster.schedule.search_problem import SearchProblem
+
+
+@dataclass(frozen=True, slots=True)
+class OptimalityGap:
+    """How far a makespan is from what none can beat."""
+
+    makespan_s: float
+    bound_s: float
+    scope: str
+    """Of which schedules that is the bound, in words: `on its placement`, `with 2 stages per rank`."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no schedule takes less; a solver's units round."""
+        return self.makespan_s <= self.bound_s * (1 + 1e-6)
+
+    @property
+    def share(self) -> float:
+        """By how much of the bound the makespan may be above the optimum."""
+        return 0.0 if self.proven else self.makespan_s / self.bound_s - 1
+
+    def __str__(self) -> str:
+        if self.proven:
+            return f"proven optimal: no schedule {self.scope} takes less than {self.bound_s:.6g}"
+        return (
+            f"at most {self.share:.2%} above the optimum: no schedule {self.scope} takes less than {self.bound_s:.6g}"
+        )
+
+
+def lower_bound_s(problem: SearchProblem) -> float:
+    """The largest of what each rank needs, in seconds.
+
+    A rank begins when the first micro-batch has come to it, and does all its work. Until its first I can begin it has
+    nothing but as many F as the memory holds. After its last I, the way back to the first stage is still to go, beside
+    which it can do at most the W that the memory still holds. And every micro-batch holds its memory from F to W.
+    """
+    return max(_rank_bound_s(problem, rank) for rank in range(problem.num_ranks))
+
+
+def _rank_bound_s(problem: SearchProblem, rank: int) -> float:
+    held, count, hops_s = problem.stages[rank], problem.num_micro_batches, problem.p2p_s
+    if not held:
+        return 0.0
+    forward_s, input_s, weight_s = problem.times_s
+    first, deepest = held[0], held[-1]
+    head_s = sum(forward_s[:first]) + sum(hops_s[:first])
+    work_s = count * sum(kind[stage] for kind in problem.times_s for stage in held)
+    # The first I on the rank is its deepest stage's.
+    turn_s = problem.round_trip_s(deepest) + sum(forward_s[first:deepest]) + sum(hops_s[first:deepest])
+    filling_s = sum(
+        sorted((forward_s[stage] for stage in held for _ in range(count)), reverse=True)[: problem.capacity]
+    )
+    idle_s = max(0.0, turn_s - filling_s)
+    back_s = sum(input_s[:first]) + sum(hops_s[:first]) + weight_s[0]
+    draining_s = sum(
+        sorted((weight_s[stage] for stage in held for _ in range(count)), reverse=True)[: problem.capacity]
+    )
+    tail_s = max(0.0, back_s - draining_s) if first else 0.0
+    held_s = [problem.round_trip_s(stage) + input_s[stage] + weight_s[stage] for stage in held]
+    slots_s = count * sum(held_s) / problem.capacity
+    if len(held) == 1:
+        slots_s = ceil(count / problem.capacity) * held_s[0]
+    return head_s + max(work_s + idle_s + tail_s, slots_s)

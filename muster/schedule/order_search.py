@@ -1,0 +1,248 @@
+"""The search behind `auto`: a portfolio of rules, then small changes to the best, within a counted budget.
+
+All randomness comes from one seed and all limits are counts of passes, so that a setting has one result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from random import Random
+
+from muster.schedule.block_pattern import initial_patterns, mutate_pattern, pattern_orders
+from muster.schedule.critical_path import critical_pairs
+from muster.schedule.greedy import PriorityRule, greedy
+from muster.schedule.makespan_bound import lower_bound_s
+from muster.schedule.place_weight_grads import place_weight_grads
+from muster.schedule.search_problem import SearchProblem, TimedPasses, min_in_flight, rank_orders
+
+_NO_LIMIT = 1 << 40
+"""More than there ever are: no limit."""
+_EPSILON = 1e-9
+_MIN_RULES = 4
+"""Rules that are tried in any case."""
+_ALWAYS_FIRST = 1e9
+"""`backward_first_s` that puts every I before every F."""
+
+_PORTFOLIO = (
+    ("steady", False, 1, -_ALWAYS_FIRST, 2),
+    ("free", False, 0, -_ALWAYS_FIRST, 2),
+    ("free", False, 1, 0, _NO_LIMIT),
+    ("free", False, 1, -_ALWAYS_FIRST, _NO_LIMIT),
+    ("steady", False, 1, 0, 1),
+    ("wide", False, 1, -_ALWAYS_FIRST, _NO_LIMIT),
+    ("free", False, 0, 0, _NO_LIMIT),
+    ("wide", False, 1, 0, _NO_LIMIT),
+    ("free", False, 1, 0, 2),
+    ("wide", True, 4, -_ALWAYS_FIRST, 2),
+    ("free", False, 0, -_ALWAYS_FIRST, _NO_LIMIT),
+    ("steady", False, 0, 0, 1),
+    ("free", False, 0, _ALWAYS_FIRST, 2),
+    ("wide", False, 0, 0, 3),
+    ("steady", True, 0, 0, 2),
+    ("free", False, 4, 0, _NO_LIMIT),
+    ("slow", True, 1, _ALWAYS_FIRST, 1),
+    ("wide", False, 0, -_ALWAYS_FIRST, _NO_LIMIT),
+    ("free", False, 1, _ALWAYS_FIRST, _NO_LIMIT),
+    ("steady", False, 4, -_ALWAYS_FIRST, _NO_LIMIT),
+    ("free", False, 0, _ALWAYS_FIRST, _NO_LIMIT),
+    ("free", False, 1, -_ALWAYS_FIRST, 2),
+    ("free", True, 1, 0, 3),
+    ("free", False, 4, -_ALWAYS_FIRST, _NO_LIMIT),
+)
+"""(in_flight, whether W lag by rank, patience, backward_first_s, ahead beyond the forward's length in periods): chosen
+one by one, each as the one that added most to those before it over 500 settings."""
+NUM_RULES = len(_PORTFOLIO)
+
+
+@dataclass(slots=True)
+class OrderSearch:
+    """The best run so far on one pipe."""
+
+    problem: SearchProblem
+    bound_s: float
+    """No schedule is faster: the search ends there."""
+    incumbent_s: float = inf
+    """What is already reached elsewhere."""
+    best: TimedPasses | None = None
+    budget: int = 1 << 60
+    """Passes that may still be scheduled."""
+    spent: int = 0
+    rules: list[tuple[float, int, PriorityRule]] = field(default_factory=list)
+    """Makespan, number and rule of those tried from the portfolio."""
+
+    @property
+    def finished(self) -> bool:
+        return self.spent >= self.budget or self.best_s <= self.bound_s + _EPSILON
+
+    def limit_s(self, slack: float) -> float:
+        """What a run must end by to be of use: the best so far, and `slack` as a share of it."""
+        return self.best_s * (1 + slack) if self.best_s < self.incumbent_s else self.incumbent_s * (1 + slack)
+
+    @property
+    def best_s(self) -> float:
+        return inf if self.best is None else self.best.makespan_s
+
+    def record(self, run: TimedPasses | None) -> float:
+        """Pays for a run and keeps it if it is the best; its makespan."""
+        if run is None:
+            self.spent += self.problem.num_passes // 2  # given up on the way
+            return inf
+        self.spent += self.problem.num_passes
+        if run.makespan_s < self.best_s - _EPSILON:
+            self.best = run
+        return run.makespan_s
+
+
+def explore(search: OrderSearch, seed_orders: Sequence[list[int]], budget: int) -> None:
+    """Tries the portfolio's first rules, as many as `budget` passes allow, and known schedules (lists of passes) with
+    their W placed anew.
+
+    Of long runs all rules are tried with fewer micro-batches, and only those that do best there on the whole.
+    """
+    pipe = search.problem
+    fewer = 2 * pipe.num_ranks
+    shorter = replace(pipe, num_micro_batches=min(fewer, pipe.num_micro_batches))
+    short = OrderSearch(shorter, lower_bound_s(shorter))
+    num_rules = max(_MIN_RULES, min(NUM_RULES, budget // short.problem.num_passes))
+    if pipe.num_micro_batches > fewer:
+        _portfolio(short, num_rules)
+        search.spent += short.spent
+        for _, number, rule in sorted(short.rules)[:2]:
+            search.rules.append((search.record(greedy(pipe, rule, search.limit_s(0.1))), number, rule))
+    else:
+        _portfolio(search, num_rules)
+    for passes in seed_orders:
+        _replace_weight_grads(search, passes)
+
+
+def improve(search: OrderSearch) -> None:
+    """Spends what is left of the budget: on repeating patterns, on changes to the best rules and to the best order."""
+    random = Random(0)
+    tries = (search.budget - search.spent) // search.problem.num_passes
+    _vary_patterns(search, random, tries // 2)
+    _vary_rules(search, random, tries // 4)
+    if search.best is not None and not search.finished:
+        _replace_weight_grads(search, search.best.passes)
+        _swap_critical_pairs(search, search.best, random)
+
+
+def _vary_patterns(search: OrderSearch, random: Random, tries: int) -> None:
+    """Tries the plain patterns, then goes on from the best."""
+    stop = search.spent + tries * search.problem.num_passes
+    plain, best, best_s, attempt = initial_patterns(search.problem), None, inf, 0
+    while search.spent < stop and not search.finished and attempt < 4 * tries:
+        if attempt < len(plain):
+            pattern = plain[attempt]
+        else:
+            pattern = mutate_pattern(best if best and random.random() < 0.8 else random.choice(plain), random)
+        attempt += 1
+        orders = pattern_orders(search.problem, pattern)
+        if orders is None:
+            continue
+        limit_s = search.limit_s(0.1)
+        makespan_s = search.record(
+            place_weight_grads(search.problem, orders, pattern.patience, pattern.overtake, limit_s)
+        )
+        if makespan_s <= best_s:
+            best, best_s = pattern, makespan_s
+
+
+def _portfolio(search: OrderSearch, num_rules: int) -> None:
+    for number, words in enumerate(_PORTFOLIO[:num_rules]):
+        rule = _make_rule(search.problem, *words)
+        search.rules.append((search.record(greedy(search.problem, rule, search.limit_s(0.1))), number, rule))
+        if search.finished:
+            return
+
+
+def _make_rule(
+    problem: SearchProblem, width: str, lag: bool, patience: float, backward_first_s: float, ahead: int
+) -> PriorityRule:
+    stages, period_s = range(problem.num_stages), problem.period_s
+    forward_s = sum(problem.times_s[0]) + sum(problem.p2p_s)
+    # While a pipeline fills up it takes in a micro-batch per F and I, later one per F, I and W.
+    per_turn_s = period_s if width == "slow" else period_s * 2 / 3
+    in_flight = tuple(
+        _NO_LIMIT if width == "free" else min_in_flight(problem, stage, per_turn_s) + (width == "wide")
+        for stage in stages
+    )
+    backlog = tuple(
+        _NO_LIMIT if not lag else stage if stage < problem.num_ranks else 2 * problem.num_ranks for stage in stages
+    )
+    under_way = int(forward_s / period_s) if period_s > 0 else 0
+    return PriorityRule(in_flight, backlog, max(1, under_way + ahead), backward_first_s, patience)
+
+
+def _vary_rules(search: OrderSearch, random: Random, tries: int) -> None:
+    """Changes a limit of one stage or the whole rule, starting from the portfolio's best."""
+    starts = sorted(search.rules)[:4]
+    makespan_s, _, rule = starts[0]
+    for _ in range(tries):
+        if search.finished:
+            return
+        if random.random() < 0.1:
+            makespan_s, _, rule = random.choice(starts)
+        other = _mutate_rule(search.problem, rule, random)
+        other_s = search.record(greedy(search.problem, other, search.limit_s(0.03)))
+        if other_s <= makespan_s + _EPSILON:
+            makespan_s, rule = other_s, other
+
+
+def _mutate_rule(problem: SearchProblem, rule: PriorityRule, random: Random) -> PriorityRule:
+    for _ in range(random.choice((1, 1, 2, 3))):
+        stage, step, what = random.randrange(problem.num_stages), random.choice((-1, 1)), random.random()
+        if what < 0.4:
+            rule = replace(rule, max_in_flight=_step_limit(rule.max_in_flight, stage, step, 1, problem.capacity + 1))
+        elif what < 0.65:
+            rule = replace(
+                rule, max_pending_weights=_step_limit(rule.max_pending_weights, stage, step, 0, problem.capacity + 1)
+            )
+        elif what < 0.8:
+            rule = replace(rule, ahead=max(1, min(rule.max_forward_lead, problem.num_micro_batches) + step))
+        elif what < 0.9:
+            rule = replace(rule, patience=random.choice((0, 0.5, 1, 2, 4)))
+        else:
+            share = random.choice((-_ALWAYS_FIRST, -1, -0.5, 0, 0.5, 1, _ALWAYS_FIRST))
+            rule = replace(rule, backward_priority_s=share * problem.period_s)
+    return rule
+
+
+def _step_limit(limits: tuple[int, ...], stage: int, step: int, low: int, high: int) -> tuple[int, ...]:
+    return (*limits[:stage], max(low, min(limits[stage], high) + step), *limits[stage + 1 :])
+
+
+_PLACEMENT_OPTIONS = ((1, 0), (0, 0), (0.5, 3), (4, 0))
+"""(patience, overtake) that a known order is tried with."""
+
+
+def _replace_weight_grads(search: OrderSearch, passes: list[int]) -> None:
+    """Places the W of a known schedule anew, for the times and the memory that there are."""
+    orders = rank_orders(search.problem, passes)
+    for patience, overtake in _PLACEMENT_OPTIONS:
+        if search.finished:
+            return
+        search.record(place_weight_grads(search.problem, orders, patience, overtake, search.limit_s(0)))
+
+
+def _swap_critical_pairs(search: OrderSearch, current: TimedPasses, random: Random) -> None:
+    """Exchanges neighbours that the makespan hangs on, one pair at a time; ways that don't gain are followed too."""
+    pipe, pairs, attempt = search.problem, [], 0
+    orders: list[list[int]] = []
+    while not search.finished:
+        attempt += 1
+        if attempt % 40 == 0 and search.best is not None:
+            current, pairs = search.best, []
+        if not pairs:
+            orders, pairs = rank_orders(pipe, current.passes), critical_pairs(pipe, current)
+            search.spent += pipe.num_passes
+            if not pairs:
+                return
+        one, other = random.choice(pairs)
+        order = orders[pipe.placement[one // pipe.num_micro_batches % pipe.num_stages]]
+        index = order.index(one)
+        order[index : index + 2] = other, one
+        patience, overtake = random.choice((0, 0.5, 1, 1, 2, 4)), random.choice((0, 0, 0, 1, 3))
+        run = place_weight_grads(pipe, orders, patience, overtake, search.limit_s(0.002))
+        order[index : index + 2] = one, other
+        if search.record(run) <= current.makespan_s + _EPSILON and run is not None:
+            current, pairs = run, []

@@ -1,0 +1,113 @@
+"""The checker's part on ranks that meet: each transfer and collective has its other end, in an order both agree on."""
+
+from collections import defaultdict
+
+from muster.schedule.action import Action, matching_transfer
+from muster.schedule.program import Instruction, Program, ProgramError, stages_of_action
+
+PeerOrders = dict[tuple[int, int], list[Action]]
+"""(rank, peer) → what passes between them in the order of `rank`, by a name that both ends have."""
+
+
+def check_transfers(program: Program) -> None:
+    """Each transfer has its other end on the right rank, and each pair of ranks keeps one order."""
+    sends: PeerOrders = defaultdict(list)
+    for rank, lanes in enumerate(program.ranks):
+        for item in lanes.get("p2p", ()):
+            other = matching_transfer(item.action)
+            sends[rank, _peer(program, rank, item, other)].append(item.action if item.action[0][0] == "S" else other)
+    for (rank, peer), ours in sends.items():
+        theirs = sends.get((peer, rank), [])
+        if ours == theirs:
+            continue
+        known = set(theirs)
+        for send in ours:
+            if send not in known:
+                here, there = send, matching_transfer(send)
+                if program.placement[send.stage] != rank:
+                    here, there = there, here
+                raise ProgramError(f"{here} on rank {rank} has no {there} on rank {peer}")
+    for (rank, peer), ours in sends.items():
+        for one, other in zip(ours, sends[peer, rank], strict=True):
+            if one != other:
+                raise ProgramError(
+                    f"ranks {rank} and {peer} order their transfers differently:"
+                    f" where rank {rank} has {one} → {matching_transfer(one)}, rank {peer} has {other} →"
+                    f" {matching_transfer(other)}"
+                )
+
+
+def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
+    """The rank at the other end of a transfer."""
+    stage, depth = other.stage, program.depth
+    beyond = not 0 <= stage < program.num_stages or stage // depth != item.action.stage // depth
+    if beyond or program.placement[stage] == rank:
+        raise ProgramError(f"{item.action} on rank {rank} has no other rank to pass anything to or from")
+    if item.peer != program.placement[stage]:
+        raise ProgramError(
+            f"{item.action} on rank {rank} has rank {item.peer} as its other end,"
+            f" but stage {stage} lies on rank {program.placement[stage]}"
+        )
+    return program.placement[stage]
+
+
+def check_collectives(program: Program) -> None:
+    """All ranks take part in what concerns all, all stages in SYNC, both partners in what concerns two."""
+    found = [{action for items in lanes.values() for action, _, _ in items if action[2] < 0} for lanes in program.ranks]
+    synced = {action.stage for actions in found for action in actions if action.kind == "SYNC"}
+    if synced:
+        busy = {action[1] for lanes in program.ranks for action, _, _ in lanes.get("compute", ()) if action[2] >= 0}
+        if busy - synced:
+            stage = min(busy - synced)
+            rank = program.placement[stage]
+            raise ProgramError(f"{stage}SYNC is missing on rank {rank}, though other stages have theirs")
+    _check_pairwise_collectives(program)
+    for action in sorted({one for actions in found for one in actions if one.kind in ("NORM", "VOTE", "STEP")}):
+        for rank, actions in enumerate(found):
+            if action not in actions:
+                raise ProgramError(f"{action} is missing on rank {rank}")
+    if program.replicas > 1 and any(Action("STEP") in actions for actions in found):
+        for stage, rank in enumerate(program.placement):
+            if Action("MERGE", stage % program.depth) not in found[rank]:
+                raise ProgramError(f"{Action('MERGE', stage % program.depth)} is missing on rank {rank}")
+
+
+def _check_pairwise_collectives(program: Program) -> None:
+    """TIE and MERGE bring two ranks together, which come to them in one order."""
+    meetings: PeerOrders = defaultdict(list)
+    for rank, lanes in enumerate(program.ranks):
+        for action, peer, _ in lanes.get("collective", ()):
+            if action.kind not in ("TIE", "MERGE"):
+                continue
+            partner = _partner(program, rank, action)
+            if partner != peer:
+                raise ProgramError(f"{action} on rank {rank} has {_rank(peer)} as its partner, not {_rank(partner)}")
+            if peer is not None:
+                meetings[rank, peer].append(_shared_name(program, action))
+    for (rank, peer), ours in meetings.items():
+        theirs = meetings.get((peer, rank), [])
+        for action in ours:
+            if action not in theirs:
+                raise ProgramError(f"{action} on rank {rank} has no {action.kind} on its partner, rank {peer}")
+        if ours != theirs:
+            one, other = next(pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1])
+            raise ProgramError(f"where rank {rank} has {one}, its partner, rank {peer}, has {other}")
+
+
+def _shared_name(program: Program, action: Action) -> Action:
+    """TIE by the first stage of its replica, which both of its ends can name."""
+    return action._replace(stage=action.stage // program.depth * program.depth) if action.kind == "TIE" else action
+
+
+def _partner(program: Program, rank: int, action: Action) -> int | None:
+    """The rank that TIE or MERGE brings together with `rank`; None where it meets itself."""
+    if action.kind == "MERGE":
+        holders = {program.placement[stage] for stage in stages_of_action(program, action.kind, action.stage)}
+    else:
+        first = action.stage // program.depth * program.depth
+        holders = {program.placement[first], program.placement[first + program.depth - 1]}
+    return next(iter(holders - {rank}), None)
+
+
+def _rank(rank: int | None) -> str:
+    return "no rank" if rank is None else f"rank {rank}"

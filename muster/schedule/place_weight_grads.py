@@ -1,0 +1,83 @@
+"""A given order of forwards and input backwards, with the weight backwards put where they cost least."""
+
+from heapq import heappop, heappush
+from math import inf
+
+from muster.schedule.search_problem import SearchProblem, TimedPasses
+
+_EPSILON_S = 1e-9
+
+
+def place_weight_grads(
+    problem: SearchProblem, orders: list[list[int]], patience: float, overtake: int, deadline_s: float = inf
+) -> TimedPasses | None:
+    """Every rank does its F and I in the order given, and W while it waits or where F needs the memory.
+
+    A rank that waits begins a W unless that costs more than `patience` times what it saves; an I may overtake up to
+    `overtake` passes that can't begin yet. `orders` holds codes of F and I only. None where the order gets stuck,
+    in the capacity or at all, or can't end by `bound_s`.
+    """
+    count, times_s, placement, hops_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
+    last, num_passes, capacity = problem.num_stages - 1, problem.num_stages * count, problem.capacity
+    come_s = [0.0] * count + [inf] * (2 * num_passes - count)
+    todo = [order[::-1] for order in orders]
+    weights: list[list[int]] = [[] for _ in orders]
+    """Of each rank, the W that can begin and those that have."""
+    begun, kept, free_s, passes = [0] * len(orders), [0] * len(orders), [0.0] * len(orders), []
+    left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in problem.stages]
+    events = [(0.0, rank) for rank in range(len(orders))]
+    while events:
+        now_s, rank = heappop(events)
+        if free_s[rank] > now_s + _EPSILON_S:
+            continue
+        order, code, place, next_s, urgent = todo[rank], -1, 1, inf, False
+        if order:
+            head = order[-1]
+            if come_s[head] > now_s + _EPSILON_S:
+                next_s = come_s[head]
+            elif head >= num_passes or kept[rank] < capacity:
+                code = head
+            else:
+                urgent = True
+            if code < 0 and overtake:
+                for place in range(2, min(overtake + 1, len(order)) + 1):
+                    if order[-place] >= num_passes and come_s[order[-place]] <= now_s + _EPSILON_S:
+                        code = order[-place]
+                        break
+        if code < 0:
+            if begun[rank] == len(weights[rank]):
+                continue
+            code = weights[rank][begun[rank]]
+            time_s = times_s[2][code // count - 2 * problem.num_stages]
+            if not urgent and next_s < inf and next_s - now_s < patience * (now_s + time_s - next_s):
+                continue
+        kind, stage = code // num_passes, code % num_passes // count
+        time_s = times_s[kind][stage]
+        end_s = arrival_s = now_s + time_s
+        to = -1
+        if kind == 2:
+            begun[rank] += 1
+            kept[rank] -= 1
+        else:
+            del order[-place]
+        if kind == 0:
+            kept[rank] += 1
+            if stage == last:
+                come_s[code + num_passes] = end_s
+            else:
+                arrival_s += hops_s[stage]
+                come_s[code + count], to = arrival_s, placement[stage + 1]
+        elif kind == 1:
+            weights[rank].append(code + num_passes)
+            if stage:
+                arrival_s += hops_s[stage - 1]
+                come_s[code - count], to = arrival_s, placement[stage - 1]
+        left_s[rank] -= time_s
+        if end_s + left_s[rank] > deadline_s:
+            return None
+        free_s[rank] = end_s
+        passes.append(code)
+        heappush(events, (end_s, rank))
+        if to >= 0 and to != rank and free_s[to] <= arrival_s:
+            heappush(events, (arrival_s, to))
+    return TimedPasses(max(free_s), passes) if len(passes) == problem.num_passes else None

@@ -1,0 +1,79 @@
+"""Schedules of people's own, made from a function that says what one pipeline rank does."""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+
+from muster.plugins.loader import error_location
+from muster.schedule.action import Action, parse_action
+from muster.schedule.schedule import Schedule
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.timing import time_schedule
+from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.schedules import ScheduleEntry, stage_placement
+
+RankFunction = Callable[[int, ScheduleSpec], Iterable[Action | str]]
+"""The passes of a pipeline rank in a setting, in order, as actions or their texts, such as `2F0`."""
+
+
+def plugin_schedule_function(
+    name: str, rank_function: RankFunction, entry: Callable[[], ScheduleEntry]
+) -> Callable[[ScheduleSpec], Schedule]:
+    """What makes the schedule for a setting, and proves that it does every pass once in an order that can be followed.
+
+    `entry` is what is known of it. Raises InfeasibleError where the function refuses or its order can't be run.
+    """
+
+    def make(setting: ScheduleSpec) -> Schedule:
+        # One pass more than there are is enough to refuse a function that gives them without end.
+        most = 3 * setting.chunks * setting.num_micro_batches + 1
+        try:
+            ranks = tuple(
+                tuple(map(_to_action, islice(rank_function(rank, setting), most))) for rank in range(setting.num_ranks)
+            )
+        except MusterError:
+            raise
+        except Exception as error:
+            code = getattr(rank_function, "__code__", None)
+            place_ = error_location(Path(code.co_filename), error) if code else name
+            raise InfeasibleError(f"schedule {name}: {place_}: {type(error).__name__}: {error}") from error
+        found = Schedule(
+            name, stage_placement(entry(), setting.num_ranks, setting.chunks), setting.num_micro_batches, ranks
+        )
+        _require_complete(found, entry().split_backward)
+        try:
+            time_schedule(found, setting)
+        except MusterError as error:
+            raise InfeasibleError(f"schedule {name}: {error}") from error
+        return found
+
+    return make
+
+
+def _to_action(action_or_text: Action | str) -> Action:
+    return parse_action(action_or_text) if isinstance(action_or_text, str) else action_or_text
+
+
+def _require_complete(schedule: Schedule, splits: bool) -> None:
+    """Raises InfeasibleError unless each rank does each of its stages' passes once, and nothing else."""
+    kinds = "FIW" if splits else "FB"
+    for rank, order in enumerate(schedule.ranks):
+        stages = [stage for stage, where in enumerate(schedule.placement) if where == rank]
+        wanted = {
+            Action(kind, stage, micro_batch)
+            for stage in stages
+            for kind in kinds
+            for micro_batch in range(schedule.num_micro_batches)
+        }
+        seen: set[Action] = set()
+        for action in order:
+            if action in seen or action not in wanted:
+                what = (
+                    "twice"
+                    if action in seen
+                    else f"which is none of {', '.join(f'{s}{k}N' for s in stages for k in kinds)}"
+                )
+                raise InfeasibleError(f"schedule {schedule.name}: rank {rank} does {action} {what}")
+            seen.add(action)
+        if missing := sorted(map(str, wanted - seen)):
+            raise InfeasibleError(f"schedule {schedule.name}: rank {rank} leaves out {', '.join(missing[:4])}")

@@ -1,0 +1,121 @@
+"""What the schedule searches work on: a Setting on one placement, as plain tuples and integers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from muster.schedule.action import Action, actions_of_stage
+from muster.schedule.schedule import Schedule
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.spec.errors import InfeasibleError
+
+PASS_KINDS = "FIW"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProblem:
+    """One replica of the model on its ranks.
+
+    A pass is an integer: `(kind · stages + stage) · micro_batches + micro_batch` with kind 0 F, 1 I, 2 W.
+    """
+
+    placement: tuple[int, ...]
+    num_ranks: int
+    num_micro_batches: int
+    times_s: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    """Of F, I and W by stage."""
+    p2p_s: tuple[float, ...]
+    """From each stage to the one after it, or back."""
+    capacity: int
+    """Activations of one micro-batch on one stage that a rank may keep."""
+    stages: tuple[tuple[int, ...], ...]
+    """Of each rank, ascending."""
+    period_s: float
+    """Work of the busiest rank for one micro-batch."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of all ranks."""
+        return 3 * len(self.placement) * self.num_micro_batches
+
+    def round_trip_s(self, stage: int) -> float:
+        """From the begin of a micro-batch's F on a stage until its I can begin there."""
+        forward_s, input_s, _ = self.times_s
+        return sum(forward_s[stage:]) + sum(input_s[stage + 1 :]) + 2 * sum(self.p2p_s[stage:])
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPasses:
+    """A schedule with its times."""
+
+    makespan_s: float
+    passes: list[int]
+    """In an order in which each comes after all that it needs, and after what its rank does before it."""
+
+
+def make_search_problem(spec: ScheduleSpec, placement: Sequence[int]) -> SearchProblem:
+    """Raises InfeasibleError where a rank may not keep even one micro-batch."""
+    ranks = range(spec.num_ranks)
+    stages = tuple(tuple(stage for stage, holder in enumerate(placement) if holder == rank) for rank in ranks)
+    times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
+    most = spec.chunks * spec.num_micro_batches
+    capacity = int(min(most, spec.memory_limit / spec.stage_activation + 1e-9))
+    if capacity < spec.chunks:
+        raise InfeasibleError(
+            f"memory_limit {spec.memory_limit:g} doesn't hold one micro-batch's activations; the least is 1"
+        )
+    return SearchProblem(
+        placement=tuple(placement),
+        num_ranks=spec.num_ranks,
+        num_micro_batches=spec.num_micro_batches,
+        times_s=times_s,
+        p2p_s=tuple(spec.p2p_s * (one != other) for one, other in pairwise(placement)),
+        capacity=capacity,
+        stages=stages,
+        period_s=max(sum(kind[stage] for kind in times_s for stage in held) for held in stages),
+    )
+
+
+def schedule_from_passes(problem: SearchProblem, passes: Iterable[int], name: str) -> Schedule:
+    count, stages = problem.num_micro_batches, problem.num_stages
+    ranks: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
+    actions = [
+        action for kind in PASS_KINDS for stage in range(stages) for action in actions_of_stage(kind, stage, count)
+    ]
+    holders = [ranks[rank] for rank in problem.placement] * len(PASS_KINDS)
+    for code in passes:
+        holders[code // count].append(actions[code])
+    return Schedule(name, problem.placement, count, tuple(map(tuple, ranks)))
+
+
+def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
+    """The F and I of a schedule, rank by rank; a B counts as I."""
+    count, place = problem.num_micro_batches, {"F": 0, "B": problem.num_stages, "I": problem.num_stages}
+    return [
+        (place[kind] + stage) * count + micro_batch
+        for order in schedule.ranks
+        for kind, stage, micro_batch, *_ in order
+        if kind != "W"
+    ]
+
+
+def rank_orders(problem: SearchProblem, passes: Iterable[int]) -> list[list[int]]:
+    """The F and I of each rank among `passes`, in their order."""
+    orders: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    count, stages = problem.num_micro_batches, problem.num_stages
+    for code in passes:
+        if code < 2 * count * stages:
+            orders[problem.placement[code // count % stages]].append(code)
+    return orders
+
+
+def min_in_flight(problem: SearchProblem, stage: int, interval_s: float) -> int:
+    """How many micro-batches begin on a stage, one each `per_turn_s`, before the first one's I can begin there."""
+    return (
+        max(1, ceil(problem.round_trip_s(stage) / interval_s - 1e-9)) if interval_s > 0 else problem.num_micro_batches
+    )

@@ -1,0 +1,47 @@
+"""Which sends a rank knows to be over, and from when on: what tells it when to let go of what it has sent."""
+
+from bisect import bisect_left
+
+from muster.schedule.action import matching_transfer
+from muster.schedule.program import Instruction, Program
+
+
+def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
+    """Place of a receive in a rank's p2p lane → places of the sends that are over when it is.
+
+    A receiver reads what it was sent in a pass. What it sends back after that pass proves that it had it: no transport
+    has to be asked, nobody waits, and the memory that is held doesn't depend on how fast messages are. A send that
+    nothing proves is left out; it is over at the end of the round.
+    """
+    gone: dict[int, list[int]] = {}
+    lanes = program.ranks[rank].get("p2p", ())
+    for peer in sorted({item.peer for item in lanes if item.peer is not None}):
+        reader, sent = _reads_and_sends(program, peer, rank)
+        receives = {item.action: index for index, item in enumerate(lanes) if item.action.kind[0] == "R"}
+        after = [maker for maker, _ in sent]
+        for index, item in enumerate(lanes):
+            if item.peer != peer or item.action.kind[0] != "S":
+                continue
+            place = bisect_left(after, reader.get(matching_transfer(item.action), len(after) and after[-1] + 1))
+            if place < len(sent):
+                gone.setdefault(receives[matching_transfer(sent[place][1].action)], []).append(index)
+    return {index: tuple(places) for index, places in gone.items()}
+
+
+def _reads_and_sends(program: Program, rank: int, peer: int) -> tuple[dict, list[tuple[int, Instruction]]]:
+    """On a rank: each receive from `peer` → the place of the pass that waits for it; and the sends to `peer` in order,
+    each with the place of the last pass that it, or one before it in its lane, waits for."""
+    lanes = program.ranks[rank]
+    p2p = lanes.get("p2p", ())
+    reader = {
+        p2p[wait.index].action: place
+        for place, item in enumerate(lanes.get("compute", ()))
+        for wait in item.waits
+        if wait.lane == "p2p" and p2p[wait.index].peer == peer
+    }
+    sent, last = [], -1
+    for item in p2p:
+        last = max([last, *(wait.index for wait in item.waits if wait.lane == "compute")])
+        if item.peer == peer and item.action.kind[0] == "S":
+            sent.append((last, item))
+    return reader, sent

@@ -1,0 +1,53 @@
+"""Schedules as plain data: what `muster schedule --json` prints, and the way back from such a file."""
+
+from math import log10
+from typing import Any
+
+from muster.schedule.action import parse_action
+from muster.schedule.makespan_bound import OptimalityGap
+from muster.schedule.schedule import Schedule
+from muster.schedule.timing import Timing
+
+
+def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | None = None) -> dict[str, Any]:
+    """`stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds
+    each rank's passes in order. Times are in the unit of the setting, to 12 significant digits of the makespan;
+    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1. What
+    is known of how good it is follows: `proven`, whether none takes less, the `bound`, the `gap` to it as a share."""
+    digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
+    return {
+        "name": schedule.name,
+        "n_ranks": len(schedule.ranks),
+        "n_microbatches": schedule.num_micro_batches,
+        "stages": [
+            {"index": index, "depth": index % schedule.depth, "rank": rank, "replica": index // schedule.depth}
+            for index, rank in enumerate(schedule.placement)
+        ],
+        "ranks": [[str(action) for action in order] for order in schedule.ranks],
+        "makespan": round(timing.makespan_s, digits),
+        "bubble": round(timing.bubble_s, digits),
+        "span_bubble": [round(bubble_s, digits) for bubble_s in timing.span_bubble_s],
+        "peak_activation": [round(peak, 9) for peak in timing.peak_activation],
+    } | ({} if gap is None else {"proven": gap.proven, "bound": round(gap.bound_s, digits), "gap": round(gap.share, 9)})
+
+
+def schedule_from_json(data: Any) -> Schedule:
+    """The schedule in such data; what is known of its times is not read.
+
+    Raises ValueError with what is wrong with the data; whether the order can be followed is for others to say.
+    """
+    try:
+        stages = sorted(data["stages"], key=lambda stage: stage["index"])
+        places = [(stage["index"], stage["replica"], stage["depth"]) for stage in stages]
+        replicas = 1 + max((replica for _, replica, _ in places), default=0)
+        depth = len(places) // replicas
+        ranks = tuple(tuple(parse_action(text) for text in order) for order in data["ranks"])
+        placement = tuple(int(stage["rank"]) for stage in stages)
+        name, count = str(data["name"]), int(data["n_microbatches"])
+    except KeyError as error:
+        raise ValueError(f"key {error} is missing") from None
+    except (TypeError, AttributeError):
+        raise ValueError("expected one object as 'muster schedule NAME --json' prints it") from None
+    if places != [(index, *divmod(index, depth)) for index in range(replicas * depth)]:
+        raise ValueError("stages are numbered replica by replica, in each by depth: index = replica × depths + depth")
+    return Schedule(name, placement, count, ranks, replicas)

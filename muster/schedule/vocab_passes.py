@@ -1,0 +1,227 @@
+"""Vocabulary parallelism: weaves into a schedule what every rank does for its part of the words.
+
+Embedding and head lie in equal parts on all pipeline ranks (arXiv:2411.05288, algorithm 2: one barrier between the
+scores, S, and the backward that starts from them). What the ranks say to each other runs beside the compute, so that
+the last stage can do another forward before the backward of the one whose scores are still under way.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
+from heapq import heappush
+from itertools import accumulate, islice
+
+from muster.schedule.action import Action
+from muster.schedule.bubble_fill import EventRun
+from muster.schedule.schedule import Schedule
+from muster.schedule.schedule_spec import ScheduleSpec
+from muster.schedule.timing import PassTimes, Timing, time_passes
+from muster.spec.errors import InfeasibleError
+
+LOOKAHEAD = 2
+"""Micro-batches whose words are looked up before the first stage's forward wants them."""
+MAX_DEFERRED = 2
+"""Backwards for words of one kind that may wait for a rank to have nothing else to do: T keeps logits until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabTimes:
+    """Of one rank's part of the words, for one micro-batch, where the forward of a rank's whole share takes 1."""
+
+    embedding: float = 0.05
+    logits: float = 0.5
+    backward: float = 0.25
+    """For output words; for input words it takes as long as to look them up."""
+
+    def of_kind(self, kind: str) -> float:
+        return {"S": self.logits, "T": self.backward}.get(kind, self.embedding)
+
+    def scaled(self, unit_s: float) -> "VocabTimes":
+        """The same where the forward of a rank's whole share takes `unit_s`."""
+        return VocabTimes(self.embedding * unit_s, self.logits * unit_s, self.backward * unit_s)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabSchedule:
+    """A schedule with words."""
+
+    schedule: Schedule
+    """Its passes in the order in which they come now."""
+    orders: tuple[tuple[Action, ...], ...]
+    """Per rank those and the passes of words."""
+    ends_s: tuple[tuple[float, ...], ...]
+    """Per rank, when each pass of `schedule` nominally ends."""
+    order_ends_s: tuple[tuple[float, ...], ...]
+    """The same for all of `orders`."""
+    collectives: tuple[tuple[str, int], ...]
+    """(kind, micro-batch) of the collectives, in the order that all ranks keep."""
+
+
+def add_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec | None = None) -> VocabSchedule:
+    """The schedule, of one replica, with words on every rank.
+
+    The order is that of a run in nominal times in which no rank waits while it has something to do: scores as soon as
+    the hidden state is there, then the next words to look up, then the first pass of the schedule's order that is
+    ready, then what words' backwards have been put off. A rank keeps at most one micro-batch's activations of a stage
+    more than under `schedule`. With a setting, the run is in its times, and what goes to other ranks takes its hop.
+    """
+    if spec is None:
+        chunks = schedule.num_stages // len(schedule.ranks)
+        spec = ScheduleSpec(len(schedule.ranks), schedule.num_micro_batches, chunks)
+    return _VocabRun(schedule, times.scaled(sum(spec.forward_s) / spec.num_ranks), spec).result()
+
+
+def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
+    """The schedule with the passes of words among its own, as `muster schedule` shows it.
+
+    Raises InfeasibleError for two replicas, and where a rank then keeps more than the setting's limit.
+    """
+    if schedule.replicas > 1:
+        raise InfeasibleError(f"words are woven into schedules of one replica; {schedule.name} has {schedule.replicas}")
+    woven = add_vocab_passes(schedule, times, spec)
+    words = times.scaled(sum(spec.forward_s) / spec.num_ranks)
+    passes_s = {"F": spec.forward_s, "I": spec.input_backward_s, "W": spec.weight_backward_s}
+    passes_s["B"] = tuple(i + w for i, w in zip(passes_s["I"], passes_s["W"], strict=True))
+    begins_s, work_s, peaks = [], [], []
+    for order, ends_s in zip(woven.orders, woven.order_ends_s, strict=True):
+        took_s = [passes_s[kind][stage] if kind in passes_s else words.of_kind(kind) for kind, stage, *_ in order]
+        begins_s.append([end_s - time_s for end_s, time_s in zip(ends_s, took_s, strict=True)])
+        work_s.append(sum(took_s))
+        kept = accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order)
+        peaks.append(max(kept) * spec.stage_activation)
+    if max(peaks) > spec.memory_limit * (1 + 1e-9):
+        raise InfeasibleError(
+            f"{schedule.name} with words keeps {max(peaks):g} micro-batches' activations on a rank, more than the limit"
+            f" of {spec.memory_limit:g}"
+        )
+    shown = replace(woven.schedule, ranks=woven.orders)
+    return shown, Timing(tuple(begins_s), woven.order_ends_s, tuple(work_s), tuple(peaks))
+
+
+class _VocabRun(EventRun):
+    def __init__(self, schedule: Schedule, times: VocabTimes, spec: ScheduleSpec) -> None:
+        super().__init__(schedule, spec, 0, weights_fill=False)
+        ones = [1.0] * schedule.depth
+        for rank, peak in zip(
+            self.ranks, time_passes(schedule, PassTimes(ones, ones, ones)).peak_activation, strict=True
+        ):
+            rank.limit = peak + 1
+        self.schedule, self.times = schedule, times
+        self.trains = any(action.kind in "BI" for action in self.actions)
+        first = schedule.ranks[schedule.placement[0]]
+        self.inputs = [action.micro_batch for action in first if action[:2] == ("F", 0)]
+        """Micro-batches in the order in which the first stage wants them."""
+        self.remaining_inputs = iter(self.inputs)
+        self.ready_vocab_passes: list[dict[str, deque[tuple[float, int]]]] = [
+            defaultdict(deque) for _ in schedule.ranks
+        ]
+        """Per rank and kind of word pass, from when it can be done for which micro-batches."""
+        self.missing_ranks = {(kind, unit): len(self.ranks) for kind in ("E", "S") for unit in self.inputs}
+        """Ranks that have not done a pass yet whose results are brought together."""
+        self.collective_begin_s: dict[tuple[str, int], float] = {}
+        """When each collective begins."""
+        self.orders_s: list[list[tuple[Action, float]]] = [[] for _ in schedule.ranks]
+        """Per rank all passes with their ends."""
+
+    def result(self) -> VocabSchedule:
+        """Raises ProgramError where the schedule's order can't be followed."""
+        self.orders()
+        passes = [[(action, end_s) for action, end_s in order if action in self.numbers] for order in self.orders_s]
+        old = self.schedule
+        ranks = tuple(tuple(action for action, _ in order) for order in passes)
+        return VocabSchedule(
+            Schedule(old.name, old.placement, old.num_micro_batches, ranks),
+            tuple(tuple(action for action, _ in order) for order in self.orders_s),
+            tuple(tuple(end_s for _, end_s in order) for order in passes),
+            tuple(tuple(end_s for _, end_s in order) for order in self.orders_s),
+            tuple(sorted(self.collective_begin_s, key=lambda key: (self.collective_begin_s[key], key[1], key[0]))),
+        )
+
+    def _begin(self) -> None:
+        for _ in range(LOOKAHEAD):
+            self._request_next_embedding(0.0)
+
+    def _request_next_embedding(self, time_s: float) -> None:
+        for unit in islice(self.remaining_inputs, 1):
+            self._offer("E", unit, time_s)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # One rank's next pass
+
+    def _step(self, time_s: float, index: int) -> None:
+        rank = self.ranks[index]
+        if rank.free_s > time_s + self.tolerance_s:
+            return
+        until_s = time_s + self.tolerance_s
+        word = self._pop_vocab_pass(index, until_s, urgent=True)
+        number = None if word else rank.pop_ready(self.ready_s, until_s)
+        word = word or (self._pop_vocab_pass(index, until_s, urgent=False) if number is None else None)
+        if word is None and number is None:
+            return
+        action = word or self.actions[number or 0]
+        seconds = self.times.of_kind(action.kind) if word else self.seconds[action.kind][action.stage]
+        rank.free_s = end_s = time_s + seconds
+        heappush(self.events, (end_s, index))
+        self.orders_s[index].append((action, end_s))
+        if word:
+            self._end_vocab_pass(word.kind, word.micro_batch, end_s)
+        else:
+            self._end_pass(action, end_s)
+
+    def _pop_vocab_pass(self, index: int, until_s: float, urgent: bool) -> Action | None:
+        for kind, patience in (("S", 0), ("E", 0), ("T", MAX_DEFERRED), ("EW", MAX_DEFERRED)):
+            waiting = self.ready_vocab_passes[index][kind]
+            if sum(ready_s <= until_s for ready_s, _ in waiting) > (patience if urgent else 0):
+                return Action(kind, self.schedule.placement.index(index), waiting.popleft()[1])
+        return None
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What follows from it
+
+    def _end_pass(self, action: Action, end_s: float) -> None:
+        kind, stage, unit, *_ = action
+        for follower in self._dependents(action):
+            away = self.rank_by_number[follower] != self.schedule.placement[stage]
+            self._set_ready(follower, end_s + self.spec.p2p_s * away)
+        if kind == "F" and stage == 0:
+            self._request_next_embedding(end_s)
+        if kind == "F" and stage == self.depth - 1:
+            self._begin_collective("HC", unit, end_s, "S")
+        if kind in "BI" and stage == 0:
+            self._begin_collective("DC", unit, end_s, "EW")
+
+    def _end_vocab_pass(self, kind: str, unit: int, end_s: float) -> None:
+        if kind not in ("E", "S"):
+            return
+        self.missing_ranks[kind, unit] -= 1
+        begin_s = self.collective_begin_s[kind + "C", unit] = max(
+            end_s, self.collective_begin_s.get((kind + "C", unit), 0.0)
+        )
+        if self.missing_ranks[kind, unit]:
+            return
+        begin_s += self.spec.p2p_s
+        if kind == "E":
+            self._set_ready(self.numbers[Action("F", 0, unit)], begin_s)
+        elif self.trains:
+            self._set_ready(self._backward_of(self.depth - 1, unit), begin_s)
+            self._offer("T", unit, begin_s)
+
+    def _begin_collective(self, kind: str, unit: int, begin_s: float, then: str) -> None:
+        self.collective_begin_s[kind, unit] = begin_s
+        self._offer(then, unit, begin_s + self.spec.p2p_s)
+
+    def _offer(self, kind: str, unit: int, time_s: float) -> None:
+        for index, waiting in enumerate(self.ready_vocab_passes):
+            waiting[kind].append((time_s, unit))
+            heappush(self.events, (time_s, index))
+
+    def _dependents(self, action: Action) -> list[int]:
+        """As without words, but for the last stage: its backward waits for all ranks' scores."""
+        kind, stage, unit, *_ = action
+        if kind == "F":
+            return [self.numbers[Action("F", stage + 1, unit)]] if stage < self.depth - 1 else []
+        own = [self.numbers[Action("W", stage, unit)]] if kind == "I" else []
+        return own + ([self._backward_of(stage - 1, unit)] if kind in "BI" and stage else [])
+
+    def _backward_of(self, stage: int, unit: int) -> int:
+        whole = Action("B", stage, unit)
+        return self.numbers[whole if whole in self.numbers else Action("I", stage, unit)]

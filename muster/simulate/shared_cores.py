@@ -1,0 +1,179 @@
+"""Ranks that share the cores of their machine: a discrete-event run in the order of time."""
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from muster.cost.time.op_times import OpTimes
+from muster.schedule.action import LANES, Action, Lane, matching_transfer
+from muster.schedule.program import Instruction, Program, ProgramError, participants
+from muster.simulate.timeline import Event, Timeline
+
+InstructionIndex = tuple[int, Lane, int]
+"""An instruction: pipeline rank, lane, index."""
+
+
+def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
+    """As `simulate`, for ranks that compete for `times.cores` cores of their machine (None: as many as they want).
+
+    Whatever computes or moves memory wants one core for each process that takes part: passes, the step, and UNSHARD,
+    REDUCE and TIE, which on a machine without network are copies and additions. All get the same share,
+    min(1, cores / processes). A hop and NORM are latency, and take no core; so do copies where cores aren't shared.
+    """
+    machine = _SharedCoreSimulation(program, times)
+    machine.run()
+    return Timeline("predicted", program.num_ranks, tuple(machine.events()))
+
+
+@dataclass(slots=True)
+class _CorePool:
+    """The cores of one machine, and who wants them.
+
+    Since all its jobs advance at one rate, a clock of work done per job (`work_s`) orders their ends for good, whatever
+    begins or ends meanwhile.
+    """
+
+    cores: int | None
+    work_s: float = 0.0
+    running: int = 0
+    """Processes that want a core."""
+    jobs: list[tuple[float, int, int, list[InstructionIndex]]] = field(default_factory=list)
+    """(`work_s` at the end, order of beginning, processes, instructions that end)."""
+
+    @property
+    def rate(self) -> float:
+        return 1.0 if self.cores is None or self.running <= self.cores else self.cores / self.running
+
+    def end_s(self, now_s: float) -> float:
+        """When the next job ends; infinite where there is none."""
+        return now_s + (self.jobs[0][0] - self.work_s) / self.rate if self.jobs else inf
+
+
+class _SharedCoreSimulation:
+    """The state at `now_s`: all machines that ranks are on."""
+
+    def __init__(self, program: Program, times: OpTimes) -> None:
+        self.times, self.num_ranks = times, program.num_ranks
+        self.lanes: list[dict[Lane, tuple[Instruction, ...]]] = [
+            {lane: ranks.get(lane, ()) for lane in LANES} for ranks in program.ranks
+        ]
+        self.cursor: list[dict[Lane, int]] = [dict.fromkeys(LANES, 0) for _ in program.ranks]
+        self.begin_s: dict[InstructionIndex, float] = {}
+        self.end_s: dict[InstructionIndex, float] = {}
+        self.now_s = 0.0
+        self.pool_of = times.machines or (0,) * program.num_ranks
+        self.pools = {number: _CorePool(times.cores) for number in self.pool_of}
+        self.timers: list[tuple[float, int, list[InstructionIndex]]] = []
+        """(time of the end, order of beginning, instructions that end)."""
+        self.num_started = 0
+        self.arrived: dict[tuple, list[InstructionIndex]] = {}
+        """(kind, ranks) of a collective → the ranks' ends that have come."""
+        self.out_free_s = [0.0] * program.num_ranks
+        """From when on each rank can send."""
+        self.receives: dict[tuple[int, int], list[int]] = {}
+        """(source, target) → the places in the target's lane that receive from the source, last first."""
+        for rank, lanes in enumerate(self.lanes):
+            for index, instruction in reversed(list(enumerate(lanes["p2p"]))):
+                if instruction.action.kind[0] == "R" and instruction.peer is not None:
+                    self.receives.setdefault((instruction.peer, rank), []).append(index)
+
+    def run(self) -> None:
+        """Until all has ended. Raises ProgramError when something never begins."""
+        for rank in range(self.num_ranks):
+            self._start_ready(rank)
+        while self.timers or any(pool.jobs for pool in self.pools.values()):
+            for rank in sorted({rank for rank, _, _ in self._advance()}):
+                self._start_ready(rank)
+        for rank, lanes in enumerate(self.lanes):
+            for lane, instructions in lanes.items():
+                if self.cursor[rank][lane] < len(instructions):
+                    action = instructions[self.cursor[rank][lane]].action
+                    raise ProgramError(f"{action} on rank {rank} never begins; the checker says why")
+
+    def events(self) -> list[Event]:
+        """By rank, lane and order in the lane."""
+        return [
+            Event(rank, lane, instruction.action, self.begin_s[rank, lane, index], self.end_s[rank, lane, index])
+            for rank, lanes in enumerate(self.lanes)
+            for lane, instructions in lanes.items()
+            for index, instruction in enumerate(instructions)
+        ]
+
+    def _advance(self) -> list[InstructionIndex]:
+        """Moves on to the next end; returns what ends."""
+        first = min(self.pools.values(), key=lambda pool: pool.end_s(self.now_s))
+        job_s, timer_s = first.end_s(self.now_s), self.timers[0][0] if self.timers else inf
+        time_s = min(timer_s, job_s)
+        for pool in self.pools.values():
+            if pool is not first or timer_s <= job_s:
+                pool.work_s += (time_s - self.now_s) * pool.rate
+        if timer_s <= job_s:
+            _, _, places = heappop(self.timers)
+        else:
+            first.work_s, _, processes, places = heappop(first.jobs)
+            first.running -= processes
+        self.now_s = time_s
+        for place in places:
+            self.end_s[place] = time_s
+        return places
+
+    def _start_ready(self, rank: int) -> None:
+        for lane in LANES:
+            instructions, cursor = self.lanes[rank][lane], self.cursor[rank]
+            while cursor[lane] < len(instructions):
+                index = cursor[lane]
+                if lane != "p2p" and index and (rank, lane, index - 1) not in self.end_s:
+                    break
+                if not all((rank, *wait) in self.end_s for wait in instructions[index].waits):
+                    break
+                cursor[lane] += 1
+                self._start((rank, lane, index))
+
+    def _start(self, place: InstructionIndex) -> None:
+        rank, lane, index = place
+        instruction = self.lanes[rank][lane][index]
+        if lane == "p2p":
+            if instruction.action.kind[0] == "S":
+                assert instruction.peer is not None
+                receive: InstructionIndex = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
+                hop = self.times.p2p_time(instruction.action.stage, matching_transfer(instruction.action).stage)
+                begin_s = max(self.now_s, self.out_free_s[rank])
+                self.begin_s[place] = self.begin_s[receive] = begin_s
+                self.out_free_s[rank] = begin_s + hop.send_busy_s
+                self._add_timer(begin_s - self.now_s + hop.total_s, [place, receive])
+            return
+        self.begin_s[place] = self.now_s
+        places = self._collective_members(place) if lane == "collective" else [place]
+        if not places:
+            return
+        duration_s = max(self.times.duration_s(self._action(one)) for one in places)
+        if (lane == "copy" and self.times.cores is None) or instruction.action.kind == "NORM":
+            self._add_timer(duration_s, places)
+        else:
+            self._add_job(duration_s, places)
+
+    def _collective_members(self, place: InstructionIndex) -> list[InstructionIndex]:
+        """All ends of the collective that has come to `place`; none while a rank is missing."""
+        rank, lane, index = place
+        instruction = self.lanes[rank][lane][index]
+        ranks = participants(instruction, rank, self.num_ranks)
+        key = (instruction.action.kind, ranks)
+        self.arrived.setdefault(key, []).append(place)
+        return self.arrived.pop(key) if len(self.arrived[key]) == len(ranks) else []
+
+    def _action(self, place: InstructionIndex) -> Action:
+        rank, lane, index = place
+        return self.lanes[rank][lane][index].action
+
+    def _add_timer(self, duration_s: float, places: list[InstructionIndex]) -> None:
+        self.num_started += 1
+        heappush(self.timers, (self.now_s + duration_s, self.num_started, places))
+
+    def _add_job(self, duration_s: float, places: list[InstructionIndex]) -> None:
+        """On the cores of the first of its ranks, with those that share them."""
+        self.num_started += 1
+        each, number = self.times.processes_per_rank, self.pool_of[places[0][0]]
+        pool = self.pools[number]
+        processes = sum(each[rank] if each else 1 for rank, _, _ in places if self.pool_of[rank] == number)
+        pool.running += processes
+        heappush(pool.jobs, (pool.work_s + duration_s, self.num_started, processes, places))

@@ -1,0 +1,82 @@
+"""What the ranks of a Program send and receive, by columns: every transfer has a number."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.cost.time.op_times import OpTimes
+from muster.schedule.program import Instruction, Program
+
+IndexColumn = NDArray[np.int64]
+
+NO_TRANSFER, SEVERAL_WAITS = -1, -2
+_SENDS = ("SF", "SB")
+
+
+class Transfers:
+    """Which transfer each entry of a p2p lane is, what each pass waits for, and when what is sent.
+
+    The n-th send from one rank to another and the n-th receive there from it are the two ends of one transfer.
+    """
+
+    def __init__(self, program: Program) -> None:
+        lanes = [lanes.get("p2p", ()) for lanes in program.ranks]
+        lengths = [len(lane) for lane in lanes]
+        rank, ends = np.repeat(np.arange(len(lanes)), lengths), np.cumsum(lengths)[:-1]
+        actions, peers, waits = zip(*chain.from_iterable(lanes), strict=True) if sum(lengths) else ((), (), ())
+        peer, sends = np.array(peers, np.int64), np.array([action[0] in _SENDS for action in actions], bool)
+        numbers, self.count = _pair_transfers(
+            np.where(sends, rank * len(lanes) + peer, peer * len(lanes) + rank), sends
+        )
+        after = np.array([own[0][1] if len(own) == 1 else max((i for _, i in own), default=-1) for own in waits])
+        backward, stage = np.array([action[0] == "SB" for action in actions]), np.array([a[1] for a in actions])
+        self.stages: NDArray[np.int64] = np.zeros((self.count, 2), np.int64)
+        """The sender's and the receiver's stage of each transfer."""
+        if sends.any():
+            self.stages[numbers[sends], 0] = stage[sends]
+            self.stages[numbers[sends], 1] = (stage + 1 - 2 * backward)[sends]
+        self.numbers: list[IndexColumn] = np.split(numbers, ends)
+        """Per rank, the number of each entry of its p2p lane."""
+        self.sends: list[list[int]] = []
+        """Per rank, the numbers of its sends in order."""
+        self.send_after: list[list[int]] = []
+        """Per rank, the compute instruction at whose end each send begins; −1: at once."""
+        for mine, own, begins in zip(self.numbers, np.split(sends, ends), np.split(after, ends), strict=True):
+            self.sends.append(mine[own].tolist())
+            self.send_after.append(np.maximum.accumulate(begins)[own].tolist())
+
+    def durations_s(self, times: OpTimes) -> tuple[list[float], list[float]]:
+        """Of each transfer, how long it takes, and how long it keeps the way out of its sender."""
+        pairs, places = np.unique(self.stages, axis=0, return_inverse=True)
+        hops = np.array([times.p2p_time(*pair) for pair in pairs.tolist()]).reshape(-1, 2)[places.reshape(-1)]
+        return hops[:, 0].tolist(), hops[:, 1].tolist()
+
+    def awaited(self, rank: int, compute: Sequence[Instruction]) -> list[int]:
+        """For each compute instruction the number of the transfer that it waits for, NONE, or SEVERAL where it waits
+        for more or other things."""
+        numbers = self.numbers[rank].tolist()
+        awaited = []
+        for _, _, waits in compute:
+            if not waits:
+                awaited.append(NO_TRANSFER)
+            elif len(waits) == 1 and waits[0][0] == "p2p":
+                awaited.append(numbers[waits[0][1]])
+            else:
+                awaited.append(SEVERAL_WAITS)
+        return awaited
+
+
+def _pair_transfers(pair: IndexColumn, sends: NDArray[np.bool_]) -> tuple[IndexColumn, int]:
+    """Numbers for the ends of transfers in the order of `pair`, so that both ends of one get the same; how many."""
+    size = int(pair.max(initial=-1)) + 1
+    counts = np.maximum(np.bincount(pair[sends], minlength=size), np.bincount(pair[~sends], minlength=size))
+    first = np.cumsum(counts) - counts
+    numbers = np.empty_like(pair)
+    for side in (sends, ~sends):
+        at = np.flatnonzero(side)
+        order = at[np.argsort(pair[at], kind="stable")]
+        ordered = pair[order]
+        numbers[order] = first[ordered] + np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return numbers, int(counts.sum())

@@ -1,0 +1,242 @@
+"""Why a plan can't hold for a model, a batch and a number of processes: one sentence for each reason."""
+
+from collections.abc import Iterator
+from math import isqrt
+
+from muster.spec.errors import InfeasibleError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import MESH_AXES, Mesh, Plan
+from muster.spec.plugin_model import plugin_model
+from muster.spec.schedules import SCHEDULES
+from muster.spec.units import pluralize
+from muster.spec.workload import Workload
+
+
+def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
+    """One sentence for each reason for which the plan can't hold for this model, batch and number of processes."""
+    if plan.stages and len(plan.stages) != plan.stages_per_replica:
+        product = f"pp {plan.pp} × vpp {plan.vpp}" + (
+            f" / {plan.pipeline_replicas} replicas" if plan.pipeline_replicas > 1 else ""
+        )
+        return [f"layers are given for {len(plan.stages)} stages, but {product} is {plan.stages_per_replica}"]
+    checks = (
+        _world(plan, world_size),
+        _batch(plan, workload),
+        layer_violations(plan, model),
+        _chunks(plan),
+        _order(plan, workload),
+        _unequal(plan),
+        _shares(plan),
+        _replicas(plan, workload),
+        _cuts(plan, model, workload),
+        _plugin(plan, model),
+    )
+    return [problem for check in checks for problem in check]
+
+
+def required_world_size(plan: Plan) -> int:
+    """The processes that the plan asks for, even if its stages are badly counted."""
+    badly_counted = plan.stages and len(plan.stages) != plan.stages_per_replica
+    return plan.pp * plan.mesh(0).num_ranks if badly_counted else plan.world_size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _world(plan: Plan, world_size: int) -> Iterator[str]:
+    if plan.world_size != world_size:
+        degrees = [f"{axis} {n}" for axis in MESH_AXES if (n := getattr(plan, axis)) > 1]
+        product = f" ({' × '.join(degrees)})" if degrees and plan.is_uniform else ""
+        yield f"it needs {pluralize(plan.world_size, 'process')}{product}, but there {_are(world_size)}"
+
+
+def _batch(plan: Plan, workload: Workload) -> Iterator[str]:
+    try:
+        plan.num_micro_batches(workload)
+    except InfeasibleError as error:
+        yield str(error)
+
+
+def layer_violations(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """Stages and overrides that don't fit the model's layers."""
+    counts = [stage.layers for stage in plan.stages]
+    if counts and sum(counts) != model.num_layers:
+        shown = ".".join(map(str, counts))
+        yield f"its stages hold {sum(counts)} layers ({shown}), but the model has {model.num_layers}"
+    if 0 in counts[1:-1]:
+        yield f"stage {counts.index(0, 1)} has no layers, which only the first and the last may (embedding and head)"
+    if not counts and plan.stages_per_replica > model.num_layers:
+        yield f"it has {plan.stages_per_replica} stages, but the model has only {pluralize(model.num_layers, 'layer')}"
+    for run in plan.overrides:
+        if run.start + run.count > model.num_layers:
+            yield (
+                f"an override covers layers {run.start} to {run.start + run.count - 1},"
+                f" but the model's last is {model.num_layers - 1}"
+            )
+
+
+def _chunks(plan: Plan) -> Iterator[str]:
+    """Several stages on each pipeline rank, or as many as the schedule wants."""
+    entry = plan.schedule_entry
+    if plan.vpp > 1 and plan.pp == 1:
+        yield f"vpp {plan.vpp} puts several stages on each pipeline rank, but with pp 1 there is nothing to overlap"
+    elif not entry.supports_chunks(plan.vpp):
+        least = entry.min_chunks
+        named = f"what runs vpp {plan.vpp} is {', '.join(schedules_for_vpp(plan.vpp))}"
+        runs = named if least == 1 else f"that is pp{plan.pp}v{least}, not vpp {plan.vpp}"
+        stages = pluralize(least, "stage") + ("" if entry.chunks else " for each wave")
+        yield f"schedule {plan.schedule} runs {stages} on each pipeline rank; {runs}"
+    elif plan.pipeline_replicas > 1 and plan.pp % 2:
+        yield f"schedule {plan.schedule} runs both ways through an even number of pipeline ranks, not through {plan.pp}"
+
+
+def _order(plan: Plan, workload: Workload) -> Iterator[str]:
+    """What a searched schedule was found for."""
+    order = plan.order
+    if not plan.schedule_entry.searched:
+        if order is not None:
+            yield f"order is for a schedule that is searched for (auto, exact), not for {plan.schedule}: leave it out"
+        if plan.activation_limit is not None:
+            yield f"activation_limit is for auto and exact; schedule {plan.schedule} keeps what it keeps"
+        return
+    if plan.activation_limit is not None and plan.activation_limit < 1:
+        yield f"activation_limit {plan.activation_limit:g} doesn't hold one micro-batch's activations; the least is 1"
+    if order is None:
+        return
+    again = "leave order out, and it is found anew"
+    if len(order.ranks) != plan.pp or sorted(order.placement) != sorted([*range(plan.pp)] * plan.vpp):
+        yield f"its order is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
+    per_micro_batch = plan.mesh(0).dp_size * plan.micro_batch_size
+    if order.micro_batches * per_micro_batch != workload.global_batch_size:
+        yield (
+            f"its order is for {order.micro_batches} micro-batches, now of {per_micro_batch} sequences, but"
+            f" global_batch_size is {workload.global_batch_size}: {again}"
+        )
+
+
+def schedules_for_vpp(vpp: int) -> list[str]:
+    """The schedules that can be run with `vpp` stages on each pipeline rank."""
+    return [name for name, entry in SCHEDULES.items() if entry.supports_chunks(vpp) and not entry.searched]
+
+
+def _unequal(plan: Plan) -> Iterator[str]:
+    """Stages that run on meshes of their own."""
+    if plan.is_uniform:
+        return
+    if plan.pipeline_replicas > 1:
+        yield f"schedule {plan.schedule} runs two replicas of the model, whose stages must all be on equal meshes"
+        return
+    idle = [axis for axis in Mesh.model_fields if getattr(plan, axis) > 1]
+    if idle and all(stage.mesh is not None for stage in plan.stages):
+        degree = f"{idle[0]} {getattr(plan, idle[0])}"
+        yield f"every stage has a mesh of its own, so that {degree} says nothing: leave it out"
+    if plan.axis_order[0] != "pp":
+        yield f"stages of their own kind need pp as the first axis of axis_order, not {plan.axis_order[0]}"
+    sequences = plan.micro_batch_size * plan.mesh(0).dp_size
+    if plan.schedule_entry.searched and plan.order is None and plan.vpp > 1:
+        yield f"stages of their own kind want to know where they lie, which schedule {plan.schedule} has yet to find"
+        return
+    for stage in range(plan.num_stages):
+        if plan.mesh(stage) != plan.mesh(plan.pp_rank(stage)):
+            yield f"stage {stage} has another mesh than stage {plan.pp_rank(stage)}, but both lie on the same ranks"
+        if sequences % plan.mesh(stage).dp_size:
+            yield (
+                f"stage {stage} has {pluralize(plan.mesh(stage).dp_size, 'data-parallel rank')}, which don't divide a"
+                f" micro-batch of {pluralize(sequences, 'sequence')} (data-parallel ranks of stage 0"
+                f" {plan.mesh(0).dp_size} × micro_batch_size {plan.micro_batch_size})"
+            )
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    """Data-parallel ranks that run unequal numbers of micro-batches."""
+    shares, ranks = plan.data_shares, plan.mesh(0).dp_size
+    if not shares:
+        return
+    if ranks % len(shares):
+        yield f"data_shares has {len(shares)} numbers, which don't divide {pluralize(ranks, 'data-parallel rank')}"
+    if not plan.is_uniform:
+        yield "data_shares need all stages on equal meshes: each rank's micro-batches stay on its own pipeline"
+    if plan.default_strategy.zero != "z1":
+        yield (
+            f"data_shares need z1: {plan.default_strategy.zero} reduces in every backward, and ranks with other numbers"
+            " of backwards would not meet"
+        )
+    if plan.schedule_entry.searched:
+        yield f"data_shares want an order for each number of micro-batches, but schedule {plan.schedule} finds one"
+
+
+def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """What the layers of a plugin don't say that they can."""
+    if (own := plugin_model(model)) is None:
+        return
+    if plan.uses_axis("tp") and not own.tensor_parallel:
+        yield (
+            f"model {own.name} doesn't say that tensor parallelism can cut its layers (tensor_parallel=True, which"
+            " wants `spread` and `join` around their products): legal is tp 1"
+        )
+    if plan.uses_axis("cp"):
+        yield f"cp cuts sequences, across which the layers of model {own.name} can't look: legal is cp 1"
+    if others := {s.recompute for s in plan.strategies} - {"none", "full"}:
+        yield f"recompute {others.pop()} knows Muster's own layers, not those of model {own.name}: legal are none, full"
+
+
+def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
+    """Copies of the model in one pipeline, each of which runs a part of the micro-batches."""
+    sequences = min(plan.data_shares or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
+    if plan.pipeline_replicas > 1 and workload.global_batch_size < plan.mesh(0).dp_size * sequences:
+        yield (
+            f"schedule {plan.schedule} runs {plan.pipeline_replicas} copies of the model, each of which needs a"
+            f" micro-batch:"
+            f" global_batch_size {workload.global_batch_size} gives data-parallel ranks fewer than"
+            f" {plan.pipeline_replicas} of"
+            f" {plan.micro_batch_size}"
+        )
+
+
+def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
+    """Widths, heads and sequences that don't divide by the axes that cut them."""
+    for mesh in plan.distinct_meshes:
+        legal = [
+            tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)
+        ]
+        if mesh.tp not in legal:
+            heads = f"{pluralize(model.num_heads, 'head')} and {pluralize(model.num_kv_heads, 'key/value head')}"
+            yield f"tp {mesh.tp} doesn't cut the model's {heads}: legal are {', '.join(map(str, legal))}"
+        if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
+            yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} words"
+        pieces = mesh.cp * (2 if mesh.cp > 1 else 1)
+        if workload.seq_len % pieces:
+            yield f"seq_len {workload.seq_len} is not a multiple of {pieces} (two for each of {mesh.cp} cp ranks)"
+        if mesh.ep * mesh.etp > 1 and model.moe is None:
+            yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
+        if model.moe is not None and model.moe.num_experts % mesh.ep:
+            yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
+        if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.cp):
+            yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
+    if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
+        yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
+    if plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies):
+        yield "offload of activations moves them while other stages' passes run, but pp is 1"
+    if plan.post_validation and plan.pp == 1:
+        yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
+    if plan.spread_vocab and plan.pp == 1:
+        yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
+    if plan.spread_vocab and plan.pipeline_replicas > 1:
+        yield f"spread_vocab weaves the words' passes into those of one replica, but schedule {plan.schedule} runs two"
+    if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
+        yield f"spread_vocab over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
+    if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies):
+        yield "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+    if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes):
+        yield "sp cuts sequences over the tp ranks, but tp is 1"
+
+
+def divisors(number: int) -> list[int]:
+    """Rising, with 1 and the number itself."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _are(number: int) -> str:
+    return "is 1" if number == 1 else f"are {number}"

@@ -1,0 +1,38 @@
+"""Numbers as people write them: `15T` tokens, `70GB`, `2 processes`."""
+
+import re
+
+from muster.spec.errors import ConfigError
+
+_FACTORS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def parse_count(text: str, flag: str) -> float:
+    """`15T`, `300e9`, `70G`. Raises ConfigError, which names the flag."""
+    number, factor = text.strip(), 1.0
+    if number and number[-1].upper() in _FACTORS:
+        number, factor = number[:-1], _FACTORS[number[-1].upper()]
+    try:
+        value = float(number) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{flag}: expected a number above 0 such as 300B or 15T, got '{text}'")
+    return value
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """`70GB`, `512M`, `2GiB`, `900B`. Raises ConfigError, which names the flag."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)", text.strip().upper())
+    size = 0
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise ConfigError(f"{flag}: expected a size such as 70GB or 2GiB, got '{text}'")
+    return size
+
+
+def pluralize(number: int, thing: str) -> str:
+    """`1 process`, `2 processes`."""
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number:,} {thing if number == 1 else plural}"

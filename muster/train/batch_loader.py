@@ -1,0 +1,107 @@
+"""What a rank reads of the data, and how its stages get it."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muster.config.run_config import RunConfig
+from muster.data.dataset import Batch, SampleStream
+from muster.data.dp_slice import read_dp_slice
+from muster.data.length_bucketing import BucketedStep, bucket_by_length
+from muster.layout.mesh import dp_index_of
+from muster.model.documents import Documents
+from muster.parallel.stage import DecoderStage
+from muster.parallel.stage_inputs import StageInputs
+from muster.parallel.world import World
+from muster.plugins.registry import get_component
+from muster.spec.plan import Plan
+from muster.train.prefetch import LocalBatch, Prefetcher
+
+
+class BatchLoader:
+    """Gives this rank's stages their part of each global batch."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, stages: Mapping[int, DecoderStage]
+    ) -> None:
+        self.config, self.plan, self.world, self.dataset, self.stages = config, plan, world, dataset, stages
+        self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
+        self.needs_data = config.data.packing != "concatenate" or plan.spread_vocab
+        """Whether any stage of this rank needs data."""
+        self.needs_data |= any(stage.is_first or stage.is_last for stage in stages.values())
+        self._prefetcher = Prefetcher(self._read_training)
+        self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
+        """What the first stage was fed last."""
+
+    def next_batch(self, first: int) -> LocalBatch:
+        """The training batch that begins with global sample `first`; the one after it is read meanwhile."""
+        return self._prefetcher.take(first, self.config.train.global_batch_size)
+
+    def _read_training(self, first: int, count: int) -> LocalBatch:
+        return self.read_batch(self.dataset, first, count)
+
+    def read_batch(self, dataset: SampleStream, first: int, count: int, held_out: bool = False) -> LocalBatch:
+        """What this rank computes of the global samples first … first + count, and how much they are in all."""
+        index, seq_len, arrangement = np.arange(first, first + count), self.config.train.seq_len, None
+        num_tokens = count * seq_len
+        if (lengths_B := dataset.lengths(index, held_out)) is not None:
+            arrangement = bucket_by_length(lengths_B, self.plan, self.config.model.num_layers, seq_len)
+            index, num_tokens = index[arrangement.samples_B], int(lengths_B.sum())
+
+        def read(place: int, size: int) -> Batch:
+            return dataset.rows(index[place : place + size], held_out)
+
+        batch = read_dp_slice(read, self.plan, self.world.at, 0, count) if self.needs_data else None
+        # A batch in which nothing is to be learnt has a loss of 0.
+        num_valid = 1 if held_out else max(1, dataset.num_valid_tokens(first, count))
+        return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
+
+    def feed_stages(self, share: LocalBatch, loss_scale: float = 1.0) -> None:
+        """Gives the stages their part of a step."""
+        train, tokens_M, labels_M, documents = self.config.train, (), (), None
+        loss = None if train.loss is None else get_component("loss", train.loss)
+        if (batch := share.batch) is not None:
+            shape = (self.num_micro_batches, -1, self.config.train.seq_len)
+            tokens_M, labels_M = (
+                self._split(torch.from_numpy(array).view(shape), share.arrangement)
+                for array in (batch.tokens_BS, batch.labels_BS)
+            )
+            if batch.positions_BS is not None:
+                positions = torch.from_numpy(batch.positions_BS).view(shape)
+                documents = tuple(Documents.from_positions(one, self.world.device) for one in positions)
+        feed = StageInputs(tokens_M, labels_M, share.num_valid, train.z_loss, loss_scale, loss, documents)
+        for stage in self.stages.values():
+            stage.inputs = feed
+            if stage.vocab is not None:
+                stage.vocab.inputs = feed
+        self._last_fed = (share, tokens_M) if 0 in self.stages else None
+
+    def _split(self, array_MBS: Tensor, arrangement: BucketedStep | None) -> tuple[Tensor, ...]:
+        """By micro-batch, without what is padding in all of its samples."""
+        device = self.world.device
+        if arrangement is None:
+            return tuple(array_MBS.to(device).unbind())
+        lengths = arrangement.lengths_M
+        return tuple(x_BS[:, :length].contiguous().to(device) for x_BS, length in zip(array_MBS, lengths, strict=False))
+
+    def num_epochs(self, num_samples: int) -> float:
+        """How often that is all training samples."""
+        return num_samples / self.dataset.num_train_samples
+
+    def fed_samples(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The step's samples that this rank's first stage was fed last, each with its number in the step; none on other
+        ranks."""
+        if self._last_fed is None:
+            return
+        share, tokens_M = self._last_fed
+        at, count = dp_index_of(self.plan, self.world.at), self.config.train.global_batch_size
+        places = self.plan.sample_range(at, count)
+        rows = (row for tokens_BS in tokens_M for row in tokens_BS.cpu().numpy())
+        for place, row in zip(places, rows, strict=True):
+            if share.arrangement is None:
+                yield place, row
+            else:
+                sample = int(share.arrangement.samples_B[place])
+                yield sample, row[: share.arrangement.lengths_B[sample]]

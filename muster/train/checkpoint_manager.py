@@ -1,0 +1,162 @@
+"""When a run saves, and what becomes of it. All ranks decide alike, from what the step's one sum tells them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from time import sleep
+from typing import Any, TypeVar
+
+from muster.checkpoint.async_saver import AsyncSaver, SaveRequest
+from muster.checkpoint.checkpoint_dir import RetentionPolicy, find_latest, step_of
+from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer
+from muster.config.run_config import TrainConfig
+from muster.parallel.world import COLLECTIVE_TIMEOUT, World
+from muster.spec.errors import MusterError
+from muster.train.step_result import StepResult
+from muster.train.trainer import Trainer
+
+T = TypeVar("T")
+
+CHECKPOINTS_FOLDER = "checkpoints"
+MAX_RETRY_STEPS = 64
+"""Steps between attempts at a save that keeps failing, at most."""
+FINAL_ATTEMPTS = 3
+"""At the end of the training, where there is no later step to try again after."""
+RETRY_PAUSE_S = 1.0
+"""Between those."""
+DISK_TIMEOUT_S = 600.0
+"""How long the end of a run waits for a disk that answers nothing."""
+MIRROR_TIMEOUT_S = 2400.0
+"""The same for a disk and a mirror: longer than the ranks' copies wait for one another."""
+
+
+class CheckpointManager:
+    """One rank's view of the checkpoints of its run."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        trainer: Trainer,
+        world: World,
+        run_dir: Path,
+        copies: InMemoryCheckpointer | None = None,
+    ) -> None:
+        self._train, self._trainer, self._world, self._run_dir = train, trainer, world, run_dir
+        self._copies = copies
+        self._saver = AsyncSaver(world.rank, world.size, world.store, copies)
+        self._failure: str | None = None
+        self._under_way, self._due, self._copies_due = False, False, False
+        self._last_targets = (False, False)
+        """Whether the last save was one to disk, and whether to memory."""
+        self._failures, self._retry_at, self._exchanges = 0, 0, 0
+        trainer.save_votes, trainer.before_change = self._votes, self._saver.wait_staged
+
+    def _votes(self) -> tuple[bool, bool]:
+        busy = self._saver.is_saving  # asked first: what has failed by then is told in the same step
+        self._failure = self._saver.pop_error() or self._failure
+        return busy, self._failure is not None and self._world.rank == 0
+
+    def prepare(self) -> None:
+        """Makes the memory for copies before the first of them is wanted."""
+        train = self._train
+        every = train.save_every or train.ephemeral_every or train.keep_every or train.copies_every
+        if train.async_save and every:
+            self._saver.preallocate(self._trainer.local_shards())
+
+    def after_step(self, result: StepResult, info: Callable[[], dict[str, Any]]) -> str | None:
+        """Begins a save if one is due and the last is done. Returns a sentence when one has failed."""
+        said = None
+        if result.save_failed:
+            self._failures += 1
+            self._retry_at = result.step + min(2 ** (self._failures - 1), MAX_RETRY_STEPS)
+            said = f"{self._failure}; the training goes on, and it is tried again after step {self._retry_at}"
+            self._failure = None
+        elif self._under_way and not result.is_saving:
+            self._failures, self._retry_at = 0, 0
+        self._under_way = self._under_way and result.is_saving
+        self._due |= self._is_disk_save_due(result.step)
+        self._copies_due |= self._is_memory_save_due(result.step)
+        if (self._due or self._copies_due) and not result.is_saving and self._trainer.is_state_after(result.step):
+            self._last_targets = self._due, self._copies_due
+            self._begin(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
+            if not self._train.async_save:
+                self._saver.wait()
+            self._due, self._copies_due, self._under_way, self._retry_at = False, False, True, 0
+        return said
+
+    def may_save_after(self, step: int) -> bool:
+        """Whether a save may begin after a step to come."""
+        return self._due or self._copies_due or self._is_disk_save_due(step) or self._is_memory_save_due(step)
+
+    def _is_memory_save_due(self, step: int) -> bool:
+        every = self._train.copies_every
+        return bool(every and step % every == 0) or (self._last_targets[1] and self._is_retry_due(step))
+
+    def _is_retry_due(self, step: int) -> bool:
+        return bool(self._retry_at and step >= self._retry_at)
+
+    def _is_disk_save_due(self, step: int) -> bool:
+        train = self._train
+        regular = any(every and step % every == 0 for every in (train.save_every, train.ephemeral_every))
+        permanent = train.keep_every and step % train.keep_every == 0
+        return bool(regular or permanent or (self._last_targets[0] and self._is_retry_due(step)))
+
+    def save_and_wait(self, info: dict[str, Any], folder: str = CHECKPOINTS_FOLDER) -> str | None:
+        """Saves the state as it is and waits until it is on disk; all ranks call it. Returns a sentence when it is
+        there, but not at the mirror.
+
+        Raises MusterError when that can't be done, which says what is lost.
+        """
+        self._world.heartbeat.update("save")
+        limit_s = MIRROR_TIMEOUT_S if self._train.mirror else DISK_TIMEOUT_S
+        if not all(self._exchange(self._saver.wait(limit_s), limit_s)):
+            raise MusterError(
+                f"a checkpoint is still being written after {limit_s / 60:.0f} minutes; {self._describe_lost_steps()}"
+            )
+        problem, on_disk = "", False
+        for attempt in range(FINAL_ATTEMPTS):
+            if attempt:
+                sleep(RETRY_PAUSE_S)
+            self._begin(folder, info, copy=False)
+            done = self._saver.wait(limit_s)
+            own = self._saver.error if done else "the disk or the mirror answers nothing"
+            said = self._exchange((done, self._saver.on_disk, own), limit_s)
+            dones, on_disks, problems = zip(*said, strict=True)
+            problem, on_disk = next((text for text in problems if text), ""), on_disk or all(on_disks)
+            if not problem:
+                return None
+            if not all(dones):  # another attempt would wait for this one
+                break
+        if on_disk:
+            return f"{problem}; step {self._trainer.step_count} is complete in the run directory"
+        raise MusterError(f"{problem}; {self._describe_lost_steps()}")
+
+    def _exchange(self, value: T, limit_s: float) -> list[T]:
+        """Every rank's value, where one may have waited for its saver all this time and another not at all."""
+        self._exchanges += 1
+        limit = timedelta(seconds=limit_s) + COLLECTIVE_TIMEOUT
+        return self._world.all_gather_object_via_store(f"save {self._exchanges}", value, limit)
+
+    def _begin(
+        self, folder: str, info: dict[str, Any], copy: bool, to_disk: bool = True, to_memory: bool = False
+    ) -> None:
+        self._world.heartbeat.update("save")
+        step, train = self._trainer.step_count, self._train
+        regular = train.save_every if train.ephemeral_every else 0
+        keep = RetentionPolicy(train.keep_last, train.keep_every, regular)
+        mirror = train.mirror if folder == CHECKPOINTS_FOLDER else None
+        root = self._run_dir / folder if to_disk else None
+        self._saver.start(SaveRequest(root, step, info, keep, mirror, to_memory), self._trainer.local_shards(), copy)
+
+    def _describe_lost_steps(self) -> str:
+        """What is lost when the run ends here."""
+        latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER)
+        if latest is None:
+            return "there is no checkpoint, so all steps are lost"
+        return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
+
+    def close(self) -> None:
+        """Ends what the saver has started, at the end of a run whose last step is on disk: no copies are left."""
+        self._saver.close()
+        if self._copies is not None:
+            self._copies.close(delete=True)

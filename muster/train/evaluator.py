@@ -1,0 +1,52 @@
+"""The loss on held-out samples, by all ranks under the run's own plan."""
+
+from collections.abc import Callable
+
+import torch
+
+from muster.data.dataset import SampleStream
+from muster.parallel.executor import Executor
+from muster.train.batch_loader import BatchLoader
+
+
+class Evaluator:
+    """Runs the plan's forwards over held-out samples. `make_executor` makes what runs them; with False, it tells nobody
+    what it begins, since the first run may compile for minutes."""
+
+    def __init__(self, batch_loader: BatchLoader, make_executor: Callable[[bool], Executor]) -> None:
+        self._batch_loader, self._make_executor = batch_loader, make_executor
+        self._executor = make_executor(False)
+        self._has_run = False
+
+    def mean_loss(self, num_batches: int, source: str | None = None) -> float | None:
+        """Mean loss over the first held-out batches, of one source or of all; None when there are too few held-out
+        samples for one. All ranks call it."""
+        feeder, world, stages = self._batch_loader, self._batch_loader.world, self._batch_loader.stages
+        dataset: SampleStream = feeder.dataset if source is None else feeder.dataset.sources[source]
+        batch_size = feeder.config.train.global_batch_size
+        num_batches = min(num_batches, dataset.num_validation_samples // batch_size)
+        sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        if not self._has_run:
+            world.heartbeat.update("validate")
+        with torch.no_grad():
+            for index in range(num_batches):
+                share = feeder.read_batch(dataset, index * batch_size, batch_size, held_out=True)
+                feeder.feed_stages(share)
+                self._executor.run()
+                for stage in stages.values():
+                    sums[0] += stage.pop_losses()[0]
+                    # Tensor-parallel neighbours have the same; a second replica is idle.
+                    if (
+                        stage.index == feeder.plan.stages_per_replica - 1
+                        and share.batch is not None
+                        and world.at.tp == 0
+                    ):
+                        sums[1] += share.batch.num_valid_tokens
+        for stage in stages.values():
+            stage.reshard()
+        total, count = world.all_reduce(sums).tolist()
+        world.heartbeat.update("finish")
+        if num_batches and not self._has_run:
+            self._has_run = True
+            self._executor = self._make_executor(True)
+        return total / count if count else None

@@ -1,0 +1,109 @@
+"""A run's copies in the memory of its nodes: where they lie, and going on from them."""
+
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
+from muster.checkpoint.in_memory.checkpointer import InMemoryCheckpointer, format_ranks
+from muster.checkpoint.in_memory.directory import InMemoryDirectory, read_identity, remove_stale
+from muster.checkpoint.in_memory.recovery import RecoveredCheckpoint, find_newest
+from muster.checkpoint.local_shard import LocalShard
+from muster.checkpoint.manifest import Manifest
+from muster.checkpoint.save import write_items
+from muster.config.run_config import TrainConfig
+from muster.parallel.world import World
+from muster.spec.errors import MusterError
+
+LOAD_TIMEOUT = timedelta(hours=6)
+"""How long one rank may take longer to load than another; a rank that dies ends the job by itself."""
+
+
+def open_in_memory_checkpoint(
+    train: TrainConfig, world: World, run_dir: Path, pieces: Sequence[LocalShard]
+) -> InMemoryCheckpointer | None:
+    """This rank's part in the copies of a run; None for one that makes none. All ranks call it.
+
+    Raises MusterError where there is no place or too little room for them.
+    """
+    if not train.copies_every:
+        return None
+    if (identity := read_identity(run_dir)) is None:
+        raise MusterError(f"{run_dir} doesn't say which copies in memory are its own: start it by muster train")
+    place = Path(train.copies_dir.replace("{rank}", str(world.rank)))
+    removed = remove_stale(place)
+    folder = InMemoryDirectory(place, run_dir, identity.id)
+    copies = InMemoryCheckpointer(
+        world.rank, folder, _host_of(world.store), world.broadcast_object(secrets.token_hex(8)), world.all_gather_object
+    )
+    copies.require_capacity(sum(part.nbytes for part in write_items(pieces)), world.all_gather_object)
+    for left in removed:
+        print(f"removed {left.path}, copies of {left.run_dir} that nobody can go on from", flush=True)
+    if world.rank == 0:
+        print(f"copies every {_steps(train.copies_every)} {copies.describe_location()}", flush=True)
+    return copies
+
+
+def load_in_memory_checkpoint(
+    world: World, copies: InMemoryCheckpointer, run_dir: Path, pieces: Sequence[LocalShard], max_step: int
+) -> Manifest | None:
+    """Loads the copies of a step up to `most` if they are as new as the checkpoints on disk, of which then no file is
+    opened. None where there are none, or they can't be read. All ranks call it; rank 0 says what is lost.
+
+    Raises MusterError where the copies can't be read, and there is no checkpoint.
+    """
+    world.heartbeat.update("load")
+    found = find_newest(copies, world.all_gather_object, max_step)
+    on_disk = world.broadcast_object(_latest_step_on_disk(run_dir / "checkpoints", found.newest))
+    manifest, said = None, list[str]()
+    if found.newest is not None and found.newest.step >= on_disk:
+        manifest, problem = found.newest.manifest, _load(found.newest, pieces)
+        if problems := [text for text in world.all_gather_object_via_store("recall", problem, LOAD_TIMEOUT) if text]:
+            manifest, lost = None, f"the copies of step {found.newest.step} in memory can't be read: {problems[0]}"
+            if not on_disk:  # parameters are partly filled, and nothing else would fill them
+                raise MusterError(f"{lost}; there is no checkpoint on disk: try again, or --fresh starts anew")
+            said.append(lost)
+    done = on_disk if manifest is None else manifest.step
+    for step, ranks in found.incomplete[:1]:
+        if step > done:
+            again = f"step {step} is" if step == done + 1 else f"steps {done + 1} to {step} are"
+            lacking = format_ranks(ranks)
+            said.append(f"of the copies of step {step} in memory those of {lacking} are lost: {again} done again")
+    if done:
+        source = "" if manifest is None else " from copies in memory"
+        said.append(f"resuming {run_dir} after step {done}{source}")
+    if world.rank == 0 and said:
+        print(*said, sep="\n", flush=True)
+    return manifest
+
+
+def _latest_step_on_disk(root: Path, found: RecoveredCheckpoint | None) -> int:
+    """The step of the last checkpoint; 0 without. No file is opened where the copies are as new by the names alone."""
+    names = list_checkpoints(root)
+    if not names or (found is not None and found.step >= step_of(names[-1])):
+        return step_of(names[-1]) if names else 0
+    latest = find_latest(root)
+    return step_of(latest) if latest is not None else 0
+
+
+def _load(newest: RecoveredCheckpoint, pieces: Sequence[LocalShard]) -> str | None:
+    """Why this rank could not; None when it could."""
+    try:
+        newest.load(pieces)
+    except MusterError as error:
+        return str(error)
+    return None
+
+
+def _host_of(store: dist.Store) -> str:
+    """Where the launcher's store is."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"

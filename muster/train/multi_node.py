@@ -1,0 +1,74 @@
+"""`muster train` on several nodes: one launcher on each, which become one job or say why not."""
+
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+
+from muster.config.load_config import ResolvedConfig, load_plan
+from muster.launch.nodes.handshake import ranks_per_node, require_same, training_facts
+from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, error_for_code
+from muster.launch.nodes.rendezvous import rendezvous
+from muster.launch.nodes.rendezvous_config import RendezvousConfig
+from muster.launch.rank_errors import EXIT_STOPPED
+from muster.launch.shared_filesystem import require_marker, write_marker
+from muster.planner.auto import choose_plan
+from muster.train.data import open_dataset
+from muster.train.run import PREPARE_TIMEOUT, WORKER, TrainOptions, locked_run_dir, prepare, require_device
+
+_DATA_TIMEOUT = timedelta(hours=2)
+"""How long the other nodes may take to open the data, which they may have to build on disks of their own."""
+
+
+def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> int:
+    """Trains with the launchers of the other nodes. Returns the exit code, the same on all."""
+    ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # until there are ranks
+    # Addresses without a name make PyTorch warn at each connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        with rendezvous(nodes, training_facts(resolved, ranks)) as team, ExitStack() as held:
+            if team.is_coordinator:
+                _check_nodes(team)
+                held.enter_context(locked_run_dir(options.run_dir, resolved.config.train.mirror))
+                chosen = choose_plan(resolved, ranks * nodes.num_nodes, nodes.num_nodes)
+                if not prepare(resolved, chosen, options):
+                    raise JobEnded(0, f"{options.run_dir} is finished")
+                team.send("prepared", mark=write_marker(options.run_dir))
+                team.wait_for("ready", _DATA_TIMEOUT.total_seconds())
+            else:
+                _follow_node_0(team, resolved, options)
+            from muster.launch.launcher import launch, rank_command
+
+            command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
+            hang_s = resolved.config.train.hang_s
+            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=team).report()
+    except JobEnded as over:
+        if over.code == 0:
+            print(over.reason)
+            return 0
+        raise error_for_code(over.code, over.reason) from None
+
+
+def _check_nodes(team: LauncherGroup) -> None:
+    """Node 0: raises where the nodes differ or don't reach each other."""
+    require_same(team)
+    team.send("agreed")
+    team.measure_clocks()
+    if problems := team.check_connectivity():
+        raise error_for_code(1, problems[0])
+    hosts = ", ".join(dict.fromkeys(f"node {node} on {one.host}" for node, one in sorted(team.nodes.items())))
+    print(f"nodes: {hosts}; ranks meet through {team.interface}", flush=True)
+
+
+def _follow_node_0(team: LauncherGroup, resolved: ResolvedConfig, options: TrainOptions) -> None:
+    """Another node: waits for node 0, and sees that it has all it needs."""
+    team.wait_for("agreed", PREPARE_TIMEOUT.total_seconds())
+    print(f"{team.local_node} has joined {team.nodes[0]}, which shows how the job goes on", flush=True)
+    team.check_connectivity()
+    mark = team.wait_for("prepared", PREPARE_TIMEOUT.total_seconds())[0]["mark"]
+    require_marker(options.run_dir, mark, str(team.local_node), str(team.nodes[0]))
+    require_device(load_plan(options.run_dir / "plan.yaml"))
+    open_dataset(resolved.config, options.run_dir)
+    team.send("ready")

@@ -1,0 +1,46 @@
+"""Reading ahead: the data of the next step are read while this one computes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from muster.data.dataset import Batch
+from muster.data.length_bucketing import BucketedStep
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One rank's part of a step's data."""
+
+    first_sample: int
+    """The step's first global sample."""
+    batch: Batch | None
+    """None where the rank needs no data."""
+    num_valid: int
+    """Labels that count in the whole step, over all ranks."""
+    num_tokens: int
+    """Positions of the whole step that are no padding."""
+    arrangement: BucketedStep | None = None
+    """Where its samples lie, if by length."""
+
+
+class Prefetcher:
+    """Gives shares of the stream, and reads the one after in a thread of its own.
+
+    It is a guess that is thrown away where the stream goes on elsewhere: what is given is what `read` gives.
+    """
+
+    def __init__(self, read: Callable[[int, int], LocalBatch]) -> None:
+        self._read = read
+        self._thread: ThreadPoolExecutor | None = None
+        self._next: tuple[tuple[int, int], Future[LocalBatch]] | None = None
+
+    def take(self, first: int, count: int) -> LocalBatch:
+        """The share of the global samples first … first + count; waits until it is read."""
+        guess, self._next = self._next, None
+        share = guess[1].result() if guess is not None and guess[0] == (first, count) else self._read(first, count)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "data")
+        following = (first + count, count)
+        self._next = (following, self._thread.submit(self._read, *following))
+        return share

@@ -1,0 +1,120 @@
+"""What may be another when a run goes on, and what is refused: shown as what was and what is now."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from muster.config.load_config import load_run_config
+from muster.config.run_config import RunConfig
+from muster.data.dataset import SampleStream
+from muster.plugins.loader import PluginFile
+from muster.spec.errors import ConfigError
+
+CHANGEABLE_KEYS = (
+    "train.steps",
+    "train.tokens",
+    "train.epochs",
+    "train.log_every",
+    "train.save_every",
+    "train.keep_last",
+    "train.keep_every",
+    "train.ephemeral_every",
+    "train.mirror",
+    "train.copies_every",
+    "train.copies_dir",
+    "train.async_save",
+    "eval.every",
+    "eval.batches",
+    "track.tensorboard",
+    "track.wandb",
+    "track.wandb_project",
+    "track.wandb_mode",
+    "train.max_minutes",
+    "train.sample_tokens",
+    "train.max_skipped",
+    "train.spike_sigmas",
+    "train.spike_window",
+    "train.hang_s",
+    "data.cache",
+)
+"""What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""
+
+RESUME_HINT = "use the same, another --run, --fresh to start anew, or --allow-changes to go on all the same"
+
+
+def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, allow: bool = False) -> None:
+    """A run goes on with the configuration that it began with, but for what is free to change, and the plan.
+
+    `done` is how many steps it has made. Another number of steps to come is allowed and gets a word of its own; with
+    `allow` so does everything else. Raises ConfigError.
+    """
+    before = load_run_config(None, run_dir / "config.yaml", []).config
+    changed = config_changes(before, config)
+    if changed and not allow:
+        raise ConfigError(f"{run_dir} holds a run with another configuration ({'; '.join(changed)}): {RESUME_HINT}")
+    for change in changed:
+        print(f"allowed: {change}")
+    steps = config.train.num_steps
+    if steps < steps_done:
+        raise ConfigError(
+            f"{run_dir} has done {steps_done} steps already: expected train.steps of {steps_done} or more, got {steps}"
+            " (another --run or --fresh starts anew)"
+        )
+    if steps not in (steps_done, before.train.num_steps):
+        print(
+            f"train.steps was {before.train.num_steps}, now {steps}: from step {steps_done + 1} on, the learning"
+            f" rate is that"
+            f" of {steps} steps, so the result is not that of {steps} steps from the start"
+        )
+
+
+def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, allow: bool = False) -> None:
+    """The stream of samples goes on only through the same tokens, unless `allow`. Raises ConfigError."""
+    if counters.get("data") == dataset.fingerprint:
+        return
+    change = f"({counters.get('data')}, now {dataset.fingerprint})"
+    if not allow:
+        raise ConfigError(f"the text of data.source is not what {run_dir} began with {change}: {RESUME_HINT}")
+    print(f"allowed: another text {change}, from sample {counters['samples_consumed']} of its stream on")
+
+
+def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """What was and what is now, for each key that isn't free to change. The plan always is."""
+    old, new = (_flatten(config.model_dump(mode="json", exclude={"plugins"})) for config in (before, after))
+    return _plugin_changes(before, after) + [
+        f"{key} was {old.get(key)}, now {new.get(key)}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and key not in CHANGEABLE_KEYS and not key.startswith("parallel")
+    ]
+
+
+def settings_digest(config: RunConfig, dataset: SampleStream) -> str:
+    """The same for all configurations between which `differences` finds none, and the same data."""
+    flat = _flatten(config.model_dump(mode="json"))
+    flat["plugins"] = sorted((Path(one.file).name, one.sha256) for one in config.plugins)
+    kept = {key: flat[key] for key in sorted(flat) if key not in CHANGEABLE_KEYS and not key.startswith("parallel")}
+    return sha256(json.dumps([kept, dataset.fingerprint]).encode()).hexdigest()[:16]
+
+
+def _plugin_changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """A plugin is the same where its content is, wherever the file lies."""
+    old, new = ({Path(one.file).name: one for one in config.plugins} for config in (before, after))
+    changed = [
+        name for name in old | new if getattr(old.get(name), "sha256", "") != getattr(new.get(name), "sha256", "")
+    ]
+    return [f"plugin {name} {_change(old.get(name), new.get(name))}" for name in changed]
+
+
+def _change(old: PluginFile | None, new: PluginFile | None) -> str:
+    if old is None or new is None:
+        return "was not there" if old is None else "is left out"
+    return f"has changed (sha256 was {old.sha256}…, now {new.sha256}…)"
+
+
+def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -1,0 +1,74 @@
+"""Where a run stands, as its launcher sees it before there are ranks: from checkpoints, or from copies in memory."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from muster.checkpoint.checkpoint_dir import find_latest, list_checkpoints, step_of
+from muster.checkpoint.in_memory.directory import (
+    IDENTITY_FILE,
+    InMemoryDirectory,
+    candidate_directories,
+    claim_run_id,
+    read_identity,
+    remove_stale,
+)
+from muster.checkpoint.manifest import read_manifest
+from muster.config.run_config import RunConfig, TrainConfig
+from muster.data.dataset import SampleStream
+from muster.spec.errors import MusterError
+from muster.train.resume_check import settings_digest
+
+
+class ResumePoint(NamedTuple):
+    """What a run has done."""
+
+    step: int
+    counters: dict[str, Any]
+
+
+def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
+    """Where the run goes on; None where nothing was ever saved. Raises MusterError when all that was is damaged.
+
+    The ranks may find that of the copies in memory, of which this machine has but a part, too much is lost.
+    """
+    copied = _in_memory_resume_point(run_dir, train)
+    names = list_checkpoints(run_dir / "checkpoints")
+    if copied is not None and (not names or copied.step >= step_of(names[-1])):
+        return copied
+    latest = _last_checkpoint(run_dir)
+    if latest is None:
+        return copied
+    manifest = read_manifest(latest)
+    return ResumePoint(manifest.step, manifest.counters)
+
+
+def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
+    """The last step of which this machine has copies."""
+    identity = read_identity(run_dir)
+    if not train.copies_every or identity is None:
+        return None
+    folders = [InMemoryDirectory(place, run_dir, identity.id) for place in candidate_directories(train.copies_dir)]
+    heads = [head for folder in folders for _, head in folder.step_headers()]
+    found = [ResumePoint(head.about["step"], head.about["counters"]) for head in heads]
+    return max((one for one in found if one.step <= train.num_steps), key=lambda one: one.step, default=None)
+
+
+def _last_checkpoint(run_dir: Path) -> Path | None:
+    """The one to go on from; None where none was ever saved. Raises MusterError when all there are are damaged."""
+    problems: list[str] = []
+    latest = find_latest(run_dir / "checkpoints", problems.append)
+    if problems and latest is None:
+        raise MusterError(f"{run_dir} has no checkpoint to go on from ({'; '.join(problems)}): --fresh starts anew")
+    for problem in problems:
+        print(problem)
+    return latest
+
+
+def record_in_memory_identity(run_dir: Path, config: RunConfig, dataset: SampleStream, resumes: bool) -> None:
+    """Writes down which copies in memory this attempt may go on from: those of the same run, unless it begins anew."""
+    if config.train.copies_every:
+        claim_run_id(run_dir, settings_digest(config, dataset), resumes)
+    elif (run_dir / IDENTITY_FILE).exists():  # copies that are no longer made grow old: nobody must go on from them
+        (run_dir / IDENTITY_FILE).unlink()
+        for place in candidate_directories(config.train.copies_dir):
+            remove_stale(place)

@@ -1,0 +1,42 @@
+"""Validation: the loss on held-out samples, of all data and of each source of a mixture."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from muster.train.trainer import Trainer
+
+ALL_DATA = ""
+"""The name of all data together."""
+
+
+def validation_losses(trainer: Trainer, num_batches: int) -> dict[str, float]:
+    """The mean loss over the first held-out batches of all data, and of each source that has enough of them. All ranks
+    call it, and all get the same."""
+    found = {}
+    if num_batches:
+        for name in (ALL_DATA, *trainer.dataset.sources):
+            if (loss := trainer.evaluator.mean_loss(num_batches, name or None)) is not None:
+                found[name] = loss
+    return found
+
+
+def validation_metrics(losses: Mapping[str, float]) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of them."""
+    row = {}
+    for name, loss in losses.items():
+        key = f"eval/{name}/" if name else "eval/"
+        row |= {f"{key}loss": loss, f"{key}perplexity": perplexity(loss)}
+    return row
+
+
+def validation_text(losses: Mapping[str, float]) -> str:
+    """`validation loss 3.2100 (code 3.0000, perplexity 20.1; books 3.4000, perplexity 30.0)`."""
+    text = f"validation loss {losses[ALL_DATA]:.4f}"
+    parts = [f"{name} {loss:.4f}, perplexity {perplexity(loss):.4g}" for name, loss in losses.items() if name]
+    return text + (f" ({'; '.join(parts)})" if parts else f", perplexity {perplexity(losses[ALL_DATA]):.4g}")
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss, as long as that is a number."""
+    return math.exp(loss) if loss < 700 else math.inf

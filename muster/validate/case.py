@@ -1,0 +1,282 @@
+"""What a row says as the values that a prediction takes: model, devices, batch and plan.
+
+Where a row leaves something open, every choice is a case of its own. The first case is the usual choice; which of the
+cases stands for the row is decided by what fits the memory (`muster.validate.comparison`).
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pydantic import ValidationError
+
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import AttentionKernel
+from muster.spec.errors import InfeasibleError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.legality import divisors, plan_violations
+from muster.spec.model import ModelSpec
+from muster.spec.plan import LayerStrategy, Plan, StageSpec
+from muster.spec.workload import Workload
+from muster.validate.cluster_from_row import cluster_from_row
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.model_from_row import model_from_row
+from muster.validate.sources import MeasurementSource, source_of_row, with_facts
+from muster.validate.table import MeasurementRow
+from muster.validate.term_parsing import (
+    ScheduleTerms,
+    Sharding,
+    parse_attention_kernel,
+    parse_precision,
+    parse_recompute,
+    parse_schedule,
+    parse_sharding,
+    parse_yes_no,
+)
+
+_WITHOUT_SCORES_FROM = 16_384
+"""Positions beyond which attention that writes its scores is no choice: they alone would fill a device."""
+_MOST_PASSES = 10**6
+"""Of a pipeline's stages over its micro-batches, forward and backward: simulating more takes minutes."""
+_SPREAD = ("vocab-1", "vocab-2")
+_WRITTEN: tuple[AttentionKernel, ...] = ("fused", "unfused")
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """One way to read a row."""
+
+    plan: Plan
+    software: FrameworkTraits
+    chosen: tuple[tuple[str, str], ...] = ()
+    """What was chosen for the columns that the row leaves open."""
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """A row as values."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    cases: tuple[RowCase, ...]
+    """From the usual choice on; among them recompute rises from none to full."""
+    unstated: tuple[str, ...]
+    """Columns that the row leaves open."""
+
+
+def row_inputs(row: MeasurementRow) -> RowInputs:
+    """A row as values. Raises UnreadableError, one sentence, where it can't be had."""
+    source, row = source_of_row(row), with_facts(row)
+    model = model_from_row(row)
+    if source.tied is not None:
+        model = model.model_copy(update={"tied_embeddings": source.tied})
+    cluster = cluster_from_row(row, source.device.get(row.gpu))
+    degrees = _degrees(row)
+    if row.global_batch is None or row.seq_len is None:
+        raise UnpredictableRowError("global_batch is empty")
+    workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
+    open_columns = dict(_open(row, source, model, degrees))
+    cases, refused = [], ""
+    for values in product(*open_columns.values()):
+        chosen = dict(zip(open_columns, values, strict=True))
+        case = _case(row, source, model, degrees, chosen)
+        wrong = _wrong(case.plan, model, workload, row)
+        refused = refused or wrong
+        if not wrong:
+            cases.append(case)
+    if not cases:
+        raise UnpredictableRowError(refused)
+    unstated = tuple(column for column, choices in open_columns.items() if len(choices) > 1)
+    return RowInputs(model, cluster, workload, tuple(cases), unstated)
+
+
+@dataclass(frozen=True)
+class _Degrees:
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
+def _degrees(row: MeasurementRow) -> _Degrees:
+    """An empty cp or ep is 1, and an empty dp follows from the others; they must multiply to n_gpus."""
+    if row.tp is None or row.pp is None or row.n_gpus is None:
+        raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
+    cp, ep = row.cp or 1, row.ep or 1
+    dp = row.dp or row.n_gpus // (row.tp * row.pp * cp)
+    if row.tp * row.pp * cp * dp != row.n_gpus:
+        given = f"tp {row.tp} × pp {row.pp} × cp {cp} × dp {dp}"
+        raise UnpredictableRowError(f"{given} is {row.tp * row.pp * cp * dp}, but n_gpus is {row.n_gpus}")
+    return _Degrees(row.tp, row.pp, cp, ep, dp)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choices
+
+
+def _open(
+    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees
+) -> Iterator[tuple[str, Sequence[object]]]:
+    """For each column that a plan needs its choices, the usual one first; one alone where the row states it."""
+    assert row.global_batch is not None
+    pipeline = parse_schedule(row.schedule)
+    yield "attn_kernel", _kernels(row)
+    if at.tp == 1:
+        yield "sp", (False,)
+    elif (stated := parse_yes_no(row.sp, "sp")) is not None:
+        yield "sp", (stated,)
+    else:
+        usual = parse_yes_no(source.usual.get("sp", "yes"), "sp")
+        yield "sp", (usual, not usual)
+    yield "vpp", _chunks(row, pipeline, model, at)
+    if row.micro_batch is not None:
+        yield "micro_batch", (row.micro_batch,)
+    elif pipeline.micro_batches is not None:
+        yield "micro_batch", (max(1, row.global_batch // (at.dp * pipeline.micro_batches)),)
+    else:
+        yield "micro_batch", [size for size in divisors(max(1, row.global_batch // at.dp)) if size in (1, 4)]
+    stated_recompute = parse_recompute(row.recompute)
+    usual_recompute = ("full", "none") if source.usual.get("recompute") == "full" else ("none", "full")
+    yield "recompute", (stated_recompute,) if stated_recompute else usual_recompute
+
+
+def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
+    """None is the fastest that the device has."""
+    assert row.seq_len is not None
+    if row.attn_kernel:
+        return (parse_attention_kernel(row.attn_kernel),)
+    return (None,) if row.seq_len >= _WITHOUT_SCORES_FROM else (None, "fused")
+
+
+def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: _Degrees) -> Sequence[int]:
+    """Where they aren't stated: one, and the most that there can be; interleaved: the fewest and the most."""
+    if at.pp == 1:
+        return (1,)
+    if row.vpp is not None:
+        return (row.vpp,)
+    most = model.num_layers // at.pp
+    several = [count for count in divisors(most) if count > 1]
+    if pipeline.schedule == "interleaved":
+        return sorted({several[0], several[-1]}) if several else (1,)
+    if pipeline.vpp is not None:
+        return (pipeline.vpp,)
+    return (1, several[-1]) if several else (1,)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One case
+
+
+def _case(
+    row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees, chosen: dict[str, object]
+) -> RowCase:
+    pipeline = parse_schedule(row.schedule)
+    software = _software(row, source, chosen["attn_kernel"])
+    sharding = parse_sharding(row.zero) or parse_sharding(source.usual.get("zero", "ZeRO-1")) or Sharding("z1", None)
+    group = min(sharding.group or at.dp, at.dp)
+    if at.dp % group:
+        raise UnpredictableRowError(f"zero '{row.zero}': groups of {group} don't divide dp {at.dp}")
+    vpp, recompute, sp = chosen["vpp"], chosen["recompute"], bool(chosen["sp"])
+    assert isinstance(vpp, int)
+    strategy = LayerStrategy(
+        zero=sharding.zero,
+        sp=sp,
+        tp_overlap="chunked" if software.overlap_tensor and sp else "none",
+        recompute=recompute,  # type: ignore[arg-type]
+        attention="unfused" if software.attention in _WRITTEN else "flash",
+    )
+    named = pipeline.schedule if pipeline.schedule not in (None, "interleaved", "1f1b") else None
+    plan = _plan(
+        dp_replicate=at.dp // group,
+        dp_shard=group,
+        tp=at.tp,
+        pp=at.pp,
+        vpp=vpp,
+        cp=at.cp,
+        ep=at.ep,
+        schedule=named or ("interleaved" if vpp > 1 else "1f1b"),
+        micro_batch_size=chosen["micro_batch"],
+        default_strategy=strategy,
+        precision=parse_precision(row.precision) or "bf16",
+        compile=row.compile.lower() == "yes",
+        **_vocabulary(row, source, pipeline, model),
+    )
+    said = tuple((column, str(value)) for column, value in chosen.items())
+    return RowCase(plan, software, said)
+
+
+def _plan(**fields: object) -> Plan:
+    try:
+        return Plan.model_validate(fields)
+    except ValidationError as error:
+        raise UnpredictableRowError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def _software(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
+    """That of the source, with what the row says of kernels, compilation and overlap."""
+    fields: dict[str, object] = {"attention": kernel, **source.software}
+    if re.search(r"\d", row.attn_kernel) or kernel in _WRITTEN:
+        fields["attention"] = kernel  # the row itself says which generation
+    if compiled := parse_yes_no(row.compile, "compile"):
+        fields["fused"] = True
+    elif compiled is False:
+        fields["fused"] = False
+    if "rms kernel" in row.attn_kernel.lower():
+        fields["fused_norms"] = True
+    if (chunked := parse_yes_no(row.async_tp, "async_tp")) is not None:
+        fields["overlap_tensor"] = chunked and "vanilla tp" not in row.notes.lower()
+    words = row.schedule.lower()
+    for phrase, field in (("tp-comm", "overlap_tensor"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_reduce")):
+        if f"no {phrase} overlap" in words:
+            fields[field] = False
+    return FrameworkTraits.model_validate(fields)
+
+
+def _vocabulary(
+    row: MeasurementRow, source: MeasurementSource, pipeline: ScheduleTerms, model: ModelSpec
+) -> dict[str, object]:
+    """How layers, embedding and head lie on the pipeline: in the plan's words."""
+    how = pipeline.vocabulary
+    if how in ("", "baseline"):
+        return _dealt(model.num_layers, row.pp or 1) if source.deals_ends else {}
+    if how in _SPREAD:
+        return {"spread_vocab": True}
+    counts = source.stages.get(how, {}).get(model.vocab_size)
+    if counts is None:
+        raise UnpredictableRowError(
+            f"no plan has the vocabulary as '{how}' says: there are baseline, redis, vocab-1, vocab-2"
+        )
+    return {"stages": tuple(StageSpec(layers=count) for count in counts)}
+
+
+def _dealt(num_layers: int, pp: int) -> dict[str, object]:
+    """Layers of each stage where the embedding is dealt before them, and the last norm and the head after them."""
+    least, over = divmod(num_layers + 3, pp)
+    counts = [least + (stage < over) for stage in range(pp)]
+    counts[0] -= 1
+    counts[-1] -= 2
+    if pp == 1 or min(counts) < 1:
+        return {}
+    return {"stages": tuple(StageSpec(layers=count) for count in counts)}
+
+
+def _wrong(plan: Plan, model: ModelSpec, workload: Workload, row: MeasurementRow) -> str:
+    """Why the plan can't be the row's; empty where it can."""
+    for problem in plan_violations(plan, model, workload, plan.world_size):
+        return problem
+    try:
+        count = plan.num_micro_batches(workload)
+    except InfeasibleError as error:
+        return str(error)
+    if 2 * count * plan.num_stages > _MOST_PASSES:
+        most = _MOST_PASSES // (2 * plan.num_stages)
+        return (
+            f"{count:,} micro-batches on {plan.num_stages} stages are too many to simulate: expected at most {most:,}"
+        )
+    stated = parse_schedule(row.schedule).micro_batches
+    if stated is not None and stated != count:
+        return f"schedule says {stated} micro-batches, but global_batch {row.global_batch} makes {count}"
+    return ""

@@ -1,0 +1,120 @@
+"""From the words of a row to a cluster of the catalogue."""
+
+import re
+
+from muster.config.cluster_files import load_device, load_link
+from muster.spec.cluster import ClusterSpec, NodeGroup
+from muster.spec.device import DeviceSpec, LinkSpec, Nics
+from muster.spec.errors import ConfigError
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.table import MeasurementRow
+
+_FAMILY = re.compile(
+    r"(gb300|gb200|b300|b200|h200|h100|h800|a100|a800|v100|mi\d{3}x?|l40s|rtx[ -]?4090|4090|tpu[ -]?v\d\w?)(?!\d)"
+)
+
+_GBIT_PER_S = 1e9 / 8
+_RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE)
+_BY_RATE = {
+    "infiniband": {100: "ib-edr", 200: "ib-hdr", 400: "ib-ndr", 800: "ib-xdr"},
+    "roce": {100: "roce-100g", 200: "roce-200g", 400: "roce-400g"},
+    "omni-path": {100: "omnipath"},
+    "ethernet": {10: "eth-10g", 25: "eth-25g", 100: "eth-100g", 400: "eth-400g"},
+}
+
+
+def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> ClusterSpec:
+    """The devices of a row, in nodes of `gpus_per_node`; a network that it doesn't state is the device's usual one.
+
+    `usual_device`: the name in the catalogue, where the source's facts know better than the row's words.
+    Raises UnreadableError.
+    """
+    device = parse_device(row.gpu) if usual_device is None else load_device(usual_device)
+    if row.n_gpus is None:
+        raise UnpredictableRowError("n_gpus is empty")
+    shape = device.node
+    per_node = min(row.gpus_per_node or (shape.devices if shape else 8), row.n_gpus)
+    nodes, rest = divmod(row.n_gpus, per_node)
+    if rest:
+        raise UnpredictableRowError(f"n_gpus {row.n_gpus} is not a multiple of gpus_per_node {per_node}")
+    intra = shape.intra if shape else load_link("pcie4")
+    nics = parse_nics(row.inter_link, per_node, _usual_nics(device, row.gpus_per_node or per_node))
+    group = NodeGroup(
+        num_nodes=nodes,
+        devices_per_node=per_node,
+        device=device,
+        intra=intra,
+        nics=nics,
+        domain_nodes=shape.domain_nodes if shape else 1,
+    )
+    return ClusterSpec(name=f"{row.n_gpus}x{device.name}", groups=(group,))
+
+
+def parse_device(text: str) -> DeviceSpec:
+    """The catalogue's device for words such as `A100-80GB (Selene)`. Raises UnreadableError."""
+    if not text:
+        raise UnpredictableRowError("gpu is empty")
+    for name in (text, *_names(text)):
+        try:
+            return load_device(name)
+        except ConfigError:
+            continue
+    try:
+        load_device(text)
+    except ConfigError as error:
+        raise UnpredictableRowError(str(error)) from None
+    raise AssertionError("unreachable")
+
+
+def _names(text: str) -> list[str]:
+    """What the catalogue may call it, the most exact first: family, memory, form."""
+    lower = text.lower()
+    family = _FAMILY.search(lower)
+    if not family:
+        return []
+    name = {"h800": "h100", "a800": "a100", "4090": "rtx4090"}.get(family[1], family[1]).replace(" ", "")
+    memory = re.search(r"(\d+)\s*g[ib]b?\b", lower)
+    size = memory[1] if memory else ""
+    form = "pcie" if "pcie" in lower else "sxm"
+    whole = [f"{name}-{size}-{form}", f"{name}-{size}-hbm2e", f"{name}-{size}"] if size else []
+    return [*whole, f"{name}-{form}", *([f"{name}-80-{form}"] if name == "a100" and not size else []), name]
+
+
+def _usual_nics(device: DeviceSpec, per_node: int) -> Nics | None:
+    """The cards of the device's usual node, as many for each device in a node of `per_node`."""
+    if device.node is None or device.node.nics is None:
+        return None
+    count = max(1, round(device.node.nics.count * per_node / device.node.devices))
+    return Nics(link=device.node.nics.link, count=count)
+
+
+def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
+    """The cards that words such as `8x200Gb HDR IB per node` or `1600 Gbps/node RoCE` say; `usual` where they say none.
+
+    A rate without a count is of a whole node if the words say so, else of each device.
+    """
+    found = _RATE.search(text)
+    if not found:
+        return usual
+    is_bytes = found[3] in ("GB/s", "GBytes/s")  # Gb is bits, GB bytes
+    rate = float(found[2]) * (8 if is_bytes else 1)
+    count = int(found[1]) if found[1] else per_node
+    if not found[1] and re.search(r"(per |/)node", text, re.IGNORECASE):
+        rate /= per_node
+    return Nics(link=_network(text.lower(), rate, usual), count=count)
+
+
+def _network(text: str, gbit_per_s: float, usual: Nics | None) -> LinkSpec:
+    """The catalogue's link of that kind with the nearest rate, at the rate that is stated."""
+    kind = "infiniband"
+    if "roce" in text or "rdma" in text:
+        kind = "roce"
+    elif re.search(r"omni|\bopa\b", text):
+        kind = "omni-path"
+    elif re.search(r"eth|efa|slingshot|tcp", text):
+        kind = "ethernet"
+    elif not re.search(r"\bib\b|infiniband|hdr|ndr|edr|xdr|cx-?\d", text) and usual and usual.link.kind in _BY_RATE:
+        kind = usual.link.kind
+    table = _BY_RATE[kind]
+    link = load_link(table[min(table, key=lambda rate: abs(rate - gbit_per_s))])
+    return link.model_copy(update={"bandwidth_bytes_per_s": gbit_per_s * _GBIT_PER_S})

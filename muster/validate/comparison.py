@@ -1,0 +1,219 @@
+"""A table's rows with their predictions beside them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from muster.schedule.build import build_program
+from muster.schedule.program import Program
+from muster.simulate.predict import predict
+from muster.spec.device import DeviceSpec
+from muster.spec.errors import MusterError
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.workload import Workload
+from muster.validate.case import RowCase, RowInputs, row_inputs
+from muster.validate.errors import UnpredictableRowError
+from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
+from muster.validate.sources import MeasurementSource, source_of_row, with_facts
+from muster.validate.table import MeasurementRow
+
+NEAR_CAPACITY = 0.05
+"""Of the capacity: so near to it, other things than the plan decide."""
+MIN_MFU, MAX_MFU = 0.002, 1.0
+"""A measured time outside has another unit, or is of another job."""
+
+
+@dataclass(frozen=True)
+class CasePrediction:
+    """What was predicted for one case."""
+
+    step_time_s: float
+    peak_bytes: float
+    """Of the rank that holds the most."""
+    capacity_bytes: float | None
+    fits: bool | None
+
+
+Predictor = Callable[[RowInputs, RowCase], CasePrediction]
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row, read and predicted as far as that can be."""
+
+    row: MeasurementRow
+    reason: str = ""
+    """Why it isn't predicted or isn't scored; empty where it is."""
+    inputs: RowInputs | None = None
+    measured_s: float | None = None
+    """None for outcomes and memory."""
+    predictions: tuple[CasePrediction, ...] = ()
+    """By case."""
+    chosen: int = 0
+    """The case that stands for the row."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it counts as a row: a step time, a throughput, or FLOP/s that a shipped formula turns into one."""
+        metric = self.row.metric
+        if metric in FLOP_METRICS:
+            return source_of_row(self.row).formula is not None
+        return metric in TIME_METRICS or metric not in (*OTHER_METRICS, *UNTIMED_METRICS)
+
+    @property
+    def prediction(self) -> CasePrediction | None:
+        """The prediction that stands for the row."""
+        return self.predictions[self.chosen] if self.predictions else None
+
+    @property
+    def is_predicted(self) -> bool:
+        return self.is_timed and self.measured_s is not None and bool(self.predictions)
+
+    @property
+    def predicted_s(self) -> float:
+        assert self.predictions
+        return self.predictions[self.chosen].step_time_s
+
+    @property
+    def error(self) -> float:
+        """(predicted − measured) / measured step time."""
+        assert self.measured_s is not None
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """The least and the most over the choices that the row leaves open."""
+        times = [answer.step_time_s for answer in self.predictions]
+        return min(times), max(times)
+
+    @property
+    def is_fully_specified(self) -> bool:
+        return self.inputs is not None and not self.inputs.unstated
+
+    @property
+    def succeeded(self) -> bool | None:
+        """Whether the run worked: a row with a time did; None where that isn't known."""
+        if self.row.metric == "outcome":
+            return "oom" not in self.row.outcome.lower() and "memory" not in self.row.outcome.lower()
+        return True if self.is_timed and self.row.value is not None else None
+
+
+def predict_rows(
+    rows: Iterable[MeasurementRow], predictor: Predictor | None = None, uncalibrated: bool = False
+) -> list[RowResult]:
+    """Each row with its prediction; identical configurations are predicted once.
+
+    `left_out`: with the constants as they stand without the help of the row's own source.
+    """
+    ask = predictor or predict_case
+    known: dict[str, CasePrediction | str] = {}
+    return [_result(row, ask, known, uncalibrated) for row in rows]
+
+
+def _result(row: MeasurementRow, ask: Predictor, known: dict[str, CasePrediction | str], left_out: bool) -> RowResult:
+    try:
+        if row.metric in OTHER_METRICS:
+            raise UnpredictableRowError(f"{row.metric} is of a part of a step: not scored")
+        if row.metric not in (*TIME_METRICS, *FLOP_METRICS, *UNTIMED_METRICS):
+            raise UnpredictableRowError(
+                f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"
+            )
+        setting = row_inputs(row)
+        if left_out:
+            setting = _uncalibrated(setting, source_of_row(row))
+        measured_s = _measured_s(row, setting) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
+        answers = tuple(_remembered(setting, case, ask, known) for case in setting.cases)
+    except UnpredictableRowError as error:
+        return RowResult(row, reason=str(error))
+    return RowResult(row, "", setting, measured_s, answers, _standing(setting, answers))
+
+
+def _uncalibrated(setting: RowInputs, source: MeasurementSource) -> RowInputs:
+    """With the devices' constants as they would be without the source's help."""
+    groups = []
+    for group in setting.cluster.groups:
+        fields = source.without.get(group.device.name, {})
+        device = group.device.model_dump()
+        changed = {field: device[field] | entries for field, entries in fields.items()}
+        groups.append(group.model_copy(update={"device": DeviceSpec.model_validate(device | changed)}))
+    return replace(setting, cluster=setting.cluster.model_copy(update={"groups": tuple(groups)}))
+
+
+def _remembered(
+    setting: RowInputs, case: RowCase, ask: Predictor, known: dict[str, CasePrediction | str]
+) -> CasePrediction:
+    key = repr(
+        (setting.model, setting.cluster.name, setting.cluster.groups, setting.workload, case.plan, case.software)
+    )
+    if key not in known:
+        try:
+            known[key] = ask(setting, case)
+        except MusterError as error:
+            known[key] = str(error)
+    answer = known[key]
+    if isinstance(answer, str):
+        raise UnpredictableRowError(answer)
+    return answer
+
+
+def _standing(setting: RowInputs, answers: tuple[CasePrediction, ...]) -> int:
+    """The case that stands for the row: of those with the usual choices, the first recompute that fits the memory; a
+    run recomputes what it must."""
+    usual = _without_recompute(setting.cases[0])
+    candidates = [index for index, case in enumerate(setting.cases) if _without_recompute(case) == usual]
+    return next((index for index in candidates if _may_fit(answers[index])), candidates[-1])
+
+
+def _may_fit(answer: CasePrediction) -> bool:
+    """Whether it fits, or is too near the capacity to say that it doesn't."""
+    if answer.fits is not False or answer.capacity_bytes is None:
+        return answer.fits is not False
+    return answer.peak_bytes <= (1 + NEAR_CAPACITY) * answer.capacity_bytes
+
+
+def _without_recompute(case: RowCase) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for pair in case.chosen if pair[0] != "recompute")
+
+
+def _measured_s(row: MeasurementRow, setting: RowInputs) -> float:
+    """Raises UnreadableError where it can't be a step of this model on these devices."""
+    device = setting.cluster.device
+    peaks = device.peak_flops_per_s
+    mfu_peak = device.flops_per_s("bf16") or 0.0
+    if row.metric == "MFU_pct" and not mfu_peak:
+        raise UnpredictableRowError(f"the peak of {device.name} is unknown, of which {row.metric} is a part")
+    found_s = step_time_s(with_facts(row), setting.model, setting.workload, source_of_row(row).formula, mfu_peak)
+    if not peaks:
+        return found_s
+    mfu = minimum_flops(setting.model, setting.workload) / (found_s * max(peaks.values()) * setting.cluster.num_devices)
+    if not MIN_MFU <= mfu <= MAX_MFU:
+        raise UnpredictableRowError(
+            f"{row.metric} {row.value:g} would be {100 * mfu:.3g} % of the devices' peak: expected seconds, tokens or"
+            " samples per second, or 10¹² FLOP/s"
+        )
+    return found_s
+
+
+def minimum_flops(model: ModelSpec, workload: Workload) -> float:
+    """FLOPs of a step that no implementation can save: 6 for each parameter that takes part in a token."""
+    return 6.0 * (model.num_active_parameters - model.vocab_size * model.hidden_size) * workload.tokens_per_step
+
+
+@lru_cache(maxsize=4)
+def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
+    return build_program(plan, model, workload)
+
+
+def predict_case(setting: RowInputs, case: RowCase) -> CasePrediction:
+    """What `muster predict` says of a case."""
+    # The order of work is the same whatever is recomputed, and however attention is computed.
+    strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
+    program = _program(
+        case.plan.model_copy(update={"default_strategy": strategy}),  # type: ignore[arg-type]
+        setting.model,  # type: ignore[arg-type]
+        setting.workload,  # type: ignore[arg-type]
+    )
+    found = predict(setting.model, case.plan, setting.workload, setting.cluster, program, framework=case.software)
+    peak_bytes = max((rank.total for rank in found.memory), default=0)
+    return CasePrediction(found.step_time_s, peak_bytes, setting.cluster.device.memory_bytes, found.fits)

@@ -1,5 +1,0 @@
-"""What a row can't be read as."""
-
-
-class UnreadableError(Exception):
-    """One sentence: why a row can't be predicted, with what was expected."""
