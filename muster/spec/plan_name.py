@@ -14,6 +14,9 @@ _RECOMPUTE: dict[str, Recompute] = {"sel": "selective", "attn": "attention", "al
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _DEFAULTS = Plan()
 
+FORMER_PARTS = {"rsel": "relem", "rattn": "rcore", "ralt": "rmm2", "share": "uneven", "keep": "inflight"}
+"""Former parts of a name (or their beginnings, before a number) and today's; `muster.config.migrations` shows them."""
+
 
 @dataclass(frozen=True, slots=True)
 class _NamePart:

@@ -1,0 +1,243 @@
+"""The one migration table: former names of keys, values, plan-name parts, flags and instructions, and today's.
+
+Files of an earlier schema, and former flags, are still read; each former name is reported once on stderr. Writers use
+today's names only, with the schema version of `SCHEMAS`. A rename needs one line here:
+
+* `KEYS`: per file format, former dotted key → today's, with the schema version since which it has that name.
+  A key may name a whole section. `*` stands for any item of a list or any key of a mapping.
+* `VALUES`: the same for single values of a key, such as `recompute: selective`.
+* `PLAN_PARTS`: parts of a plan's short name (kept beside the parser in `muster.spec.plan_name`).
+* `FLAGS`: per verb, former command-line flag → today's; `*` holds for all verbs.
+* `INSTRUCTIONS`: former instruction kinds of program texts and timelines.
+
+A plan inside another file ("run": below `parallel`) takes part with the rows of "plan".
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from muster.spec.errors import ConfigError
+from muster.spec.plan_name import FORMER_PARTS as PLAN_PARTS
+
+__all__ = [
+    "FLAGS",
+    "INSTRUCTIONS",
+    "KEYS",
+    "PLAN_PARTS",
+    "SCHEMAS",
+    "VALUES",
+    "FormerKey",
+    "FormerValue",
+    "migrate",
+    "migrate_values",
+    "report_rename",
+]
+
+Format = Literal["run", "plan", "cluster", "manifest", "profile", "store", "timeline"]
+
+SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2, "cluster": 1}
+"""Schema version that is written today. Formats whose own reader checks the version are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerKey:
+    """A renamed key."""
+
+    old: str
+    new: str
+    since: int = 2
+    """First schema version with the new name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerValue:
+    """A renamed value of a key."""
+
+    key: str
+    """Today's key."""
+    old: str
+    new: str
+    since: int = 2
+    """First schema version with the new name."""
+    ambiguous: str = ""
+    """Reason why the old value is refused in files of today's schema; empty: it is read there, too."""
+
+
+_SELECTIVE = (
+    "'selective' names different things in different programs: say elementwise (norms and activations, which Muster"
+    " called selective), core_attention (Megatron-LM's selective) or every_second_matmul (torchtitan's selective, 'op')"
+)
+
+_PLAN_KEYS = (
+    FormerKey("spread_vocab", "vocab_parallel"),
+    FormerKey("data_shares", "uneven_micro_batches"),
+    FormerKey("activation_limit", "max_in_flight_micro_batches"),
+    FormerKey("order", "pinned_schedule"),
+)
+_PLAN_VALUES = tuple(
+    row
+    for strategy in ("default_strategy", "overrides.*.strategy")
+    for row in (
+        FormerValue(f"{strategy}.tp_overlap", "chunked", "async_tp"),
+        FormerValue(f"{strategy}.recompute", "selective", "elementwise", ambiguous=_SELECTIVE),
+        FormerValue(f"{strategy}.recompute", "attention", "core_attention"),
+        FormerValue(f"{strategy}.recompute", "alternate", "every_second_matmul"),
+    )
+)
+
+KEYS: dict[Format, tuple[FormerKey, ...]] = {
+    "plan": _PLAN_KEYS,
+    "run": (
+        *(FormerKey(f"parallel.{row.old}", f"parallel.{row.new}", row.since) for row in _PLAN_KEYS),
+        FormerKey("data.held_out", "data.validation_split"),
+        FormerKey("data.bad_rows", "data.on_invalid_row"),
+        FormerKey("data.end_token", "data.eos_token"),
+        FormerKey("data.mix", "data.blend"),
+        FormerKey("data.changes", "data.weight_schedule"),
+        FormerKey("train.mirror", "train.remote_checkpoint_dir"),
+        FormerKey("train.copies_every", "train.in_memory_checkpoint_every"),
+        FormerKey("train.copies_dir", "train.in_memory_checkpoint_dir"),
+        FormerKey("train.hang_s", "train.hang_timeout_s"),
+        FormerKey("train.max_skipped", "train.max_consecutive_skips"),
+        FormerKey("train.eval_every", "eval.every", 1),
+        FormerKey("train.eval_batches", "eval.batches", 1),
+        FormerKey("track", "tracking"),
+    ),
+}
+
+VALUES: dict[Format, tuple[FormerValue, ...]] = {
+    "plan": _PLAN_VALUES,
+    "run": (
+        *(FormerValue(f"parallel.{r.key}", r.old, r.new, r.since, r.ambiguous) for r in _PLAN_VALUES),
+        FormerValue("data.packing", "documents", "document_mask"),
+        FormerValue("data.packing", "whole", "next_fit"),
+    ),
+}
+
+FLAGS: dict[str, dict[str, str]] = {}
+"""Verb (`*`: all) → former flag → today's, each with its dashes."""
+
+INSTRUCTIONS: dict[str, str] = {}
+"""Former instruction kind → today's, in program texts and timelines of an earlier schema."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def migrate(file_format: Format, tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a nested tree, read from `source`, in today's names and with today's `version`.
+
+    Raises ConfigError for a later schema, for a key given under both names, and for an ambiguous former value.
+    """
+    version = _version(file_format, tree.get("version"), source)
+    found = _migrate_item(file_format, tree, "", version, source)
+    if version is not None and file_format in SCHEMAS:
+        found["version"] = SCHEMAS[file_format]
+    return found
+
+
+def migrate_values(
+    file_format: Format, values: Mapping[str, Any], source: str, *, versioned: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values by today's dotted key, and for each renamed key its former name.
+
+    `values` is by dotted key, as a run file's layer has it. Without `versioned` (a command line) today's schema is
+    assumed, so that ambiguous values are refused. Raises ConfigError as `migrate`.
+    """
+    current = SCHEMAS.get(file_format)
+    version = _version(file_format, values.get("version"), source) if versioned else current
+    found: dict[str, Any] = {}
+    former: dict[str, str] = {}
+    for key, value in values.items():
+        new = _new_key(file_format, key)
+        if new in found:
+            raise ConfigError(f"{source}: {new} is given twice, also as {former.get(new, key)}, its former name")
+        if new != key:
+            former[new] = key
+            report_rename(source, key, new)
+        found[new] = _migrate_value(file_format, value, new, version if versioned else current, source)
+    for key in ("version", "parallel.version") if versioned else ():
+        if key in found and current is not None:
+            found[key] = current
+    return found, former
+
+
+def report_rename(source: str, old: str, new: str) -> None:
+    """Print once per process that something in `source` has a new name."""
+    if (source, old) not in _REPORTED:
+        _REPORTED.add((source, old))
+        print(f"{source}: {old} is called {new} now", file=sys.stderr)
+
+
+_REPORTED: set[tuple[str, str]] = set()
+
+
+def _version(file_format: Format, said: Any, source: str) -> int | None:
+    """The schema version of a file: the first where it names none. Raises ConfigError for a later one than today's."""
+    known = SCHEMAS.get(file_format)
+    if said is None or known is None or isinstance(said, bool) or not str(said).isdecimal():
+        return 1 if said is None else None
+    if int(said) > known:
+        raise ConfigError(
+            f"{source}: version {said} is of a newer Muster; this one reads {file_format} files up to version {known}"
+        )
+    return int(said)
+
+
+def _migrate_value(file_format: Format, value: Any, path: str, version: int | None, source: str) -> Any:
+    if isinstance(value, Mapping):
+        return _migrate_item(file_format, value, f"{path}.", version, source)
+    if isinstance(value, list | tuple):
+        return [_migrate_value(file_format, item, f"{path}.*", version, source) for item in value]
+    for row in VALUES.get(file_format, ()):
+        if value == row.old and _matches(row.key, path):
+            if row.ambiguous and version is not None and version >= row.since:
+                raise ConfigError(f"{source}: {path}: {row.ambiguous}")
+            report_rename(source, f"{path} {row.old}", row.new)
+            return row.new
+    return value
+
+
+def _migrate_item(
+    file_format: Format, tree: Mapping[Any, Any], prefix: str, version: int | None, source: str
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        new = _new_key(file_format, path)
+        name = key if new == path else new.removeprefix(prefix)
+        if name in found:
+            raise ConfigError(f"{source}: {new} is given twice, also as {path}, its former name")
+        if new != path:
+            report_rename(source, path, new)
+        found[name] = _migrate_value(file_format, value, new, version, source)
+    return found
+
+
+def _new_key(file_format: Format, path: str) -> str:
+    """Today's name of a dotted key: of the key itself, or of a section that it lies in."""
+    for row in KEYS.get(file_format, ()):
+        length = row.old.count(".") + 1
+        parts = path.split(".")
+        if len(parts) >= length and _matches(row.old, ".".join(parts[:length])):
+            return ".".join([_filled(row, parts), *parts[length:]])
+    return path
+
+
+def _filled(row: FormerKey, parts: list[str]) -> str:
+    """The new name, each `*` of it as in the path that the old one matched."""
+    stars = iter(part for part, pattern in zip(parts, row.old.split("."), strict=False) if pattern == "*")
+    return ".".join(next(stars) if part == "*" else part for part in row.new.split("."))
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return len(pattern.split(".")) == len(path.split(".")) and all(
+        one in ("*", other) for one, other in _pairs(pattern, path)
+    )
+
+
+def _pairs(pattern: str, path: str) -> Iterable[tuple[str, str]]:
+    return zip(pattern.split("."), path.split("."), strict=True)
