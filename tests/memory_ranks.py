@@ -169,7 +169,7 @@ def killed(me: Rank) -> list[Any]:
     assert writer is not None
     if me.rank == 2:
         os.kill(writer._process.pid, signal.SIGKILL)
-    with patch.object(type(writer), "alive", True):
+    with patch.object(type(writer), "is_alive", True):
         problem = me.save(6, beside=True)
     return [saved, problem, outcome(me.find())]
 

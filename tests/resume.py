@@ -214,7 +214,7 @@ def no_optimizer() -> Iterator[None]:
     def faulty(folder: Path, manifest: Any, wanted: Any, convert: bool = False) -> None:
         fill(folder, manifest, [piece for piece in wanted if piece.name.startswith("model/")], convert)
 
-    with patch.object(load_module, "fill", faulty):
+    with patch.object(load_module, "fill_shards", faulty):
         yield
 
 

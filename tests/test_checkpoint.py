@@ -170,7 +170,7 @@ def test_a_checkpoint_opens_under_every_plan(written: str, tmp_path: Path) -> No
 def test_copies_share_the_writing_and_each_number_is_written_once(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_file, "SHARED_BYTES", 200)
+    monkeypatch.setattr(rank_file, "MIN_SPLIT_BYTES", 200)
     ranks = plan.world_size
     results = Ranks(ranks).save(tmp_path, 1, lambda rank: shards_of(plan, rank, fill=True))
     assert results == [checkpoint_path(tmp_path, 1)] * ranks
@@ -277,7 +277,7 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
         return LocalShard("x", layout, local if filled else torch.zeros_like(local))
 
     root = tmp_path_factory.mktemp("cut")
-    with patch.object(rank_file, "STRIP_BYTES", 4):  # matrices lie in strips of columns
+    with patch.object(rank_file, "MIN_STRIP_BYTES", 4):  # matrices lie in strips of columns
         results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
     assert results == [checkpoint_path(root, 1)] * len(written)
     for boxes in read:
@@ -311,14 +311,14 @@ def test_parameters_that_require_gradients_can_be_filled(tmp_path: Path) -> None
 
 def test_old_checkpoints_go_and_the_latest_stays(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        save_one(tmp_path, step, keep=RetentionPolicy(2))
+        save_one(tmp_path, step, retention=RetentionPolicy(2))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
-    save_one(tmp_path, 5, keep=RetentionPolicy(1))
+    save_one(tmp_path, 5, retention=RetentionPolicy(1))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005"], (
         "the one just written is never removed"
     )
     for step in (6, 7, 8):
-        save_one(tmp_path, step, keep=RetentionPolicy(0))
+        save_one(tmp_path, step, retention=RetentionPolicy(0))
     assert len(list_checkpoints(tmp_path)) == 4
     assert (tmp_path / LATEST).read_text() == "step-00000008\n"
 
@@ -328,7 +328,7 @@ def test_permanent_ones_stay_and_ephemeral_ones_go(tmp_path: Path) -> None:
     keep = RetentionPolicy(last=2, permanent_every=8, regular_every=4)
     seen = {}
     for step in range(2, 23, 2):
-        save_one(tmp_path, step, keep=keep)
+        save_one(tmp_path, step, retention=keep)
         seen[step] = [step_of(path) for path in list_checkpoints(tmp_path)]
     assert seen[4] == [2, 4], "where all others are ephemeral, one stays to fall back to"
     assert seen[6] == [4, 6]
@@ -412,12 +412,13 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_last_good_one(
 SAVER = """
 import sys
 from pathlib import Path
-from tests.test_checkpoint import one_piece
-from muster.checkpoint.checkpoint_dir import Keep
-from muster.checkpoint.save import alone, save
+from tests.test_checkpoint import one_shard
+from muster.checkpoint.checkpoint_dir import RetentionPolicy
+from muster.checkpoint.save import save, single_rank_exchange
 for step in range(1, 100000):
-    pieces = [one_piece(f"model/{i}", rows=5000, value=step) for i in range(4)]
-    save(Path(sys.argv[1]), step, pieces, {"plan": {}, "model": {}, "counters": {}}, 0, 1, alone, keep=Keep(1))
+    shards = [one_shard(f"model/{i}", rows=5000, value=step) for i in range(4)]
+    info = {"plan": {}, "model": {}, "counters": {}}
+    save(Path(sys.argv[1]), step, shards, info, 0, 1, single_rank_exchange, retention=RetentionPolicy(1))
 """
 
 

@@ -103,11 +103,13 @@ def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: P
 def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, lock = (tmp_path / "there").as_uri(), tmp_path / "there/lock.json"
     taken = rf"{url} is the mirror of another job, of {tmp_path}/one on .*, which wrote there \d+ s ago: give another"
-    with hold_remote_lock(url, tmp_path / "one", settle_s=0):
+    with hold_remote_lock(url, tmp_path / "one", recheck_after_s=0):
         said = json.loads(lock.read_text())
-        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", settle_s=0):
+        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", recheck_after_s=0):
             pass
-        with hold_remote_lock(url, tmp_path / "one", settle_s=0):  # started again: its directory is locked by itself
+        with hold_remote_lock(
+            url, tmp_path / "one", recheck_after_s=0
+        ):  # started again: its directory is locked by itself
             pass
         with hold_remote_lock(None, tmp_path / "two"):
             pass
@@ -120,11 +122,11 @@ def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         lock.write_text(json.dumps({**said, "host": host, "pid": pid, "time": time.time() - age}))
         if free:
-            with hold_remote_lock(url, tmp_path / "two", settle_s=0):
+            with hold_remote_lock(url, tmp_path / "two", recheck_after_s=0):
                 pass
             assert not lock.exists()
             continue
-        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", settle_s=0):
+        with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", recheck_after_s=0):
             pass
         lock.unlink()
     lock.write_text("half")

@@ -265,7 +265,7 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path):
 
 @pytest.fixture(name="parts")
 def _parts(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr("muster.data.prepare.LEAST_PART_BYTES", 1_000)
+    monkeypatch.setattr("muster.data.prepare.MIN_SHARD_BYTES", 1_000)
     rows = [{"text": f"row {i} " + "x" * (i % 90)} for i in range(200)]
     return write_rows(tmp_path / "rows.jsonl", *rows[:7], "", *rows[7:])
 
@@ -295,22 +295,22 @@ KILLED = """
 import sys
 from pathlib import Path
 import muster.data.prepare as module
-from muster.data.prepare import Preparation, prepare
+from muster.data.prepare import PrepareOptions, prepare
 from muster.data.tokenizer import ByteTokenizer
-module.LEAST_PART_BYTES = 1_000
+module.MIN_SHARD_BYTES = 1_000
 def wait(done):
     if done > 5_000:
         print(done, flush=True)
         sys.stdin.readline()
-prepare(Preparation(sys.argv[1], ByteTokenizer()), Path(sys.argv[2]), wait)
+prepare(PrepareOptions(sys.argv[1], ByteTokenizer()), Path(sys.argv[2]), wait)
 """
 
 WORKER = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from muster.data.prepare import _alone_in_process
+from muster.data.prepare import _init_worker
 work = "import time; print('at work', flush=True); time.sleep(100); print('outlived it', flush=True)"
-ProcessPoolExecutor(1, get_context("spawn"), _alone_in_process).submit(exec, work).result()
+ProcessPoolExecutor(1, get_context("spawn"), _init_worker).submit(exec, work).result()
 """
 
 

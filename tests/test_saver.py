@@ -42,13 +42,13 @@ def test_saves_beside_the_training(tmp_path: Path) -> None:
 def test_tensors_may_change_when_they_are_copied_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, take = threading.Event(), StagingBuffer.copy_from
+    gate, copy_from = threading.Event(), StagingBuffer.copy_from
 
     def slowly(staging: StagingBuffer, *arguments: Any) -> None:
         assert gate.wait(300)
-        take(staging, *arguments)
+        copy_from(staging, *arguments)
 
-    monkeypatch.setattr(StagingBuffer, "take", slowly)
+    monkeypatch.setattr(StagingBuffer, "copy_from", slowly)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saver = AsyncSaver(0, 1, store)
     piece = one_shard(value=3)
@@ -91,7 +91,7 @@ def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monk
         take_step=lambda: order.append("changed"),
         drop_gradients=lambda: None,
     )
-    monkeypatch.setattr(custom_step, "find_part", lambda *_: PluginComponent("step", "sam", sam, None))
+    monkeypatch.setattr(custom_step, "find_component", lambda *_: PluginComponent("step", "sam", sam, None))
     CustomStep(cast(Any, trainer), "sam").run(lambda: None)
     assert order == ["copied", "moved aside", "changed"]
 

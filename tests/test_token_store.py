@@ -129,7 +129,7 @@ def test_a_store_holds_the_documents_each_with_its_end(text, store):
 
 
 def test_documents_longer_than_a_chunk_and_wide_vocabularies(text, tmp_path, monkeypatch, store):
-    monkeypatch.setattr("muster.data.readers.CHUNK_BYTES", 999)
+    monkeypatch.setattr("muster.data.readers.READ_BYTES", 999)
     seen: list[int] = []
     wide = build_store(str(text), tmp_path / "wide", OtherTokenizer(), progress=seen.append)
     assert wide.tokens.dtype == np.dtype("<u4")
@@ -202,9 +202,9 @@ def test_the_cache_follows_the_source_the_tokenizer_and_the_limit(text, tmp_path
 
 def test_processes_that_race_all_end_with_the_same_store(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from muster.data.prepare import Preparation, open_or_prepare;"
+        "import sys; from pathlib import Path; from muster.data.prepare import PrepareOptions, open_or_prepare;"
         "from muster.data.tokenizer import ByteTokenizer; print('ready', flush=True); sys.stdin.readline();"
-        "s = open_or_prepare(Preparation('python-stdlib', ByteTokenizer(), 2_000_000), Path(sys.argv[1])); s.verify();"
+        "s = open_or_prepare(PrepareOptions('python-stdlib', ByteTokenizer(), 2_000_000), Path(sys.argv[1])); s.verify();"
         "print(s.directory, s.fingerprint)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]

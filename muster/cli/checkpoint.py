@@ -53,16 +53,16 @@ SubcommandOutput = tuple[dict[str, Any], list[str], int]
 def _convert(args: argparse.Namespace) -> SubcommandOutput:
     from muster.config.named_model import load_model
 
-    work = import_torch_module("muster.checkpoint.convert")
-    how = work.Conversion(
-        to=args.to,
+    conversion = import_torch_module("muster.checkpoint.convert")
+    options = conversion.ConversionOptions(
+        target_format=args.to,
         dtype=args.dtype,
         max_shard_bytes=parse_bytes(args.max_shard_size, "--max-shard-size"),
         tokenizer=args.tokenizer,
         model=None if args.model is None else load_model(args.model),
     )
     with ByteProgress("writing") as progress:
-        done = work.convert(args.source, args.target, how, progress.add_total, progress.advance)
+        done = conversion.convert(args.source, args.target, options, progress.add_total, progress.advance)
     facts = {
         "version": 1,
         "source": {"path": str(done.source.folder), "format": done.source.format, "step": done.source.step},
@@ -92,13 +92,12 @@ def _verify(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _diff(args: argparse.Namespace) -> SubcommandOutput:
-    work, directories = (
-        import_torch_module("muster.checkpoint.diff"),
-        import_torch_module("muster.checkpoint.model_directory"),
-    )
-    a, b = (directories.open_directory(path) for path in (args.a, args.b))
+    diff = import_torch_module("muster.checkpoint.diff")
+    directories = import_torch_module("muster.checkpoint.model_directory")
+    a = directories.open_directory(args.a)
+    b = directories.open_directory(args.b)
     with ByteProgress("comparing") as progress:
-        facts = work.compare(a, b, progress.add_total, progress.advance)
+        facts = diff.compare(a, b, progress.add_total, progress.advance)
     return facts, diff_lines(facts), int(not facts["equal"])
 
 

@@ -35,7 +35,7 @@ from muster.spec.errors import ConfigError, MusterError
 
 MIN_SHARD_BYTES = 16 << 20
 MAX_SHARDS = 1024
-"""A source becomes as many shards at most, about, unless each would hold less than `LEAST_PART_BYTES`."""
+"""A source becomes as many shards at most, about, unless each would hold less than `MIN_SHARD_BYTES`."""
 Progress = Callable[[int], None]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
-from operator import attrgetter
 
 from muster.layout.tensor_layout import VOCAB_PARAMETERS, chunk_bounds, has_vocab_shard
 from muster.spec.model import ModelSpec, layer_parameter_shapes, stage_parameter_shapes
@@ -65,8 +64,9 @@ class StageParamShards:
             (held.last_param_numel for held in reversed(self.layers) if held.last_param_numel),
             self.root.last_param_numel,
         )
-        whole, shard = (sum(map(attrgetter(name), self.layers)) for name in ("whole", "shard"))
-        return ParamShard(self.root.unsharded_numel + whole, self.root.shard_numel + shard, last)
+        unsharded_numel = sum(held.unsharded_numel for held in self.layers)
+        shard_numel = sum(held.shard_numel for held in self.layers)
+        return ParamShard(self.root.unsharded_numel + unsharded_numel, self.root.shard_numel + shard_numel, last)
 
 
 def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamShards:
