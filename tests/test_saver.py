@@ -58,7 +58,7 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     def step() -> None:
         optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), piece.tensor.fill_(4)))
         trainer = SimpleNamespace(
-            before_change=saver.wait_staged, optimizer=optimizer, learning_rate=0.0, update_copies=lambda: None
+            before_change=saver.wait_staged, optimizer=optimizer, learning_rate=0.0, sync_tied_copies=lambda: None
         )
         Trainer.optimizer_step(cast(Any, trainer))
 
@@ -88,7 +88,7 @@ def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monk
         learning_rate=0.0,
         grad_norm=1.0,
         before_change=lambda: order.append("copied"),
-        take_step=lambda: order.append("changed"),
+        optimizer_step=lambda: order.append("changed"),
         drop_gradients=lambda: None,
     )
     monkeypatch.setattr(custom_step, "find_component", lambda *_: PluginComponent("step", "sam", sam, None))

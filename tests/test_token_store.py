@@ -204,7 +204,8 @@ def test_processes_that_race_all_end_with_the_same_store(tmp_path):
     code = (
         "import sys; from pathlib import Path; from muster.data.prepare import PrepareOptions, open_or_prepare;"
         "from muster.data.tokenizer import ByteTokenizer; print('ready', flush=True); sys.stdin.readline();"
-        "s = open_or_prepare(PrepareOptions('python-stdlib', ByteTokenizer(), 2_000_000), Path(sys.argv[1])); s.verify();"
+        "options = PrepareOptions('python-stdlib', ByteTokenizer(), 2_000_000);"
+        "s = open_or_prepare(options, Path(sys.argv[1])); s.verify();"
         "print(s.directory, s.fingerprint)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]

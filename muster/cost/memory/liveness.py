@@ -205,7 +205,7 @@ def find_peak(
     table = np.array([(step.before, step.after, step.peak) for step in steps], np.int64)
     before, after, high = table[order.codes].T
     for stage, place in order.first_backwards.items():
-        high[place] = steps[order.codes[place]].first
+        high[place] = steps[order.codes[place]].first_backward_peak
         before[place] += _memory_of_stage(stages, stage).gradients
     gathering = np.array([step.gather_peak for step in steps], np.int64)
     for stage, own in stages.items():
