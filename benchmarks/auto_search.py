@@ -36,17 +36,17 @@ def main() -> None:
     sizes = [(8, 32), (64, 512)] if parser.parse_args().large else [(8, 32)]
     print("ranks  mbs       F,I,W   hop memory chunks      CPU ÷ registered")
     for ranks, micro_batches in sizes:
-        for times, hop_s, share in CASES:
+        for times, p2p_s, share in CASES:
             limit = share * ranks
             for chunks in (1, 2, 4, None) if ranks == 8 else (1, 2, None):
-                request = CompareRequest(ranks, micro_batches, chunks, times, hop_s, limit, None, fill=False)
+                request = CompareRequest(ranks, micro_batches, chunks, times, p2p_s, limit, None, fill=False)
                 begin_s = process_time()
                 _, timing = make_with_best_chunks("auto", request)
                 cpu_s = process_time() - begin_s
                 ratio = timing.makespan_s / best_registered_s(request)
                 shown = ",".join(map(str, times))
                 print(
-                    f"{ranks:5} {micro_batches:4} {shown:>11} {hop_s:5} {limit:6g} {chunks or 'open':>6} {cpu_s:6.2f} s"
+                    f"{ranks:5} {micro_batches:4} {shown:>11} {p2p_s:5} {limit:6g} {chunks or 'open':>6} {cpu_s:6.2f} s"
                     f" {ratio:12.4f}",
                     flush=True,
                 )

@@ -133,14 +133,14 @@ def span_s(executor: Executor, steps: int) -> float:
     return ends.sum().item()
 
 
-def compare_simulated(rank: int, args: argparse.Namespace, passes: dict[str, float], hop_s: float) -> None:
+def compare_simulated(rank: int, args: argparse.Namespace, passes: dict[str, float], p2p_s: float) -> None:
     if rank == 0:
         print(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'spread':>15} {'ratio':>7}", flush=True)
     handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
     handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
     for schedule in schedules(args):
         executor = executor_of(schedule, rank, handlers, ahead=False)
-        times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, p2p_s=hop_s)
+        times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, p2p_s=p2p_s)
         simulated_s = simulate(executor.program, times).makespan_s
         spans = [span_s(executor, 1) for _ in range(args.rounds)]
         if rank == 0:
@@ -183,14 +183,14 @@ def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    passes, hop_s = measure_passes(), measure_hop(rank)
+    passes, p2p_s = measure_passes(), measure_hop(rank)
     if rank == 0:
         shown = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in passes.items())
-        print(f"{args.ranks} ranks, {args.micro_batches} micro-batches, {shown}, hop {hop_s * 1e3:.2f} ms", flush=True)
+        print(f"{args.ranks} ranks, {args.micro_batches} micro-batches, {shown}, p2p {p2p_s * 1e3:.2f} ms", flush=True)
     if args.no_wait:
         compare_waiting(rank, args)
     else:
-        compare_simulated(rank, args, passes, hop_s)
+        compare_simulated(rank, args, passes, p2p_s)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -80,7 +80,7 @@ def test_never_behind_public_schedulers_up_to_8_ranks(number: int):
 @pytest.mark.parametrize("row", rows("optimal_schedules"), ids=str)
 def test_within_a_hundredth_of_the_optimum(row: list[float]):
     ranks, micro_batches, limit, *times, hop, optimum = row
-    setting = ScheduleSpec.uniform(int(ranks), int(micro_batches), times, hop_s=hop, memory_limit=limit)
+    setting = ScheduleSpec.uniform(int(ranks), int(micro_batches), times, p2p_s=hop, memory_limit=limit)
     assert optimum - 1e-6 <= auto(setting)[1].makespan_s <= 1.01 * optimum
     assert makespan_bound_s(setting) <= optimum + 1e-6
 
@@ -150,7 +150,7 @@ def check_any(setting: ScheduleSpec) -> None:
 
 def test_long_runs_are_never_behind_either():
     """Where registered schedules are judged by shorter runs of theirs."""
-    setting = ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), hop_s=0.1, memory_limit=16)
+    setting = ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)
     _, timing = auto(setting)
     assert timing.makespan_s <= time_schedule(make_schedule("zb-h1", setting), setting).makespan_s
 
@@ -167,7 +167,7 @@ def test_too_little_memory_is_refused():
 @pytest.mark.parametrize(("chunks", "limit"), [(1, 2.0), (2, 3.0)])
 def test_exact_is_proven_and_auto_near_it(chunks: int, limit: float):
     pytest.importorskip("ortools")
-    setting = ScheduleSpec.uniform(3, 4, (1, 1.2, 0.8), chunks, hop_s=0.2, memory_limit=limit)
+    setting = ScheduleSpec.uniform(3, 4, (1, 1.2, 0.8), chunks, p2p_s=0.2, memory_limit=limit)
     proof = solve_exact(setting)
     assert str(proof.gap) == f"proven optimal: no schedule on its placement takes less than {proof.gap.bound_s:.6g}"
     assert max(time_schedule(proof.schedule, setting).peak_activation) <= limit
@@ -179,7 +179,7 @@ def test_exact_is_proven_and_auto_near_it(chunks: int, limit: float):
 
 def test_exact_agrees_with_a_known_optimum():
     pytest.importorskip("ortools")
-    setting = ScheduleSpec.uniform(4, 8, (1, 1.2, 0.8), hop_s=0.2, memory_limit=4)
+    setting = ScheduleSpec.uniform(4, 8, (1, 1.2, 0.8), p2p_s=0.2, memory_limit=4)
     assert solve_exact(setting).gap.makespan_s == pytest.approx(30.6)
 
 
@@ -187,7 +187,7 @@ def test_exact_agrees_with_a_known_optimum():
 def test_exact_says_how_far_it_is_where_time_runs_out(limit_s: float):
     """Also before the solver has any bound."""
     pytest.importorskip("ortools")
-    setting = ScheduleSpec.uniform(6, 12, (1, 1.3, 0.9), 2, hop_s=0.2, memory_limit=3)
+    setting = ScheduleSpec.uniform(6, 12, (1, 1.3, 0.9), 2, p2p_s=0.2, memory_limit=3)
     proof = exact.solve(setting, make_schedule("auto", setting), limit_s)
     assert not proof.gap.proven
     assert proof.gap.share > 0

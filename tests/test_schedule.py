@@ -30,7 +30,7 @@ LOWERINGS = st.builds(LoweringOptions, st.sampled_from(["z1", "z2", "z3"]), st.i
 
 
 def program(name: str = "1f1b", ranks: int = 2, micro_batches: int = 3, **lowering) -> Program:
-    lowering = {"zero": "z1", "data_ranks": 2, "tied": True} | lowering
+    lowering = {"zero": "z1", "data_ranks": 2, "tied_embeddings": True} | lowering
     return lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), LoweringOptions(**lowering))
 
 
@@ -222,8 +222,8 @@ def test_parameters_and_gradients():
         "2UNSHARD 2REDUCE@compute:3 2TIE<0@compute:3,collective:1 NORM@compute:3,collective:1,collective:2"
     )
     assert collectives(zero="z2") == "2UNSHARD 2TIE<0@compute:3 NORM@compute:3,collective:1"
-    assert collectives(zero="z3", tied=False) == "NORM@compute:3"
-    assert collectives(zero="z1", data_ranks=1, tied=False) == "NORM@compute:3"
+    assert collectives(zero="z3", tied_embeddings=False) == "NORM@compute:3"
+    assert collectives(zero="z1", data_ranks=1, tied_embeddings=False) == "NORM@compute:3"
     assert "UNSHARD" in collectives(train=False)
     assert "NORM" not in collectives(train=False)
     assert "TIE" not in str(program(ranks=1))

@@ -161,7 +161,7 @@ HOPS_AND_TIMES = [
 @pytest.mark.parametrize(("name", "bubbles"), HOPS_AND_TIMES)
 def test_what_hops_and_unequal_times_cost(name: str, bubbles: list[float]):
     """At 4 ranks × 16 micro-batches: hops of 0.1 and of 0.3, and times of 1, 1.2 and 0.8."""
-    cases = ({"hop_s": 0.1}, {"hop_s": 0.3}, {"times": (1, 1.2, 0.8)})
+    cases = ({"p2p_s": 0.1}, {"p2p_s": 0.3}, {"times": (1, 1.2, 0.8)})
     assert [cost(name, 4, 16, **more)[0] for more in cases] == bubbles
 
 
@@ -170,7 +170,7 @@ def test_what_hops_and_unequal_times_cost(name: str, bubbles: list[float]):
 )
 def test_orders_made_for_the_times_lose_less(name: str, static: list[float]):
     """In the cases of `HOPS_AND_TIMES`, against orders made for equal times and no hops."""
-    cases = ({"hop_s": 0.1}, {"hop_s": 0.3}, {"times": (1, 1.2, 0.8)})
+    cases = ({"p2p_s": 0.1}, {"p2p_s": 0.3}, {"times": (1, 1.2, 0.8)})
     assert all(cost(name, 4, 16, **more)[0] < bubble for more, bubble in zip(cases, static, strict=True))
 
 
@@ -190,9 +190,9 @@ def any_settings(draw) -> tuple[str, ScheduleSpec]:
     ranks, micro_batches = draw(st.integers(1, 16)), draw(st.integers(1, 64))
     depth = ranks * chunks // replicas
     forward, inputs, weights = (tuple(draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in range(3))
-    hop_s, fill = draw(SECONDS), draw(st.booleans())
+    p2p_s, fill = draw(SECONDS), draw(st.booleans())
     return name, ScheduleSpec(
-        ranks, micro_batches, chunks, forward, inputs, weights, hop_s, replicas=replicas, fill=fill
+        ranks, micro_batches, chunks, forward, inputs, weights, p2p_s, replicas=replicas, fill=fill
     )
 
 
@@ -256,7 +256,7 @@ def test_the_page_says_what_hops_and_unequal_times_cost():
         for row in re.finditer(r"^\| `(\S+)` \|([\d.| ]*)\|$", PAGE, re.M)
     }
     assert set(rows) == RUNNABLE
-    cases = ({}, {"hop_s": 0.1}, {"hop_s": 0.3}, {"times": (1, 1.2, 0.8)})
+    cases = ({}, {"p2p_s": 0.1}, {"p2p_s": 0.3}, {"times": (1, 1.2, 0.8)})
     for name, bubbles in rows.items():
         assert [cost(name, 4, 16, **more)[0] for more in cases] == bubbles, name
 
@@ -267,8 +267,8 @@ def test_the_schedule_that_the_page_adds(monkeypatch: pytest.MonkeyPatch):
     module = ModuleType("muster.schedule.eager_1f1b")
     exec(file, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(SCHEDULES, "eager-1f1b", eval(f"{{{entry}}}", {"Entry": ScheduleEntry})["eager-1f1b"])
+    monkeypatch.setitem(SCHEDULES, "eager-1f1b", eval(f"{{{entry}}}", {"ScheduleEntry": ScheduleEntry})["eager-1f1b"])
     name, more, *costs = eval(line)
     test_costs(name, more, *costs)
-    assert [cost(name, 4, 16, hop_s=hop_s)[0] for hop_s in (0.1, 0.3)] == [9.6, 10.8]
+    assert [cost(name, 4, 16, p2p_s=p2p_s)[0] for p2p_s in (0.1, 0.3)] == [9.6, 10.8]
     check(build_program(Plan(pp=4, schedule=name), MODEL, Workload(seq_len=8, global_batch_size=8)))

@@ -34,9 +34,9 @@ def program(name: str, ranks: int, micro_batches: int, lowering: LoweringOptions
     return lower(make_schedule(name, ScheduleSpec(ranks, micro_batches)), lowering or LoweringOptions())
 
 
-def times(hop_s: float = 0.0, cores: int | None = None, processes: tuple[int, ...] = (), **seconds) -> OpTimes:
+def times(p2p_s: float = 0.0, cores: int | None = None, processes: tuple[int, ...] = (), **seconds) -> OpTimes:
     """Seconds by kind, equal on all stages."""
-    return OpTimes({(kind, -1): value for kind, value in seconds.items()}, hop_s, cores, processes)
+    return OpTimes({(kind, -1): value for kind, value in seconds.items()}, p2p_s, cores, processes)
 
 
 def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -64,8 +64,8 @@ def test_hops_lengthen_the_step():
     """GPipe's hops add up on the way down and up: 2(p − 1)c. In 1F1B every micro-batch of the steady state waits for
     the last stage's answer: with p = 4, m = 16 a hop of 0.1 costs 2.8."""
 
-    def step_s(name: str, hop_s: float) -> float:
-        return simulate(program(name, 4, 16), times(hop_s, F=1, B=2)).makespan_s
+    def step_s(name: str, p2p_s: float) -> float:
+        return simulate(program(name, 4, 16), times(p2p_s, F=1, B=2)).makespan_s
 
     assert step_s("gpipe", 0.1) - step_s("gpipe", 0.0) == pytest.approx(0.6)
     assert step_s("1f1b", 0.1) - step_s("1f1b", 0.0) == pytest.approx(2.8)
@@ -98,7 +98,7 @@ def test_transfers_of_a_rank_share_its_way_out(shared: bool):
 @many
 @given(st.data(), st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 8), LOWERINGS, st.floats(0, 3))
 def test_any_timeline_is_possible(
-    data, name: str, ranks: int, micro_batches: int, lowering: LoweringOptions, hop_s: float
+    data, name: str, ranks: int, micro_batches: int, lowering: LoweringOptions, p2p_s: float
 ):
     """No less than its lower bounds, in the order of its waits, and the same by both ways of simulating."""
     keys = [
@@ -106,7 +106,7 @@ def test_any_timeline_is_possible(
     ]
     seconds = {key: data.draw(SECONDS) for key in [*keys, ("NORM", -1), ("STEP", -1)]}
     own = OpTimes(
-        seconds, hop_s, p2p_times={(stage, stage + 1): P2PTime(hop_s, hop_s / 2) for stage in range(1, ranks)}
+        seconds, p2p_s, p2p_times={(stage, stage + 1): P2PTime(p2p_s, p2p_s / 2) for stage in range(1, ranks)}
     )
     lowered = program(name, ranks, micro_batches, lowering)
     timeline = simulate(lowered, own)
@@ -119,7 +119,7 @@ def test_any_timeline_is_possible(
         assert event[3:] == pytest.approx(other[3:])
 
     busy_s = [micro_batches * (seconds["F", rank] + seconds["B", rank]) for rank in range(ranks)]
-    through_s = sum(seconds[kind, stage] for kind in "FB" for stage in range(ranks)) + 2 * (ranks - 1) * hop_s
+    through_s = sum(seconds[kind, stage] for kind in "FB" for stage in range(ranks)) + 2 * (ranks - 1) * p2p_s
     end_s = seconds["NORM", -1] + seconds["STEP", -1]
     assert timeline.makespan_s >= max(*busy_s, through_s) + end_s - 1e-9
     parts = breakdown(timeline)

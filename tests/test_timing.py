@@ -20,13 +20,13 @@ def time_of(name: str, setting: ScheduleSpec) -> Timing:
 
 
 @pytest.mark.parametrize(
-    ("name", "hop_s", "bubble_s"),
+    ("name", "p2p_s", "bubble_s"),
     [("gpipe", 0.0, 9.0), ("gpipe", 0.3, 10.8), ("1f1b", 0.0, 9.0), ("1f1b", 0.1, 11.8), ("1f1b", 0.3, 17.4)],
 )
 def test_the_bubble_is_that_of_the_closed_form_and_of_independent_simulations(
-    name: str, hop_s: float, bubble_s: float
+    name: str, p2p_s: float, bubble_s: float
 ) -> None:
-    timing = time_of(name, ScheduleSpec.uniform(4, 16, hop_s=hop_s))
+    timing = time_of(name, ScheduleSpec.uniform(4, 16, p2p_s=p2p_s))
     assert timing.bubble_s == pytest.approx(bubble_s)
     assert timing.work_s == pytest.approx((48.0,) * 4)
     assert timing.span_bubble_s[0] == pytest.approx(bubble_s)  # rank 0 begins first and ends last
@@ -37,21 +37,21 @@ def test_the_bubble_is_that_of_the_closed_form_and_of_independent_simulations(
 @given(
     ranks=st.integers(1, 5),
     micro_batches=st.integers(1, 9),
-    hop_s=st.floats(0, 2),
+    p2p_s=st.floats(0, 2),
     data=st.data(),
     name=st.sampled_from(("gpipe", "1f1b")),
 )
 def test_the_timing_is_what_the_simulator_says_of_the_lowered_program(
-    ranks: int, micro_batches: int, hop_s: float, data: st.DataObject, name: str
+    ranks: int, micro_batches: int, p2p_s: float, data: st.DataObject, name: str
 ) -> None:
     forward_s, input_s, weight_s = (
         tuple(data.draw(st.lists(st.floats(0, 3), min_size=ranks, max_size=ranks))) for _ in range(3)
     )
-    setting = ScheduleSpec(ranks, micro_batches, 1, forward_s, input_s, weight_s, hop_s)
+    setting = ScheduleSpec(ranks, micro_batches, 1, forward_s, input_s, weight_s, p2p_s)
     schedule = make_schedule(name, setting)
     seconds = {("F", stage): time_s for stage, time_s in enumerate(forward_s)}
     seconds |= {("B", stage): i_s + w_s for stage, (i_s, w_s) in enumerate(zip(input_s, weight_s, strict=True))}
-    timeline = simulate(lower(schedule, LoweringOptions(train=False)), OpTimes(seconds, hop_s))
+    timeline = simulate(lower(schedule, LoweringOptions(train=False)), OpTimes(seconds, p2p_s))
     timing = time_schedule(schedule, setting)
     for rank, order in enumerate(schedule.ranks):
         rows = zip(order, timing.begin_s[rank], timing.end_s[rank], strict=True)
@@ -69,7 +69,7 @@ def test_a_split_backward_keeps_its_activation_until_w() -> None:
 def test_two_replicas_share_the_ranks_in_opposite_directions() -> None:
     orders = ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1")
     ranks = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    setting = ScheduleSpec.uniform(2, 2, chunks=2, replicas=2, hop_s=0.5)
+    setting = ScheduleSpec.uniform(2, 2, chunks=2, replicas=2, p2p_s=0.5)
     timing = time_schedule(Schedule("own", (0, 1, 1, 0), 2, ranks, replicas=2), setting)
     assert timing.begin_s == ([0.0, 1.5, 2.5, 5.0], [0.0, 1.5, 2.5, 5.0])
     assert (timing.makespan_s, timing.bubble_s, timing.span_bubble_s) == (7.0, 1.0, (1.0, 1.0))

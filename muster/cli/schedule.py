@@ -202,7 +202,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         schedule.num_micro_batches,
         args.times,
         int(chunks),
-        hop_s=args.comm,
+        p2p_s=args.comm,
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
     )

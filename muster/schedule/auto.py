@@ -38,18 +38,18 @@ def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunction
     """
     found: list[TimedSchedule] = []
     searches: list[SeededSearch] = []
-    for setting, makers in candidates:
-        large = setting.replicas == 1 and 3 * setting.depth * setting.num_micro_batches > _LARGE_SPEC
-        known = [] if large else [one for maker in makers.values() if (one := _make_if_fitting(maker, setting))]
+    for spec, functions in candidates:
+        large = spec.replicas == 1 and 3 * spec.depth * spec.num_micro_batches > _LARGE_SPEC
+        known = [] if large else [one for function in functions.values() if (one := _make_if_fitting(function, spec))]
         found += known
-        if setting.replicas == 1:
-            searches += _seed_searches(setting, known, large)
+        if spec.replicas == 1:
+            searches += _seed_searches(spec, known, large)
     found += _run_searches(searches, min((timing.makespan_s for timing, _ in found), default=inf))
-    for setting, makers in candidates:
-        if setting.replicas == 1 and 3 * setting.depth * setting.num_micro_batches > _LARGE_SPEC:
-            for estimate_s, maker in _estimate_makespans(setting, makers):
+    for spec, functions in candidates:
+        if spec.replicas == 1 and 3 * spec.depth * spec.num_micro_batches > _LARGE_SPEC:
+            for estimate_s, function in _estimate_makespans(spec, functions):
                 best_s = min(timing.makespan_s for timing, _ in found)
-                if estimate_s < best_s and (made := _make_if_fitting(maker, setting)):
+                if estimate_s < best_s and (made := _make_if_fitting(function, spec)):
                     found.append(made)
     if not found:
         raise InfeasibleError(
@@ -69,7 +69,7 @@ def search_problems(spec: ScheduleSpec) -> list[SearchProblem]:
 
 def makespan_bound_s(spec: ScheduleSpec) -> float:
     """A makespan in seconds that no schedule on these placements can beat (one replica)."""
-    return min(lower_bound_s(pipe) for pipe in search_problems(spec))
+    return min(lower_bound_s(problem) for problem in search_problems(spec))
 
 
 def optimality_gap(spec: ScheduleSpec, makespan_s: float) -> OptimalityGap:
@@ -101,19 +101,19 @@ def _estimate_makespans(
     """What the schedules will take, best first, from runs of fewer micro-batches: later ones take a period each."""
     fewer = replace(spec, num_micro_batches=min(spec.num_micro_batches, 2 * spec.num_ranks))
     rest = spec.num_micro_batches - fewer.num_micro_batches
-    made = [(found[0], maker) for maker in functions.values() if (found := _make_if_fitting(maker, fewer))]
-    for timing, maker in sorted(made, key=lambda one: one[0].makespan_s):
-        yield timing.makespan_s + rest * max(timing.work_s) / fewer.num_micro_batches, maker
+    made = [(found[0], function) for function in functions.values() if (found := _make_if_fitting(function, fewer))]
+    for timing, function in sorted(made, key=lambda one: one[0].makespan_s):
+        yield timing.makespan_s + rest * max(timing.work_s) / fewer.num_micro_batches, function
 
 
 def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule], large: bool) -> list[SeededSearch]:
     """A search for each placement (of large settings the first alone), with the orders that it begins from."""
-    pipes = search_problems(spec)
-    floor_s, found = min(lower_bound_s(pipe) for pipe in pipes), []
-    for number, pipe in enumerate(pipes[: 1 if large else None]):
-        same = sorted((one for one in known if one[1].placement == pipe.placement), key=_sort_key)
-        bases = [pass_codes(pipe, schedule) for _, schedule in same[: 2 - number]]
-        found.append((OrderSearch(pipe, floor_s), spec, bases))
+    problems = search_problems(spec)
+    floor_s, found = min(lower_bound_s(problem) for problem in problems), []
+    for number, problem in enumerate(problems[: 1 if large else None]):
+        same = sorted((one for one in known if one[1].placement == problem.placement), key=_sort_key)
+        bases = [pass_codes(problem, schedule) for _, schedule in same[: 2 - number]]
+        found.append((OrderSearch(problem, floor_s), spec, bases))
     return found
 
 
@@ -124,16 +124,16 @@ def _run_searches(searches: list[SeededSearch], known_s: float) -> Iterator[Time
         return
     least, times, most = _BUDGET
     size = max(search.problem.num_passes for search, _, _ in live)
-    several = len({setting.chunks for _, setting, _ in live}) > 1
+    several = len({spec.chunks for _, spec, _ in live}) > 1
     budget = _SMALL_SPEC[1] if several and size <= _SMALL_SPEC[0] else max(least, min(times * size, most))
     for search, _, bases in live:
         search.incumbent_s = known_s
         explore(search, bases, budget // (3 * len(live)))
         known_s = min(known_s, search.best_s)
-    search, setting, _ = min(live, key=lambda one: one[0].best_s)
+    search, spec, _ = min(live, key=lambda one: one[0].best_s)
     spent = sum(one.spent for one, _, _ in live)
     search.budget = search.spent + max(budget - spent, 2 * search.problem.num_passes)
     improve(search)
     if search.best is not None:
         schedule = schedule_from_passes(search.problem, search.best.passes, "auto")
-        yield time_schedule(schedule, setting), schedule
+        yield time_schedule(schedule, spec), schedule

@@ -91,8 +91,10 @@ class BufferLiveness:
             self._check_gradients(action)
         for letter, place in rule.reads:
             if not alive.get((place, unit if letter != "p" else None)):
-                gone = (place, unit if letter != "p" else None) in alive
-                wrong = ", already freed" if gone else f" before {self._producer(letter, action)} is known to be over"
+                completed = (place, unit if letter != "p" else None) in alive
+                wrong = (
+                    ", already freed" if completed else f" before {self._producer(letter, action)} is known to be over"
+                )
                 raise ProgramError(f"{action} on rank {self.rank} reads {_BUFFER_NAMES[letter][0]}{wrong}")
         for letter, place in rule.frees:
             buffer = (place, unit if letter != "p" else None)
@@ -158,14 +160,14 @@ class BufferLiveness:
             )
 
     def _producer(self, letter: str, action: Action) -> Action:
-        maker = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:]))
+        producer = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:]))
         if letter in "xg" and (self.program.is_first if letter == "x" else self.program.is_last)(action.stage):
-            return maker._replace(kind="EC" if letter == "x" else "SC", stage=self.placement.index(self.rank))
+            return producer._replace(kind="EC" if letter == "x" else "SC", stage=self.placement.index(self.rank))
         if letter in "xg":
-            other = matching_transfer(maker)
+            other = matching_transfer(producer)
             if self.placement[other.stage] == self.rank:
-                return Action(maker.kind[1], other.stage, *action[2:])
-        return maker
+                return Action(producer.kind[1], other.stage, *action[2:])
+        return producer
 
     def _check_gradients(self, action: Action) -> None:
         concerned = set(stages_of_action(self.program, action.kind, action.stage))

@@ -34,7 +34,7 @@ class CompareRequest:
             self.num_micro_batches,
             self.times_s,
             self.chunks or entry.default_chunks,
-            hop_s=self.p2p_s,
+            p2p_s=self.p2p_s,
             memory_limit=self.memory_limit,
             replicas=self.replicas or entry.default_replicas,
             fill=self.fill,

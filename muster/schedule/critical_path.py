@@ -14,7 +14,7 @@ def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, 
     rank_tail_s, following = [0.0] * problem.num_ranks, [-1] * problem.num_ranks
     pairs = []
     for code in reversed(run.passes):
-        kind, stage, before, hop_s = dependency(problem, code)
+        kind, stage, before, transfer_s = dependency(problem, code)
         rank, time_s = problem.placement[stage], problem.times_s[kind][stage]
         other = following[rank]
         if code < forward and 0 <= other < forward and begins_s[other] <= begins_s[code] + time_s + _EPSILON_S:
@@ -23,7 +23,7 @@ def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, 
                 pairs.append((code, other))
         tail_s[code] = rank_tail_s[rank] = max(rank_tail_s[rank], tail_s[code]) + time_s
         if before >= 0:
-            tail_s[before] = max(tail_s[before], tail_s[code] + hop_s)
+            tail_s[before] = max(tail_s[before], tail_s[code] + transfer_s)
         following[rank] = code
     return pairs
 
@@ -32,9 +32,9 @@ def begin_times_s(problem: SearchProblem, passes: list[int]) -> list[float]:
     """When each pass begins, by its code, where ranks follow the order of `passes`."""
     begins_s, ends_s, free_s = [0.0] * problem.num_passes, [0.0] * problem.num_passes, [0.0] * problem.num_ranks
     for code in passes:
-        kind, stage, before, hop_s = dependency(problem, code)
+        kind, stage, before, transfer_s = dependency(problem, code)
         rank = problem.placement[stage]
-        begins_s[code] = max(free_s[rank], ends_s[before] + hop_s if before >= 0 else 0.0)
+        begins_s[code] = max(free_s[rank], ends_s[before] + transfer_s if before >= 0 else 0.0)
         free_s[rank] = ends_s[code] = begins_s[code] + problem.times_s[kind][stage]
     return begins_s
 

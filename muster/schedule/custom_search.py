@@ -27,14 +27,14 @@ def search_custom_orders(spec: ScheduleSpec, p2p_s: Sequence[float]) -> Iterator
 
     Raises InfeasibleError where memory holds no micro-batch.
     """
-    pipe = replace(make_search_problem(spec, spec.placement), p2p_s=tuple(p2p_s))
-    search = OrderSearch(pipe, lower_bound_s(pipe))
+    problem = replace(make_search_problem(spec, spec.placement), p2p_s=tuple(p2p_s))
+    search = OrderSearch(problem, lower_bound_s(problem))
     explore(search, [], EXPLORE_PASSES)
-    search.budget = search.spent + min(IMPROVE_RUNS * pipe.num_passes, MAX_IMPROVE_PASSES)
+    search.budget = search.spent + min(IMPROVE_RUNS * problem.num_passes, MAX_IMPROVE_PASSES)
     if search.rules and not search.finished:
         improve(search)
     if search.best is not None:
-        found = schedule_from_passes(pipe, search.best.passes, "auto")
+        found = schedule_from_passes(problem, search.best.passes, "auto")
         yield found
         yield sort_final_weight_grads(found)
 

@@ -46,24 +46,24 @@ def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> Exact
         from ortools.sat.python import cp_model
     except ImportError:
         raise MusterError("schedule exact needs OR-Tools: pip install 'muster-llm[solver]'") from None
-    pipe = make_search_problem(spec, initial.placement)
-    if pipe.num_passes > _MAX_PASSES:
+    problem = make_search_problem(spec, initial.placement)
+    if problem.num_passes > _MAX_PASSES:
         raise InfeasibleError(
-            f"schedule exact solves up to {_MAX_PASSES} passes, this has {pipe.num_passes}; the nearest is auto"
+            f"schedule exact solves up to {_MAX_PASSES} passes, this has {problem.num_passes}; the nearest is auto"
         )
-    model = _ConstraintModel(pipe, cp_model.CpModel(), _passes_by_begin(pipe, initial, spec))
+    model = _ConstraintModel(problem, cp_model.CpModel(), _passes_by_begin(problem, initial, spec))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds, solver.parameters.num_workers = limit_s, os.cpu_count() or 1
     status = solver.solve(model.model)
     # A solver without time for a bound says 0.
-    bound_s = max(solver.best_objective_bound * model.unit_s, lower_bound_s(pipe))
+    bound_s = max(solver.best_objective_bound * model.unit_s, lower_bound_s(problem))
     best = replace(initial, name="exact")
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         passes = sorted(
-            range(pipe.num_passes), key=lambda code: (solver.value(model.begin[code]), path_depth(pipe, code))
+            range(problem.num_passes), key=lambda code: (solver.value(model.begin[code]), path_depth(problem, code))
         )
         best = min(
-            best, schedule_from_passes(pipe, passes, "exact"), key=lambda one: time_schedule(one, spec).makespan_s
+            best, schedule_from_passes(problem, passes, "exact"), key=lambda one: time_schedule(one, spec).makespan_s
         )
     return ExactResult(best, OptimalityGap(time_schedule(best, spec).makespan_s, bound_s, "on its placement"))
 
@@ -109,9 +109,9 @@ class _ConstraintModel:
 
     def _order(self) -> None:
         for code, begin in enumerate(self.begin):
-            _, _, before, hop_s = dependency(self.problem, code)
+            _, _, before, transfer_s = dependency(self.problem, code)
             if before >= 0:
-                self.model.add(begin >= self._end(before) + self._whole(hop_s))
+                self.model.add(begin >= self._end(before) + self._whole(transfer_s))
             if code % self.problem.num_micro_batches:
                 self.model.add(begin >= self._end(code - 1))
             self.model.add(self.makespan >= self._end(code))

@@ -34,7 +34,7 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
     """The schedule of a rule, or None once it can't end by `bound_s`. It never exceeds the capacity nor gets stuck:
     an F begins only if the micro-batches under way on the rank can still be finished, the oldest first (as a banker
     lends: Dijkstra 1965, EWD123)."""
-    placement, hops_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
+    placement, p2p_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
     num_stages = problem.num_stages
     last, num_passes = num_stages - 1, num_stages * count
     # Per stage: when the inputs of F and I come, as far as known, and how many F, I and W have begun.
@@ -73,13 +73,13 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
                 come_i[stage].append(end_s)
                 to = placement[0]
             else:
-                come_s += hops_s[stage]
+                come_s += p2p_s[stage]
                 come_f[stage + 1].append(come_s)
                 to = placement[stage + 1]
         elif kind == 2:
             kept[rank] -= 1
         elif stage:
-            come_s += hops_s[stage - 1]
+            come_s += p2p_s[stage - 1]
             come_i[stage - 1].append(come_s)
             to = placement[stage - 1]
         left_s[rank] -= time_s
@@ -108,9 +108,11 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
 
     W fills: it goes ahead only where too many wait, or where what the rule prefers lacks the memory that W frees.
     """
-    pipe, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = state
-    soon_s, held = now_s + _EPSILON_S, pipe.stages[rank]
-    spare = pipe.capacity - kept[rank] - 1
+    problem, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = (
+        state
+    )
+    soon_s, held = now_s + _EPSILON_S, problem.stages[rank]
+    spare = problem.capacity - kept[rank] - 1
     best = next_best = blocked = next_s = inf
     kind = stage = weight = -1
     for one in held:
@@ -128,7 +130,11 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
             elif weight < 0:
                 weight = one
         begun, come_s = done_f[one], come_f[one]
-        if begun < len(come_s) and begun - index < in_flight[one] and (one or begun - done_f[-1] < rule.ahead):
+        if (
+            begun < len(come_s)
+            and begun - index < in_flight[one]
+            and (one or begun - done_f[-1] < rule.max_forward_lead)
+        ):
             want = wanted_f[one] + begun * period_s
             if spare < len(held) and (spare < 0 or not _is_safe(held, done_f, done_w, begun, spare)):
                 if come_s[begun] <= soon_s and want < blocked:
@@ -141,7 +147,7 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
     if weight >= 0 and (kind < 0 or blocked < best):
         best, kind, stage = blocked, 2, weight
     if next_best < best and kind >= 0:
-        held_up_s = now_s + pipe.times_s[kind][stage] - next_s
+        held_up_s = now_s + problem.times_s[kind][stage] - next_s
         return (-1, -1) if next_s - now_s < rule.patience * held_up_s else (kind, stage)
     return kind, stage
 

@@ -44,20 +44,20 @@ def lower_bound_s(problem: SearchProblem) -> float:
 
 
 def _rank_bound_s(problem: SearchProblem, rank: int) -> float:
-    held, count, hops_s = problem.stages[rank], problem.num_micro_batches, problem.p2p_s
+    held, count, p2p_s = problem.stages[rank], problem.num_micro_batches, problem.p2p_s
     if not held:
         return 0.0
     forward_s, input_s, weight_s = problem.times_s
     first, deepest = held[0], held[-1]
-    head_s = sum(forward_s[:first]) + sum(hops_s[:first])
+    head_s = sum(forward_s[:first]) + sum(p2p_s[:first])
     work_s = count * sum(kind[stage] for kind in problem.times_s for stage in held)
     # The first I on the rank is its deepest stage's.
-    turn_s = problem.round_trip_s(deepest) + sum(forward_s[first:deepest]) + sum(hops_s[first:deepest])
+    turn_s = problem.round_trip_s(deepest) + sum(forward_s[first:deepest]) + sum(p2p_s[first:deepest])
     filling_s = sum(
         sorted((forward_s[stage] for stage in held for _ in range(count)), reverse=True)[: problem.capacity]
     )
     idle_s = max(0.0, turn_s - filling_s)
-    back_s = sum(input_s[:first]) + sum(hops_s[:first]) + weight_s[0]
+    back_s = sum(input_s[:first]) + sum(p2p_s[:first]) + weight_s[0]
     draining_s = sum(
         sorted((weight_s[stage] for stage in held for _ in range(count)), reverse=True)[: problem.capacity]
     )

@@ -99,16 +99,16 @@ def explore(search: OrderSearch, seed_orders: Sequence[list[int]], budget: int) 
 
     Of long runs all rules are tried with fewer micro-batches, and only those that do best there on the whole.
     """
-    pipe = search.problem
-    fewer = 2 * pipe.num_ranks
-    shorter = replace(pipe, num_micro_batches=min(fewer, pipe.num_micro_batches))
+    problem = search.problem
+    fewer = 2 * problem.num_ranks
+    shorter = replace(problem, num_micro_batches=min(fewer, problem.num_micro_batches))
     short = OrderSearch(shorter, lower_bound_s(shorter))
     num_rules = max(_MIN_RULES, min(NUM_RULES, budget // short.problem.num_passes))
-    if pipe.num_micro_batches > fewer:
+    if problem.num_micro_batches > fewer:
         _portfolio(short, num_rules)
         search.spent += short.spent
         for _, number, rule in sorted(short.rules)[:2]:
-            search.rules.append((search.record(greedy(pipe, rule, search.limit_s(0.1))), number, rule))
+            search.rules.append((search.record(greedy(problem, rule, search.limit_s(0.1))), number, rule))
     else:
         _portfolio(search, num_rules)
     for passes in seed_orders:
@@ -198,7 +198,7 @@ def _mutate_rule(problem: SearchProblem, rule: PriorityRule, random: Random) -> 
                 rule, max_pending_weights=_step_limit(rule.max_pending_weights, stage, step, 0, problem.capacity + 1)
             )
         elif what < 0.8:
-            rule = replace(rule, ahead=max(1, min(rule.max_forward_lead, problem.num_micro_batches) + step))
+            rule = replace(rule, max_forward_lead=max(1, min(rule.max_forward_lead, problem.num_micro_batches) + step))
         elif what < 0.9:
             rule = replace(rule, patience=random.choice((0, 0.5, 1, 2, 4)))
         else:
@@ -226,23 +226,23 @@ def _replace_weight_grads(search: OrderSearch, passes: list[int]) -> None:
 
 def _swap_critical_pairs(search: OrderSearch, current: TimedPasses, random: Random) -> None:
     """Exchanges neighbours that the makespan hangs on, one pair at a time; ways that don't gain are followed too."""
-    pipe, pairs, attempt = search.problem, [], 0
+    problem, pairs, attempt = search.problem, [], 0
     orders: list[list[int]] = []
     while not search.finished:
         attempt += 1
         if attempt % 40 == 0 and search.best is not None:
             current, pairs = search.best, []
         if not pairs:
-            orders, pairs = rank_orders(pipe, current.passes), critical_pairs(pipe, current)
-            search.spent += pipe.num_passes
+            orders, pairs = rank_orders(problem, current.passes), critical_pairs(problem, current)
+            search.spent += problem.num_passes
             if not pairs:
                 return
         one, other = random.choice(pairs)
-        order = orders[pipe.placement[one // pipe.num_micro_batches % pipe.num_stages]]
+        order = orders[problem.placement[one // problem.num_micro_batches % problem.num_stages]]
         index = order.index(one)
         order[index : index + 2] = other, one
         patience, overtake = random.choice((0, 0.5, 1, 1, 2, 4)), random.choice((0, 0, 0, 1, 3))
-        run = place_weight_grads(pipe, orders, patience, overtake, search.limit_s(0.002))
+        run = place_weight_grads(problem, orders, patience, overtake, search.limit_s(0.002))
         order[index : index + 2] = one, other
         if search.record(run) <= current.makespan_s + _EPSILON and run is not None:
             current, pairs = run, []

@@ -17,7 +17,7 @@ def place_weight_grads(
     `overtake` passes that can't begin yet. `orders` holds codes of F and I only. None where the order gets stuck,
     in the capacity or at all, or can't end by `bound_s`.
     """
-    count, times_s, placement, hops_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
+    count, times_s, placement, p2p_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
     last, num_passes, capacity = problem.num_stages - 1, problem.num_stages * count, problem.capacity
     come_s = [0.0] * count + [inf] * (2 * num_passes - count)
     todo = [order[::-1] for order in orders]
@@ -65,12 +65,12 @@ def place_weight_grads(
             if stage == last:
                 come_s[code + num_passes] = end_s
             else:
-                arrival_s += hops_s[stage]
+                arrival_s += p2p_s[stage]
                 come_s[code + count], to = arrival_s, placement[stage + 1]
         elif kind == 1:
             weights[rank].append(code + num_passes)
             if stage:
-                arrival_s += hops_s[stage - 1]
+                arrival_s += p2p_s[stage - 1]
                 come_s[code - count], to = arrival_s, placement[stage - 1]
         left_s[rank] -= time_s
         if end_s + left_s[rank] > deadline_s:

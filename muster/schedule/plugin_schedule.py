@@ -24,12 +24,12 @@ def plugin_schedule_function(
     `entry` is what is known of it. Raises InfeasibleError where the function refuses or its order can't be run.
     """
 
-    def make(setting: ScheduleSpec) -> Schedule:
+    def make(spec: ScheduleSpec) -> Schedule:
         # One pass more than there are is enough to refuse a function that gives them without end.
-        most = 3 * setting.chunks * setting.num_micro_batches + 1
+        most = 3 * spec.chunks * spec.num_micro_batches + 1
         try:
             ranks = tuple(
-                tuple(map(_to_action, islice(rank_function(rank, setting), most))) for rank in range(setting.num_ranks)
+                tuple(map(_to_action, islice(rank_function(rank, spec), most))) for rank in range(spec.num_ranks)
             )
         except MusterError:
             raise
@@ -37,12 +37,10 @@ def plugin_schedule_function(
             code = getattr(rank_function, "__code__", None)
             place_ = error_location(Path(code.co_filename), error) if code else name
             raise InfeasibleError(f"schedule {name}: {place_}: {type(error).__name__}: {error}") from error
-        found = Schedule(
-            name, stage_placement(entry(), setting.num_ranks, setting.chunks), setting.num_micro_batches, ranks
-        )
+        found = Schedule(name, stage_placement(entry(), spec.num_ranks, spec.chunks), spec.num_micro_batches, ranks)
         _require_complete(found, entry().split_backward)
         try:
-            time_schedule(found, setting)
+            time_schedule(found, spec)
         except MusterError as error:
             raise InfeasibleError(f"schedule {name}: {error}") from error
         return found

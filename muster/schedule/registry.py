@@ -57,7 +57,7 @@ def auto_schedule(spec: ScheduleSpec) -> Schedule:
 
 def best_auto_schedule(specs: Sequence[ScheduleSpec]) -> tuple[Schedule, Timing]:
     """The best `auto` over settings that differ in their chunks."""
-    return find_best_schedule([(setting, _comparable_schedules(setting)) for setting in specs])
+    return find_best_schedule([(spec, _comparable_schedules(spec)) for spec in specs])
 
 
 def _comparable_schedules(spec: ScheduleSpec) -> ScheduleFunctions:

@@ -22,8 +22,8 @@ def resolve_schedule(plan: Plan, model: ModelSpec, workload: Workload) -> Plan:
     """
     if not plan.schedule_entry.searched or plan.order is not None:
         return plan
-    setting = _schedule_spec(plan, plan.num_micro_batches(workload), nominal_pass_times(plan, model, workload))
-    return plan.model_copy(update={"order": _pin(make_schedule(plan.schedule, setting), "nominal")})
+    spec = _schedule_spec(plan, plan.num_micro_batches(workload), nominal_pass_times(plan, model, workload))
+    return plan.model_copy(update={"order": _pin(make_schedule(plan.schedule, spec), "nominal")})
 
 
 def refine_schedule(plan: Plan, times: PassTimes) -> PinnedSchedule:
@@ -32,8 +32,8 @@ def refine_schedule(plan: Plan, times: PassTimes) -> PinnedSchedule:
     Raises InfeasibleError, MusterError as `resolved`.
     """
     assert plan.order is not None, "there is nothing to find anew"
-    setting = _schedule_spec(plan, plan.order.micro_batches, times, plan.order.placement)
-    return _pin(make_schedule(plan.schedule, setting), "measured")
+    spec = _schedule_spec(plan, plan.order.micro_batches, times, plan.order.placement)
+    return _pin(make_schedule(plan.schedule, spec), "measured")
 
 
 def _schedule_spec(

@@ -53,7 +53,7 @@ class ScheduleSpec:
                 raise InfeasibleError(f"{name} of stage {times.index(min(times))} is {min(times)}, below 0")
             object.__setattr__(self, name, times)
         if self.p2p_s < 0:
-            raise InfeasibleError(f"hop_s is {self.p2p_s:g}, expected 0 or more")
+            raise InfeasibleError(f"p2p_s is {self.p2p_s:g}, expected 0 or more")
         if self.memory_limit <= 0:
             raise InfeasibleError(f"memory_limit is {self.memory_limit:g}, expected more than 0")
 

@@ -13,19 +13,19 @@ def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     has to be asked, nobody waits, and the memory that is held doesn't depend on how fast messages are. A send that
     nothing proves is left out; it is over at the end of the round.
     """
-    gone: dict[int, list[int]] = {}
+    completed: dict[int, list[int]] = {}
     lanes = program.ranks[rank].get("p2p", ())
     for peer in sorted({item.peer for item in lanes if item.peer is not None}):
         reader, sent = _reads_and_sends(program, peer, rank)
         receives = {item.action: index for index, item in enumerate(lanes) if item.action.kind[0] == "R"}
-        after = [maker for maker, _ in sent]
+        after = [producer for producer, _ in sent]
         for index, item in enumerate(lanes):
             if item.peer != peer or item.action.kind[0] != "S":
                 continue
             place = bisect_left(after, reader.get(matching_transfer(item.action), len(after) and after[-1] + 1))
             if place < len(sent):
-                gone.setdefault(receives[matching_transfer(sent[place][1].action)], []).append(index)
-    return {index: tuple(places) for index, places in gone.items()}
+                completed.setdefault(receives[matching_transfer(sent[place][1].action)], []).append(index)
+    return {index: tuple(places) for index, places in completed.items()}
 
 
 def _reads_and_sends(program: Program, rank: int, peer: int) -> tuple[dict, list[tuple[int, Instruction]]]:

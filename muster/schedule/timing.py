@@ -66,7 +66,7 @@ def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
 
 def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
     """Each pass begins when the one before it on its rank is over and its input is there: at once from a stage on the
-    same rank, `hop_s` after the end of the pass that makes it from another. `B` takes the time of I and W.
+    same rank, `p2p_s` after the end of the pass that makes it from another. `B` takes the time of I and W.
 
     An activation counts from F until B or W. Raises ProgramError naming the action where one is missing, stands twice,
     on the wrong rank or in an order that can't be followed.
@@ -152,7 +152,7 @@ class _TimingWalk:
 
     def _walk(self, rank: int) -> Iterator[int]:
         """Yields the place in `over_s` that it waits for."""
-        over_s, waiting, times, hops_s = self.finished_s, self.waiting, self.times, self.p2p_s
+        over_s, waiting, times, p2p_s = self.finished_s, self.waiting, self.times, self.p2p_s
         depth, count, backwards = self.schedule.depth, self.schedule.num_micro_batches, self.backwards
         begin, end = self.begin_s[rank].append, self.end_s[rank].append
         time_s = work_s = 0.0
@@ -160,11 +160,11 @@ class _TimingWalk:
         split: set[int] = set()
         """Where I is over and W is not."""
         for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
-            level, place, source, hop_s = stage % depth, stage * count + micro_batch, -1, 0.0
+            level, place, source, transfer_s = stage % depth, stage * count + micro_batch, -1, 0.0
             if kind == "F":
                 duration_s = times.forward_s[level]
                 if level:
-                    source, hop_s = place - count, hops_s[stage - 1]
+                    source, transfer_s = place - count, p2p_s[stage - 1]
                 alive += 1
                 peak = max(peak, alive)
             elif kind == "W":
@@ -184,11 +184,11 @@ class _TimingWalk:
                     split.add(place)
                 place += backwards
                 if level < depth - 1:
-                    source, hop_s = place + count, hops_s[stage]
+                    source, transfer_s = place + count, p2p_s[stage]
             if source >= 0:
                 while over_s[source] < 0:
                     yield source
-                time_s = max(time_s, over_s[source] + hop_s)
+                time_s = max(time_s, over_s[source] + transfer_s)
             begin(time_s)
             time_s += duration_s
             work_s += duration_s

@@ -55,14 +55,14 @@ def _repeat_and_fill(name: str, spec: ScheduleSpec, rows: list[BlockRow]) -> Sch
     timing = time_schedule(plain, spec)
     if max(timing.peak_activation) > spec.memory_limit:
         return plain
-    pipe = make_search_problem(replace(spec, memory_limit=max(timing.peak_activation)), plain.placement)
+    problem = make_search_problem(replace(spec, memory_limit=max(timing.peak_activation)), plain.placement)
     bases = [plain]
-    if spec.p2p_s and pipe.num_passes < _LARGE_PROBLEM:
-        bases.append(run_ready_first(plain, spec, pipe.capacity))
-    lines = [rank_orders(pipe, pass_codes(pipe, base)) for base in bases]
+    if spec.p2p_s and problem.num_passes < _LARGE_PROBLEM:
+        bases.append(run_ready_first(plain, spec, problem.capacity))
+    lines = [rank_orders(problem, pass_codes(problem, base)) for base in bases]
     best, best_s = None, timing.makespan_s
     for line, way in product(lines, _PLACEMENT_OPTIONS):
-        run = place_weight_grads(pipe, line, *way, best_s)
+        run = place_weight_grads(problem, line, *way, best_s)
         if run is not None and (best is None or run.makespan_s < best_s):
             best, best_s = run, run.makespan_s
-    return plain if best is None else schedule_from_passes(pipe, best.passes, name)
+    return plain if best is None else schedule_from_passes(problem, best.passes, name)

@@ -38,9 +38,9 @@ def test_loss_and_gradients_equal_the_whole_ones() -> None:
     """In float64 to 1e-12, for vocabularies that the ranks divide and that they don't."""
     for num_ranks, words in ((2, [2, 3, 64]), (4, [4, 7, 10, 257])):
         payload = {"words": words, "z_loss": 0.1, "fault": False}
-        for found in run_ranks(num_ranks, "tests.spread_words:errors", payload):
+        for found in run_ranks(num_ranks, "tests.vocab_parallel_ranks:errors", payload):
             assert max(found) < 1e-12
-    shifted = run_ranks(2, "tests.spread_words:errors", {"words": [64], "z_loss": 0.1, "fault": True})
+    shifted = run_ranks(2, "tests.vocab_parallel_ranks:errors", {"words": [64], "z_loss": 0.1, "fault": True})
     assert max(max(found) for found in shifted) > 1e-3
 
 
