@@ -78,7 +78,7 @@ def read_speeds(store: TokenStore, rounds: int) -> dict[str, list[float]]:
         run()
         return run
 
-    packings: tuple[Packing, ...] = ("concatenate", "documents", "whole")
+    packings: tuple[Packing, ...] = ("concatenate", "document_mask", "next_fit")
     return interleave({packing: reader(packing) for packing in packings}, rounds)
 
 

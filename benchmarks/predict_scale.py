@@ -105,7 +105,7 @@ def show(case: Case) -> None:
 
 
 def show_shell() -> None:
-    words = "predict --model llama3-8b --cluster 64xh100 --plan dp8-tp2-pp4-z1-rsel"
+    words = "predict --model llama3-8b --cluster 64xh100 --plan dp8-tp2-pp4-z1-relem"
     for flags in ("--json", ""):
         command = [sys.executable, "-m", "muster", *words.split(), *flags.split()]
         _, wall_s, _ = best_of(partial(subprocess.run, command, capture_output=True, check=True))

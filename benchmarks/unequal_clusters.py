@@ -79,7 +79,7 @@ def main() -> None:
         workload = Workload(seq_len=case["seq_len"], global_batch_size=case["global_batch"])
         precision = "fp16" if "v100" in str(case["kinds"]) else "bf16"
         request = PlanRequest(load_model(case["model"]), cluster_of(case), workload, precision=precision)
-        even = {"stages": (), "data_shares": ()}
+        even = {"stages": (), "uneven_micro_batches": ()}
         listed, equal = (
             search(replace(request, fixed=fixed), 1, args.limit).best
             for fixed in (even | {"axis_order": MESH_AXES}, even)

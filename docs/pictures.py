@@ -149,7 +149,7 @@ def step() -> str:
     """Where the seconds of a step go, under four plans."""
     keys = ("computing", "waiting for tp", "waiting for dp", "other waiting", "bubble")
     rows = {}
-    for name in ("dp16-rsel", "dp8-tp2-z1-rsel", "dp4-pp4-z1", "dp4-pp4-z1-szbh1"):
+    for name in ("dp16-relem", "dp8-tp2-z1-relem", "dp4-pp4-z1", "dp4-pp4-z1-szbh1"):
         parts = _llama(name).parts
         travel = parts.communication_s
         other = sum(travel.values()) - travel.get("tp", 0) - travel.get("dp", 0) + parts.data_s

@@ -109,7 +109,7 @@ def small_run(
 def open_data(config: RunConfig, cache: str) -> Dataset:
     source, packing = config.data.source, config.data.packing
     store = _open_store("short" if packing == "none" else source, config.data.max_bytes, cache)
-    return Dataset(store, config.train.seq_len, config.seed, config.data.held_out, packing)
+    return Dataset(store, config.train.seq_len, config.seed, config.data.validation_split, packing)
 
 
 @lru_cache

@@ -19,5 +19,10 @@ def timed_order(num_ranks: int, chunks: int, micro_batches: int) -> dict[str, An
     *_, schedule = search_custom_orders(setting, [float(one != other) for one, other in pairwise(placement)])
     ranks = [" ".join(map(str, passes)) for passes in schedule.ranks]
     return {
-        "order": {"times": "predicted", "micro_batches": micro_batches, "placement": placement, "ranks": tuple(ranks)}
+        "pinned_schedule": {
+            "times": "predicted",
+            "micro_batches": micro_batches,
+            "placement": placement,
+            "ranks": tuple(ranks),
+        }
     }

@@ -56,7 +56,7 @@ def draw_plan(draw: random.Random, config: RunConfig, precision: str, most: int 
                 schedule=draw.choice([name for name in schedules_for_vpp(vpp) if name not in SEARCHED]),
                 micro_batch_size=draw.choice([1, 2, 4, 4, 8]),  # few micro-batches: collectives of many are slow here
                 default_strategy=LayerStrategy(zero=draw.choice(["z1", "z2", "z3"]), sp=draw.random() < 0.5),
-                spread_vocab=pp > 1 and draw.random() < 0.3,
+                vocab_parallel=pp > 1 and draw.random() < 0.3,
                 precision=precision,  # type: ignore[arg-type]
             )
             if plan.world_size <= most:

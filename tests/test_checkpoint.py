@@ -133,9 +133,9 @@ PLANS = {
     "replicate 2 × shard 2": Plan(dp_replicate=2, dp_shard=2),
     "stages 2 × shard 2": Plan(pp=2, dp_shard=2),
     "stages 3 × replicate 2": Plan(pp=3, dp_replicate=2),
-    "words on 3 stages": Plan(pp=3, spread_vocab=True),
+    "words on 3 stages": Plan(pp=3, vocab_parallel=True),
     "words on 2 stages × shard 2": Plan(
-        pp=2, vpp=1, dp_shard=2, spread_vocab=True, default_strategy=LayerStrategy(zero="z1")
+        pp=2, vpp=1, dp_shard=2, vocab_parallel=True, default_strategy=LayerStrategy(zero="z1")
     ),
     "unequal stages": Plan(
         pp=2,

@@ -230,11 +230,14 @@ def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
             [("data.max_bytes", "x")],
             "data.max_bytes: expected a whole number >= 1 or null, got 'x' (from command line)",
         ),
-        ([("data.bad_rows", "skipp")], "data.bad_rows: expected one of stop, skip, got 'skipp'; did you mean 'skip'?"),
+        (
+            [("data.on_invalid_row", "skipp")],
+            "data.on_invalid_row: expected one of stop, skip, got 'skipp'; did you mean 'skip'?",
+        ),
         ([("train.deterministic", "maybe")], "train.deterministic: expected true or false, got 'maybe'"),
         ([("train", "5")], "train: expected a mapping with at least seq_len, global_batch_size, got '5'"),
         ([("seed", "x")], "seed: expected a whole number >= 0, got 'x' (from command line)"),
-        ([("version", "2")], "version: expected 1, got 2 (from command line)"),
+        ([("version", "3")], "version: expected 2, got 3 (from command line)"),
         ([("model", "llama3-8")], "there is no model 'llama3-8'; did you mean 'llama3-8b'?"),
         ([("model.num_heads", "3")], "model: num_heads 3 is not a multiple of num_kv_heads 2"),
         ([("model.num_heads", "128")], "model.head_dim: expected a whole number >= 1, got 0"),
@@ -468,16 +471,16 @@ def test_keys_that_had_other_names_are_read_with_a_word(tmp_path, capsys):
     config = load_run_config(None, file, []).config
     assert (config.eval.every, config.eval.batches) == (7, 3)
     said = capsys.readouterr().err
-    assert f"train.eval_every (from {file}:3) is eval.every now: read as that" in said
+    assert f"{file}:3: train.eval_every is called eval.every now" in said
 
 
 def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
     (tmp_path / "a.yaml").write_text(
-        "extends: tiny\ndata: {mix: [{name: a, source: x}, {name: b, source: y, weight: 2}]}"
+        "extends: tiny\ndata: {blend: [{name: a, source: x}, {name: b, source: y, weight: 2}]}"
     )
     data = load_run_config(None, tmp_path / "a.yaml", []).config.data
-    assert (data.source, [part.weight for part in data.mix]) == (None, [1, 2])
-    assert load_run_config(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.mix == ()
+    assert (data.source, [part.weight for part in data.blend]) == (None, [1, 2])
+    assert load_run_config(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.blend == ()
     for text, sentence in {
         "[{from_step: 2, weights: {c: 1}}]": "mix has no source 'c', expected one of a, b",
         "[{from_step: 2, from_sample: 3, weights: {a: 1}}]": "either from_step or from_sample",
@@ -485,4 +488,4 @@ def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
         "[{from_step: 2, weights: {a: 1}}, {from_sample: 3, weights: {b: 1}}]": "each begins after the one before",
     }.items():
         with pytest.raises(ConfigError, match=sentence):
-            load_run_config(None, tmp_path / "a.yaml", [("data.changes", text)])
+            load_run_config(None, tmp_path / "a.yaml", [("data.weight_schedule", text)])

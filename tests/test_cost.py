@@ -65,7 +65,7 @@ def test_activations_are_what_autograd_saves(spec, precision, batch, seq):
             assert activation_bytes(spec, plan, workload, stage) == counted, f"stage {stage} of {pp}"
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["elementwise", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_with_recompute(recompute, precision):
     """The same in all layers, and in those of the middle only."""
@@ -85,7 +85,7 @@ def test_recompute_keeps_less():
     one = Workload(seq_len=8, global_batch_size=1)
     keeps = [
         activation_bytes(SMALL, Plan(precision="fp32", default_strategy=LayerStrategy(recompute=how)), one, 0)
-        for how in ("full", "selective", "none")
+        for how in ("full", "elementwise", "none")
     ]
     layer = [8 * 4 * 32, 8 * 4 * (2 * 32 + 2 + 2 * 6 * 8 + 4 + 2 * 48), 8 * 4 * (4 * 32 + 2 + 2 * 6 * 8 + 4 + 3 * 48)]
     assert [b - a for a, b in pairwise(keeps)] == [4 * (b - a) for a, b in pairwise(layer)]

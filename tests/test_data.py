@@ -150,7 +150,7 @@ def test_ranks_together_read_the_global_batch(store, first, ranks, per_rank, see
     assert dataset.num_valid_tokens(first, ranks * per_rank) == whole.num_valid_tokens
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "whole", "none"])
+@pytest.mark.parametrize("packing", ["concatenate", "next_fit", "none"])
 def test_a_beginning_is_that_of_a_held_out_document(packing, tmp_path):
     for name in range(40):
         (tmp_path / f"{name:02}.txt").write_bytes(b"%02d: " % name + bytes(range(97, 97 + name % 20)))
@@ -175,8 +175,8 @@ def test_without_a_document_that_begins_a_beginning_is_that_of_a_sample(store):
 def test_a_run_says_why_it_takes_no_validation_loss(store):
     dataset = Dataset(store, seq_len=64, validation_split=0.1)  # of 157 windows
     words = (
-        "eval: no validation loss, since 16 held-out samples don't fill a batch of 17: give data.held_out more, or set"
-        " eval.batches to 0"
+        "eval: no validation loss, since 16 held-out samples don't fill a batch of 17: give data.validation_split more,"
+        " or set eval.batches to 0"
     )
     for batch, batches, lines in ((16, 1, []), (17, 1, [words]), (17, 0, [])):
         changes = [("train.global_batch_size", batch), ("eval.batches", batches)]

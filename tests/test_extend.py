@@ -483,10 +483,10 @@ def test_a_model_writes_without_a_cache():
     ("keys", "sentence"),
     [
         ({"parallel": "tp2"}, "model plain doesn't say that tensor parallelism can cut its layers"),
-        ({"parallel": "dp1-rsel"}, "recompute selective knows Muster's own layers, not those of model plain"),
+        ({"parallel": "dp1-relem"}, "recompute elementwise knows Muster's own layers, not those of model plain"),
         (
-            {"parallel": "dp1", "data": {"packing": "whole"}},
-            "packing whole wants layers that keep documents apart",
+            {"parallel": "dp1", "data": {"packing": "next_fit"}},
+            "packing next_fit wants layers that keep documents apart",
         ),
     ],
 )

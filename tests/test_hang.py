@@ -277,7 +277,7 @@ def test_faults_under_torchrun_are_named(fault: str, tmp_path: Path) -> None:
         words = ON_NODE_B["dead"]
     run = tmp_path / "run"
     elastic = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
-    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_s", "3", *AT_ONCE]
+    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_timeout_s", "3", *AT_ONCE]
     training = ["tests.hung_rank", fault, "3", str(rank), "train", "--preset", "tiny", "--run", str(run), *changes]
     process = subprocess.Popen(
         [sys.executable, *elastic, *training],
@@ -298,7 +298,7 @@ def test_faults_on_another_node_that_another_launcher_started_are_named(fault: s
     """Two ranks, each on a node of its own, with the environment that torchrun gives them; rank 1 goes wrong."""
     plan = "pp2-mb12" if fault == "compute" else "dp2-mb12"
     run = tmp_path / "run"
-    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_s", "3", *AT_ONCE]
+    changes = ["--parallel", plan, "--train.steps", "400", "--train.hang_timeout_s", "3", *AT_ONCE]
     training = ["train", "--preset", "tiny", "--run", str(run), *changes]
     with network() as nodes:
         ranks = []

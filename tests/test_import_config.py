@@ -87,7 +87,7 @@ def imported(
     assert main(["import-config", str(folder / name), "-o", str(run_file), "--json", *flags]) == 0
     said = json.loads(capsys.readouterr().out)
     extra = [("data.tokenizer", "words.json")]
-    extra += [] if "data.mix" in said["origins"] else [("data.source", "python-stdlib")]
+    extra += [] if "data.blend" in said["origins"] else [("data.source", "python-stdlib")]
     return load_run_config(None, run_file, extra).config, said
 
 
@@ -103,7 +103,7 @@ def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (optim.schedule, optim.decay_shape, optim.decay_fraction, optim.warmup_steps) == ("wsd", "sqrt", 0.1, 100)
     assert (optim.lr, optim.beta2, optim.weight_decay) == (3e-4, 0.999, 0.01)
     assert optim.min_lr_ratio == pytest.approx(0.1)
-    assert [(part.source, part.weight) for part in config.data.mix] == [("a_document", 0.3), ("b_document", 0.7)]
+    assert [(part.source, part.weight) for part in config.data.blend] == [("a_document", 0.3), ("b_document", 0.7)]
     left = {one["option"]: one["reason"] for one in said["not_carried"]}
     assert left.keys() == {"master_port", "hidden-dropout", "tokenizer-type", "some-new-thing"}
     assert left["hidden-dropout"] == "Muster has no dropout"

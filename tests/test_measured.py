@@ -82,7 +82,7 @@ def test_collectives_of_numbers_of_ranks_that_were_not_measured():
 
 
 def test_what_was_not_measured_is_refused():
-    plan = Plan(pp=2, spread_vocab=True, precision="fp32")
+    plan = Plan(pp=2, vocab_parallel=True, precision="fp32")
     with pytest.raises(InfeasibleError, match="no times for a vocabulary that is spread"):
         profiled_times(SMALL, plan, WORKLOAD, machine())
 
@@ -143,7 +143,7 @@ def test_each_level_of_sharding_gathers_and_reduces_where_it_does():
 def test_recompute_makes_forwards_again():
     plain, cheap, full = (
         profiled_times(SMALL, parse_plan_name(f"pp4-fp32{more}"), WORKLOAD, machine(curve_s=1e-3))
-        for more in ("", "-rsel", "-rfull")
+        for more in ("", "-relem", "-rfull")
     )
     assert full.seconds["B", 1] - plain.seconds["B", 1] == pytest.approx(plain.seconds["F", 1])
     assert cheap.seconds["B", 1] - plain.seconds["B", 1] == pytest.approx(2 * 3e-3)  # two norms and the gated unit

@@ -55,7 +55,7 @@ def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path)
     assert found["vanished"] == [f"the copies of step 7 in memory were not made: {why}", whole(5)]
     assert found["after all"] == [None, whole(9)]
     assert found["two nodes lost"] == [None, [[9, [0, 1]]], None]
-    assert found["too little room"].startswith("train.copies_every: the copies of ranks 0 and 1 on ")
+    assert found["too little room"].startswith("train.in_memory_checkpoint_every: the copies of ranks 0 and 1 on ")
     assert found["another run"] == [[], None, False], "it finds nothing, and removes what is left of the one before"
     assert found["left"] == []
 
@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_from_memory_and_leaves_nothing_there(
 ) -> None:
     whole, run, memory = whole_run(tmp_path_factory.getbasetemp())[0], tmp_path / "run", str(tmp_path / "memory")
     command = [*TINY, "--run", run, "--data.cache", whole.with_name(".data"), "--train.save_every", "3", *AT_ONCE]
-    command += ["--train.copies_every", "2", "--train.copies_dir", memory]
+    command += ["--train.in_memory_checkpoint_every", "2", "--train.in_memory_checkpoint_dir", memory]
     kill_after(6, memory, *command)
     spoil(run)
     ended = train(*command)
@@ -111,7 +111,9 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
 ) -> None:
     run, memory = copy_of(whole_run(tmp_path_factory.getbasetemp())[0], "left"), tmp_path / "memory"
     config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("copies_dir: /dev/shm", f"copies_dir: {memory}"))
+    (run / "config.yaml").write_text(
+        config.replace("in_memory_checkpoint_dir: /dev/shm", f"in_memory_checkpoint_dir: {memory}")
+    )
     monkeypatch.setattr(doctor, "COPIES", memory)
     folder = InMemoryDirectory(memory, run, claim_run_id(run, "settings", resumes=False))
 
@@ -206,7 +208,15 @@ def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
     common = [*TINY, "--data.cache", data, "--parallel", "dp2-mb12", *AT_ONCE, "--train.save_every", "3"]
     assert train(*common, "--run", tmp_path / "whole").code == 0
     run = tmp_path / "run"
-    command = [*common, "--run", run, "--train.copies_every", "2", "--train.copies_dir", memory]
+    command = [
+        *common,
+        "--run",
+        run,
+        "--train.in_memory_checkpoint_every",
+        "2",
+        "--train.in_memory_checkpoint_dir",
+        memory,
+    ]
     kill_after(6, memory, *command)
     for node in (0, 1):
         shutil.rmtree(tmp_path / f"memory-{node}")
@@ -228,13 +238,24 @@ def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_copies_open_under_another_plan_and_want_room(tmp_path: Path) -> None:
     memory, run = f"{tmp_path}/memory-{{rank}}", tmp_path / "run"
-    command = [*TINY, "--run", run, "--data.cache", tmp_path / "data", *AT_ONCE, "--train.copies_every", "2"]
-    kill_after(6, memory, *command, "--train.copies_dir", memory, "--parallel", "dp2-mb12")
+    command = [
+        *TINY,
+        "--run",
+        run,
+        "--data.cache",
+        tmp_path / "data",
+        *AT_ONCE,
+        "--train.in_memory_checkpoint_every",
+        "2",
+    ]
+    kill_after(6, memory, *command, "--train.in_memory_checkpoint_dir", memory, "--parallel", "dp2-mb12")
     full = tmp_path / "file"
     full.write_text("")
-    ended = train(*command, "--train.copies_dir", full / "below", "--parallel", "dp2-mb12")
-    assert_one_sentence(ended, 1, f"no copies can be made in {full / 'below'}", "Not a directory", "train.copies_dir")
-    ended = train(*command, "--train.copies_dir", memory, "--parallel", "pp2-mb12")
+    ended = train(*command, "--train.in_memory_checkpoint_dir", full / "below", "--parallel", "dp2-mb12")
+    assert_one_sentence(
+        ended, 1, f"no copies can be made in {full / 'below'}", "Not a directory", "train.in_memory_checkpoint_dir"
+    )
+    ended = train(*command, "--train.in_memory_checkpoint_dir", memory, "--parallel", "pp2-mb12")
     assert (ended.code, ended.err) == (0, "")
     assert " from copies in memory" in ended.out
     assert [path for place in candidate_directories(memory) for path in place.iterdir()] == []

@@ -59,7 +59,7 @@ def assert_forecast_is_accounting(
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "micro_batches"),
-    [("dp4-tp2-sp-pp2-rsel", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6)],
+    [("dp4-tp2-sp-pp2-relem", 2048, 3), ("dp2x4-rfull", 1024, 2), ("pp4-oact-sgpipe", 512, 6)],
 )
 def test_forecast_is_what_pytorch_counts(name, seq_len, micro_batches):
     assert_forecast_is_accounting(SHORT_LLAMA, name, seq_len, micro_batches)
@@ -92,18 +92,18 @@ def test_live_micro_batches_are_those_of_the_checker(schedule):
     [
         ("dp64", 8192, 1),
         ("dp64-rfull", 8192, 2),
-        ("dp8x8-rsel", 4096, 2),
+        ("dp8x8-relem", 4096, 2),
         ("dp8-tp8-sp", 8192, 2),
         ("dp16-tp4", 4096, 2),
         ("dp16-pp4", 4096, 8),
         ("dp16-pp4-z1-rfull", 8192, 8),
-        ("dp8-tp4-sp-pp2-rsel", 8192, 4),
+        ("dp8-tp4-sp-pp2-relem", 8192, 4),
         ("dp32-pp2-z2", 2048, 4),
         ("dp8-pp4v2-sinterleaved-z1", 2048, 8),
         ("tp8-sp-pp8-rfull", 8192, 16),
         ("dp4-pp4-fp32-rfull", 2048, 4),
         ("pp8-oact", 2048, 16),
-        ("dp2-pp4-z1-oact-sgpipe-rsel", 2048, 8),
+        ("dp2-pp4-z1-oact-sgpipe-relem", 2048, 8),
         ("pp4v2-sinterleaved-oact-rfull", 2048, 8),
         ("pp4v2-szbv-oact", 2048, 8),
     ],
@@ -114,7 +114,7 @@ def test_forecast_of_llama_is_what_pytorch_counts(name, seq_len, micro_batches):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["dp2-pp2-fp32", "tp2-sp-dp2", "pp4-rfull", "dp4-z1-fp32-rsel"])
+@pytest.mark.parametrize("name", ["dp2-pp2-fp32", "tp2-sp-dp2", "pp4-rfull", "dp4-z1-fp32-relem"])
 def test_forecast_is_what_real_processes_hold(name):
     plan, model = parse_plan_name(name), load_model("tiny")
     workload = Workload(seq_len=512, global_batch_size=plan.mesh(0).dp_size * 4)
@@ -167,8 +167,8 @@ def test_layers_keep_what_korthikanti_counts(size):
     whole = layer_numbers(size)
     assert whole == pytest.approx(10 + 24 / 8 + scores / 8)
     assert layer_numbers(size, sp=True) == pytest.approx(34 / 8 + scores / 8)
-    assert layer_numbers(size, recompute="attention") == pytest.approx(10 + 24 / 8)
-    assert layer_numbers(size, sp=True, recompute="attention") == pytest.approx(34 / 8)
+    assert layer_numbers(size, recompute="core_attention") == pytest.approx(10 + 24 / 8)
+    assert layer_numbers(size, sp=True, recompute="core_attention") == pytest.approx(34 / 8)
     assert layer_numbers(size, recompute="full") == pytest.approx(2)
 
 
@@ -176,16 +176,16 @@ def test_layers_keep_what_korthikanti_counts(size):
     ("size", "sp", "recompute", "percent"),
     [
         ("22B", True, "none", 66.84),
-        ("22B", False, "attention", 49.42),
-        ("22B", True, "attention", 16.18),
+        ("22B", False, "core_attention", 49.42),
+        ("22B", True, "core_attention", 16.18),
         ("22B", False, "full", 7.64),
         ("175B", True, "none", 62.04),
-        ("175B", False, "attention", 56.53),
-        ("175B", True, "attention", 18.49),
+        ("175B", False, "core_attention", 56.53),
+        ("175B", True, "core_attention", 18.49),
         ("175B", False, "full", 8.71),
         ("530B", True, "none", 58.31),
-        ("530B", False, "attention", 62.04),
-        ("1T", True, "attention", 20.27),
+        ("530B", False, "core_attention", 62.04),
+        ("1T", True, "core_attention", 20.27),
         ("1T", False, "full", 9.42),
     ],
 )
@@ -212,7 +212,7 @@ def test_bytes_of_a_score(kernel, dropout, kept, most):
     def peak(one: StageMemory) -> int:
         return max(moment.extra.total for kind in "FB" for moment in one.peak_candidates[kind])
 
-    by_layer = stage("none", "unfused", dropout).saved.total - stage("attention", "unfused", dropout).saved.total
+    by_layer = stage("none", "unfused", dropout).saved.total - stage("core_attention", "unfused", dropout).saved.total
     assert by_layer / 2 / scores == kept
     written, flash = peak(stage("full", "unfused", dropout)), peak(stage("full", "flash", dropout))
     assert (written - flash) / scores == pytest.approx(most, rel=0.1)
@@ -223,7 +223,7 @@ def test_deepseek_s_layers_keep_what_its_report_lists():
     and a statistic for each head; the router's probabilities; inputs and gate and up of nine experts in fp8."""
     spec, workload = load_model("deepseek-v3"), Workload(seq_len=4096, global_batch_size=64)
     plan = Plan(
-        dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=LayerStrategy(zero="z1", recompute="selective")
+        dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=LayerStrategy(zero="z1", recompute="elementwise")
     )
     software = FrameworkTraits(storage="megatron", compact=True, moment_bytes=2)
     stage, usual = (
@@ -290,7 +290,7 @@ def test_simumax_measured_what_is_forecast():
 
 
 @given(
-    recompute=st.sampled_from(["none", "selective"]),
+    recompute=st.sampled_from(["none", "elementwise"]),
     zero=st.sampled_from(["z1", "z2", "z3"]),
     size=st.sampled_from([2, 4, 8]),
     shard=st.sampled_from([2, 8]),

@@ -150,7 +150,7 @@ def test_shares_cut_the_same_samples_in_the_same_order(plan: Plan, shares: list[
     """Each rank as many as its share says, one after the other: the step's samples stay the same."""
     ranks = plan.mesh(0).dp_size
     shares = (shares * ranks)[:ranks]
-    plan = Plan.model_validate(plan.model_dump() | {"data_shares": shares})
+    plan = Plan.model_validate(plan.model_dump() | {"uneven_micro_batches": shares})
     workload = Workload(seq_len=2, global_batch_size=2 * plan.micro_batch_size * sum(shares))
     count = workload.global_batch_size
     found, counts = {}, {}

@@ -141,7 +141,7 @@ def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     place = (tmp_path / "there").as_uri()
     command = ["--preset", "tiny", "--eval.batches", "0", "--train.sample_tokens", "0", "--parallel", "dp2-mb12"]
-    command += ["--train.mirror", place, "--data.cache", tmp_path / "data", *AT_ONCE]
+    command += ["--train.remote_checkpoint_dir", place, "--data.cache", tmp_path / "data", *AT_ONCE]
     first = train(*command, "--run", tmp_path / "one", "--train.steps", "2", "--train.save_every", "1")
     assert first.code == 0, first.err
     assert RemoteCheckpoints(place).steps() == [1, 2]

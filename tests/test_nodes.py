@@ -591,7 +591,17 @@ def test_nodes_that_make_no_job_are_refused(problem: str, nodes: Network, tmp_pa
 
 # What goes wrong while they train
 
-LONG = (*TINY, "--parallel", "dp2-mb12", "--train.steps", "400", "--train.save_every", "2", "--train.hang_s", "3")
+LONG = (
+    *TINY,
+    "--parallel",
+    "dp2-mb12",
+    "--train.steps",
+    "400",
+    "--train.save_every",
+    "2",
+    "--train.hang_timeout_s",
+    "3",
+)
 
 
 def rank_of(command: Command) -> int:

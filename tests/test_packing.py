@@ -72,7 +72,7 @@ def valid_labels(store: TokenStore) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["plain", "pairs", "long"])
-@pytest.mark.parametrize("packing", ["documents", "whole", "none"])
+@pytest.mark.parametrize("packing", ["document_mask", "next_fit", "none"])
 @pytest.mark.parametrize("seq_len", [16, 64])
 def test_an_epoch_learns_each_token_of_each_document_once(stores, name, packing: Packing, seq_len):
     store = stores[name]
@@ -126,7 +126,7 @@ def test_whole_documents_are_cut_only_where_they_must(lengths, seq_len):
             assert lengths[document] > seq_len + 1
 
 
-PLANS_OF_12 = ["dp1-mb1", "dp1-mb3", "dp2-mb2", "dp3-mb4", "dp2-mb1-z1-share2.1", "dp2-pp2-mb2", "tp2-sp-pp2-mb4"]
+PLANS_OF_12 = ["dp1-mb1", "dp1-mb3", "dp2-mb2", "dp3-mb4", "dp2-mb1-z1-uneven2.1", "dp2-pp2-mb2", "tp2-sp-pp2-mb4"]
 
 SPECS = {
     "rope": ModelSpec(vocab_size=257, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=24),
@@ -157,13 +157,13 @@ def token_losses(
     )
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "full"])
 @pytest.mark.parametrize("kind", SPECS)
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(stores, kind, recompute):
     store, model = stores["plain"], make_model(kind)
     for layer in model.blocks():
         apply_recompute(layer, recompute)
-    dataset = Dataset(store, 64, 5, packing="whole")
+    dataset = Dataset(store, 64, 5, packing="next_fit")
     batch = dataset.train_batch(0, 4)
     assert batch.positions_BS is not None
     packed = token_losses(model, batch.tokens_BS, batch.labels_BS, batch.positions_BS)
@@ -196,7 +196,7 @@ def test_what_packed_documents_keep_goes_to_the_host_and_comes_back(stores, kind
         for layer in model.blocks():
             if offload is not None:
                 offload.track_layer(layer)
-        batch = Dataset(stores["plain"], 64, 5, packing="whole").train_batch(0, 4)
+        batch = Dataset(stores["plain"], 64, 5, packing="next_fit").train_batch(0, 4)
         losses = token_losses(model, batch.tokens_BS, batch.labels_BS, batch.positions_BS)
         if offload is not None:
             offload.end_forward(0, losses)
@@ -289,7 +289,7 @@ def stream(dataset: SampleStream, plans: list[tuple[str, int, int]]) -> str:
     return hash_.state
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "documents", "whole"])
+@pytest.mark.parametrize("packing", ["concatenate", "document_mask", "next_fit"])
 def test_the_stream_of_a_mixture_is_the_same_for_any_ranks_and_batches(stores, packing: Packing):
     sources = {name: Dataset(store, 32, seed, 0.1, packing) for seed, (name, store) in enumerate(stores.items())}
     dataset = BlendedDataset(sources, [BlendWeights(0, (2, 1, 1)), BlendWeights(50, (1, 1, 0))], 7)
@@ -318,12 +318,16 @@ def test_held_out_samples_of_a_mixture_are_those_of_its_sources(stores):
 
 
 def run_file(
-    folder: Path, stores: dict[str, TokenStore], eval: dict | None = None, packing: str = "documents", **train: object
+    folder: Path,
+    stores: dict[str, TokenStore],
+    eval: dict | None = None,
+    packing: str = "document_mask",
+    **train: object,
 ) -> Path:
     """A mixture of documents that changes its weights after 16 samples."""
     mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
     changes = [{"from_sample": 16, "weights": {"pairs": 1, "long": 1}}]
-    data = {"mix": mix, "packing": packing, "changes": changes, "held_out": 0.2, "hash_samples": True}
+    data = {"blend": mix, "packing": packing, "weight_schedule": changes, "validation_split": 0.2, "hash_samples": True}
     train = {"seq_len": 64, "global_batch_size": 8, "steps": 3, "sample_tokens": 0, **train}
     (folder / "run.yaml").write_text(
         json.dumps({"extends": "tiny", "model": {"num_layers": 2}, "data": data, "train": train, "eval": eval or {}})
@@ -357,7 +361,7 @@ def test_each_source_is_validated_and_eval_says_the_same(stores, tmp_path, capsy
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("packing", ["documents", "none"])
+@pytest.mark.parametrize("packing", ["document_mask", "none"])
 def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_with_other_batches(
     stores, tmp_path, packing
 ):
@@ -379,7 +383,7 @@ def test_a_run_killed_again_and_again_reads_the_same_stream_on_other_ranks_and_w
     assert sample_hash(broken) == sample_hash(whole)
 
 
-@pytest.mark.parametrize("packing", ["whole", "none"])
+@pytest.mark.parametrize("packing", ["next_fit", "none"])
 def test_packing_is_refused_with_compile(packing, capsys):
     arguments = ["train", "--preset", "tiny", "--data.packing", packing, "--parallel.compile", "true", "--dry-run"]
     assert main(arguments) == 3

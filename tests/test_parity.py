@@ -13,7 +13,7 @@ from tests.parity import small_run
 from tests.plans import timed_order, unequal
 from tests.ranks import run_ranks
 
-CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "chunked"}}
+CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}
 
 
 def by_layer(*recompute: str, **strategy: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp1", "tied": True},
         {"plan": "dp1", "z_loss": 0.1},
         {"plan": "dp1-rfull"},
-        {"plan": "dp1-rsel", "family": "gpt2"},
+        {"plan": "dp1-relem", "family": "gpt2"},
         {"plan": "dp1-mb2", "packing": "none"},
     ],
     2: [
@@ -37,7 +37,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-sgpipe"},
         {"plan": "pp2-l1.3"},
         {"plan": "pp2-sgpipe-oact", "profile": True},
-        {"plan": "pp2-szbh1-oact-rsel"},
+        {"plan": "pp2-szbh1-oact-relem"},
         {"plan": "pp2-l3.1-sgpipe"},
         {"plan": "pp2", "tied": True},
         {"plan": "pp2-sgpipe", "tied": True},
@@ -57,15 +57,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "tp2-sp", "profile": True},
         {"plan": "tp2-mb2", "changes": CHUNKED},
         {"plan": "tp2", "changes": {"default_strategy": CHUNKED["default_strategy"] | {"recompute": "full"}}},
-        {"plan": "tp2-sp-rsel", "profile": True},
+        {"plan": "tp2-sp-relem", "profile": True},
         {"plan": "tp2-rfull", "profile": True},
-        {"plan": "dp2-z1-rsel"},
+        {"plan": "dp2-z1-relem"},
         {"plan": "dp2-z1", "changes": {"bucket_layers": 2}, "profile": True},
         {"plan": "dp2-rfull", "changes": {"bucket_layers": 3}},
         {"plan": "dp2-z2", "changes": {"bucket_layers": 9}},
         {"plan": "dp2", "changes": {"prefetch_buckets": 2}, "profile": True},
         {"plan": "dp2-z1", "profile": True},
-        {"plan": "dp2-z1-share3.1", "profile": True, "z_loss": 0.1},
+        {"plan": "dp2-z1-uneven3.1", "profile": True, "z_loss": 0.1},
         {"plan": "dp2-z2", "profile": True},
         {"plan": "dp2-z3", "profile": True},
         {"plan": "pp2", "profile": True},
@@ -73,9 +73,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-vocab", "tied": True, "profile": True},
         {"plan": "pp2-sauto"},
         {"plan": "pp2-sexact", "tied": True},
-        {"plan": "pp2v2-sauto-keep1", "profile": True},
+        {"plan": "pp2v2-sauto-inflight1", "profile": True},
         {"plan": "tp2-sp", "family": "gpt2", "tied": True, "profile": True},
-        {"plan": "tp2-rsel", "family": "gpt2", "profile": True},
+        {"plan": "tp2-relem", "family": "gpt2", "profile": True},
         {"plan": "tp2", "family": "gpt2", "changes": CHUNKED},
         {"plan": "pp2-szbh1", "family": "gpt2"},
         {"plan": "pp2v2-sinterleaved-vocab", "tied": True},
@@ -87,16 +87,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp2-mb2-rfull", "family": "qwen3", "packing": "none"},
         {"plan": "pp2-vocab", "tied": True, "packing": "none"},
         {"plan": "tp2-sp-mb2", "family": "gpt2", "packing": "none"},
-        {"plan": "dp2-z1-share3.1", "packing": "none"},
-        {"plan": "pp2v2-sauto-keep3", "changes": timed_order(2, 2, 8), "tied": True, "profile": True},
+        {"plan": "dp2-z1-uneven3.1", "packing": "none"},
+        {"plan": "pp2v2-sauto-inflight3", "changes": timed_order(2, 2, 8), "tied": True, "profile": True},
     ],
     4: [
         {"plan": "pp4"},
         {"plan": "pp4-sgpipe"},
         {"plan": "pp4-sauto-rfull", "profile": True},
-        {"plan": "dp2-pp2v2-sauto-keep1.5-z1", "tied": True, "profile": True},
+        {"plan": "dp2-pp2v2-sauto-inflight1.5-z1", "tied": True, "profile": True},
         {"plan": "dp2-pp2-z2-sauto-vocab"},
-        {"plan": "dp2-pp2v3-z1-sauto-keep3", "layers": 6, "changes": timed_order(2, 3, 4), "tied": True},
+        {"plan": "dp2-pp2v3-z1-sauto-inflight3", "layers": 6, "changes": timed_order(2, 3, 4), "tied": True},
         {"plan": "pp4-sexact"},
         {"plan": "pp4-vocab", "z_loss": 0.1, "profile": True},
         {"plan": "pp4-szbh1-vocab-rfull", "tied": True},
@@ -110,11 +110,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "dp2-pp2-z3-sgpipe", "tied": True},
         {"plan": "dp2-pp2-z1-l3.1", "tied": True},
         {"plan": "dp2x2-z1"},
-        {"plan": "dp2x2-z1-share3.1", "tied": True},
-        {"plan": "dp2-pp2-z1-share5.3", "profile": True},
-        {"plan": "dp2-pp2v2-szbv-z1-share1.3-vocab", "tied": True},
-        {"plan": "dp2-pp2", "changes": by_layer("full", "selective", "none", "full"), "profile": True},
-        {"plan": "tp2-sp-pp2", "changes": by_layer("none", "full", "selective", "full", sp=True)},
+        {"plan": "dp2x2-z1-uneven3.1", "tied": True},
+        {"plan": "dp2-pp2-z1-uneven5.3", "profile": True},
+        {"plan": "dp2-pp2v2-szbv-z1-uneven1.3-vocab", "tied": True},
+        {"plan": "dp2-pp2", "changes": by_layer("full", "elementwise", "none", "full"), "profile": True},
+        {"plan": "tp2-sp-pp2", "changes": by_layer("none", "full", "elementwise", "full", sp=True)},
         {"plan": "tp4"},
         {"plan": "tp4-sp", "tied": True},
         {"plan": "tp4", "tied": True, "changes": CHUNKED},
@@ -128,7 +128,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"plan": "pp4v2-svhalf", "layers": 8},
         {"plan": "dp2-pp2v2-z2-szbv", "tied": True},
         {"plan": "dp2-pp2v2-z3-sdualpipe"},
-        {"plan": "tp2-sp-rsel-pp2v2-sdualpipev"},
+        {"plan": "tp2-sp-relem-pp2v2-sdualpipev"},
         {"plan": "tp2-rfull-pp2-szbh1"},
         {"plan": "tp2-sp-dp2-z3", "optim": "muon"},
         {"plan": "tp2-sp-pp2-szbh1", "family": "gpt2", "tied": True},
@@ -199,9 +199,9 @@ def exact_order(name: str) -> dict[str, Any]:
     """Found once, since ranks may find different ones."""
     pytest.importorskip("ortools")
     config = small_run()
-    order = resolve_schedule(parse_plan_name(name), config.model, config.workload).order
+    order = resolve_schedule(parse_plan_name(name), config.model, config.workload).pinned_schedule
     assert order is not None
-    return {"order": order.model_dump()}
+    return {"pinned_schedule": order.model_dump()}
 
 
 def check_parity(num_ranks: int, cases: list[dict[str, Any]], cache: Path) -> None:
@@ -270,8 +270,8 @@ def test_twice_the_same_bits(cache: Path) -> None:
 
 def test_sown_bugs_are_caught(cache: Path) -> None:
     faults = {"dropped gradient": "pp2", "swapped micro-batches": "pp2", "wrong divisor": "pp2"}
-    faults |= {"lost reload": "pp2-sgpipe-oact", "ranks count alike": "dp2-z1-share3.1"}
-    faults |= {"wrong recompute": "tp2-sp-rsel", "a rank's words unheard": "pp2-vocab"}
+    faults |= {"lost reload": "pp2-sgpipe-oact", "ranks count alike": "dp2-z1-uneven3.1"}
+    faults |= {"wrong recompute": "tp2-sp-relem", "a rank's words unheard": "pp2-vocab"}
     cases = [{"plan": plan, "precision": "fp64", "steps": 1, "fault": fault} for fault, plan in faults.items()]
     cases += [
         {"plan": "tp2-sp", "family": family, "precision": "fp64", "steps": 1, "fault": fault}

@@ -32,10 +32,10 @@ sayable_plans = st.builds(
         LayerStrategy,
         zero=st.sampled_from(["z1", "z2", "z3"]),
         sp=st.booleans(),
-        recompute=st.sampled_from(["none", "selective", "attention", "alternate", "full"]),
+        recompute=st.sampled_from(["none", "elementwise", "core_attention", "every_second_matmul", "full"]),
     ),
     stages=st.lists(st.builds(StageSpec, layers=st.integers(0, 99)), max_size=5).map(tuple),
-    data_shares=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    uneven_micro_batches=st.lists(st.integers(1, 5), max_size=4).map(tuple),
 )
 
 
@@ -67,12 +67,12 @@ def test_different_plans_have_different_names(one, other):
         ("sgpipe-pp2", Plan(pp=2, schedule="gpipe")),
         ("tp4-sp", Plan(tp=4, default_strategy=LayerStrategy(sp=True))),
         ("dp2-z1-rfull", Plan(dp_shard=2, default_strategy=LayerStrategy(zero="z1", recompute="full"))),
-        ("dp4-z1-share3.1", Plan(dp_shard=4, data_shares=(3, 1), default_strategy=LayerStrategy(zero="z1"))),
-        ("dp4-share6.6.2.2", Plan(dp_shard=4, data_shares=(3, 1))),
-        ("dp4-share7.7", Plan(dp_shard=4)),
+        ("dp4-z1-uneven3.1", Plan(dp_shard=4, uneven_micro_batches=(3, 1), default_strategy=LayerStrategy(zero="z1"))),
+        ("dp4-uneven6.6.2.2", Plan(dp_shard=4, uneven_micro_batches=(3, 1))),
+        ("dp4-uneven7.7", Plan(dp_shard=4)),
         ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
         (
-            "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z3-szbv-rsel-bf16",
+            "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z3-szbv-relem-bf16",
             Plan(
                 dp_replicate=2,
                 dp_shard=8,
@@ -83,7 +83,7 @@ def test_different_plans_have_different_names(one, other):
                 ep=8,
                 etp=2,
                 schedule="zb-v",
-                default_strategy=LayerStrategy(sp=True, recompute="selective"),
+                default_strategy=LayerStrategy(sp=True, recompute="elementwise"),
             ),
         ),
     ],
@@ -95,13 +95,13 @@ def test_names_mean_what_they_say(name, plan):
 @pytest.mark.parametrize(
     "name",
     [
-        "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z1-szbv-rsel-bf16-l3.5.4.4",
+        "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z1-szbv-relem-bf16-l3.5.4.4",
         "dp2-mb4-sgpipe-rfull-fp32",
-        "dp4-pp2-mb4-share2.1-z1-fp32",
+        "dp4-pp2-mb4-uneven2.1-z1-fp32",
         "tp1-sp-mb1-fp8",
         "dp1-mb2-z2-fp16",
         "pp1v2-mb1-sinterleaved-fp64",
-        "pp4-mb1-rsel-oact-bf16",
+        "pp4-mb1-relem-oact-bf16",
     ],
 )
 def test_names_are_written_in_one_order(name):
@@ -126,7 +126,7 @@ def test_a_single_process_is_dp1():
         Plan(default_strategy=LayerStrategy(attention="unfused")),
         Plan(overrides=(LayerOverride(start=0, count=2, strategy=LayerStrategy(zero="z1")),)),
         Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4, ranks=(1,)))),
-        Plan(pp=2, dp_shard=2, data_shares=(1234567890, 1)),
+        Plan(pp=2, dp_shard=2, uneven_micro_batches=(1234567890, 1)),
     ],
 )
 def test_what_a_name_cannot_say_ends_in_the_hash(plan):
@@ -223,10 +223,10 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
         ("cp3", 3, "seq_len 64 is not a multiple of 6"),
         ("dp2-sp", 2, "sp cuts sequences over the tp ranks, but tp is 1"),
         ("dp2-ep2", 2, "the model has none"),
-        ("dp2-z1-share3.2", 2, "24 is not a multiple of 5 (parts of data_shares 5 × micro_batch_size 1)"),
-        ("dp4-z1-share3.2.1", 4, "data_shares has 3 numbers, which don't divide 4 data-parallel ranks"),
-        ("dp2-share3.1", 2, "data_shares need z1: z3 reduces in every backward"),
-        ("dp2-pp2-z1-share3.1-sauto", 4, "but schedule auto finds one"),
+        ("dp2-z1-uneven3.2", 2, "24 is not a multiple of 5 (parts of uneven_micro_batches 5 × micro_batch_size 1)"),
+        ("dp4-z1-uneven3.2.1", 4, "uneven_micro_batches has 3 numbers, which don't divide 4 data-parallel ranks"),
+        ("dp2-uneven3.1", 2, "uneven_micro_batches need z1: z3 reduces in every backward"),
+        ("dp2-pp2-z1-uneven3.1-sauto", 4, "but schedule auto finds one"),
         ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; what runs vpp 2 is interleaved"),
         ("pp1v2-sinterleaved", 1, "with pp 1 there is nothing to overlap"),
     ],
@@ -287,9 +287,9 @@ def test_an_override_past_the_last_layer_is_a_problem():
 
 
 def test_chunked_overlap_wants_sp():
-    plan = Plan(tp=2, default_strategy=LayerStrategy(tp_overlap="chunked"))
+    plan = Plan(tp=2, default_strategy=LayerStrategy(tp_overlap="async_tp"))
     assert plan_violations(plan, MODEL, WORKLOAD, 2) == [
-        "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+        "tp_overlap async_tp sends parts of the sequence, which only sp cuts: add sp or leave it at none"
     ]
 
 
@@ -336,9 +336,12 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
-        (Plan(default_strategy=LayerStrategy(recompute="attention")), "recompute of attention alone"),
+        (Plan(default_strategy=LayerStrategy(recompute="core_attention")), "recompute of attention alone"),
         (Plan(default_strategy=LayerStrategy(attention="unfused")), "unfused attention"),
-        (Plan(compile=True, default_strategy=LayerStrategy(recompute="selective")), "selective recompute with compile"),
+        (
+            Plan(compile=True, default_strategy=LayerStrategy(recompute="elementwise")),
+            "elementwise recompute with compile",
+        ),
     ],
 )
 def test_what_cannot_be_run_yet_is_said(plan, sentence):
@@ -372,7 +375,7 @@ def test_the_nearest_can_run_and_come_in_order(plan, world_size):
         require_runnable(candidate, MODEL, WORKLOAD, world_size)
         assert candidate.default_strategy.zero == plan.default_strategy.zero
         asked = plan.default_strategy.recompute
-        assert candidate.default_strategy.recompute == (asked if asked in SUPPORTED_RECOMPUTE else "selective")
+        assert candidate.default_strategy.recompute == (asked if asked in SUPPORTED_RECOMPUTE else "elementwise")
     assert len({candidate.hash for candidate in near}) == len(near)
     assert nearest_plans(plan, MODEL, WORKLOAD, world_size) == near[:3]
 
@@ -396,7 +399,7 @@ def test_a_plan_that_can_run_is_the_nearest_to_itself(shard, replicate, pp, micr
         ("pp2-l3.6-sgpipe-z1", 2, ["pp2-mb1-z1-sgpipe-bf16", "dp2-mb1-z1-sgpipe-bf16", "dp2x1-mb1-z1-sgpipe-bf16"]),
         ("dp11", 11, []),
         ("pp2-mb24", 4, ["pp4-mb24-bf16", "dp2-pp2-mb12-bf16", "dp2x1-pp2-mb12-bf16"]),
-        ("pp2-l3.5-rsel-fp8", 2, ["pp2-mb1-rsel-bf16-l3.5", "dp2-mb1-rsel-bf16", "dp2x1-mb1-rsel-bf16"]),
+        ("pp2-l3.5-relem-fp8", 2, ["pp2-mb1-relem-bf16-l3.5", "dp2-mb1-relem-bf16", "dp2x1-mb1-relem-bf16"]),
     ],
 )
 def test_the_nearest_by_example(name, world_size, nearest):
@@ -407,9 +410,9 @@ def test_the_nearest_by_example(name, world_size, nearest):
 def test_the_nearest_keep_compile_where_it_can_be():
     (near, *_) = nearest_plans(Plan(dp_shard=5, compile=True), MODEL, WORKLOAD, 4)
     assert near.compile
-    selective = Plan(compile=True, default_strategy=LayerStrategy(recompute="selective"))
+    selective = Plan(compile=True, default_strategy=LayerStrategy(recompute="elementwise"))
     (near, *_) = nearest_plans(selective, MODEL, WORKLOAD, 1)
-    assert (near.compile, near.default_strategy.recompute) == (False, "selective")
+    assert (near.compile, near.default_strategy.recompute) == (False, "elementwise")
 
 
 def test_the_nearest_keep_recompute_by_layer():
@@ -464,7 +467,7 @@ def test_each_copy_of_the_model_needs_a_micro_batch():
 
 
 def test_what_a_name_can_not_say_is_said_beside_it():
-    assert settings_beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-rsel-bf16-l3.1.1.1.1.1.1.1")) == []
+    assert settings_beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-relem-bf16-l3.1.1.1.1.1.1.1")) == []
     full = LayerStrategy(recompute="full")
     runs = (LayerOverride(start=0, count=3, strategy=full), LayerOverride(start=5, count=1, strategy=full))
     axes = ("tp", "cp", "dp_shard", "dp_replicate", "pp")

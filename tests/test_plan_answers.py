@@ -44,7 +44,7 @@ def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_no
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
     asked = parse_request(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
     best = search(asked.request, 1).best[0].plan
-    assert best.spread_vocab
+    assert best.vocab_parallel
     assert best.post_validation
     assert best.default_strategy.offload == "activations"
     one_copy = parse_request(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2").request

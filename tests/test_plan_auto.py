@@ -66,7 +66,7 @@ def test_the_plan_is_for_the_processes_that_there_are_and_can_be_run(count):
         ("parallel.default_strategy.recompute", "full"),
         ("parallel.compile", "true"),
         ("parallel.bucket_layers", "2"),
-        ("parallel.spread_vocab", "true"),
+        ("parallel.vocab_parallel", "true"),
     ],
 )
 def test_what_the_run_file_says_of_the_plan_stays(key, value):

@@ -207,7 +207,7 @@ def peak_away(program: Program, rank: int, sizes: dict[int, int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["pp4-oact", "pp4v2-sinterleaved-oact-rsel", "dp2-pp2v2-szbv-oact-z1", "pp2-sgpipe-oact"]
+    "name", ["pp4-oact", "pp4v2-sinterleaved-oact-relem", "dp2-pp2v2-szbv-oact-z1", "pp2-sgpipe-oact"]
 )
 def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
     """And no bound is above the simulated time, however slow the link."""
@@ -249,7 +249,7 @@ def test_search_and_enumeration_agree_where_plans_offload() -> None:
 def test_a_rank_with_too_few_micro_batches_to_offload_keeps_them() -> None:
     """Its share of the data is so small that nothing lies long enough; the ranks with more offload all the same."""
     host, work = cluster(4, 12e9, None), Workload(seq_len=4096, global_batch_size=8)
-    plan = parse_plan_name("dp2-pp2-sgpipe-oact-z1-bf16").model_copy(update={"data_shares": (7, 1)})
+    plan = parse_plan_name("dp2-pp2-sgpipe-oact-z1-bf16").model_copy(update={"uneven_micro_batches": (7, 1)})
     most, least = (build_program(plan, MODEL, work, data_rank=data) for data in (0, 1))
     assert any(lanes.get("copy") for lanes in most.ranks)
     assert not any(lanes.get("copy") for lanes in least.ranks)
@@ -291,7 +291,7 @@ def test_the_bound_of_what_lacks_room_holds_where_data_lie_unevenly() -> None:
     kinds = [load_cluster(name).groups[0].model_copy(update={"devices_per_node": 2}) for name in ("8xh100", "8xa100")]
     host = load_cluster("8xh100").model_copy(update={"groups": tuple(kinds)})
     plan = parse_plan_name("dp2-pp2-z1-bf16").model_copy(
-        update={"data_shares": (3, 1), "axis_order": ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
+        update={"uneven_micro_batches": (3, 1), "axis_order": ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
     )
     lacking(MODEL, plan, host, Workload(seq_len=4096, global_batch_size=8))
 
@@ -305,11 +305,11 @@ def test_a_host_is_filled_where_head_room_is_given_up() -> None:
 
 
 def test_recompute_of_attention_alone_may_be_asked_for_where_it_does_not_fit():
-    request = pipeline(recompute="attention")
+    request = pipeline(recompute="core_attention")
     fits = search(request, 1).best[0]
     most = max(rank.total for rank in fits.prediction.memory)
     found = search(replace(request, memory_limit_bytes=int(0.9 * most)), 1).best[0].plan
-    assert all(found.strategy(layer).recompute == "attention" for layer in range(MODEL.num_layers))
+    assert all(found.strategy(layer).recompute == "core_attention" for layer in range(MODEL.num_layers))
     assert offloads(found)
 
 

@@ -47,7 +47,7 @@ def test_a_pass_takes_what_its_products_take_and_more():
     assert 1.8 < times.seconds["B", 0] / times.seconds["F", 0] < 2.4
 
 
-@pytest.mark.parametrize(("recompute", "share"), [("full", 1.0), ("selective", 0.15), ("alternate", 0.5)])
+@pytest.mark.parametrize(("recompute", "share"), [("full", 1.0), ("elementwise", 0.15), ("every_second_matmul", 0.5)])
 def test_recompute_adds_its_share_of_a_forward(recompute, share):
     def backward_s(kind):
         plan = Plan(default_strategy=LayerStrategy(recompute=kind))
@@ -271,7 +271,7 @@ def test_ranks_that_meet_at_every_layer_wait_more_for_the_slowest():
 def test_what_is_kept_in_fp8_is_widened_again():
     """Up-projections of latent attention are part of the backward then, and of nothing else."""
     mla = MlaSpec(q_lora_rank=1024, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
-    spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=LayerStrategy(recompute="selective"))
+    spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=LayerStrategy(recompute="elementwise"))
     usual, compact = (
         plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), FrameworkTraits(compact=compact)).seconds
         for compact in (False, True)

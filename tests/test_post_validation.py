@@ -67,7 +67,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 def test_a_run_saves_stops_and_gives_up_as_with_waiting(tmp_path: Path) -> None:
     """Stopped in the middle, gone on, and ended by a step that is skipped."""
-    common = {"layers": 2, "save_every": 4, "max_skipped": 1, "factors": {"5": 1e4, "11": float("nan")}}
+    common = {"layers": 2, "save_every": 4, "max_consecutive_skips": 1, "factors": {"5": 1e4, "11": float("nan")}}
     attempts = [
         common | {"plan": "pp2" + pv, "run": name, "stop_at": stop}
         for pv, name in (("", "waiting"), ("-pv", "ahead"))
@@ -75,7 +75,7 @@ def test_a_run_saves_stops_and_gives_up_as_with_waiting(tmp_path: Path) -> None:
     ]
     stopped, given_up, other_stopped, other_given_up = run(2, attempts, tmp_path)
     assert stopped[0]["code"] == other_stopped[0]["code"] == 75
-    assert "step 11 was skipped, as many in a row as train.max_skipped allows" in given_up[0]["said"]
+    assert "step 11 was skipped, as many in a row as train.max_consecutive_skips allows" in given_up[0]["said"]
     assert other_given_up[0]["said"] == given_up[0]["said"].replace("waiting", "ahead")
     rows = rows_of(tmp_path / "ahead")
     assert rows == rows_of(tmp_path / "waiting")
@@ -111,5 +111,5 @@ def test_where_it_is_refused() -> None:
 
     assert "post_validation lets pipeline ranks step without waiting for each other, but pp is 1" in said("dp2-pv")
     assert "post_validation with fp16" in said("pp2-pv-fp16")
-    assert "post_validation with spread_vocab" in said("pp2-pv-vocab")
+    assert "post_validation with vocab_parallel" in said("pp2-pv-vocab")
     assert said("pp2-pv") == ""

@@ -77,7 +77,7 @@ def test_what_is_unknown_is_none():
 # ----------------------------------------------------------------------------------------------------------------------
 # The verb
 
-ASK = ["predict", "--model", "llama3-8b", "--cluster", "64xh100", "--plan", "dp8-tp2-pp4-rsel"]
+ASK = ["predict", "--model", "llama3-8b", "--cluster", "64xh100", "--plan", "dp8-tp2-pp4-relem"]
 
 
 def test_json_has_every_key(capsys):

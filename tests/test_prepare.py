@@ -131,7 +131,7 @@ def test_a_bad_row_is_one_sentence_with_file_and_line_or_is_left_out_and_counted
         store_of(source)
     assert f"{source}{sentence}" in str(error.value)
     assert "\n" not in str(error.value)
-    assert "data.bad_rows skip" in str(error.value)
+    assert "data.on_invalid_row skip" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
     store = store_of(source, bad_rows="skip")
     assert (documents(store), store.header.skipped) == (["good", "end"], {kind: 1})

@@ -30,21 +30,23 @@ def found(name: str) -> Plan:
     return resolve_schedule(parse_plan_name(name), MODEL, WORKLOAD)
 
 
-@pytest.mark.parametrize("name", ["pp4-sauto", "pp4v2-sauto-keep2", "pp2v4-sauto-keep1.5", "dp2-pp2-sauto-vocab-z1"])
+@pytest.mark.parametrize(
+    "name", ["pp4-sauto", "pp4v2-sauto-inflight2", "pp2v4-sauto-inflight1.5", "dp2-pp2-sauto-vocab-z1"]
+)
 def test_a_found_schedule_is_kept_in_the_plan_and_hashed_into_it(name: str, tmp_path: Path) -> None:
     asked, plan = parse_plan_name(name), found(name)
-    assert plan.order is not None
+    assert plan.pinned_schedule is not None
     assert plan.hash != asked.hash
     assert format_plan_name(plan).endswith(f"+{plan.hash}")
-    assert plan.model_copy(update={"order": None}) == asked
+    assert plan.model_copy(update={"pinned_schedule": None}) == asked
     (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
     again = load_plan(tmp_path / "plan.yaml")
     assert (again, again.hash) == (plan, plan.hash)
     assert not plan_violations(plan, MODEL, WORKLOAD, plan.world_size)
     program = build_program(plan, MODEL, WORKLOAD)
-    assert program.placement == plan.order.placement
-    stages = plan.activation_limit or plan.pp
-    assert max(check(program).peak_activations) <= stages * plan.vpp + (plan.spread_vocab is True)
+    assert program.placement == plan.pinned_schedule.placement
+    stages = plan.max_in_flight_micro_batches or plan.pp
+    assert max(check(program).peak_activations) <= stages * plan.vpp + (plan.vocab_parallel is True)
     assert found(name) == plan
 
 
@@ -54,31 +56,33 @@ def test_what_is_not_found_yet_is_not_run() -> None:
         build_program(plan, MODEL, WORKLOAD)
     with pytest.raises(MusterError, match="where schedule auto puts stages is known once it is resolved"):
         plan.pp_rank(0)
-    assert resolve_schedule(parse_plan_name("pp2"), MODEL, WORKLOAD).order is None
+    assert resolve_schedule(parse_plan_name("pp2"), MODEL, WORKLOAD).pinned_schedule is None
 
 
 def test_an_order_that_does_not_fit_is_refused() -> None:
     plan = found("pp4-sauto")
-    assert plan.order is not None
+    assert plan.pinned_schedule is not None
     said = {
         "its order is for 8 micro-batches, now of 2 sequences, but": plan.model_copy(update={"micro_batch_size": 2}),
         "its order is for 4 stages on 4 pipeline ranks": plan.model_copy(update={"pp": 2}),
         "order is for a schedule that is searched for": plan.model_copy(update={"schedule": "1f1b"}),
-        "activation_limit is for auto and exact": parse_plan_name("pp4-keep2"),
-        "activation_limit 0.5 doesn't hold one micro-batch's activations": parse_plan_name("pp4-sauto-keep0.5"),
+        "max_in_flight_micro_batches is for auto and exact": parse_plan_name("pp4-inflight2"),
+        "max_in_flight_micro_batches 0.5 doesn't hold one micro-batch's activations": parse_plan_name(
+            "pp4-sauto-inflight0.5"
+        ),
     }
     for sentence, wrong in said.items():
         assert any(sentence in one for one in plan_violations(wrong, MODEL, WORKLOAD, wrong.world_size)), sentence
-    first, *rest = plan.order.ranks
+    first, *rest = plan.pinned_schedule.ranks
     cases = {
         "3I7 on rank 3 has no 3F7 before it": (first, *rest[:2], rest[2].replace("3F7 ", "")),
         "'nonsense' is not an action": ("nonsense", *rest),
         "is on rank 0 twice": (first + " 0F0", *rest),
     }
     for sentence, ranks in cases.items():
-        order = PinnedSchedule(micro_batches=8, placement=plan.order.placement, ranks=ranks)
+        order = PinnedSchedule(micro_batches=8, placement=plan.pinned_schedule.placement, ranks=ranks)
         with pytest.raises(ProgramError, match=sentence):
-            check(build_program(plan.model_copy(update={"order": order}), MODEL, WORKLOAD))
+            check(build_program(plan.model_copy(update={"pinned_schedule": order}), MODEL, WORKLOAD))
 
 
 def test_stages_of_their_own_kind_lie_where_the_order_says() -> None:
@@ -103,23 +107,25 @@ def test_nominal_times_know_head_recompute_and_cuts() -> None:
 
 
 def test_measured_times_give_an_order_of_their_own_on_the_same_ranks() -> None:
-    plan = found("pp2v2-sauto-keep2")
-    assert plan.order is not None
+    plan = found("pp2v2-sauto-inflight2")
+    assert plan.pinned_schedule is not None
     times = OpTimes({("F", -1): 1.0, ("B", -1): 3.0, ("F", 3): 2.0}, p2p_s=0.5)
     passes = times.pass_times(4)
     assert passes.forward_s == [1, 1, 1, 2]
     assert passes.input_backward_s == passes.weight_backward_s == [1.5] * 4
     for placement in (wave_placement(2, 2), looped_placement(2, 2)):
-        bound = plan.model_copy(update={"order": plan.order.model_copy(update={"placement": placement})})
+        bound = plan.model_copy(
+            update={"pinned_schedule": plan.pinned_schedule.model_copy(update={"placement": placement})}
+        )
         order = refine_schedule(bound, passes)
         assert (order.times, order.placement, order.micro_batches) == ("measured", placement, 8)
-        check(build_program(plan.model_copy(update={"order": order}), MODEL, WORKLOAD))
+        check(build_program(plan.model_copy(update={"pinned_schedule": order}), MODEL, WORKLOAD))
 
 
 def test_the_exact_schedule_is_kept_too() -> None:
     pytest.importorskip("ortools")
     plan = found("pp2-sexact")
-    assert plan.order is not None
+    assert plan.pinned_schedule is not None
     check(build_program(plan, MODEL, WORKLOAD))
 
 
@@ -130,12 +136,12 @@ def test_a_run_keeps_the_order_that_it_measured(tmp_path: Path) -> None:
     ended = train(*command, "--train.steps", "2")
     assert ended.code == 0, ended.err
     text, plan = (run / "plan.yaml").read_text(), load_plan(run / "plan.yaml")
-    assert plan.order is not None
-    assert plan.order.times == "measured"
+    assert plan.pinned_schedule is not None
+    assert plan.pinned_schedule.times == "measured"
     assert " order:" not in (run / "config.yaml").read_text()
     latest = find_latest(run / "checkpoints")
     assert latest is not None
-    assert read_manifest(latest).plan["order"]["ranks"] == list(plan.order.ranks)
+    assert read_manifest(latest).plan["pinned_schedule"]["ranks"] == list(plan.pinned_schedule.ranks)
     ended = train(*command, "--train.steps", "3")
     assert ended.code == 0, ended.err
     assert "resuming" in ended.out

@@ -57,7 +57,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     draw = random.Random(5)
     chains = [chain(draw, "adamw", "fp64", 3, most=3, family="gpt2"), chain(draw, "muon", "fp32", 2, most=3)]
     config, base = small_run(steps=500).model_dump(mode="json"), Plan(precision="fp64")
-    shares = ("dp2-z1-share3.1", "pp2", "dp2-z1-share1.3")
+    shares = ("dp2-z1-uneven3.1", "pp2", "dp2-z1-uneven1.3")
     plans = [parse_plan_name(name, base).model_dump(mode="json") for name in shares]
     chains.append({"config": config, "plans": plans, "fault": None})
     assert check(chains, run(tmp_path, chains, most=3)) == 7

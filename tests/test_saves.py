@@ -54,7 +54,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     names: list[str] = []
     world = SimpleNamespace(rank=0, size=1, store=None, where=where, exchange_within=alone)
     trainer = SimpleNamespace(step_count=3, pieces=list)
-    train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, mirror="file:///there")
+    train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, remote_checkpoint_dir="file:///there")
     saves = CheckpointManager(train, cast(Any, trainer), cast(Any, world), run)
     assert trainer.before_change == saver.wait_copied
     try:

@@ -66,7 +66,12 @@ def test_two_ranks_skip_alike_go_on_and_end(tmp_path: Path) -> None:
         {"run": "parts", "plan": "dp2", "factors": poison, "stop_after": 4, **spikes},
         {"run": "parts", "plan": "dp2", "factors": poison, "stop_after": 9, **spikes},
         {"run": "parts", "plan": "dp2", "factors": poison, **spikes},
-        {"run": "doomed", "plan": "pp2", "factors": {"2": math.nan, "4": math.nan, "5": math.nan}, "max_skipped": 2},
+        {
+            "run": "doomed",
+            "plan": "pp2",
+            "factors": {"2": math.nan, "4": math.nan, "5": math.nan},
+            "max_consecutive_skips": 2,
+        },
     ]
     said = run_ranks(2, "tests.skips:run_cases", {"attempts": attempts, "folder": str(tmp_path)})
     assert said[0] == said[1]
@@ -102,7 +107,9 @@ def _assert_same(whole: Path, parts: Path) -> None:
 
 
 def _assert_doomed(run: Path, sentence: str) -> None:
-    assert "steps 4 to 5 were skipped, as many in a row as train.max_skipped allows: step 5 because" in sentence
+    assert (
+        "steps 4 to 5 were skipped, as many in a row as train.max_consecutive_skips allows: step 5 because" in sentence
+    )
     assert f"the state before is in {run / 'failed'}, what followed are samples 24 to 39" in sentence
     assert steps(run) == [1, 2, 3, 4, 5]
     (kept,) = list_checkpoints(run / "failed")

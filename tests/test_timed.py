@@ -87,10 +87,10 @@ def test_sites_gain_by_an_order_for_their_own_times(request_of_sites: PlanReques
     """The plan that is found beats the best with a schedule out of a book, fits, and is kept whole."""
     found = find_best_plans(request_of_sites, 2)
     best = found.found.best[0]
-    plain = [one.value for one in found.found.best if one.plan.order is None]
-    assert best.plan.order is not None
+    plain = [one.value for one in found.found.best if one.plan.pinned_schedule is None]
+    assert best.plan.pinned_schedule is not None
     assert not plain or best.value < 0.95 * min(plain)
-    assert best.plan.order.times == "predicted"
+    assert best.plan.pinned_schedule.times == "predicted"
     assert found.judge.memory_budget.fits(best.plan)
     assert not best.unsupported
     check(best.prediction.program)

@@ -17,9 +17,9 @@ from muster.train.tracking import TENSORBOARD, WANDB, Trackers
 QUICK = ("--train.steps", "2", "--train.sample_tokens", "0", "--eval.batches", "1", "--parallel", "dp1-mb8")
 
 
-def config(**track: object) -> RunConfig:
+def config(**tracking: object) -> RunConfig:
     return load_run_config(
-        "tiny", None, [(f"track.{key}", str(value).lower()) for key, value in tracking.items()]
+        "tiny", None, [(f"tracking.{key}", str(value).lower()) for key, value in tracking.items()]
     ).config
 
 
@@ -109,9 +109,9 @@ def test_weights_and_biases_is_one_run_that_stays_here(tmp_path, monkeypatch):
 
 def test_a_tracker_that_is_missing_is_said_before_anything_begins(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
-    assert main(["train", "--preset", "tiny", "--run", str(tmp_path / "run"), "--track.wandb", "true"]) == 2
+    assert main(["train", "--preset", "tiny", "--run", str(tmp_path / "run"), "--tracking.wandb", "true"]) == 2
     said = capsys.readouterr().err
-    assert said == "muster: track.wandb needs the package wandb: pip install 'muster-llm[wandb]'\n"
+    assert said == "muster: tracking.wandb needs the package wandb: pip install 'muster-llm[wandb]'\n"
 
 
 @pytest.mark.soak
@@ -119,7 +119,7 @@ def test_a_run_goes_to_tensorboard_and_to_the_real_weights_and_biases(tmp_path, 
     pytest.importorskip("wandb")
     run = tmp_path / "run"
     for steps in ("2", "3"):
-        more = ("--train.steps", steps, "--track.wandb", "true", "--eval.every", "1")
+        more = ("--train.steps", steps, "--tracking.wandb", "true", "--eval.every", "1")
         assert main(["train", "--preset", "tiny", "--run", str(run), *QUICK, *more]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = scalars(run / TENSORBOARD, "train/loss")

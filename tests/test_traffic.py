@@ -13,7 +13,7 @@ from muster.parallel.axis import TensorAxis
 from tests.plans import unequal
 from tests.ranks import run_ranks
 
-CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "chunked"}}
+CHUNKED = {"default_strategy": {"sp": True, "tp_overlap": "async_tp"}}
 
 CASES: dict[int, list[tuple[Any, ...]]] = {
     2: [

@@ -253,7 +253,7 @@ def test_losses_that_are_not_finite_stop_it_and_what_led_to_them_is_kept(whole: 
     run = copy_of(whole, "not-finite")
     (run / "notes.txt").write_text("mine")
     command = [*TINY, "--run", run, "--fresh", "--optim.lr", "1e30", "--train.save_every", "1", *AT_ONCE]
-    ended = train(*command, "--train.max_skipped", "2", "--train.keep_last", "9")
+    ended = train(*command, "--train.max_consecutive_skips", "2", "--train.keep_last", "9")
     assert_one_sentence(
         ended, 1, f"error: rank 0 on {HOST}: steps 2 to 3 were skipped", f"{run}/failed", "samples 24 to 71"
     )

@@ -61,7 +61,7 @@ def step_s(plan: Plan, cluster: ClusterSpec, global_batch: int) -> float:
 def test_on_equal_devices_all_wait_for_the_largest_share(name: str) -> None:
     cluster = load_cluster("4xh100")
     equal = parse_plan_name(name)
-    unequal = parse_plan_name(f"{name}-share3.1")
+    unequal = parse_plan_name(f"{name}-uneven3.1")
     assert step_s(unequal, cluster, 32) == pytest.approx(step_s(equal, cluster, 48), rel=1e-12)
 
 
@@ -72,13 +72,13 @@ def test_each_rank_is_as_fast_as_its_own_devices(schedule: str) -> None:
     both = mixed("h100-sxm", "a100-80-sxm")
     fast, slow = (mixed(name, name) for name in ("h100-sxm", "a100-80-sxm"))
     for shares in ((3, 1), (2, 1), (1, 3)):
-        unequal = plan.model_copy(update={"data_shares": shares})
+        unequal = plan.model_copy(update={"uneven_micro_batches": shares})
         count = 24 // sum(shares)
         alone = max(step_s(plan, fast, 2 * count * shares[0]), step_s(plan, slow, 2 * count * shares[1]))
         # The groups of both kinds meet over the slower network, and step when the slower ones do.
         assert step_s(unequal, both, 24) == pytest.approx(alone, rel=0.03)
     equal = step_s(plan, both, 24)
-    assert step_s(plan.model_copy(update={"data_shares": (2, 1)}), both, 24) < 0.8 * equal
+    assert step_s(plan.model_copy(update={"uneven_micro_batches": (2, 1)}), both, 24) < 0.8 * equal
 
 
 # --- which ones are chosen ---
@@ -118,7 +118,7 @@ def test_bounds_of_plans_with_shares_hold() -> None:
                 if (plan := complete_draft(judge, draft, order)) is not None:
                     time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     assert max(judge.choice_bound(order), judge.bound(plan)) <= time_s, plan
-                    shared += bool(plan.data_shares)
+                    shared += bool(plan.uneven_micro_batches)
     assert shared > 10
 
 
@@ -129,10 +129,10 @@ def test_the_search_finds_the_best_shares() -> None:
     found = search(request, 3)
     assert [verdict.sort_key for verdict in found.best] == expected
     best = found.best[0].plan
-    assert best.data_shares
-    assert best.data_shares[0] > best.data_shares[-1]
-    asked = search(replace(request, fixed={"cp": 1, "zero": "z1", "data_shares": (3, 1)}), 1).best[0]
-    assert asked.plan.data_shares == (3, 1)
+    assert best.uneven_micro_batches
+    assert best.uneven_micro_batches[0] > best.uneven_micro_batches[-1]
+    asked = search(replace(request, fixed={"cp": 1, "zero": "z1", "uneven_micro_batches": (3, 1)}), 1).best[0]
+    assert asked.plan.uneven_micro_batches == (3, 1)
 
 
 # --- slow links ---
@@ -216,7 +216,7 @@ def test_a_stage_across_unlike_devices_must_fit_the_smallest() -> None:
 def test_plans_with_shares_are_as_asked() -> None:
     asked = {"cp": 1, "tp": 1, "pp": 1, "dp_replicate": 4}
     best = search(replace(REQUEST, fixed=asked), 5).best
-    assert any(one.plan.data_shares for one in best)
+    assert any(one.plan.uneven_micro_batches for one in best)
     assert {one.plan.dp_replicate for one in best} == {4}
 
 
@@ -226,7 +226,7 @@ def test_bounds_of_shares_hold_where_links_differ() -> None:
     slow = {(2, 3), (3, 2)}
     matrix = tuple(tuple(9e11 if a == b else 1e9 if (a, b) in slow else 4e11 for b in range(4)) for a in range(4))
     cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
-    plan = parse_plan_name("dp2-pp4-z1-share15.1").model_copy(update={"axis_order": INSIDE})
+    plan = parse_plan_name("dp2-pp4-z1-uneven15.1").model_copy(update={"axis_order": INSIDE})
     judge = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
     assert judge.bound(plan) <= judge.evaluate(plan).prediction.step_time_s
 
@@ -236,7 +236,7 @@ def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
     fast = cluster.groups[1].device.model_copy(update={"name": "a100-80-sxm"})
     groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
     judge = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
-    plan = parse_plan_name("dp4-z1-share1.3")
+    plan = parse_plan_name("dp4-z1-uneven1.3")
     bound = max(judge.bound(plan), judge.batch_splitter.order_bound_s(next(mesh_shapes(judge.request))))
     assert bound <= judge.evaluate(plan).prediction.step_time_s
 

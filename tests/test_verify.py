@@ -42,7 +42,7 @@ SOUND = [
     {"plan": "dp2-z3-mb2", "precision": "bf16"},
     {"plan": "pp2", "tied": True, "precision": "fp64"},
     {"plan": "tp2-sp-rfull", "tied": True},
-    {"plan": "dp2-rsel"},
+    {"plan": "dp2-relem"},
     {"plan": "pp2-vocab", "tied": True, "precision": "fp64"},
     {"plan": "tp2", "precision": "fp64"},
     {"plan": "dp2x1-sgpipe", "optim": "muon", "z_loss": 1e-2},

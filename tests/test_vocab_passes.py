@@ -115,7 +115,7 @@ def _imbalance(plan: Plan) -> float:
         held = {layout.name: layout.numel for layout in stage_layouts(MODEL, plan, stage, coordinates_of(plan, stage))}
         head = held.pop("head.weight", 0)
         held.pop("embed.weight", 0)
-        layers = sum(held.values()) + (0 if plan.spread_vocab else head)
+        layers = sum(held.values()) + (0 if plan.vocab_parallel else head)
         seconds |= {("F", stage): layers, ("B", stage): 2 * layers, ("S", stage): 2 * head, ("T", stage): head}
     work = _work(program, OpTimes(seconds))
     return max(work) * len(work) / sum(work)

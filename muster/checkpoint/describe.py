@@ -10,8 +10,8 @@ from muster.checkpoint.formats.native import NativeTensors
 from muster.checkpoint.model_directory import ModelDirectory, model_weights, open_directory
 from muster.checkpoint.statistics import statistics
 from muster.checkpoint.tensors import TensorMeta, split_into_boxes
+from muster.config.load_config import plan_from_tree
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
-from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.suggest import did_you_mean
 
@@ -49,7 +49,7 @@ def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) 
 
 
 def _plan_name(plan: Mapping[str, Any] | None) -> str | None:
-    return None if not plan else format_plan_name(Plan.model_validate(plan))
+    return None if not plan else format_plan_name(plan_from_tree(plan, "the checkpoint's plan"))
 
 
 def _files(directory: ModelDirectory) -> dict[str, int]:

@@ -30,10 +30,12 @@ class RemoteCheckpoints:
         self.url = url.rstrip("/")
         protocol, mark, _ = self.url.partition("://")
         if not mark:
-            raise ConfigError(f"train.mirror {url} is no URL: expected such as s3://bucket/run or file:///disk/run")
+            raise ConfigError(
+                f"train.remote_checkpoint_dir {url} is no URL: expected such as s3://bucket/run or file:///disk/run"
+            )
         if protocol == "memory":
             raise ConfigError(
-                f"train.mirror {url} would lie in the memory of one process: expected such as s3://bucket/run"
+                f"train.remote_checkpoint_dir {url} would lie in the memory of one process: expected such as s3://bucket/run"
             )
         self._filesystem = _filesystem(protocol)
 

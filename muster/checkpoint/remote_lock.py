@@ -107,6 +107,6 @@ def _refusal(remote: RemoteCheckpoints, other: dict[str, Any]) -> str:
     age = max(0.0, time.time() - other["time"])
     return (
         f"{remote.url} is the mirror of another job, of {other['run']} on {other['host']}, which wrote there"
-        f" {age:.0f} s ago: give another train.mirror; if that job is gone, wait until {STALE_AFTER_S:.0f} s have"
-        f" passed"
+        f" {age:.0f} s ago: give another train.remote_checkpoint_dir; if that job is gone, wait until"
+        f" {STALE_AFTER_S:.0f} s have passed"
     )

@@ -39,8 +39,8 @@ def keys_as_flags(sentence: str, **extra: str) -> str:
     return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | extra).get(key[1], key[0]), sentence)
 
 
-_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "end_token", "text_key", "chat_template")}
-_FLAGS |= {"source": "SOURCE", "bad_rows": "--bad-rows", "max_bytes": "--max-bytes"}
+_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "text_key", "chat_template")}
+_FLAGS |= {"source": "SOURCE", "eos_token": "--end-token", "on_invalid_row": "--bad-rows", "max_bytes": "--max-bytes"}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the verbs do

@@ -93,8 +93,8 @@ def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "
         f"program  {program.schedule}, pipeline ranks: {program.num_ranks}, micro-batches: {program.num_micro_batches},"
         f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
     )
-    if plan.data_shares:
-        print("         as many micro-batches run on the data-parallel ranks with the largest data_shares")
+    if plan.uneven_micro_batches:
+        print("         as many micro-batches run on the data-parallel ranks with the largest uneven_micro_batches")
     print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
     for line in (*chosen.lines, *filter(None, [chosen.step_line])):
         print(line)

@@ -1,13 +1,14 @@
 """Run files as layers: what each says, and where."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from muster.catalog import names, read
+from muster.config.migrations import Format, migrate_values
 from muster.plugins.registry import component_names
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
@@ -24,6 +25,8 @@ class ConfigLayer:
     base_dir: Path
     """What paths in it are relative to."""
     lines: Mapping[str, int] = field(default_factory=dict)
+    is_file: bool = True
+    """A file may be of an earlier schema; a command line never is."""
 
     def origin(self, path: str) -> str:
         """Where the value under `path` was said, as `file:line` where there is a line."""
@@ -42,6 +45,13 @@ def read_file_layer(path: Path) -> ConfigLayer:
     except UnicodeDecodeError:
         raise ConfigError(f"can't read {path}: expected YAML in UTF-8") from None
     return _parse(text, str(path), path.parent)
+
+
+def current_layer(file_format: Format, layer: ConfigLayer) -> ConfigLayer:
+    """Return the layer with today's keys and values in the place of former ones. Raises ConfigError as `migrate`."""
+    values, former = migrate_values(file_format, layer.values, layer.origin, versioned=layer.is_file)
+    lines = {key: layer.lines[old] for key in values if (old := former.get(key, key)) in layer.lines}
+    return replace(layer, values=values, lines={**layer.lines, **lines})
 
 
 def looks_like_path(text: str) -> bool:

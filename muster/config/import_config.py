@@ -73,7 +73,7 @@ def import_config(path: Path, nproc: int | None = None, model: str | None = None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     missing = tuple(key for key in _PLACEHOLDERS if key not in carried.values)
-    if "data.mix" in carried.values:
+    if "data.blend" in carried.values:
         missing = tuple(key for key in missing if key != "data.source")
     tree = {"version": 1, **unflatten(_in_order(carried.values))}
     return ImportedConfig(carried, tree, missing, _refused(path, carried, missing))

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from muster.catalog import names
 from muster.config.config_layers import (
     ConfigLayer,
+    current_layer,
     flatten,
     looks_like_path,
     read_catalog_layer,
@@ -17,6 +18,7 @@ from muster.config.config_layers import (
     unflatten,
 )
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
+from muster.config.migrations import migrate
 from muster.config.run_config import RunConfig
 from muster.config.run_length import steps_from_epochs, steps_from_tokens
 from muster.config.step_law import STEP_LAW_SOURCE, derived_value_line, step_law_values
@@ -60,7 +62,7 @@ def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[t
         if not file.exists() and str(file) in names("presets"):
             raise ConfigError(f"there is no file {file}; for the preset of that name write --preset {file}")
         layers += _chain(read_file_layer(file), [str(file.resolve())])
-    return _resolve([*layers, ConfigLayer("command line", dict(overrides), Path())])
+    return _resolve([*layers, ConfigLayer("command line", dict(overrides), Path(), is_file=False)])
 
 
 def load_config_tree(tree: Mapping[str, Any], name: str) -> ResolvedConfig:
@@ -136,7 +138,8 @@ def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
 
 def load_plan(path: Path) -> Plan:
     """The plan in a plan.yaml. Raises ConfigError."""
-    layer, shape = read_file_layer(path), ConfigSchema(Plan)
+    layer = current_layer("plan", read_file_layer(path))
+    shape = ConfigSchema(Plan)
     values = {key: coerce_value(value, shape.types_at(key)) for key, value in layer.values.items()}
     try:
         return Plan.model_validate(unflatten(values))
@@ -144,12 +147,20 @@ def load_plan(path: Path) -> Plan:
         raise config_error(error, shape, {key: layer.origin(key) for key in values}) from None
 
 
+def plan_from_tree(tree: Mapping[str, Any], source: str) -> Plan:
+    """Return the plan in a nested tree of any schema, such as a checkpoint's manifest has; `source` names its file.
+
+    Raises ConfigError for a later schema, ValidationError for what is no plan.
+    """
+    return Plan.model_validate(migrate("plan", tree, source))
+
+
 def config_yaml(resolved: ResolvedConfig, plan: Plan) -> str:
     """A run file that says all of the configuration, the plan in it, and where each value comes from.
 
     The order of a searched schedule stands in it only where it was given: the plan.yaml has what was found.
     """
-    found = {"order"} if resolved.config.parallel.order is None else None
+    found = {"pinned_schedule"} if resolved.config.parallel.pinned_schedule is None else None
     tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
 
     def origin(path: str) -> str:

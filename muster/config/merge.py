@@ -1,6 +1,5 @@
 """Layers of a run file, laid one on top of the other: which value replaces which."""
 
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from muster.config.config_layers import ConfigLayer, flatten, looks_like_path, read_file_layer
+from muster.config.config_layers import ConfigLayer, current_layer, flatten, looks_like_path, read_file_layer
 from muster.config.named_model import read_model_layer
 from muster.config.run_config import RunConfig
 from muster.plugins.loader import PluginFile, load_plugins, resolve_plugin
@@ -28,13 +27,10 @@ _INSTEAD = {
     "train.steps": ("train.tokens", "train.epochs"),
     "train.tokens": ("train.steps", "train.epochs"),
     "train.epochs": ("train.steps", "train.tokens"),
-    "data.mix": ("data.source",),
-    "data.source": ("data.mix", "data.changes"),
+    "data.blend": ("data.source",),
+    "data.source": ("data.blend", "data.weight_schedule"),
 }
 """Keys that stand in the place of others from lower layers."""
-
-_RENAMED = {"train.eval_every": "eval.every", "train.eval_batches": "eval.batches"}
-"""Keys that had other names: a file that has them is read, with a word."""
 
 
 class MergedConfig:
@@ -47,9 +43,8 @@ class MergedConfig:
 
     def add(self, layer: ConfigLayer) -> None:
         """Lays a layer on top. Raises ConfigError."""
-        said = {_RENAMED.get(path, path): value for path, value in layer.values.items() if path != "extends"}
-        for path in layer.values.keys() & _RENAMED.keys():
-            print(f"{path} (from {layer.origin(path)}) is {_RENAMED[path]} now: read as that", file=sys.stderr)
+        layer = current_layer("run", layer)
+        said = {path: value for path, value in layer.values.items() if path != "extends"}
         if (named := said.pop("plugins", None)) is not None:  # first, as they may register what the layer names
             self._add_plugins(named, layer)
         for key in ("model", "model.preset"):

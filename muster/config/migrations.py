@@ -6,20 +6,19 @@ today's names only, with the schema version of `SCHEMAS`. A rename needs one lin
 * `KEYS`: per file format, former dotted key → today's, with the schema version since which it has that name.
   A key may name a whole section. `*` stands for any item of a list or any key of a mapping.
 * `VALUES`: the same for single values of a key, such as `recompute: selective`.
-* `PLAN_PARTS`: parts of a plan's short name (kept beside the parser in `muster.spec.plan_name`).
+* `PLAN_PARTS`: parts of a plan's short name (kept in `muster.spec.former_names`, for the parser).
 * `FLAGS`: per verb, former command-line flag → today's; `*` holds for all verbs.
 * `INSTRUCTIONS`: former instruction kinds of program texts and timelines.
 
 A plan inside another file ("run": below `parallel`) takes part with the rows of "plan".
 """
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from muster.spec.errors import ConfigError
-from muster.spec.plan_name import FORMER_PARTS as PLAN_PARTS
+from muster.spec.former_names import PLAN_PARTS, report_rename
 
 __all__ = [
     "FLAGS",
@@ -37,8 +36,9 @@ __all__ = [
 
 Format = Literal["run", "plan", "cluster", "manifest", "profile", "store", "timeline"]
 
-SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2, "cluster": 1}
-"""Schema version that is written today. Formats whose own reader checks the version are left out."""
+SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2}
+"""Schema version that is written today. Formats without one, and those whose own
+reader checks it, are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,45 +134,35 @@ def migrate(file_format: Format, tree: Mapping[str, Any], source: str) -> dict[s
     """
     version = _version(file_format, tree.get("version"), source)
     found = _migrate_item(file_format, tree, "", version, source)
-    if version is not None and file_format in SCHEMAS:
+    if "version" in tree and version is not None and file_format in SCHEMAS:
         found["version"] = SCHEMAS[file_format]
     return found
 
 
 def migrate_values(
-    file_format: Format, values: Mapping[str, Any], source: str, *, versioned: bool = True
+    file_format: Format, values: Mapping[str, Any], origin: Callable[[str], str], *, versioned: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values by today's dotted key, and for each renamed key its former name.
 
-    `values` is by dotted key, as a run file's layer has it. Without `versioned` (a command line) today's schema is
+    `values` is by dotted key, as a run file's layer has it; `origin` tells where a key stands. Without `versioned` (a command line) today's schema is
     assumed, so that ambiguous values are refused. Raises ConfigError as `migrate`.
     """
     current = SCHEMAS.get(file_format)
-    version = _version(file_format, values.get("version"), source) if versioned else current
+    version = _version(file_format, values.get("version"), origin("version")) if versioned else current
     found: dict[str, Any] = {}
     former: dict[str, str] = {}
     for key, value in values.items():
         new = _new_key(file_format, key)
         if new in found:
-            raise ConfigError(f"{source}: {new} is given twice, also as {former.get(new, key)}, its former name")
+            raise ConfigError(f"{origin(key)}: {new} is given twice, also as {former.get(new, key)}, its former name")
         if new != key:
             former[new] = key
-            report_rename(source, key, new)
-        found[new] = _migrate_value(file_format, value, new, version if versioned else current, source)
+            report_rename(origin(key), key, new)
+        found[new] = _migrate_value(file_format, value, new, version, origin(key))
     for key in ("version", "parallel.version") if versioned else ():
         if key in found and current is not None:
             found[key] = current
     return found, former
-
-
-def report_rename(source: str, old: str, new: str) -> None:
-    """Print once per process that something in `source` has a new name."""
-    if (source, old) not in _REPORTED:
-        _REPORTED.add((source, old))
-        print(f"{source}: {old} is called {new} now", file=sys.stderr)
-
-
-_REPORTED: set[tuple[str, str]] = set()
 
 
 def _version(file_format: Format, said: Any, source: str) -> int | None:

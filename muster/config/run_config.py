@@ -44,27 +44,27 @@ class DataConfig(Frozen):
     source: str | None = None
     """`python-stdlib` (the standard library's own source files), a file, a directory, a prepared token store, or a
     data set that a plugin registers."""
-    mix: tuple[BlendSource, ...] = ()
+    blend: tuple[BlendSource, ...] = ()
     """Several sources instead, each with a weight."""
-    changes: tuple[WeightChange, ...] = ()
+    weight_schedule: tuple[WeightChange, ...] = ()
     """Of the mixture's weights, in order."""
-    packing: Literal["concatenate", "documents", "whole", "none"] = "concatenate"
+    packing: Literal["concatenate", "document_mask", "next_fit", "none"] = "concatenate"
     """concatenate: a sample is seq_len tokens of the stream, read as one. documents: each document in it sees itself
     alone, and its positions begin at 0. whole: likewise, and documents are cut only where they are longer than a
     sample, which is filled up. none: a sample is one document, padded to the longest of its micro-batch."""
     tokenizer: str = "bytes"
     """`bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
-    end_token: str | None = None
+    eos_token: str | None = None
     """The token that ends a document; None: what the tokenizer's own files say."""
     chat_template: str | None = None
     """A file with the Jinja template of dialogues; None: the tokenizer's own, or ChatML where it has none."""
     text_key: str | None = None
     """The key of a row's text; None: `messages`, `prompt` with `completion`, or `text`, the first that a row has."""
-    bad_rows: Literal["stop", "skip"] = "stop"
+    on_invalid_row: Literal["stop", "skip"] = "stop"
     """What happens where a row can't be used: stop at the first, or skip and count them."""
     max_bytes: PositiveInt | None = None
     """Of text and JSON lines that are read at most; None: all of it."""
-    held_out: Fraction = 0.01
+    validation_split: Fraction = 0.01
     """Fraction of the windows that is never trained on and gives the validation loss."""
     cache: str | None = None
     """Directory of the token store; None: `.data` beside the run directory."""
@@ -73,7 +73,7 @@ class DataConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        names = [part.name for part in self.mix]
+        names = [part.name for part in self.blend]
         if (self.source is None) == (not names):
             raise ValueError(
                 "source: missing, expected text or python-stdlib; or give several in mix"
@@ -82,9 +82,9 @@ class DataConfig(Frozen):
             )
         if len(set(names)) < len(names):
             raise ValueError(f"mix has two sources of one name among {', '.join(names)}")
-        if names and not any(part.weight for part in self.mix):
+        if names and not any(part.weight for part in self.blend):
             raise ValueError("mix: all weights are 0, expected one that is more")
-        for change in self.changes:
+        for change in self.weight_schedule:
             if (change.from_step is None) == (change.from_sample is None):
                 raise ValueError("changes: expected either from_step or from_sample in each")
             if unknown := [name for name in change.weights if name not in names]:
@@ -96,7 +96,7 @@ class DataConfig(Frozen):
     @property
     def sources(self) -> list[str]:
         """All that is read."""
-        return [part.source for part in self.mix] if self.source is None else [self.source]
+        return [part.source for part in self.blend] if self.source is None else [self.source]
 
 
 class TrainConfig(Frozen):
@@ -126,22 +126,21 @@ class TrainConfig(Frozen):
     """Checkpoints of steps that are multiples of it are kept for good, beside the last ones; 0: none is."""
     ephemeral_every: NonNegativeInt = 0
     """Steps between checkpoints that stay only until the next one of any kind is complete; 0: there are none."""
-    mirror: str | None = None
+    remote_checkpoint_dir: str | None = None
     """URL below which copies of the checkpoints lie, of any kind that fsspec knows (`s3://bucket/run`): a run directory
     that has none, or older ones, gets the newest from there."""
-    copies_every: NonNegativeInt = 0
+    in_memory_checkpoint_every: NonNegativeInt = 0
     """Steps between copies of the state in the memory of the nodes, each of which also keeps those of the one before: a
     run that is started again goes on from them if they are newer than its checkpoints; 0: there are none."""
-    copies_dir: str = "/dev/shm"
-    """Where copies_every puts them: a folder in memory, or on a disk of the node's own; {rank} stands for a rank's
-    number."""
+    in_memory_checkpoint_dir: str = "/dev/shm"
+    """Directory of in-memory checkpoints: in memory, or on a local disk; {rank} stands for a rank's number."""
     async_save: bool = True
     """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
     max_minutes: Positive | None = None
     """After so long the run saves and stops, as if asked to; the same command goes on."""
     sample_tokens: NonNegativeInt = 200
     """Tokens of text that the trained model writes at the end; 0: none."""
-    max_skipped: PositiveInt = 10
+    max_consecutive_skips: PositiveInt = 10
     """A step whose loss or gradient norm is not finite, or a spike, is skipped with its samples; so many in a row end
     the run."""
     spike_sigmas: NonNegative = 0.0
@@ -149,7 +148,7 @@ class TrainConfig(Frozen):
     OLMo used 6."""
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Steps in that mean."""
-    hang_s: Positive = 180.0
+    hang_timeout_s: Positive = 180.0
     """Seconds in which no rank begins anything; after that the run ends, and the rank that the others wait for is
     named."""
     deterministic: bool = False
@@ -209,7 +208,7 @@ class TrackingConfig(Frozen):
 class RunConfig(Frozen):
     """Everything that decides what a run computes."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     plugins: tuple[PluginFile, ...] = ()
     """Python files, or modules, that register parts of one's own; those of all layers together."""
     seed: NonNegativeInt = 0
@@ -218,7 +217,7 @@ class RunConfig(Frozen):
     data: DataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
-    track: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = TrackingConfig()
     optim: OptimConfig
 
     @model_validator(mode="after")
@@ -237,7 +236,9 @@ class RunConfig(Frozen):
             )
         firsts = self.weight_change_samples
         if firsts != sorted(set(firsts)):
-            raise ValueError(f"data.changes: each begins after the one before, but they begin at samples {firsts}")
+            raise ValueError(
+                f"data.weight_schedule: each begins after the one before, but they begin at samples {firsts}"
+            )
         return self
 
     @property
@@ -259,9 +260,9 @@ class RunConfig(Frozen):
 
     @property
     def weight_change_samples(self) -> list[int]:
-        """The global sample with which each of data.changes begins."""
+        """The global sample with which each of data.weight_schedule begins."""
         batch = self.train.global_batch_size
-        return [change.from_sample or (change.from_step or 0) * batch for change in self.data.changes]
+        return [change.from_sample or (change.from_step or 0) * batch for change in self.data.weight_schedule]
 
     @property
     def workload(self) -> Workload:

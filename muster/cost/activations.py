@@ -87,14 +87,14 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
         return kept
     if recompute == "full":
         return sizes.hidden_bytes
-    if recompute == "alternate":
+    if recompute == "every_second_matmul":
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
     norms = 2 * norm_saved_bytes(own, sizes.hidden_tokens, precision)
     total = norms + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
-    if recompute == "attention":
+    if recompute == "core_attention":
         return total - tokens * own.num_heads * master_bytes(precision)
-    if recompute == "selective":
+    if recompute == "elementwise":
         total -= 2 * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
     return total + scores
 

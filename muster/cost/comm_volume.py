@@ -86,7 +86,7 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
     strategy, first, last = plan.strategy(layers.start), plan.is_first(stage), plan.is_last(stage)
     entering, leaving = 2 * len(layers) + last, 2 * len(layers)
     again = sum(plan.strategy(layer).recompute == "full" for layer in layers)
-    if strategy.tp_overlap == "chunked":
+    if strategy.tp_overlap == "async_tp":
         sent["send"] += count * (entering + 2 * leaving + 4 * again) * (tp - 1) * (hidden // tp)
         sent["all_gather"] += count * (entering + first) * (hidden // tp)
         sent["reduce_scatter"] += count * (entering + first) * hidden
@@ -143,7 +143,7 @@ def _reduced_numel(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
     if _zero(spec, plan, stage) == "z1":
         return _padded_numel(spec, plan, stage, at, lambda _: 1)
     times = plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
-    twice = plan.spread_vocab and spec.tied_embeddings  # after T, and after EW
+    twice = plan.vocab_parallel and spec.tied_embeddings  # after T, and after EW
     return _padded_numel(spec, plan, stage, at, lambda name: 2 * times if twice and name in VOCAB_PARAMETERS else times)
 
 
@@ -178,7 +178,7 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
         if not is_end(stage):
             positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
             sent[kind] = positions * hidden
-    if (other := plan.tied_embedding_peer(stage)) is not None and spec.tied_embeddings and not plan.spread_vocab:
+    if (other := plan.tied_embedding_peer(stage)) is not None and spec.tied_embeddings and not plan.vocab_parallel:
         sent["TIE"] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(plan.precision)
     if has_vocab_shard(plan, stage):
         positions = (

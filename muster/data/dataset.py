@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 """The label of a position that is not counted in the loss."""
 _PROMPT_CANDIDATES = 64
 """Samples among which one with a document's beginning is looked for."""
-Packing = Literal["concatenate", "documents", "whole", "none"]
+Packing = Literal["concatenate", "document_mask", "next_fit", "none"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,11 +106,11 @@ class Dataset(SampleStream):
     ) -> None:
         self.store, self.seed, self.packing = store, seed, packing
         self.windows = Windows(store.header.num_tokens, seq_len, validation_split)
-        if packing == "whole":
+        if packing == "next_fit":
             self.windows = PackedDocuments(store.header.num_tokens, seq_len, validation_split, store.document_starts)
         elif packing == "none":
             self.windows = SingleDocuments(store.header.num_tokens, seq_len, validation_split, store.document_starts)
-        self._masks_documents = packing in ("documents", "whole")
+        self._masks_documents = packing in ("document_mask", "next_fit")
         """Several documents in a sample, each of which sees itself alone."""
 
     @property

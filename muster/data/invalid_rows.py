@@ -30,7 +30,7 @@ class InvalidRowLog:
     def record(self, where: str, row: InvalidRow) -> None:
         """`place`: file and line, or file and row. Raises ConfigError under `stop`."""
         if self.policy == "stop":
-            raise ConfigError(f"{where}: {row}; mend it, or leave such rows out with data.bad_rows skip")
+            raise ConfigError(f"{where}: {row}; mend it, or leave such rows out with data.on_invalid_row skip")
         self.counts[row.reason] += 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{where}: {row}")

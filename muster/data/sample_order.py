@@ -87,7 +87,7 @@ class Windows:
 
     def _require_fraction(self) -> None:
         if not 0 <= self.validation_split <= 0.5:
-            raise ConfigError(f"data.held_out is a fraction from 0 to 0.5, got {self.validation_split}")
+            raise ConfigError(f"data.validation_split is a fraction from 0 to 0.5, got {self.validation_split}")
 
     @property
     def num_windows(self) -> int:

@@ -107,10 +107,10 @@ class JsonTokenizer:
         found = next((name for name in (wanted, named, *EOS_NAMES) if name in vocabulary), None)
         if found is None or (wanted is not None and wanted not in vocabulary):
             raise ConfigError(
-                f"data.end_token: {self.path} has no token {wanted!r}; name one that ends a document, such as"
+                f"data.eos_token: {self.path} has no token {wanted!r}; name one that ends a document, such as"
                 f" {sorted(vocabulary, key=lambda word: vocabulary[word])[-1]!r}"
                 if wanted is not None
-                else f"data.tokenizer: {self.path} doesn't say which token ends a document; name it as data.end_token"
+                else f"data.tokenizer: {self.path} doesn't say which token ends a document; name it as data.eos_token"
             )
         return found
 
@@ -129,7 +129,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eos_id: int = self._processor.eos_id() if eos_token is None else self._processor.piece_to_id(eos_token)
         if self.eos_id < 0 or (eos_token is not None and self.eos_id == self._processor.unk_id()):
-            raise ConfigError(f"data.end_token: {path} has no piece {eos_token or '</s>'!r} to end documents with")
+            raise ConfigError(f"data.eos_token: {path} has no piece {eos_token or '</s>'!r} to end documents with")
         self.fingerprint: str = f"spm-{_digest(data, self.eos_id)}"
         self.chat_template: ChatTemplate = _find_chat_template(path, _read_tokenizer_config(path))
 
@@ -153,7 +153,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     model (*.model). Raises ConfigError where there is none, MusterError where a library is missing."""
     if name == BYTES:
         if eos_token is not None:
-            raise ConfigError(f"data.end_token {eos_token!r} is for tokenizers with words; bytes end with 256")
+            raise ConfigError(f"data.eos_token {eos_token!r} is for tokenizers with words; bytes end with 256")
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():

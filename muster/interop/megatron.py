@@ -24,7 +24,7 @@ _REASONS = {
     "no-": _KERNELS,
     "overlap-grad-reduce": _ALWAYS,
     "overlap-param-gather": _ALWAYS,
-    "tp-comm-overlap": "parallel.default_strategy.tp_overlap: chunked does so, and wants measuring first",
+    "tp-comm-overlap": "parallel.default_strategy.tp_overlap:async_tp does so, and wants measuring first",
     "make-vocab-size-divisible-by": "any vocabulary can be cut: none is padded",
     "load": "weights to begin with are train.init_from, once converted: muster checkpoint --help",
     "save": "runs are saved below --run",
@@ -33,7 +33,7 @@ _REASONS = {
     "tokenizer": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
     "vocab-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
     "merge-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
-    "split": "data.held_out says what is held out",
+    "split": "data.validation_split says what is held out",
     "fp8": "fp8 can't be run yet",
     "moe-": "Muster's experts have no such setting",
     "rampup-batch-size": "every step has the same global batch",
@@ -286,14 +286,14 @@ def _data(found: ConfigConversion) -> None:
     if paths is None:
         return
     if any("$" in str(word) for word in words):
-        found.drop("data-path", "its variable is never set in the file; say data.source or data.mix")
+        found.drop("data-path", "its variable is never set in the file; say data.source or data.blend")
     elif len(words) == 1:
         found.put("data.source", words[0], "data-path")
     elif len(words) % 2:
-        found.drop("data-path", "expected weights and prefixes in turn; say data.source or data.mix")
+        found.drop("data-path", "expected weights and prefixes in turn; say data.source or data.blend")
     else:
         mix = [
             {"name": f"part{i // 2}", "source": words[i + 1], "weight": float(words[i])}
             for i in range(0, len(words), 2)
         ]
-        found.put("data.mix", mix, "data-path")
+        found.put("data.blend", mix, "data-path")

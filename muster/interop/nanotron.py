@@ -22,12 +22,12 @@ _ELSEWHERE = ("attention_bias", "initializer_range")
 """Keys that mean something else than in a Hugging Face config.json, or nothing."""
 _REASONS = {
     "checkpoints.": "runs are saved below --run; weights to begin with are train.init_from",
-    "data_stages": "say data.source or data.mix",
+    "data_stages": "say data.source or data.blend",
     "general.": "a run has the name of its directory, --run",
     "logging.": "metrics lie in the run directory",
     "metrics_logging": "metrics lie in the run directory",
     "tokenizer.": "a tokenizer is a file here: say data.tokenizer",
-    "parallelism.tp_linear_async_communication": "Muster always overlaps; tp_overlap: chunked cuts finer",
+    "parallelism.tp_linear_async_communication": "Muster always overlaps; tp_overlap:async_tp cuts finer",
     "parallelism.tp_recompute_allgather": "Muster gathers again what it doesn't keep, as its plan's recompute says",
     "optimizer.accumulate_grad_in_fp32": "Muster always sums gradients in fp32",
     "model.ddp_bucket_cap_mb": "parallel.bucket_layers counts layers",

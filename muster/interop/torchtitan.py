@@ -91,7 +91,7 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
     found.put("parallel.default_strategy.zero", "z3" if again else "z2", _PARALLEL + "fsdp_reshard_after_forward")
     found.put("parallel.default_strategy.sp", degree["tp"] > 1, _PARALLEL + "tensor_parallel_degree")
     if found.take(_PARALLEL + "enable_async_tensor_parallel"):
-        found.put("parallel.default_strategy.tp_overlap", "chunked", _PARALLEL + "enable_async_tensor_parallel")
+        found.put("parallel.default_strategy.tp_overlap", "async_tp", _PARALLEL + "enable_async_tensor_parallel")
     kind = str(found.take(_TRAIN + "mixed_precision_param", "bfloat16"))
     found.put("parallel.precision", "fp32" if kind == "float32" else "bf16", _TRAIN + "mixed_precision_param")
     if found.take("compile.enable", found.take(_TRAIN + "compile")):
@@ -119,7 +119,7 @@ def _recompute(found: ConfigConversion, layers: int) -> None:
     if mode == "full" or (mode == "selective" and which == "1"):
         found.put(key, "full", _AC + "mode")
     elif mode == "selective" and which == "op":
-        found.put(key, "alternate", _AC + "mode", _AC + "selective_ac_option")
+        found.put(key, "every_second_matmul", _AC + "mode", _AC + "selective_ac_option")
     elif mode == "selective" and which.isdecimal() and int(which):
         runs = [
             {"start": n, "count": 1, "strategy": {"recompute": "full"}}
@@ -129,7 +129,7 @@ def _recompute(found: ConfigConversion, layers: int) -> None:
     else:
         found.put(key, "none", _AC + "mode")
         if mode != "none":
-            found.drop(_AC + "mode", "Muster has none, selective and full; the file says none")
+            found.drop(_AC + "mode", "Muster has none, elementwise, every_second_matmul and full; the file says none")
 
 
 def _train(found: ConfigConversion) -> None:

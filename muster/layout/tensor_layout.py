@@ -125,7 +125,7 @@ def stage_shards(
     first, last = plan.is_first(stage), plan.is_last(stage)
     shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
     for name, shape in shapes:
-        if not (plan.spread_vocab and name in VOCAB_PARAMETERS):
+        if not (plan.vocab_parallel and name in VOCAB_PARAMETERS):
             yield name, shape, *tp_shard(spec, name, shape, plan.mesh(stage).tp, tp_index)
     if has_vocab_shard(plan, stage):
         for name, shape in parameter_shapes(spec):
@@ -141,7 +141,7 @@ def stage_shards(
 
 def has_vocab_shard(plan: Plan, stage: int) -> bool:
     """Whether a stage is the one of its rank that has a part of a vocabulary that is spread."""
-    return plan.spread_vocab and stage == stages_on(plan, plan.pp_rank(stage))[0]
+    return plan.vocab_parallel and stage == stages_on(plan, plan.pp_rank(stage))[0]
 
 
 def _cut(box: Box, dim: int, start: int, count: int) -> Box:
@@ -188,7 +188,7 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
         box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.dp_shard, at.dp_shard))
         copies, copy_index = tp_copies * mesh.dp_replicate, tp_copy * mesh.dp_replicate + at.dp_replicate
         writers = copies
-        if name == "embed.weight" and spec.tied_embeddings and plan.stages_per_replica > 1 and not plan.spread_vocab:
+        if name == "embed.weight" and spec.tied_embeddings and plan.stages_per_replica > 1 and not plan.vocab_parallel:
             copy_index += plan.mesh(0).dp_replicate if last else 0
             writers = plan.mesh(0).dp_replicate
             copies = writers + plan.mesh(plan.stages_per_replica - 1).dp_replicate

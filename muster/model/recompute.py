@@ -20,7 +20,7 @@ from muster.spec.plan import Recompute
 
 def apply_recompute(layer: Layer, recompute: Recompute) -> None:
     """Makes a layer's passes keep what `recompute` says."""
-    if recompute == "selective":
+    if recompute == "elementwise":
         layer.attn.recomputable = layer.mlp.recomputable = recomputed  # type: ignore[assignment]
     if recompute == "full":
         layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]

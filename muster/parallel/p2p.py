@@ -132,7 +132,7 @@ def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) 
     """By own stage, the gradient of the weight that it shares with the other end of its replica on other ranks."""
     routes = {}
     # A spread vocabulary's one weight lies in parts on all ranks, and is shared with nobody.
-    for stage in stages if spec.tied_embeddings and not world.plan.spread_vocab else ():
+    for stage in stages if spec.tied_embeddings and not world.plan.vocab_parallel else ():
         other = world.plan.tied_embedding_peer(stage)
         layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
         if other is not None:

@@ -103,11 +103,13 @@ class DecoderStage:
         plan = world.plan
         self.index, self.spec, self.world = index, spec, world
         self.is_first, self.is_last = plan.is_first(index), plan.is_last(index)
-        self.reads_tokens, self.computes_loss = (end and not plan.spread_vocab for end in (self.is_first, self.is_last))
+        self.reads_tokens, self.computes_loss = (
+            end and not plan.vocab_parallel for end in (self.is_first, self.is_last)
+        )
         self.layers = plan.layers(index, spec.num_layers)
         strategy = plan.strategy(self.layers.start)
         with torch.device("meta"):
-            self.module = Decoder(spec, self.layers, self.is_first, self.is_last, has_vocab=not plan.spread_vocab)
+            self.module = Decoder(spec, self.layers, self.is_first, self.is_last, has_vocab=not plan.vocab_parallel)
             if has_vocab_shard(plan, index):
                 start, rows = chunk_bounds(spec.vocab_size, plan.pp, world.at.pp)
                 add_vocab_shard(self.module, rows, spec.hidden_size, spec.tied_embeddings)

@@ -55,7 +55,7 @@ class World:
         size = self.plan.mesh(self.at.pp).tp
         if size == 1:
             return None
-        chunked = strategy.tp_overlap == "chunked"
+        chunked = strategy.tp_overlap == "async_tp"
         return TensorAxis(self.mesh["tp"].get_group(), size, self.at.tp, strategy.sp, chunked)
 
     def pipeline_axis(self) -> PipelineAxis:
@@ -137,7 +137,7 @@ def open_world(
     )
     at = coordinates_of(plan, rank)
     meshes = [_stage_mesh(plan, pp_rank, device) for pp_rank in range(plan.pp)]  # all ranks make all groups, in order
-    pipe = _pipeline_axis(plan, at) if plan.spread_vocab else None
+    pipe = _pipeline_axis(plan, at) if plan.vocab_parallel else None
     world = World(generation, rank, size, plan, at, device, prefixed, meshes[at.pp], pipe, where)
     try:
         yield world
@@ -150,7 +150,7 @@ def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:
     """The world as `rank` sees it where all ranks are one process's fiction: the process group is there already, and it
     is PyTorch's fake one."""
     at, device = coordinates_of(plan, rank), torch.device("cpu")
-    pipe = _pipeline_axis(plan, at) if plan.spread_vocab else None
+    pipe = _pipeline_axis(plan, at) if plan.vocab_parallel else None
     return World(0, rank, plan.world_size, plan, at, device, store, _stage_mesh(plan, at.pp, device), pipe)
 
 

@@ -134,10 +134,10 @@ def _require_parts_run(config: RunConfig) -> None:
     plan, train, optim = config.parallel, config.train, config.optim
     if optim.name not in OPTIMIZERS:
         get_component("optimizer", optim.name).state_names(optim.options)
-    if train.loss is not None and (plan.spread_vocab or any(plan.mesh(rank).tp > 1 for rank in range(plan.pp))):
+    if train.loss is not None and (plan.vocab_parallel or any(plan.mesh(rank).tp > 1 for rank in range(plan.pp))):
         raise InfeasibleError(
-            f"train.loss {train.loss} reads the logits of all words, which tp and spread_vocab cut: take tp 1 and leave"
-            " spread_vocab out"
+            f"train.loss {train.loss} reads the logits of all words, which tp and vocab_parallel cut: take tp 1 and"
+            " leave vocab_parallel out"
         )
     if train.training_step is not None and plan.post_validation:
         raise InfeasibleError(
@@ -170,7 +170,11 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
 def _with_requested_schedule(plan: Plan, requested: Plan) -> Plan:
     """With the searched schedule that was asked for, where there is a pipeline."""
     searched = requested.schedule_entry.searched and plan.pp > 1
-    return plan.model_copy(update={"schedule": requested.schedule, "order": requested.order}) if searched else plan
+    return (
+        plan.model_copy(update={"schedule": requested.schedule, "pinned_schedule": requested.pinned_schedule})
+        if searched
+        else plan
+    )
 
 
 def _process_counts(world_size: int | None, measured: bool) -> Iterator[int]:

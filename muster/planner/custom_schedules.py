@@ -82,7 +82,13 @@ def _may_have_custom_schedule(plan: Plan, evaluator: PlanEvaluator) -> bool:
     fixed, given = evaluator.request.fixed, evaluator.request.base
     if evaluator.request.objective == "memory":
         return False
-    if plan.pp == 1 or plan.pipeline_replicas > 1 or plan.spread_vocab or plan.data_shares or not plan.is_uniform:
+    if (
+        plan.pp == 1
+        or plan.pipeline_replicas > 1
+        or plan.vocab_parallel
+        or plan.uneven_micro_batches
+        or not plan.is_uniform
+    ):
         return False
     if evaluator.request.cluster.device.rates is not None or given.stages or given.overrides:
         return False
@@ -213,7 +219,7 @@ class _LocalSearch:
         )
         try:
             for schedule in search_custom_orders(setting, hops_s):
-                yield plan.model_copy(update={"order": _pinned_schedule(schedule)})
+                yield plan.model_copy(update={"pinned_schedule": _pinned_schedule(schedule)})
         except InfeasibleError:
             return
 
@@ -230,11 +236,11 @@ class _LocalSearch:
                 "schedule": "auto",
                 "vpp": draft.chunks,
                 "micro_batch_size": draft.micro_batch_size,
-                "activation_limit": draft.kept,
+                "max_in_flight_micro_batches": draft.kept,
                 "stages": () if "stages" in self.request.fixed else tuple(map(_stage, layers)),
                 "overrides": (),
                 "default_strategy": own.default_strategy.model_copy(update=self._bare),
-                "order": empty,
+                "pinned_schedule": empty,
             }
         )
 

@@ -102,7 +102,7 @@ class NodeOrderCandidate:
 def _search_naive(request: PlanRequest, top: int, limit_s: float) -> tuple[SearchResult, PlanSearch]:
     """What is found without regard to differences: nodes as they are listed, layers and data evenly on them, the axes
     in the order that trainers lay them out in."""
-    equal = {"stages": (), "data_shares": (), "axis_order": MESH_AXES}
+    equal = {"stages": (), "uneven_micro_batches": (), "axis_order": MESH_AXES}
     asked = replace(request, fixed={**equal, **request.fixed})
     judge = PlanEvaluator(asked)
     found = search(asked, top, limit_s, judge, exact=1)

@@ -115,8 +115,8 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
                         "schedule": schedule,
                         "vpp": chunks,
                         "stages": stages,
-                        "order": None,
-                        "activation_limit": None,
+                        "pinned_schedule": None,
+                        "max_in_flight_micro_batches": None,
                     }
                 ),
             )
@@ -240,8 +240,8 @@ def _rebalanced(winner: Plan, plan: Plan, evaluator: PlanEvaluator) -> Plan:
             plan = plan.model_copy(update={"stages": moved.stages})
         else:
             plan = plan.model_copy(update={"stages": ()})
-    if winner.data_shares and "data_shares" not in request.fixed:
-        even = plan.model_copy(update={"data_shares": ()})
+    if winner.uneven_micro_batches and "uneven_micro_batches" not in request.fixed:
+        even = plan.model_copy(update={"uneven_micro_batches": ()})
         plan = evaluator.batch_splitter.with_best_split(even) or even
     return plan
 

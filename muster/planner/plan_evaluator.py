@@ -234,13 +234,13 @@ class PlanEvaluator:
         """The least value of a plan."""
         if self.request.objective == "memory":
             return 0.0
-        if plan.data_shares and self.request.cluster.device.rates is None:
+        if plan.uneven_micro_batches and self.request.cluster.device.rates is None:
             return self._bound(self.batch_splitter.bound_s(plan))
         return self._bound_of(plan, self.pass_times(plan))
 
     def bound_with_added(self, plan: Plan, added_s: Sequence[float]) -> float:
         """The least value of a plan whose pipeline ranks take so much more for each micro-batch."""
-        if plan.data_shares:  # whose ranks don't all run as many
+        if plan.uneven_micro_batches:  # whose ranks don't all run as many
             return self.bound(plan)
         counts = split_evenly(plan.num_micro_batches(self.request.workload), plan.pipeline_replicas)
         return self._bound(step_bound_s(plan, self.pass_times(plan), counts, np.array(added_s)))
@@ -269,7 +269,7 @@ class PlanEvaluator:
     def evaluate(self, plan: Plan) -> EvaluatedPlan:
         """The plan simulated."""
         request = self.request
-        program, times = self._program(plan), None if plan.data_shares else self.op_times(plan)
+        program, times = self._program(plan), None if plan.uneven_micro_batches else self.op_times(plan)
         prediction = predict(request.model, plan, request.workload, request.cluster, program, times)
         if request.objective == "memory":
             value = float(max(rank.total for rank in prediction.memory))
@@ -290,10 +290,10 @@ class PlanEvaluator:
             strategy.sp,
             tuple(bool(plan.offloaded_layers(stage, layers)) for stage in range(plan.num_stages)),
         )
-        if plan.order is not None:  # which no two plans share
-            if self._last_custom_program is None or self._last_custom_program[0] != (key, plan.order):
+        if plan.pinned_schedule is not None:  # which no two plans share
+            if self._last_custom_program is None or self._last_custom_program[0] != (key, plan.pinned_schedule):
                 self._last_custom_program = (
-                    (key, plan.order),
+                    (key, plan.pinned_schedule),
                     build_program(plan, self.request.model, self.request.workload),
                 )
             return self._last_custom_program[1]

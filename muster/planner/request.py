@@ -143,7 +143,7 @@ def fixed_fields(name_parts: str) -> dict[str, Any]:
 
 SEARCHED = frozenset(
     ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "micro_batch_size", "schedule", "axis_order", "stages")
-    + ("data_shares", "zero", "sp", "recompute", "offload")
+    + ("uneven_micro_batches", "zero", "sp", "recompute", "offload")
 )
 """Fields of a plan, or of its strategy, for which values are tried."""
 

@@ -40,7 +40,7 @@ class SearchResult:
     @property
     def has_custom_schedule(self) -> bool:
         """Whether the best has an order of passes for its own times: those that may be are not bounded."""
-        return bool(self.best) and self.best[0].plan.order is not None
+        return bool(self.best) and self.best[0].plan.pinned_schedule is not None
 
     @property
     def _is_settled(self) -> bool:

@@ -166,8 +166,8 @@ def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator["Schedu
 
 def uneven_batch_options(request: PlanRequest, shape: MeshShape) -> tuple[bool, ...]:
     """Whether data-parallel ranks run as many micro-batches, or as suits their devices: where these differ, both."""
-    if "data_shares" in request.fixed:
-        return (bool(request.fixed["data_shares"]),)
+    if "uneven_micro_batches" in request.fixed:
+        return (bool(request.fixed["uneven_micro_batches"]),)
     differ = len({group.device.name for group in request.cluster.groups}) > 1
     return (False, True) if differ and shape.data > 1 and request.admits("zero", "z1") else (False,)
 
@@ -219,7 +219,7 @@ def recompute_modes(request: PlanRequest) -> tuple[Recompute, ...]:
     wanted = request.fixed.get("recompute")
     if wanted is not None:
         return (wanted,)
-    return ("none", "selective", "full") if request.objective == "memory" else ("none",)
+    return ("none", "elementwise", "full") if request.objective == "memory" else ("none",)
 
 
 def make_plan(

@@ -68,9 +68,9 @@ class BatchSplitter:
     def with_best_split(self, plan: Plan) -> Plan | None:
         """The plan with the shares that suit its pipelines best, or with those that are asked for; None where they are
         equal anyway, or can't be."""
-        request, asked = self.request, self.request.fixed.get("data_shares")
+        request, asked = self.request, self.request.fixed.get("uneven_micro_batches")
         if asked is not None:
-            shared = plan.model_copy(update={"data_shares": asked})
+            shared = plan.model_copy(update={"uneven_micro_batches": asked})
             illegal = plan_violations(shared, request.model, request.workload, request.cluster.num_devices)
             return shared if not illegal and is_admitted(request, shared) else None
         kinds = self._pass_times(plan, links=False)
@@ -92,7 +92,7 @@ class BatchSplitter:
             for data in members:
                 times_s[data] = time_of(kind, seconds)
         shares = normalize_shares(fastest_split(times_s, ranks * plan.num_micro_batches(request.workload)))
-        shared = plan.model_copy(update={"data_shares": shares})
+        shared = plan.model_copy(update={"uneven_micro_batches": shares})
         return shared if shares and is_admitted(request, shared) else None
 
     def bound_s(self, plan: Plan) -> float:

@@ -88,7 +88,7 @@ def differences(runs: Sequence[RunRecord]) -> tuple[ConfigDifference, ...]:
 
 def _plan_values(run: RunRecord) -> dict[str, Any]:
     """A plan by dotted key. What was searched for follows from the rest, and is no choice of anybody's."""
-    tree = run.plan.model_dump(mode="json", exclude={"order"})
+    tree = run.plan.model_dump(mode="json", exclude={"pinned_schedule"})
     return dict(flatten(tree, "parallel."))
 
 

@@ -55,7 +55,7 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
         ("ranks", _degrees(plan)),
         *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model.num_layers))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
-        *([("shares", _shares(plan, n_micro_batches))] if plan.data_shares else []),
+        *([("shares", _shares(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
         (
             "step",
@@ -74,9 +74,10 @@ def _degrees(plan: Plan) -> str:
 
 def _shares(plan: Plan, most: int) -> str:
     """The micro-batches of all data-parallel ranks, in runs that have as many."""
-    ranks, part = plan.mesh(0).dp_size, most // max(plan.data_shares)
-    width = ranks // len(plan.data_shares)
-    return f"micro-batches of {width} data-parallel ranks each: {', '.join(str(part * n) for n in plan.data_shares)}"
+    ranks, part = plan.mesh(0).dp_size, most // max(plan.uneven_micro_batches)
+    width = ranks // len(plan.uneven_micro_batches)
+    counts = ", ".join(str(part * n) for n in plan.uneven_micro_batches)
+    return f"micro-batches of {width} data-parallel ranks each: {counts}"
 
 
 def _stages(plan: Plan, num_layers: int) -> list[str]:
@@ -90,12 +91,12 @@ def _stages(plan: Plan, num_layers: int) -> list[str]:
 
 def _stage(plan: Plan, stage: int, num_layers: int) -> str:
     layers = plan.layers(stage, num_layers)
-    parts = ["embedding"] if plan.is_first(stage) and not plan.spread_vocab else []
+    parts = ["embedding"] if plan.is_first(stage) and not plan.vocab_parallel else []
     if len(layers) == 1:
         parts.append(f"layer {layers[0]}")
     elif layers:
         parts.append(f"layers {layers[0]}–{layers[-1]}")
-    if plan.is_last(stage) and not plan.spread_vocab:
+    if plan.is_last(stage) and not plan.vocab_parallel:
         parts.append("head")
     if has_vocab_shard(plan, stage):
         parts.append(f"1/{plan.pp} of the words")

@@ -32,8 +32,8 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
     Raises InfeasibleError where it doesn't serve the plan, MusterError where it is yet to be found (`resolve`),
     ProgramError where what the plan keeps is no schedule.
     """
-    if plan.order is not None:
-        return pinned_schedule(plan.schedule, plan.order)
+    if plan.pinned_schedule is not None:
+        return pinned_schedule(plan.schedule, plan.pinned_schedule)
     if plan.schedule_entry.searched:
         raise MusterError(f"schedule {plan.schedule} is yet to be found for the plan: resolve it first")
     return make_schedule(
@@ -46,7 +46,7 @@ def build_program(
 ) -> Program:
     """The Program of one optimizer step; with `train` false, of the forwards alone over as many micro-batches.
 
-    Under unequal `data_shares` each data-parallel rank has a Program of its own length: `data` says which, None the
+    Under `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data` says which, None the
     longest. All have the same collectives in the same order.
 
     Raises InfeasibleError when the batch or the schedule doesn't fit the plan, and as `schedule_of`.
@@ -66,8 +66,8 @@ def build_program(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).dp_size * plan.mesh(stage).cp for stage in stages),
         tp_replicated_weights=any(tp_partial_grad_copies(model, names, tp, sp) for tp, sp in tensor_axes),
-        tied_embeddings=model.tied_embeddings and not plan.spread_vocab,
-        vocab_times=_vocab_times(plan, model) if plan.spread_vocab else None,
+        tied_embeddings=model.tied_embeddings and not plan.vocab_parallel,
+        vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,
         post_validation=plan.post_validation,
         offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
         train=train,

@@ -20,10 +20,10 @@ def resolve_schedule(plan: Plan, model: ModelSpec, workload: Workload) -> Plan:
     `auto` is found again by the same call, `exact` need not be: find it once and hand the plan on. Raises
     InfeasibleError where no schedule serves, MusterError where the solver of `exact` is not installed.
     """
-    if not plan.schedule_entry.searched or plan.order is not None:
+    if not plan.schedule_entry.searched or plan.pinned_schedule is not None:
         return plan
     spec = _schedule_spec(plan, plan.num_micro_batches(workload), nominal_pass_times(plan, model, workload))
-    return plan.model_copy(update={"order": _pin(make_schedule(plan.schedule, spec), "nominal")})
+    return plan.model_copy(update={"pinned_schedule": _pin(make_schedule(plan.schedule, spec), "nominal")})
 
 
 def refine_schedule(plan: Plan, times: PassTimes) -> PinnedSchedule:
@@ -31,8 +31,8 @@ def refine_schedule(plan: Plan, times: PassTimes) -> PinnedSchedule:
 
     Raises InfeasibleError, MusterError as `resolved`.
     """
-    assert plan.order is not None, "there is nothing to find anew"
-    spec = _schedule_spec(plan, plan.order.micro_batches, times, plan.order.placement)
+    assert plan.pinned_schedule is not None, "there is nothing to find anew"
+    spec = _schedule_spec(plan, plan.pinned_schedule.micro_batches, times, plan.pinned_schedule.placement)
     return _pin(make_schedule(plan.schedule, spec), "measured")
 
 

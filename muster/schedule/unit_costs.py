@@ -28,7 +28,7 @@ def nominal_pass_times(plan: Plan, model: ModelSpec, workload: Workload) -> Pass
             for layer in layers
             if _recompute(plan, layer) == "full"
         )
-        head = model.vocab_size * model.hidden_size if plan.is_last(stage) and not plan.spread_vocab else 0
+        head = model.vocab_size * model.hidden_size if plan.is_last(stage) and not plan.vocab_parallel else 0
         share = plan.local_micro_batch_size(stage) / plan.mesh(stage).tp
         forward.append(share * (products + head + attention))
         inputs.append(share * (products + head + 2 * attention + again))

@@ -196,7 +196,7 @@ def predict(
     require_legal(plan, model, workload, cluster)
     plan = resolve_schedule(plan, model, workload)
     longest = program or build_program(plan, model, workload)
-    if plan.data_shares:
+    if plan.uneven_micro_batches:
         program, times = _slowest_data_rank(model, plan, workload, cluster, framework)
     else:
         program, times = longest, times or plan_times(model, plan, workload, cluster, framework)

@@ -93,15 +93,18 @@ def _chunks(plan: Plan) -> Iterator[str]:
 
 def _order(plan: Plan, workload: Workload) -> Iterator[str]:
     """What a searched schedule was found for."""
-    order = plan.order
+    order = plan.pinned_schedule
     if not plan.schedule_entry.searched:
         if order is not None:
             yield f"order is for a schedule that is searched for (auto, exact), not for {plan.schedule}: leave it out"
-        if plan.activation_limit is not None:
-            yield f"activation_limit is for auto and exact; schedule {plan.schedule} keeps what it keeps"
+        if plan.max_in_flight_micro_batches is not None:
+            yield f"max_in_flight_micro_batches is for auto and exact; schedule {plan.schedule} keeps what it keeps"
         return
-    if plan.activation_limit is not None and plan.activation_limit < 1:
-        yield f"activation_limit {plan.activation_limit:g} doesn't hold one micro-batch's activations; the least is 1"
+    if plan.max_in_flight_micro_batches is not None and plan.max_in_flight_micro_batches < 1:
+        yield (
+            f"max_in_flight_micro_batches {plan.max_in_flight_micro_batches:g} doesn't hold one micro-batch's"
+            " activations; the least is 1"
+        )
     if order is None:
         return
     again = "leave order out, and it is found anew"
@@ -134,7 +137,7 @@ def _unequal(plan: Plan) -> Iterator[str]:
     if plan.axis_order[0] != "pp":
         yield f"stages of their own kind need pp as the first axis of axis_order, not {plan.axis_order[0]}"
     sequences = plan.micro_batch_size * plan.mesh(0).dp_size
-    if plan.schedule_entry.searched and plan.order is None and plan.vpp > 1:
+    if plan.schedule_entry.searched and plan.pinned_schedule is None and plan.vpp > 1:
         yield f"stages of their own kind want to know where they lie, which schedule {plan.schedule} has yet to find"
         return
     for stage in range(plan.num_stages):
@@ -150,20 +153,26 @@ def _unequal(plan: Plan) -> Iterator[str]:
 
 def _shares(plan: Plan) -> Iterator[str]:
     """Data-parallel ranks that run unequal numbers of micro-batches."""
-    shares, ranks = plan.data_shares, plan.mesh(0).dp_size
+    shares, ranks = plan.uneven_micro_batches, plan.mesh(0).dp_size
     if not shares:
         return
     if ranks % len(shares):
-        yield f"data_shares has {len(shares)} numbers, which don't divide {pluralize(ranks, 'data-parallel rank')}"
+        yield (
+            f"uneven_micro_batches has {len(shares)} numbers, which don't divide"
+            f" {pluralize(ranks, 'data-parallel rank')}"
+        )
     if not plan.is_uniform:
-        yield "data_shares need all stages on equal meshes: each rank's micro-batches stay on its own pipeline"
+        yield "uneven_micro_batches need all stages on equal meshes: each rank's micro-batches stay on its own pipeline"
     if plan.default_strategy.zero != "z1":
         yield (
-            f"data_shares need z1: {plan.default_strategy.zero} reduces in every backward, and ranks with other numbers"
-            " of backwards would not meet"
+            f"uneven_micro_batches need z1: {plan.default_strategy.zero} reduces in every backward, and ranks with"
+            " other numbers of backwards would not meet"
         )
     if plan.schedule_entry.searched:
-        yield f"data_shares want an order for each number of micro-batches, but schedule {plan.schedule} finds one"
+        yield (
+            "uneven_micro_batches want an order for each number of micro-batches, but schedule"
+            f" {plan.schedule} finds one"
+        )
 
 
 def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
@@ -183,7 +192,7 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
 
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
     """Copies of the model in one pipeline, each of which runs a part of the micro-batches."""
-    sequences = min(plan.data_shares or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
+    sequences = min(plan.uneven_micro_batches or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
     if plan.pipeline_replicas > 1 and workload.global_batch_size < plan.mesh(0).dp_size * sequences:
         yield (
             f"schedule {plan.schedule} runs {plan.pipeline_replicas} copies of the model, each of which needs a"
@@ -220,14 +229,17 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
         yield "offload of activations moves them while other stages' passes run, but pp is 1"
     if plan.post_validation and plan.pp == 1:
         yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
-    if plan.spread_vocab and plan.pp == 1:
-        yield "spread_vocab spreads words over pipeline ranks, but pp is 1"
-    if plan.spread_vocab and plan.pipeline_replicas > 1:
-        yield f"spread_vocab weaves the words' passes into those of one replica, but schedule {plan.schedule} runs two"
-    if plan.spread_vocab and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
-        yield f"spread_vocab over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
+    if plan.vocab_parallel and plan.pp == 1:
+        yield "vocab_parallel spreads words over pipeline ranks, but pp is 1"
+    if plan.vocab_parallel and plan.pipeline_replicas > 1:
+        yield (
+            "vocab_parallel weaves the vocabulary passes into those of one replica, but schedule"
+            f" {plan.schedule} runs two"
+        )
+    if plan.vocab_parallel and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
+        yield f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
     if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies):
-        yield "tp_overlap chunked sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+        yield "tp_overlap async_tp sends parts of the sequence, which only sp cuts: add sp or leave it at none"
     if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes):
         yield "sp cuts sequences over the tp ranks, but tp is 1"
 

@@ -77,7 +77,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
             update={
                 "micro_batch_size": size,
                 "stages": plan.stages if keeps_stages else (),
-                "order": None,
+                "pinned_schedule": None,
                 "schedule": plan.schedule
                 if plan.schedule in schedules or plan.schedule_entry.searched
                 else ("1f1b" if axes["vpp"] == 1 else schedules[0]),
@@ -92,25 +92,25 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
                     for run in plan.overrides
                     if run.start + run.count <= model.num_layers
                 ),
-                "spread_vocab": plan.spread_vocab
+                "vocab_parallel": plan.vocab_parallel
                 and axes["pp"] > 1
                 and axes["tp"] == 1
                 and plan.pipeline_replicas == 1
                 and (asked.zero != "z3" or axes["dp_replicate"] * axes["dp_shard"] == 1),
                 "post_validation": plan.post_validation
                 and axes["pp"] > 1
-                and not plan.spread_vocab
+                and not plan.vocab_parallel
                 and plan.precision != "fp16",
                 "compile": plan.compile
-                and not plan.spread_vocab
-                and not any(s.recompute == "selective" for s in plan.strategies)
+                and not plan.vocab_parallel
+                and not any(s.recompute == "elementwise" for s in plan.strategies)
                 and not plan.split_backward,
             }
         )
 
 
 def _supported_recompute(recompute: Recompute) -> Recompute:
-    return recompute if recompute in SUPPORTED_RECOMPUTE else "selective"
+    return recompute if recompute in SUPPORTED_RECOMPUTE else "elementwise"
 
 
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
@@ -126,7 +126,7 @@ def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
 def _with_degrees(plan: Plan, **degrees: int) -> Plan:
     """The plan with these degrees and 1 for all others, and no word about single stages."""
     ones = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp"), 1)
-    return plan.model_copy(update={**ones, **degrees, "stages": (), "data_shares": ()})
+    return plan.model_copy(update={**ones, **degrees, "stages": (), "uneven_micro_batches": ()})
 
 
 def _distance(asked: Plan, candidate: Plan) -> float:

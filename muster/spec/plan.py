@@ -20,11 +20,11 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours on the last axis are neighbouring ranks."""
 
 ZeroLevel = Literal["z1", "z2", "z3"]
-Recompute = Literal["none", "selective", "attention", "alternate", "full"]
-"""What a layer's backward computes again. none: nothing. selective: what is one pass over memory, norms and the product
-of the gated linear unit. attention: scores, their softmax and the weighted values (arXiv:2205.05198 §5). alternate:
-every second matrix product and all that is cheap (torchtitan's selective checkpointing by operation). full: the
-layer."""
+Recompute = Literal["none", "elementwise", "core_attention", "every_second_matmul", "full"]
+"""Part of a layer that its backward computes again. none: nothing. elementwise: norms and the product of the gated
+linear unit, one pass over memory each. core_attention: scores, softmax and weighted values (Megatron-LM's selective,
+arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
+checkpointing by operation). full: the whole layer."""
 Offload = Literal["none", "optimizer", "activations", "all"]
 """What lies in the host's memory. activations: what a layer keeps of a micro-batch, where enough other passes run
 between its forward and its backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
@@ -61,9 +61,10 @@ class LayerStrategy(Frozen):
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
     """Between layers the sequence is cut over the tp ranks."""
-    tp_overlap: Literal["none", "chunked"] = "none"
-    """Within passes under sp. none: a whole sequence is gathered, then multiplied, and multiplied, then scattered, but
-    weights' gradients are computed meanwhile. chunked: each part is multiplied while the next one travels."""
+    tp_overlap: Literal["none", "async_tp"] = "none"
+    """Overlap of tensor-parallel collectives with matmuls under sp. none: all-gather, then matmul, and matmul, then
+    reduce-scatter; only weight gradients are computed meanwhile. async_tp: cut into chunks, each multiplied while the
+    next one travels."""
     recompute: Recompute = "none"
     """What a layer's backward computes again."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -93,7 +94,7 @@ class StageSpec(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _take_older(cls, content: Any) -> Any:
-        # Checkpoints of before `data_shares` say of each stage that it has none.
+        # Checkpoints of before `uneven_micro_batches` say of each stage that it has none.
         if isinstance(content, dict) and content.get("micro_batch_share", 0) is None:
             return {key: value for key, value in content.items() if key != "micro_batch_share"}
         return content
@@ -120,7 +121,7 @@ class Plan(Frozen):
     stages and layers may differ.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     """The schema of the file."""
     dp_replicate: PositiveInt = 1
     """Data-parallel groups, each with a whole copy of what it stores."""
@@ -140,15 +141,15 @@ class Plan(Frozen):
     """Ranks over which each expert is cut."""
     schedule: str = "1f1b"
     """The order of the passes."""
-    order: PinnedSchedule | None = None
+    pinned_schedule: PinnedSchedule | None = None
     """Of a searched schedule (auto, exact), once it is found (`muster.schedule.resolve`); before, nobody can say where
     stages lie."""
-    activation_limit: PositiveFloat | None = None
+    max_in_flight_micro_batches: PositiveFloat | None = None
     """Of a searched schedule: micro-batches' activations of a rank's share of the layers that a rank may keep; None: as
     many as there are pipeline ranks, which is what 1f1b keeps."""
     micro_batch_size: PositiveInt = 1
     """Sequences of a micro-batch on each data-parallel rank of the first stage; see `rows`."""
-    data_shares: tuple[PositiveInt, ...] = ()
+    uneven_micro_batches: tuple[PositiveInt, ...] = ()
     """For data-parallel ranks on devices of unequal speed: how many micro-batches each runs in a step, in proportion.
     Fewer numbers than ranks stand for as many neighbours each; empty: all ranks run as many."""
     default_strategy: LayerStrategy = LayerStrategy()
@@ -165,7 +166,7 @@ class Plan(Frozen):
     """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of sharded ranks."""
     prefetch_buckets: PositiveInt = 1
     """Under z3, buckets that are gathered ahead of the one in use."""
-    spread_vocab: bool = False
+    vocab_parallel: bool = False
     """Embedding and head lie in equal parts on all pipeline ranks, instead of on the first and the last stage."""
     post_validation: bool = False
     """Steps don't wait for the gradient norm of all ranks: a rank steps when its own gradients are complete, and takes
@@ -189,7 +190,7 @@ class Plan(Frozen):
             raise ValueError(f"axis_order must name each of {', '.join(MESH_AXES)} once, got {', '.join(order)}")
         return order
 
-    @field_validator("data_shares")
+    @field_validator("uneven_micro_batches")
     @classmethod
     def _check_data_shares(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
         return normalize_shares(shares)
@@ -214,8 +215,8 @@ class Plan(Frozen):
     @property
     def split_backward(self) -> bool:
         """Whether backwards are in two passes; of a searched schedule that isn't found yet, whether they may be."""
-        if self.order is not None:
-            return any("W" in passes for passes in self.order.ranks)
+        if self.pinned_schedule is not None:
+            return any("W" in passes for passes in self.pinned_schedule.ranks)
         return self.schedule_entry.split_backward or self.schedule_entry.searched
 
     @property
@@ -253,8 +254,8 @@ class Plan(Frozen):
 
         Raises MusterError where that is still to be found.
         """
-        if self.order is not None:
-            return self.order.placement
+        if self.pinned_schedule is not None:
+            return self.pinned_schedule.placement
         if self.schedule_entry.searched and self.vpp > 1:
             raise MusterError(f"where schedule {self.schedule} puts stages is known once it is resolved")
         return stage_placement(self.schedule_entry, self.pp, self.vpp)
@@ -327,29 +328,33 @@ class Plan(Frozen):
         return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
 
     def num_micro_batches(self, workload: Workload, dp_index: int | None = None) -> int:
-        """Micro-batches that a data-parallel rank of the first stage runs in one step. Where `data_shares` are unequal,
-        `data` says which one (`spec.mesh.data_index`); None: the one that runs most.
+        """Micro-batches that a data-parallel rank of the first stage runs in one step. With `uneven_micro_batches`,
+        `dp_index` says which rank (`layout.mesh.dp_index_of`); None: the one that runs most.
 
         Raises InfeasibleError when the global batch can't be cut so.
         """
-        ranks, shares = self.mesh(0).dp_size, self.data_shares or (1,)
+        ranks, shares = self.mesh(0).dp_size, self.uneven_micro_batches or (1,)
         parts = max(1, ranks // len(shares)) * sum(shares)
         per_micro_batch = parts * self.micro_batch_size
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
         if rest or not count:
-            cut = f"parts of data_shares {parts}" if self.data_shares else f"data-parallel ranks {ranks}"
+            cut = (
+                f"parts of uneven_micro_batches {parts}"
+                if self.uneven_micro_batches
+                else f"data-parallel ranks {ranks}"
+            )
             raise InfeasibleError(
                 f"global_batch_size {workload.global_batch_size} is not a multiple of {per_micro_batch}"
                 f" ({cut} × micro_batch_size {self.micro_batch_size})"
             )
-        if not self.data_shares:
+        if not self.uneven_micro_batches:
             return count
         return count * (max(shares) if dp_index is None else shares[dp_index * len(shares) // ranks])
 
     def sample_range(self, dp_index: int, count: int) -> range:
         """Which of a step's `count` samples a data-parallel rank of the first stage reads: consecutive ones, in the
         order of the ranks, so that the step's samples are the same under any plan."""
-        shares = self.data_shares or (1,)
+        shares = self.uneven_micro_batches or (1,)
         block = self.mesh(0).dp_size // len(shares)
         whole, within = divmod(dp_index, block)
         part = count // (block * sum(shares))

@@ -1,4 +1,4 @@
-"""A plan's short name: `dp2x8-tp4-pp4v2-mb1-szbv-rsel-bf16` ↔ Plan."""
+"""A plan's short name: `dp2x8-tp4-pp4v2-mb1-szbv-relem-bf16` ↔ Plan."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
+from muster.spec.former_names import current_plan_part, report_rename
 from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
 
-_RECOMPUTE: dict[str, Recompute] = {"sel": "selective", "attn": "attention", "alt": "alternate", "full": "full"}
+_RECOMPUTE: dict[str, Recompute] = {
+    "elem": "elementwise",
+    "core": "core_attention",
+    "mm2": "every_second_matmul",
+    "full": "full",
+}
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _DEFAULTS = Plan()
-
-FORMER_PARTS = {"rsel": "relem", "rattn": "rcore", "ralt": "rmm2", "share": "uneven", "keep": "inflight"}
-"""Former parts of a name (or their beginnings, before a number) and today's; `muster.config.migrations` shows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,17 @@ _NAME_PARTS = (
     _degree("etp", "etp"),
     _degree("micro_batch_size", "mb"),
     _NamePart(
-        "shareA.B",
-        r"share(\d{1,9}(?:\.\d{1,9})*)",
-        lambda text: {"data_shares": tuple(map(int, text.split(".")))},
+        "unevenA.B",
+        r"uneven(\d{1,9}(?:\.\d{1,9})*)",
+        lambda text: {"uneven_micro_batches": tuple(map(int, text.split(".")))},
     ),
     _NamePart("z1, z2, z3", "(z[123])", lambda zero: {"zero": zero}),
     _SCHEDULE_PART,
-    _NamePart("keepN", r"keep(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"activation_limit": float(text)}),
+    _NamePart(
+        "inflightN", r"inflight(\d{1,9}(?:\.\d{1,3})?)", lambda text: {"max_in_flight_micro_batches": float(text)}
+    ),
     _NamePart("pv", "pv", lambda: {"post_validation": True}),
-    _NamePart("vocab", "vocab", lambda: {"spread_vocab": True}),
+    _NamePart("vocab", "vocab", lambda: {"vocab_parallel": True}),
     _NamePart(
         ", ".join("r" + word for word in _RECOMPUTE),
         f"r({'|'.join(_RECOMPUTE)})",
@@ -110,7 +115,7 @@ def settings_beyond_name(plan: Plan) -> list[str]:
     said += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
     if any(stage.ranks or stage.mesh for stage in plan.stages):
         said.append("stages with ranks or degrees of their own")
-    return [*said, *(["an order that was searched for"] if plan.order else [])]
+    return [*said, *(["an order that was searched for"] if plan.pinned_schedule else [])]
 
 
 def _differing_fields(
@@ -133,12 +138,12 @@ def _format_parts(plan: Plan) -> list[str]:
     }
     rest = {
         f"mb{plan.micro_batch_size}": True,
-        "share" + ".".join(map(str, plan.data_shares)): bool(plan.data_shares),
+        "uneven" + ".".join(map(str, plan.uneven_micro_batches)): bool(plan.uneven_micro_batches),
         strategy.zero: strategy.zero != "z3",
         "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
-        f"keep{plan.activation_limit or 0:g}": plan.activation_limit is not None,
+        f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         "pv": plan.post_validation,
-        "vocab": plan.spread_vocab,
+        "vocab": plan.vocab_parallel,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
         **{"o" + word: strategy.offload == what for word, what in _OFFLOAD.items()},
         plan.precision: True,
@@ -179,7 +184,9 @@ def parse_name_parts(text: str) -> dict[str, Any]:
 def _parse_parts(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for token in text.strip().split("-"):
-        said = _parse_part(token, text)
+        if (current := current_plan_part(token)) != token:
+            report_rename("plan names", token, current)
+        said = _parse_part(current, text)
         if fields.keys() & said.keys():
             raise ConfigError(f"plan name '{text}': '{token}' says again what an earlier part said")
         fields |= said
@@ -192,7 +199,7 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
             continue
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             said = word.fields(*match.groups())
-            if 0 in said.values() or 0 in said.get("data_shares", ()):
+            if 0 in said.values() or 0 in said.get("uneven_micro_batches", ()):
                 raise ConfigError(f"plan name '{text}': '{token}' says 0, but degrees and sizes begin at 1")
             return said
     if re.search(r"\d{10}", token, re.ASCII):

@@ -8,7 +8,7 @@ from muster.spec.plan import Plan
 
 SUPPORTED_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 SUPPORTED_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-SUPPORTED_RECOMPUTE = ("none", "selective", "full")
+SUPPORTED_RECOMPUTE = ("none", "elementwise", "full")
 
 _UNSUPPORTED_PLANS: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ("context parallelism (cp > 1)", lambda plan: plan.uses_axis("cp")),
@@ -19,7 +19,7 @@ _UNSUPPORTED_PLANS: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
         lambda plan: any(s.offload in ("optimizer", "all") for s in plan.strategies),
     ),
     (
-        "recompute of attention alone or of every second product (the runtime knows none, selective and full)",
+        "recompute of attention alone or of every second product (the runtime knows none, elementwise and full)",
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
     ),
     (
@@ -41,36 +41,36 @@ _UNSUPPORTED_PLANS: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
     ),
     ("fp8 (it wants torchao's scaled products and a GPU that has them)", lambda plan: plan.precision == "fp8"),
     (
-        "spread_vocab with tensor parallelism (the words are cut over the pipeline ranks alone)",
-        lambda plan: plan.spread_vocab and plan.uses_axis("tp"),
+        "vocab_parallel with tensor parallelism (the words are cut over the pipeline ranks alone)",
+        lambda plan: plan.vocab_parallel and plan.uses_axis("tp"),
     ),
     (
-        "spread_vocab with stages of their own kind (each word's rows have one holder on every pipeline rank)",
-        lambda plan: plan.spread_vocab and not plan.is_uniform,
+        "vocab_parallel with stages of their own kind (each word's rows have one holder on every pipeline rank)",
+        lambda plan: plan.vocab_parallel and not plan.is_uniform,
     ),
     (
-        "spread_vocab under z3 (each rank's words would be gathered for every single pass of theirs)",
-        lambda plan: plan.spread_vocab and plan.mesh(0).dp_size > 1 and plan.default_strategy.zero == "z3",
+        "vocab_parallel under z3 (each rank's words would be gathered for every single pass of theirs)",
+        lambda plan: plan.vocab_parallel and plan.mesh(0).dp_size > 1 and plan.default_strategy.zero == "z3",
     ),
     (
-        "spread_vocab with compile (it has not been held to one process)",
-        lambda plan: plan.spread_vocab and plan.compile,
+        "vocab_parallel with compile (it has not been held to one process)",
+        lambda plan: plan.vocab_parallel and plan.compile,
     ),
     (
         "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
         lambda plan: plan.post_validation and plan.precision == "fp16",
     ),
     (
-        "post_validation with spread_vocab (all ranks look up words together when a step begins)",
-        lambda plan: plan.post_validation and plan.spread_vocab,
+        "post_validation with vocab_parallel (all ranks look up words together when a step begins)",
+        lambda plan: plan.post_validation and plan.vocab_parallel,
     ),
     (
-        "post_validation with data_shares (it has not been held to one process)",
-        lambda plan: plan.post_validation and bool(plan.data_shares),
+        "post_validation with uneven_micro_batches (it has not been held to one process)",
+        lambda plan: plan.post_validation and bool(plan.uneven_micro_batches),
     ),
     (
-        "selective recompute with compile (the compiler chooses itself what is cheap to make again)",
-        lambda plan: plan.compile and any(s.recompute == "selective" for s in plan.strategies),
+        "elementwise recompute with compile (the compiler chooses itself what is cheap to make again)",
+        lambda plan: plan.compile and any(s.recompute == "elementwise" for s in plan.strategies),
     ),
 )
 """What the runtime can't do: a line goes when the work behind it is done."""

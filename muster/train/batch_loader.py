@@ -28,7 +28,7 @@ class BatchLoader:
     ) -> None:
         self.config, self.plan, self.world, self.dataset, self.stages = config, plan, world, dataset, stages
         self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
-        self.needs_data = config.data.packing != "concatenate" or plan.spread_vocab
+        self.needs_data = config.data.packing != "concatenate" or plan.vocab_parallel
         """Whether any stage of this rank needs data."""
         self.needs_data |= any(stage.is_first or stage.is_last for stage in stages.values())
         self._prefetcher = Prefetcher(self._read_training)

@@ -59,7 +59,7 @@ class CheckpointManager:
     def prepare(self) -> None:
         """Makes the memory for copies before the first of them is wanted."""
         train = self._train
-        every = train.save_every or train.ephemeral_every or train.keep_every or train.copies_every
+        every = train.save_every or train.ephemeral_every or train.keep_every or train.in_memory_checkpoint_every
         if train.async_save and every:
             self._saver.preallocate(self._trainer.local_shards())
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         return self._due or self._copies_due or self._is_disk_save_due(step) or self._is_memory_save_due(step)
 
     def _is_memory_save_due(self, step: int) -> bool:
-        every = self._train.copies_every
+        every = self._train.in_memory_checkpoint_every
         return bool(every and step % every == 0) or (self._last_targets[1] and self._is_retry_due(step))
 
     def _is_retry_due(self, step: int) -> bool:
@@ -108,7 +108,7 @@ class CheckpointManager:
         Raises MusterError when that can't be done, which says what is lost.
         """
         self._world.heartbeat.update("save")
-        limit_s = MIRROR_TIMEOUT_S if self._train.mirror else DISK_TIMEOUT_S
+        limit_s = MIRROR_TIMEOUT_S if self._train.remote_checkpoint_dir else DISK_TIMEOUT_S
         if not all(self._exchange(self._saver.wait(limit_s), limit_s)):
             raise MusterError(
                 f"a checkpoint is still being written after {limit_s / 60:.0f} minutes; {self._describe_lost_steps()}"
@@ -144,7 +144,7 @@ class CheckpointManager:
         step, train = self._trainer.step_count, self._train
         regular = train.save_every if train.ephemeral_every else 0
         keep = RetentionPolicy(train.keep_last, train.keep_every, regular)
-        mirror = train.mirror if folder == CHECKPOINTS_FOLDER else None
+        mirror = train.remote_checkpoint_dir if folder == CHECKPOINTS_FOLDER else None
         root = self._run_dir / folder if to_disk else None
         self._saver.start(SaveRequest(root, step, info, keep, mirror, to_memory), self._trainer.local_shards(), copy)
 

@@ -26,12 +26,12 @@ def open_dataset(config: RunConfig, run_dir: Path) -> SampleStream:
 
     def open_one(source: str, seed: int) -> Dataset:
         store = open_token_store(config.data, source, tokenizer, cache)
-        return Dataset(store, config.train.seq_len, seed, config.data.held_out, config.data.packing)
+        return Dataset(store, config.train.seq_len, seed, config.data.validation_split, config.data.packing)
 
     if config.data.source is not None:
         return open_one(config.data.source, config.seed)
     sources = {
-        part.name: open_one(part.source, random_key(config.seed, "source", part.name)) for part in config.data.mix
+        part.name: open_one(part.source, random_key(config.seed, "source", part.name)) for part in config.data.blend
     }
     return BlendedDataset(sources, mix_stages(config), config.seed)
 
@@ -53,9 +53,9 @@ def token_store_folder(data: DataConfig, run_dir: Path) -> Path:
 def mix_stages(config: RunConfig) -> list[BlendWeights]:
     """The weights of a mixture's sources from sample to sample."""
     data = config.data
-    stages = [BlendWeights(0, tuple(part.weight for part in data.mix))]
-    for first, change in zip(config.weight_change_samples, data.changes, strict=True):
-        stages.append(BlendWeights(first, tuple(change.weights.get(part.name, 0.0) for part in data.mix)))
+    stages = [BlendWeights(0, tuple(part.weight for part in data.blend))]
+    for first, change in zip(config.weight_change_samples, data.weight_schedule, strict=True):
+        stages.append(BlendWeights(first, tuple(change.weights.get(part.name, 0.0) for part in data.blend)))
     return stages
 
 
@@ -67,9 +67,9 @@ def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
         source = config.data.source
         return [f"{header.num_tokens:,} tokens in {header.num_documents:,} documents from {source}{left_out}"]
     assert isinstance(dataset, BlendedDataset)
-    lines, total = [], sum(part.weight for part in config.data.mix)
-    for part in config.data.mix:
-        own = config.model_copy(update={"data": config.data.model_copy(update={"source": part.source, "mix": ()})})
+    lines, total = [], sum(part.weight for part in config.data.blend)
+    for part in config.data.blend:
+        own = config.model_copy(update={"data": config.data.model_copy(update={"source": part.source, "blend": ()})})
         lines += [
             f"{part.name} {part.weight / total:.1%}: {line}" for line in describe_data(own, dataset.by_name[part.name])
         ]
@@ -79,11 +79,11 @@ def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
 def describe_missing_validation(config: RunConfig, dataset: SampleStream) -> list[str]:
     """Why a run takes no validation loss, where its data are too few for the one that was asked for."""
     held_out, batch = dataset.num_validation_samples, config.train.global_batch_size
-    if not config.eval.batches or not config.data.held_out or held_out >= batch:
+    if not config.eval.batches or not config.data.validation_split or held_out >= batch:
         return []
     return [
         f"eval: no validation loss, since {pluralize(held_out, 'held-out sample')} don't fill a batch of {batch}: give"
-        " data.held_out more, or set eval.batches to 0"
+        " data.validation_split more, or set eval.batches to 0"
     ]
 
 
@@ -100,7 +100,7 @@ def describe_epochs(config: RunConfig, dataset: SampleStream) -> str:
 
 def run_tokenizer(data: DataConfig) -> Tokenizer:
     """The tokenizer of a run, with the run's own chat template where it names one."""
-    tokenizer = load_tokenizer(data.tokenizer, data.end_token)
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(Path(data.chat_template), tokenizer.chat_template.special_tokens)
     return tokenizer
@@ -111,5 +111,5 @@ def open_token_store(
 ) -> TokenStore:
     """The token store of one source, made under `cache` where there is none yet."""
     workers = len(os.sched_getaffinity(0))
-    what = PrepareOptions(source, tokenizer, data.max_bytes, data.text_key, data.bad_rows, workers)
+    what = PrepareOptions(source, tokenizer, data.max_bytes, data.text_key, data.on_invalid_row, workers)
     return open_or_prepare(what, cache, progress)

@@ -92,7 +92,7 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
             batches = (part.validation_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
             found[name] = _loss(model, batches, device)
     if not found:
-        raise ConfigError(f"{run_dir} holds nothing out (data.held_out 0): name other data with --source")
+        raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
     return found
 
 

@@ -29,11 +29,11 @@ def open_in_memory_checkpoint(
 
     Raises MusterError where there is no place or too little room for them.
     """
-    if not train.copies_every:
+    if not train.in_memory_checkpoint_every:
         return None
     if (identity := read_identity(run_dir)) is None:
         raise MusterError(f"{run_dir} doesn't say which copies in memory are its own: start it by muster train")
-    place = Path(train.copies_dir.replace("{rank}", str(world.rank)))
+    place = Path(train.in_memory_checkpoint_dir.replace("{rank}", str(world.rank)))
     removed = remove_stale(place)
     folder = InMemoryDirectory(place, run_dir, identity.id)
     copies = InMemoryCheckpointer(
@@ -43,7 +43,7 @@ def open_in_memory_checkpoint(
     for left in removed:
         print(f"removed {left.path}, copies of {left.run_dir} that nobody can go on from", flush=True)
     if world.rank == 0:
-        print(f"copies every {_steps(train.copies_every)} {copies.describe_location()}", flush=True)
+        print(f"copies every {_steps(train.in_memory_checkpoint_every)} {copies.describe_location()}", flush=True)
     return copies
 
 

@@ -106,7 +106,7 @@ class TrainingLoop:
                     trainer.stop_requested = True
                 for result in self._finished_steps():
                     self._record(result, display)
-                    if result.skip_reason and result.consecutive_skips >= train.max_skipped:
+                    if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
                     if result.step < train.num_steps and not stopping:
@@ -266,8 +266,8 @@ class TrainingLoop:
         self.checkpoint_manager.save_and_wait(self._checkpoint_info(), "failed")
         steps = f"step {result.step} was" if count == 1 else f"steps {result.step - count + 1} to {result.step} were"
         raise MusterError(
-            f"{steps} skipped, as many in a row as train.max_skipped allows: step {result.step} because {reason};"
-            f" the state before is in {self.run_dir / 'failed'}, what followed are {samples}"
+            f"{steps} skipped, as many in a row as train.max_consecutive_skips allows: step {result.step} because"
+            f" {reason}; the state before is in {self.run_dir / 'failed'}, what followed are {samples}"
         )
 
     def _describe_samples(self, steps: int) -> str:

@@ -31,7 +31,7 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
         with rendezvous(nodes, training_facts(resolved, ranks)) as team, ExitStack() as held:
             if team.is_coordinator:
                 _check_nodes(team)
-                held.enter_context(locked_run_dir(options.run_dir, resolved.config.train.mirror))
+                held.enter_context(locked_run_dir(options.run_dir, resolved.config.train.remote_checkpoint_dir))
                 chosen = choose_plan(resolved, ranks * nodes.num_nodes, nodes.num_nodes)
                 if not prepare(resolved, chosen, options):
                     raise JobEnded(0, f"{options.run_dir} is finished")
@@ -42,7 +42,7 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
             from muster.launch.launcher import launch, rank_command
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
-            hang_s = resolved.config.train.hang_s
+            hang_s = resolved.config.train.hang_timeout_s
             return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=team).report()
     except JobEnded as over:
         if over.code == 0:

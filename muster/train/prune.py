@@ -37,7 +37,7 @@ def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run:
         stale = sorted(root.glob("*.tmp"))
         old = [
             left.path
-            for place in candidate_directories(train.copies_dir)
+            for place in candidate_directories(train.in_memory_checkpoint_dir)
             for left in find_orphaned(place)
             if left.run_dir == run.absolute() and (left.is_stale or (left.step or 0) <= step_of(newest))
         ]

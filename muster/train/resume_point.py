@@ -45,9 +45,12 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
 def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
     """The last step of which this machine has copies."""
     identity = read_identity(run_dir)
-    if not train.copies_every or identity is None:
+    if not train.in_memory_checkpoint_every or identity is None:
         return None
-    folders = [InMemoryDirectory(place, run_dir, identity.id) for place in candidate_directories(train.copies_dir)]
+    folders = [
+        InMemoryDirectory(place, run_dir, identity.id)
+        for place in candidate_directories(train.in_memory_checkpoint_dir)
+    ]
     heads = [head for folder in folders for _, head in folder.step_headers()]
     found = [ResumePoint(head.about["step"], head.about["counters"]) for head in heads]
     return max((one for one in found if one.step <= train.num_steps), key=lambda one: one.step, default=None)
@@ -66,9 +69,9 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
 
 def record_in_memory_identity(run_dir: Path, config: RunConfig, dataset: SampleStream, resumes: bool) -> None:
     """Writes down which copies in memory this attempt may go on from: those of the same run, unless it begins anew."""
-    if config.train.copies_every:
+    if config.train.in_memory_checkpoint_every:
         claim_run_id(run_dir, settings_digest(config, dataset), resumes)
     elif (run_dir / IDENTITY_FILE).exists():  # copies that are no longer made grow old: nobody must go on from them
         (run_dir / IDENTITY_FILE).unlink()
-        for place in candidate_directories(config.train.copies_dir):
+        for place in candidate_directories(config.train.in_memory_checkpoint_dir):
             remove_stale(place)

@@ -77,13 +77,15 @@ def train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     plan = chosen.plan
     # Until there are ranks, nothing has to be saved before stopping.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
-    with locked_run_dir(options.run_dir, resolved.config.train.mirror):
+    with locked_run_dir(options.run_dir, resolved.config.train.remote_checkpoint_dir):
         if not prepare(resolved, chosen, options):
             return 0
         from muster.launch.launcher import launch, rank_command
 
         command = rank_command(WORKER, options.run_dir, plan.world_size)
-        return launch(command, plan.world_size, options.run_dir, hang_timeout_s=resolved.config.train.hang_s).report()
+        return launch(
+            command, plan.world_size, options.run_dir, hang_timeout_s=resolved.config.train.hang_timeout_s
+        ).report()
 
 
 def check_launcher_environment(nodes: RendezvousConfig | None = None) -> None:
@@ -135,12 +137,14 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
     """
     plan = chosen.plan
     require_device(plan)
-    require_trackers(resolved.config.track)
+    require_trackers(resolved.config.tracking)
     run_dir, config = options.run_dir, resolved.config
     if config.train.epochs is not None:
         resolved = with_steps_from_epochs(resolved, open_dataset(config, run_dir).num_train_samples)
         config = resolved.config
-    mirror = None if config.train.mirror is None else RemoteCheckpoints(config.train.mirror)
+    mirror = (
+        None if config.train.remote_checkpoint_dir is None else RemoteCheckpoints(config.train.remote_checkpoint_dir)
+    )
     if mirror is not None and not options.fresh:
         _fetch_newer_from_mirror(mirror, run_dir)
     position = None if options.fresh else find_resume_point(run_dir, config.train)
@@ -166,7 +170,9 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
         print(line)
     if position is not None:
         check_data_unchanged(run_dir, dataset, position.counters, options.allow_changes)
-        if not config.train.copies_every:  # else the ranks say it, when they know what is in their memories
+        if (
+            not config.train.in_memory_checkpoint_every
+        ):  # else the ranks say it, when they know what is in their memories
             print(f"resuming {run_dir} after step {position.step}")
     plan = with_resolved_schedule(plan, config, run_dir if position is not None else None)
     if mirror is not None and options.fresh:

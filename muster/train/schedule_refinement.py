@@ -18,9 +18,9 @@ def with_resolved_schedule(plan: Plan, config: RunConfig, previous_run: Path | N
     with what it has found."""
     if previous_run is not None and (previous_run / "plan.yaml").exists():
         old = load_plan(previous_run / "plan.yaml")
-        if old.model_copy(update={"order": None}) == plan:
+        if old.model_copy(update={"pinned_schedule": None}) == plan:
             return old
-    if plan.schedule_entry.slow and plan.order is None:
+    if plan.schedule_entry.slow and plan.pinned_schedule is None:
         print(f"schedule {plan.schedule} is searched for, for up to a minute", flush=True)
     return resolve_schedule(plan, config.model, config.workload)
 
@@ -32,8 +32,8 @@ def refine_schedule_from_profile(
 
     None where the order was given, was found so before, or must be the same in every run (train.deterministic).
     """
-    order = plan.order
-    if order is None or order.times == "measured" or config.parallel.order is not None:
+    order = plan.pinned_schedule
+    if order is None or order.times == "measured" or config.parallel.pinned_schedule is not None:
         return None
     if plan.schedule_entry.slow or config.train.deterministic:
         return None

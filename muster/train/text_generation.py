@@ -12,7 +12,8 @@ from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.model_directory import model_weights, open_directory
-from muster.config.load_config import load_run_config
+from muster.config.load_config import load_run_config, plan_from_tree
+from muster.config.migrations import migrate
 from muster.config.run_config import DataConfig
 from muster.data.blended_dataset import BlendedDataset
 from muster.data.dataset import Dataset, SampleStream
@@ -81,7 +82,7 @@ def find_trained_model(path: Path) -> TrainedModel:
         step=manifest.step,
         model=config.model,
         context_length=config.train.seq_len,
-        plan=Plan.model_validate(manifest.plan),
+        plan=plan_from_tree(manifest.plan, "the checkpoint's plan"),
         data=config.data,
     )
 
@@ -91,7 +92,7 @@ def _find_converted_model(path: Path) -> TrainedModel:
     directory = open_directory(path)
     model_weights(directory)
     assert directory.model is not None
-    run = directory.manifest.run if directory.manifest is not None else {}
+    run = migrate("run", directory.manifest.run, str(path)) if directory.manifest is not None else {}
     context = run.get("train", {}).get("seq_len") or directory.model.max_positions
     if context is None:
         raise ConfigError(f"{path} doesn't say how long the model's context is: expected max_positions in its model")
@@ -109,7 +110,7 @@ def _find_converted_model(path: Path) -> TrainedModel:
         step=directory.step or 0,
         model=directory.model,
         context_length=context,
-        plan=Plan.model_validate(directory.plan or {}),
+        plan=plan_from_tree(directory.plan or {}, "the checkpoint's plan"),
         data=data,
     )
 

@@ -37,7 +37,7 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
         if rank == 0:
             verdict = "failed"
             try:
-                held.enter_context(locked_run_dir(run_dir, resolved.config.train.mirror))
+                held.enter_context(locked_run_dir(run_dir, resolved.config.train.remote_checkpoint_dir))
                 verdict = "train" if _prepare_as_torchrun(resolved, options, world_size) else "finished"
             finally:
                 store.set("prepared", verdict)
@@ -46,7 +46,7 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
         if verdict != "train":
             return int(verdict == "failed")  # rank 0 says why
         require_shared_run_dir(run_dir, rank, store)
-        start_watchdog(run_dir, resolved.config.train.hang_s, store, rank, world_size)
+        start_watchdog(run_dir, resolved.config.train.hang_timeout_s, store, rank, world_size)
         code = run_guarded(run_dir, rank, lambda: run_rank(run_dir, store, rank, world_size), announce=rank == 0)
         if rank == 0:
             _write_exit_status(run_dir, code, world_size)

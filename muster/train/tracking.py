@@ -64,8 +64,8 @@ class WeightsAndBiases:
             dir=str(run_dir),
             id=identity.read_text(),
             name=run_dir.resolve().name,
-            project=config.track.wandb_project,
-            mode=config.track.wandb_mode,
+            project=config.tracking.wandb_project,
+            mode=config.tracking.wandb_mode,
             resume="allow",
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off"),
@@ -81,11 +81,11 @@ class WeightsAndBiases:
 _KINDS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
 
 
-def require_trackers(track: TrackingConfig) -> None:
+def require_trackers(tracking: TrackingConfig) -> None:
     """Raises ConfigError where a tracker is asked for whose package is missing."""
     for name in _KINDS:
-        if getattr(track, name) and find_spec(name) is None:
-            raise ConfigError(f"track.{name} needs the package {name}: pip install 'muster-llm[{name}]'")
+        if getattr(tracking, name) and find_spec(name) is None:
+            raise ConfigError(f"tracking.{name} needs the package {name}: pip install 'muster-llm[{name}]'")
 
 
 class Trackers:
@@ -93,7 +93,7 @@ class Trackers:
 
     def __init__(self, config: RunConfig, run_dir: Path, done: int, is_main: bool) -> None:
         self._open: dict[str, Tracker] = {}
-        for name in _requested_trackers(config.track) if is_main else ():
+        for name in _requested_trackers(config.tracking) if is_main else ():
             self._try(name, lambda name=name: self._open.update({name: _KINDS[name](config, run_dir, done)}))
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -116,8 +116,8 @@ class Trackers:
             print(f"{name} takes no more metrics ({reason}); the training goes on without it", flush=True)
 
 
-def _requested_trackers(track: TrackingConfig) -> Iterator[str]:
-    if track.tensorboard or (track.tensorboard is None and find_spec(TENSORBOARD) is not None):
+def _requested_trackers(tracking: TrackingConfig) -> Iterator[str]:
+    if tracking.tensorboard or (tracking.tensorboard is None and find_spec(TENSORBOARD) is not None):
         yield TENSORBOARD
-    if track.wandb:
+    if tracking.wandb:
         yield WANDB

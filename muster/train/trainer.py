@@ -101,7 +101,7 @@ class Trainer:
 
     def use_order(self, order: PinnedSchedule) -> None:
         """Goes on in another order of the plan's schedule, which has the stages where they are."""
-        self.plan = self.plan.model_copy(update={"order": order})
+        self.plan = self.plan.model_copy(update={"pinned_schedule": order})
         self._read_plan()
         self._make_executors()
 

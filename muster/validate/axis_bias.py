@@ -12,7 +12,7 @@ from muster.validate.comparison import RowResult
 from muster.validate.sweeps import distinct_plans, sweep_groups
 
 _AXES = ("tp", "pp", "vpp", "cp", "ep", "micro-batch", "sp", "zero", "recompute")
-_RECOMPUTE = ("none", "attention", "selective", "alternate", "full")
+_RECOMPUTE = ("none", "core_attention", "elementwise", "every_second_matmul", "full")
 """From the least to the most."""
 
 

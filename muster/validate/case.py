@@ -184,7 +184,7 @@ def _case(
     strategy = LayerStrategy(
         zero=sharding.zero,
         sp=sp,
-        tp_overlap="chunked" if software.overlap_tensor and sp else "none",
+        tp_overlap="async_tp" if software.overlap_tensor and sp else "none",
         recompute=recompute,  # type: ignore[arg-type]
         attention="unfused" if software.attention in _WRITTEN else "flash",
     )
@@ -243,7 +243,7 @@ def _vocabulary(
     if how in ("", "baseline"):
         return _dealt(model.num_layers, row.pp or 1) if source.deals_ends else {}
     if how in _SPREAD:
-        return {"spread_vocab": True}
+        return {"vocab_parallel": True}
     counts = source.stages.get(how, {}).get(model.vocab_size)
     if counts is None:
         raise UnpredictableRowError(

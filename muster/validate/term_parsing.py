@@ -13,8 +13,8 @@ _YES, _NO = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
     (r"none|off|no|false|0", "none"),
-    (r"selective \((per op sac|sac|repo default)\)", "alternate"),
-    (r"selective( \(attention core\))?|attention|core.?attn", "attention"),
+    (r"selective \((per op sac|sac|repo default)\)", "every_second_matmul"),
+    (r"selective( \(attention core\))?|attention|core.?attn", "core_attention"),
     (r"full\b.*|uniform|block|true|yes|1", "full"),
 )
 """Patterns of the whole text; selective is Megatron-LM's (attention's core) unless it names torchtitan's SAC."""

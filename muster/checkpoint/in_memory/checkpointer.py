@@ -43,7 +43,10 @@ class InMemoryCheckpointer:
             address = self._server.address
         except OSError as error:
             place = error.filename or directory.path
-            problem = f"no copies can be made in {place}: {error.strerror or error} (rank {rank}): see train.copies_dir"
+            problem = (
+                f"no copies can be made in {place}: {error.strerror or error} (rank {rank}):"
+                " see train.in_memory_checkpoint_dir"
+            )
         except MusterError as error:
             problem = f"no copies can be made: {error} (rank {rank})"
         told = all_gather((mark, tuple(address), problem))
@@ -66,9 +69,9 @@ class InMemoryCheckpointer:
             _, free, host, place = told[first]
             if need > free:
                 raise InfeasibleError(
-                    f"train.copies_every: the copies of {format_ranks(ranks)} on {host} and of those before them need"
-                    f" {need / 1e9:.2f} GB in {place}, and there are {free / 1e9:.2f}: give more nodes or another"
-                    " train.copies_dir, or set it to 0"
+                    f"train.in_memory_checkpoint_every: the copies of {format_ranks(ranks)} on {host} and of those"
+                    f" before them need {need / 1e9:.2f} GB in {place}, and there are {free / 1e9:.2f}: give more nodes"
+                    " or another train.in_memory_checkpoint_dir, or set it to 0"
                 )
 
     def save(

@@ -200,7 +200,7 @@ class OrphanedDirectory(NamedTuple):
 
 
 def candidate_directories(pattern: str) -> list[Path]:
-    """The memories of this machine that `train.copies_dir` may mean."""
+    """The memories of this machine that `train.in_memory_checkpoint_dir` may mean."""
     if "{rank}" not in pattern:
         return [Path(pattern)]
     head, _, tail = pattern.partition("{rank}")

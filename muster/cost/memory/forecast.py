@@ -213,7 +213,7 @@ def stage_memory_key(model: ModelSpec, plan: Plan, stage: int) -> Hashable:
     """What stages that hold alike have in common."""
     layers, own = plan.layers(stage, model.num_layers), plan.pp_rank(stage)
     neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == own for other in (stage - 1, stage + 1)]
-    words = plan.spread_vocab and (own, has_vocab_shard(plan, stage))
+    words = plan.vocab_parallel and (own, has_vocab_shard(plan, stage))
     kinds = (
         tuple((layer_type(model, layer), plan.strategy(layer)) for layer in layers)
         if plan.overrides

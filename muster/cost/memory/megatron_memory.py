@@ -89,7 +89,7 @@ class _MegatronStage:
         sizes, size = self.sizes, self.size
         if recompute == "full":
             return sizes.hidden_bytes
-        if recompute == "selective" and self.framework.compact:
+        if recompute == "elementwise" and self.framework.compact:
             return fp8_layer_activation_bytes(sizes, layer)
         total = 2 * self._norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
         if not self.framework.fused:
@@ -99,9 +99,9 @@ class _MegatronStage:
         written = self.plan.strategy(layer).attention != "flash"
         if written:
             total -= sizes.tokens * sizes.local_model.num_heads * _FP32_BYTES  # flash attention's log-sum-exp
-            if recompute != "attention":
+            if recompute != "core_attention":
                 total += self._saved_score_bytes()
-        if recompute == "selective":
+        if recompute == "elementwise":
             total -= 2 * sizes.hidden_bytes + mlp_inner_bytes(sizes, layer)
         return total
 

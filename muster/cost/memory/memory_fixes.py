@@ -22,10 +22,10 @@ MAX_EVALUATED = 12
 """Plans that fit and whose price is asked for."""
 
 _STRONGER_RECOMPUTE: dict[Recompute, tuple[Recompute, ...]] = {
-    "none": ("selective", "full"),
-    "selective": ("full",),
-    "attention": ("full",),
-    "alternate": ("full",),
+    "none": ("elementwise", "full"),
+    "elementwise": ("full",),
+    "core_attention": ("full",),
+    "every_second_matmul": ("full",),
 }
 _STRONGER_ZERO: dict[ZeroLevel, tuple[ZeroLevel, ...]] = {"z1": ("z2", "z3"), "z2": ("z3",)}
 
@@ -134,8 +134,8 @@ def _edits(plan: Plan, model: ModelSpec) -> Iterator[PlanEdit]:
                     f"pp {plan.pp * factor}",
                     lambda p, f=factor, n=shard: p.model_copy(update={"pp": p.pp * f, "dp_shard": n}),
                 )
-    if plan.pp > 1 and plan.tp == 1 and not plan.spread_vocab and plan.pipeline_replicas == 1:
-        yield "vocabulary spread", lambda p: _with(p, zero="z2").model_copy(update={"spread_vocab": True})
+    if plan.pp > 1 and plan.tp == 1 and not plan.vocab_parallel and plan.pipeline_replicas == 1:
+        yield "vocabulary spread", lambda p: _with(p, zero="z2").model_copy(update={"vocab_parallel": True})
 
 
 def _with(plan: Plan, **fields: object) -> Plan:

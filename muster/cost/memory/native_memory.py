@@ -129,7 +129,9 @@ class _StagePeaks:
         """Of a layer at its end: what it has made and doesn't keep, and its output."""
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
-        made = {"none": 0, "attention": 0, "selective": product}.get(how, (2 + sizes.local_model.gated) * product)
+        made = {"none": 0, "core_attention": 0, "elementwise": product}.get(
+            how, (2 + sizes.local_model.gated) * product
+        )
         moved = sizes.hidden_bytes if sizes.mesh.tp > 1 else 0
         return made + sizes.full_hidden_bytes + moved
 
@@ -212,7 +214,7 @@ class _StagePeaks:
         one more of the same size, and the last matrix's gradient; and what is made again."""
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
-        again = {"none": 0, "attention": 0, "selective": product}.get(how, -1)
+        again = {"none": 0, "core_attention": 0, "elementwise": product}.get(how, -1)
         if again < 0:
             again = self.stage.layer_activation_bytes(layer, "none") - self.stage.layer_activation_bytes(layer)
         inner = 3 * product if sizes.local_model.gated else 2 * product

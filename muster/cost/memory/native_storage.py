@@ -42,7 +42,7 @@ class NativeStorage:
         """Not sharded at all: gradients are added up where they are made."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero
         self.has_embedding, self.has_head = (
-            end and not plan.spread_vocab for end in (plan.is_first(stage), plan.is_last(stage))
+            end and not plan.vocab_parallel for end in (plan.is_first(stage), plan.is_last(stage))
         )
         """Whether it has the whole embedding, and the whole head."""
 

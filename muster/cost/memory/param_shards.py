@@ -75,7 +75,7 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamSha
     first, last = plan.is_first(stage), plan.is_last(stage)
     outside = list(stage_parameter_shapes(spec, range(0), first, last))
     ends = _sum_shards(spec, mesh, ((name, shape) for name, shape in outside if name not in VOCAB_PARAMETERS))
-    if plan.spread_vocab:
+    if plan.vocab_parallel:
         part = NO_PARAMS
         if has_vocab_shard(plan, stage):
             rows = chunk_bounds(spec.vocab_size, plan.pp, plan.pp_rank(stage))[1]

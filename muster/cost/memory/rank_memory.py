@@ -146,7 +146,7 @@ def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
         strategy = plan.strategy(layer)
         total += layer_activation_bytes(sizes, layer, strategy.recompute, strategy.attention)
     norm = norm_saved_bytes(spec, sizes.hidden_tokens, precision) if plan.is_last(stage) else 0
-    if plan.spread_vocab:
+    if plan.vocab_parallel:
         return total + (norm - sizes.hidden_bytes if plan.is_last(stage) else 0)
     if plan.is_first(stage):
         # The embedding's backward adds up rows by token; with tp a mask says which words are the rank's.

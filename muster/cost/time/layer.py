@@ -111,12 +111,12 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
         case "full":
             whole = attention.forward + mlp.forward
             return whole + mlp.last_matmul * -1 if at.framework.stops_recompute else whole
-        case "attention":
+        case "core_attention":
             return attention.attention_core
-        case "selective":
+        case "elementwise":
             latent = attention.latent_up_projections if at.framework.compact else PassCost()
             return attention.elementwise + mlp.elementwise + latent
-        case "alternate":
+        case "every_second_matmul":
             return attention.elementwise + mlp.elementwise + (attention.matmuls + mlp.matmuls) * 0.5
         case _:
             return PassCost()

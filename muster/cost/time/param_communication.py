@@ -38,7 +38,7 @@ class ParamCommunication:
         """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
         plan, known, mesh = self.plan, self.cache, self.mesh
         first, last = plan.is_first(self.stage), plan.is_last(self.stage)
-        key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.spread_vocab and plan.pp
+        key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.vocab_parallel and plan.pp
         if key not in known.param_numels:
             ends = stage_parameter_shapes(self.model, range(0), first, last)
             known.param_numels[key] = sum(self._local_numel(name, shape) for name, shape in ends)
@@ -59,7 +59,7 @@ class ParamCommunication:
         if ".experts." in name:
             return prod(shape) / (self.mesh.ep * self.mesh.etp)
         words = name in ("embed.weight", "head.weight")
-        return prod(shape) / self.mesh.tp / (self.plan.pp if words and self.plan.spread_vocab else 1)
+        return prod(shape) / self.mesh.tp / (self.plan.pp if words and self.plan.vocab_parallel else 1)
 
     @property
     def shard_numel(self) -> float:

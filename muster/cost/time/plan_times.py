@@ -61,7 +61,7 @@ def plan_times(
     for stage in _stages_with_step_sums(setting):
         seconds.update({(kind, stage): time_s for kind, time_s in _stage_sums(setting, stage, stages[stage])})
     seconds.update(_offload_times(setting))
-    if plan.spread_vocab:
+    if plan.vocab_parallel:
         seconds.update(_vocab_parallel_times(setting))
     whole = setting if data is None else replace(setting, data=None)  # all wait for the slowest
     seconds["NORM", -1], seconds["STEP", -1] = per_step_s(

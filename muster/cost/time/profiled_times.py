@@ -58,7 +58,7 @@ def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> 
     refused = {
         "offload to another memory": not machine.cores and bool(_offloaded_layers(plan, model)),
         "context parallelism": any(mesh.cp > 1 for mesh in meshes),
-        "a vocabulary that is spread": plan.spread_vocab,
+        "a vocabulary that is spread": plan.vocab_parallel,
         "mixtures of experts": model.moe is not None,
         "latent attention": model.mla is not None,
         "layers of a plugin, which it has not measured": model.architecture is not None,
@@ -178,7 +178,7 @@ class _StagePasses:
             time_s += self.rows * heads * rates.attention(direction, self.seq_len, d)
             if direction == "forward":
                 cost.forward_s += time_s
-                again_s = cheap_s if recompute == "selective" else cost.forward_s if recompute == "full" else 0.0
+                again_s = cheap_s if recompute == "elementwise" else cost.forward_s if recompute == "full" else 0.0
             else:
                 cost.input_grad_s += time_s + again_s
         self._add_tensor(cost, recompute == "full")

@@ -23,7 +23,15 @@ _DATA_AXES = "dp_replicate", "dp_shard"
 _PROBE_BYTES = 2**26
 """Groups are compared by how long so much takes."""
 _SHAPE_FIELDS = "pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "axis_order", "micro_batch_size"
-_SCHEDULE_FIELDS = "version", "schedule", "order", "activation_limit", "stages", "overrides", "default_strategy"
+_SCHEDULE_FIELDS = (
+    "version",
+    "schedule",
+    "pinned_schedule",
+    "max_in_flight_micro_batches",
+    "stages",
+    "overrides",
+    "default_strategy",
+)
 _SHARED_FIELDS = tuple(name for name in Plan.model_fields if name not in (*_SHAPE_FIELDS, *_SCHEDULE_FIELDS))
 """Fields of a plan that may tell on all stages; the others do through a stage's layers, mesh and groups."""
 
@@ -103,7 +111,7 @@ class PlacedPlan:
     def shared_key(self) -> tuple:
         """What all stages have in common, as far as it tells on what a stage costs."""
         plan = self.plan
-        return *(getattr(plan, name) for name in _SHARED_FIELDS), plan.spread_vocab and plan.pp, self.num_nodes
+        return *(getattr(plan, name) for name in _SHARED_FIELDS), plan.vocab_parallel and plan.pp, self.num_nodes
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -156,7 +156,7 @@ class StageTimes:
                     one.forward * count, one.input_grads * count, one.weight_grads * count, one.recompute * count
                 )
             )
-        if not plan.spread_vocab:
+        if not plan.vocab_parallel:
             if plan.is_first(self.stage):
                 parts.append(embedding_passes(self.layer_context))
             if plan.is_last(self.stage):

@@ -163,7 +163,7 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
 def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> None:
     """A collective before or after a product: in parts beside it where the plan or the software does so, all but the
     first."""
-    if at.framework.overlap_tensor or at.strategy.tp_overlap == "chunked":
+    if at.framework.overlap_tensor or at.strategy.tp_overlap == "async_tp":
         first_s = seconds / at.tp.size
         spent.add_exposed("tp", first_s)
         spent.add_overlapped("tp", seconds - first_s, _overlapping_matmul_s(at))

@@ -300,7 +300,9 @@ class MemoryBudget:
 
     def _needs_program(self, plan: Plan) -> bool:
         """Whether only lowering knows what of its order makes or frees memory."""
-        return plan.pipeline_replicas > 1 or plan.spread_vocab or plan.order is not None or not plan.is_uniform
+        return (
+            plan.pipeline_replicas > 1 or plan.vocab_parallel or plan.pinned_schedule is not None or not plan.is_uniform
+        )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
         """Of the plan's Program, which need not be made for it."""
@@ -337,7 +339,7 @@ class MemoryBudget:
         return self._orders[*key, *ends, offloads]
 
     def _schedule_key(self, plan: Plan) -> tuple:
-        return plan.schedule, plan.order, plan.pp, plan.vpp, plan.num_micro_batches(self.request.workload)
+        return plan.schedule, plan.pinned_schedule, plan.pp, plan.vpp, plan.num_micro_batches(self.request.workload)
 
     def _schedule(self, plan: Plan) -> Schedule:
         key = self._schedule_key(plan)

@@ -22,7 +22,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerOverride, Offload, Plan, Recompute
 from muster.spec.workload import Workload
 
-RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "elementwise", "full")
 
 MAX_ALLOCATIONS = 25_000
 """Ways to deal the layers of a stage to what may be done with them that are all looked at; where there are more, those

@@ -51,7 +51,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
                 trainer.first_gradients = {}
         if rank == 0:
             # No rank has their outputs as a whole or as a stage's: the loss and the gradients speak for them.
-            unwatched = ("embed", "head") if plan.spread_vocab else ()
+            unwatched = ("embed", "head") if plan.vocab_parallel else ()
             Trace(losses, grad_norms, torch.stack(sketches).numpy(), unwatched).write(folder)
     return 0
 
