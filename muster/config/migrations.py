@@ -144,8 +144,8 @@ def migrate_values(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values by today's dotted key, and for each renamed key its former name.
 
-    `values` is by dotted key, as a run file's layer has it; `origin` tells where a key stands. Without `versioned` (a command line) today's schema is
-    assumed, so that ambiguous values are refused. Raises ConfigError as `migrate`.
+    `values` is by dotted key, as a run file's layer has it; `origin` tells where a key stands. Without `versioned`
+    (a command line) today's schema is assumed, so that ambiguous values are refused. Raises ConfigError as `migrate`.
     """
     current = SCHEMAS.get(file_format)
     version = _version(file_format, values.get("version"), origin("version")) if versioned else current

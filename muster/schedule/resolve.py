@@ -47,7 +47,7 @@ def _schedule_spec(
         *map(tuple, passes),
         p2p_s=times.p2p_s,
         placement=placement,
-        memory_limit=plan.activation_limit or plan.pp,
+        memory_limit=plan.max_in_flight_micro_batches or plan.pp,
     )
 
 
