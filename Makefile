@@ -1,17 +1,18 @@
 # make demo    set up, then train a small language model on four local processes
 # make test    set up, then lint and run the tests (minutes)
-# make soak    the full numbers behind the tests (up to an hour)
+# make soak    the full numbers behind the tests, in parts of up to ten minutes; make soak PART=3 or PART=parity runs one
 # make bench   compare a training step with other trainers (installs them)
 # make lint    style and types
 # make docs    build the pages of docs/ as a site, in build/docs
 # make clean   remove what set-up and tests made; keeps runs/
 #
-# Variables: PYTHON=python3.12, JOBS=2 (test processes), PYTEST_ARGS='-k plan', ARGS=--fresh (of the demo), BENCH_ARGS=…
+# Variables: PYTHON=python3.12, JOBS=2 (test processes), PYTEST_ARGS='-k plan', PART=3 (of soak), ARGS=--fresh (of the demo), BENCH_ARGS=…
 
 PYTHON ?= python3
 JOBS ?= 2
 PYTEST_ARGS ?=
 ARGS ?=
+PART ?=
 BENCH_ARGS ?=
 
 SHELL := bash
@@ -36,7 +37,12 @@ test: $(DEV)
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(DEV)
-	$(PYTEST) -m soak --timeout 3600 $(PYTEST_ARGS)
+	failed=
+	for part in $(or $(PART),$$(.venv/bin/python -c 'from tests.soak_parts import PARTS; print(*PARTS)')); do
+	  echo "== soak part $$part"
+	  $(PYTEST) -m soak --soak-part "$$part" -n $(JOBS) --timeout 3600 $(PYTEST_ARGS) || failed="$$failed $$part"
+	done
+	[ -z "$$failed" ] || { echo "soak parts that failed:$$failed" >&2; exit 1; }
 
 bench: $(BENCH)
 	.venv/bin/python -m benchmarks.train_step $(BENCH_ARGS)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 from tests.chromium import Browser, find_chromium
+from tests.soak_parts import find_part, part_of
 from tests.train_runs import whole_run
 
 # The same examples on every machine: what `make test` proves on one, it proves on all. `make soak` draws new ones.
@@ -33,13 +34,33 @@ LONGEST = (
 """The files that take longest come first: one that a test process begins last would keep the others waiting."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _select_soak_part(config, items)
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
+def _select_soak_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the soak tests of the part that `--soak-part` names; an unlisted soak test is an error, so that none is
+    forgotten."""
+    wanted = config.getoption("--soak-part")
+    if wanted is None:
+        return
+    parts = {item: part_of(f"{item.path.name}::{item.name}") for item in items if item.get_closest_marker("soak")}
+    if missing := sorted({item.path.name for item, part in parts.items() if part is None}):
+        raise pytest.UsageError(f"no part in tests/soak_parts.py has the soak tests of {', '.join(missing)}")
+    name = find_part(wanted)
+    config.hook.pytest_deselected(items=[item for item in items if parts.get(item) != name])
+    items[:] = [item for item in items if parts.get(item) == name]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("drawn" if config.getoption("markexpr") == "soak" else "seeded")
+    if (part := config.getoption("--soak-part")) is not None:
+        try:
+            find_part(part)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, the tests that open pages in a browser when Chromium is not installed",
     )
+    parser.addoption("--soak-part", metavar="PART", help="run one part of the soak tests, by its name or number")
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""Parts of `make soak`, each of at most ten minutes on two cores, and the soak tests that belong to each."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "schedules": ("test_auto.py", "test_executed_schedules.py"),
+    "planner": ("test_planner.py", "test_recipes.py", "test_validate.py", "test_traffic.py"),
+    "memory": ("test_memory_forecast.py", "test_conversion_memory.py"),
+    "parity": ("test_parity.py", "test_post_validation.py", "test_extend.py"),
+    "data": ("test_packing.py", "test_eval.py", "test_track.py"),
+    "resume": ("test_resume.py",),
+    "kills": ("test_saver.py", "test_train.py", "test_mirror.py", "test_memory_copies.py"),
+    "hangs": ("test_hang.py", "test_doctor.py"),
+    "nodes": ("test_nodes.py",),
+    "docs": ("test_docs.py", "test_site.py"),
+}
+"""Name of each part, in the order in which `make soak` runs them, to the files or the tests (`file.py::test`) in it."""
+
+
+def part_of(test_id: str) -> str | None:
+    """Return the name of the part whose prefix of a test id (`test_hang.py::test_x[case]`) is the longest, or None."""
+    matching = [
+        (len(prefix), name) for name, prefixes in PARTS.items() for prefix in prefixes if _has_prefix(test_id, prefix)
+    ]
+    return max(matching)[1] if matching else None
+
+
+def find_part(text: str) -> str:
+    """Return the part that a name or a number from 1 says. Raises ValueError with the choices."""
+    names = list(PARTS)
+    if text in names:
+        return text
+    if text.isdecimal() and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    choices = ", ".join(f"{number} {name}" for number, name in enumerate(names, 1))
+    raise ValueError(f"no soak part '{text}': expected a number or a name of {choices}")
+
+
+def _has_prefix(test_id: str, prefix: str) -> bool:
+    return test_id == prefix or test_id.startswith((prefix + "::", prefix + "["))
