@@ -212,10 +212,10 @@ def known_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict
 
 
 def test_the_verb_says_how_good_the_schedule_is(capsys: pytest.CaptureFixture[str]):
-    line, data = known_of(capsys, "auto", "--ranks", "2", "--microbatches", "4", "--chunks", "1")
+    line, data = known_of(capsys, "auto", "--ranks", "2", "--microbatches", "4", "--vpp", "1")
     assert line == "proven optimal: no schedule with 1 stage per rank takes less than 13"
     assert (data["proven"], data["bound"], data["makespan"]) == (True, 13, 13)
-    flags = ["--ranks", "4", "--microbatches", "8", "--comm", "0.2", "--memory-limit", "2"]
+    flags = ["--ranks", "4", "--microbatches", "8", "--p2p-time", "0.2", "--memory-limit", "2"]
     line, data = known_of(capsys, "auto", *flags)
     assert "above the optimum: no schedule with 2 stages per rank takes less than" in line
     assert not data["proven"]
@@ -223,7 +223,7 @@ def test_the_verb_says_how_good_the_schedule_is(capsys: pytest.CaptureFixture[st
 
 def test_the_verb_says_what_exact_has_proven(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("ortools")
-    line, data = known_of(capsys, "exact", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    line, data = known_of(capsys, "exact", "--ranks", "2", "--microbatches", "4", "--p2p-time", "0.5")
     assert line == f"proven optimal: no schedule on its placement takes less than {data['bound']:g}"
     assert data["proven"]
     assert data["makespan"] == data["bound"]

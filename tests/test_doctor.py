@@ -68,7 +68,7 @@ def test_a_check_that_hangs_or_fails_is_a_problem_of_its_own(
         raise OSError("no such thing")
 
     monkeypatch.setattr(doctor, "CHECKS", {"disk": hang, "memory": fail})
-    assert main(["doctor", "--limit", "1"]) == 1
+    assert main(["doctor", "--time-limit", "1"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ("PROBLEM disk       no answer within 1 s: the file system hangs; choose another with --run")
     assert lines[1] == "PROBLEM memory     the check failed (OSError: no such thing)"

@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said_in_an_exception(keys, sentence):
 
 def test_plan_and_predict_give_what_the_verbs_print(capsys):
     found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, fix="tp1")
-    flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --fix tp1 --json"
+    flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --require tp1 --json"
     assert main(["plan", *flags.split()]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert found.to_json()["plans"] == printed["plans"]

@@ -97,7 +97,7 @@ def test_changes_that_there_is_no_time_for_are_named():
     arranged, known = _why("tiny", "4xh100", seq_len=256, global_batch=16)
     late = neighbours(arranged.found.best[0], arranged.judge, limit_s=0.0)
     assert known.keys() <= {one.change for one in late}
-    assert all(one.evaluated is None and one.sentence.endswith("not looked at within --limit") for one in late)
+    assert all(one.evaluated is None and one.sentence.endswith("not looked at within --time-limit") for one in late)
 
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():

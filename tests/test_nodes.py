@@ -566,7 +566,8 @@ def refused(nodes: Network, folder: Path, problem: str) -> None:
     common, own, first_says, second_says, code = WRONG[problem]
     places = folders(folder)
     limit = "8" if "did not come" in first_says else "120"  # who doesn't come is waited for in vain
-    words = (*TINY, "--parallel", "dp2-mb12", "--join-limit", limit, *(word.format(folder=folder) for word in common))
+    formatted = (word.format(folder=folder) for word in common)
+    words = (*TINY, "--parallel", "dp2-mb12", "--rendezvous-timeout", limit, *formatted)
     second_own = dict(zip(own[::2], own[1::2], strict=True))
     second_words = [*words, *([] if "--run" in second_own else ["--run", str(folder / "run")])]
     with (
@@ -714,7 +715,7 @@ def test_four_ranks_on_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_
 def examined(nodes: Network, tmp_path: Path, *second: str, ranks: bool = True) -> list[dict[str, Any]]:
     """What `muster doctor --json` says on both nodes, the second with some more words."""
     places = folders(tmp_path)
-    words = ("--limit", "40", "--json", "--run", tmp_path)
+    words = ("--time-limit", "40", "--json", "--run", tmp_path)
     with (
         nodes.launcher(0, *words, cwd=places[0], verb="doctor") as one,
         nodes.launcher(1, *words, *second, cwd=places[1], verb="doctor") as other,

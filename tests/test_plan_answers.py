@@ -21,7 +21,7 @@ from muster.spec.plan_name import format_plan_name
 
 
 def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(capsys) -> None:
-    asked = ["plan", "--model", "llama2-13b", "--cluster", "8xh100", "--fix", "z1-tp1-pp1-cp1"]
+    asked = ["plan", "--model", "llama2-13b", "--cluster", "8xh100", "--require", "z1-tp1-pp1-cp1"]
     assert main(asked) == 3
     message = capsys.readouterr().err
     least, limit = map(float, re.findall(r"([\d.]+) GiB", message))
@@ -72,7 +72,7 @@ def test_an_interrupted_search_says_so(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("memory", "said"), [("60GB", True), ("200GB", False)])
 def test_more_of_each_device_is_advised_only_where_there_is_more(capsys, memory: str, said: bool) -> None:
-    assert main(f"plan --model llama3-70b --cluster 2xa100 --memory {memory}".split()) == 3
+    assert main(f"plan --model llama3-70b --cluster 2xa100 --memory-limit {memory}".split()) == 3
     message = capsys.readouterr().err
     assert ("or a plan with more than" in message) == ("may be used" in message) == said
 
@@ -104,5 +104,5 @@ def test_changes_without_time_stand_in_one_line(capsys) -> None:
     answer.__dict__["why"] = neighbours(answer.found.best[0], answer.arranged.judge, limit_s=0.0)
     print_answer(answer, explain=False)
     shown = capsys.readouterr().out
-    assert shown.count("not looked at within --limit") == 1
-    assert "  not looked at within --limit: " in shown
+    assert shown.count("not looked at within --time-limit") == 1
+    assert "  not looked at within --time-limit: " in shown

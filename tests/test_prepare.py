@@ -366,7 +366,7 @@ def test_prepare_inspect_and_check(tmp_path, capsys):
     assert code == 2
     assert out.splitlines()[0].startswith(f"{source}:3: no JSON")
     assert out.splitlines()[1].endswith("has 1 bad row (1 json), and 2 documents, 16 tokens beside")
-    more = ("--bad-rows", "skip", "--workers", "1", "--json")
+    more = ("--on-invalid-row", "skip", "--workers", "1", "--json")
     code, out, err = muster(capsys, "prepare", source, "--out", tmp_path / "store", *more)
     assert (code, err) == (0, "")
     facts = json.loads(out)
@@ -402,9 +402,9 @@ def test_nothing_in_the_way_is_overwritten(tmp_path, capsys):
     ("arguments", "sentence"),
     [
         (("prepare", "gone.txt"), "SOURCE: there is no file or directory 'gone.txt'"),
-        (("prepare", "rows.jsonl"), "or leave such rows out with --bad-rows skip"),
+        (("prepare", "rows.jsonl"), "or leave such rows out with --on-invalid-row skip"),
         (("prepare", "rows.jsonl", "--tokenizer", "gone.json"), "--tokenizer: there is no file 'gone.json'"),
-        (("prepare", "rows.jsonl", "--end-token", "x"), "--end-token 'x' is for tokenizers with words"),
+        (("prepare", "rows.jsonl", "--eos-token", "x"), "--eos-token 'x' is for tokenizers with words"),
         (("check", "rows.jsonl", "--chat-template", "gone"), "--chat-template: gone can't be read"),
     ],
 )

@@ -57,11 +57,11 @@ def test_json_is_one_object_key_by_key(schedule):
 
 
 def test_times_are_of_a_rank_s_share_and_comm_is_between_ranks(schedule):
-    _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --comm 0.3 --json")
+    _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --p2p-time 0.3 --json")
     assert (json.loads(out)["bubble"], json.loads(out)["makespan"]) == (17.4, 65.4)
     for chunks in (1, 2, 4):
         name = "interleaved" if chunks > 1 else "1f1b"
-        _, out, _ = schedule(f"{name} --ranks 4 --microbatches 8 --chunks {chunks} --times 1,1.5,0.5 --json")
+        _, out, _ = schedule(f"{name} --ranks 4 --microbatches 8 --vpp {chunks} --times 1,1.5,0.5 --json")
         data = json.loads(out)
         assert data["makespan"] - data["bubble"] == pytest.approx(8 * 3)
         assert data["bubble"] == pytest.approx(9 / chunks)
@@ -69,7 +69,7 @@ def test_times_are_of_a_rank_s_share_and_comm_is_between_ranks(schedule):
 
 def test_words_are_woven_into_a_schedule(schedule):
     _, plain, _ = schedule("1f1b --ranks 4 --microbatches 16 --json")
-    _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --vocab 0.4 --json")
+    _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --vocab-parallel 0.4 --json")
     before, woven = json.loads(plain), json.loads(out)
     words = [{kind: sum(kind in action for action in order) for kind in ("S", "T", "EW")} for order in woven["ranks"]]
     assert words == [{"S": 16, "T": 16, "EW": 16}] * 4
@@ -80,15 +80,16 @@ def test_words_are_woven_into_a_schedule(schedule):
     assert own_words - 1e-9 <= grown <= own_words + 2.5  # once, until the first scores are there
     peaks = zip(woven["peak_activation"], before["peak_activation"], strict=True)
     assert all(0 <= after - peak <= 1 for after, peak in peaks)
-    assert json.loads(schedule("1f1b --ranks 4 --microbatches 16 --vocab 0.4 --comm 0.1 --json")[1])["bubble"] > 9
-    assert "score words" in schedule("zb-v --ranks 2 --microbatches 4 --vocab 0.5")[1]
+    slower = schedule("1f1b --ranks 4 --microbatches 16 --vocab-parallel 0.4 --p2p-time 0.1 --json")[1]
+    assert json.loads(slower)["bubble"] > 9
+    assert "score words" in schedule("zb-v --ranks 2 --microbatches 4 --vocab-parallel 0.5")[1]
 
 
 def test_json_is_read_back_under_other_times(schedule, tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(OF_INTERLEAVED))
     assert schedule(f"--file {file} --json")[1] == schedule("interleaved --ranks 2 --microbatches 2 --json")[1]
-    _, out, _ = schedule(f"--file {file} --times 2,2,2 --comm 0.5 --json")
+    _, out, _ = schedule(f"--file {file} --times 2,2,2 --p2p-time 0.5 --json")
     assert json.loads(out)["makespan"] == 18.0
 
 
@@ -210,20 +211,20 @@ SIZE = "--ranks 2 --microbatches 2"
         (f"1f1b {SIZE} --times 1,1", 2, "--times: expected three numbers F,I,W such as 1,1,1, got '1,1'"),
         (f"1f1b {SIZE} --times 0,0,0", 2, "--times: expected finite times that are not all 0, got '0,0,0'"),
         (f"1f1b {SIZE} --times one,1,1", 2, "--times: expected a number >= 0, got 'one'"),
-        (f"1f1b {SIZE} --comm -1", 2, "--comm: expected a number >= 0, got '-1'"),
+        (f"1f1b {SIZE} --p2p-time -1", 2, "--p2p-time: expected a number >= 0, got '-1'"),
         (f"1f1b {SIZE} --memory-limit 1", 3, "1f1b keeps the activations of 2 micro-batches on rank 0, more than the"),
         (f"1f1b {SIZE} --memory-limit 0", 3, "memory_limit"),
-        (f"1f1b {SIZE} --chunks 2", 3, "schedule 1f1b runs one stage per pipeline rank, got 2"),
+        (f"1f1b {SIZE} --vpp 2", 3, "schedule 1f1b runs one stage per pipeline rank, got 2"),
         (f"1f1b {SIZE} --replicas 2", 3, "replicas"),
         (f"1f1b {SIZE} --fill", 2, "--fill is for 2bp-gpipe and 2bp-1f1b, not for 1f1b"),
-        (f"1f1b {SIZE} --chunk 2", 2, "unknown flag '--chunk'; did you mean '--chunks'?"),
-        (f"dualpipe {SIZE} --vocab 1", 3, "words are woven into schedules of one replica; dualpipe has 2"),
+        (f"1f1b {SIZE} --chunk 2", 2, "unknown flag '--chunk'; did you mean '--vpp'?"),
+        (f"dualpipe {SIZE} --vocab-parallel 1", 3, "words are woven into schedules of one replica; dualpipe has 2"),
         (
-            "gis --ranks 4 --microbatches 8 --vocab 1 --memory-limit 4",
+            "gis --ranks 4 --microbatches 8 --vocab-parallel 1 --memory-limit 4",
             3,
             "gis with words keeps 4.5 micro-batches' activations",
         ),
-        (f"--compare {SIZE} --vocab 1", 2, "--vocab is for a schedule by its name"),
+        (f"--compare {SIZE} --vocab-parallel 1", 2, "--vocab-parallel is for a schedule by its name"),
         (f"--compare {SIZE} --json", 2, "--json, --svg and --trace are for one schedule, not for --list or --compare"),
         (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "can't write /nowhere/at/all.svg: No such file or directory"),
         ("--file /nowhere", 2, "can't read /nowhere: No such file or directory"),

@@ -117,7 +117,7 @@ def plan_request(
         objective=objective,
         precision=precision,
         fix=fix,
-        memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory"),
+        memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory-limit"),
         runnable=runnable,
     )
 

@@ -39,8 +39,8 @@ def keys_as_flags(sentence: str, **extra: str) -> str:
     return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | extra).get(key[1], key[0]), sentence)
 
 
-_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "text_key", "chat_template")}
-_FLAGS |= {"source": "SOURCE", "eos_token": "--end-token", "on_invalid_row": "--bad-rows", "max_bytes": "--max-bytes"}
+_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "eos_token", "text_key", "chat_template")}
+_FLAGS |= {"source": "SOURCE", "on_invalid_row": "--on-invalid-row", "max_bytes": "--max-bytes"}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the verbs do
@@ -79,7 +79,7 @@ def _inspect(args: argparse.Namespace) -> SubcommandOutput:
     from muster.data.store import TokenStore
     from muster.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(args.tokenizer, args.end_token) if args.documents else None
+    tokenizer = load_tokenizer(args.tokenizer, args.eos_token) if args.documents else None
     store = TokenStore.open(args.store, tokenizer)
     facts = describe(store)
     lines = store_lines(facts)
@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> SubcommandOutput:
     from muster.data.tokenizer import load_tokenizer
 
     if is_store(Path(args.source)):
-        tokenizer = load_tokenizer(args.tokenizer, args.end_token) if args.tokenizer is not None else None
+        tokenizer = load_tokenizer(args.tokenizer, args.eos_token) if args.tokenizer is not None else None
         facts = check_store(TokenStore.open(Path(args.source), tokenizer))
     else:
         facts = check_source(_preparation(args))
@@ -107,12 +107,12 @@ def _preparation(args: argparse.Namespace) -> "PrepareOptions":
     from muster.data.prepare import PrepareOptions
     from muster.data.tokenizer import BYTES, load_tokenizer
 
-    tokenizer = load_tokenizer(args.tokenizer or BYTES, args.end_token)
+    tokenizer = load_tokenizer(args.tokenizer or BYTES, args.eos_token)
     if args.chat_template is not None:
         tokenizer.chat_template = read_template(args.chat_template, tokenizer.chat_template.special_tokens)
     workers = getattr(args, "workers", None) or len(os.sched_getaffinity(0))
-    bad_rows: Any = getattr(args, "bad_rows", "stop")
-    return PrepareOptions(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, bad_rows, workers)
+    policy: Any = getattr(args, "on_invalid_row", "stop")
+    return PrepareOptions(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, policy, workers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the store to be made")
     _add_reading(parser)
     parser.add_argument(
-        "--bad-rows", choices=("stop", "skip"), default="stop", help="stop at a bad row, or leave it out"
+        "--on-invalid-row", choices=("stop", "skip"), default="stop", help="stop at a bad row, or leave it out"
     )
     parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read no more of text and JSON lines")
     parser.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one per core)")
@@ -138,7 +138,7 @@ def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("store", type=Path, metavar="STORE", help="a directory that prepare made")
     parser.add_argument("--documents", type=positive_int, metavar="N", help="show the beginnings of the first N")
     parser.add_argument("--tokenizer", default="bytes", metavar="T", help="the store's tokenizer (default: bytes)")
-    parser.add_argument("--end-token", metavar="TOKEN", help="the token that ends documents")
+    parser.add_argument("--eos-token", metavar="TOKEN", help="the token that ends documents")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)
 
@@ -152,7 +152,7 @@ def _parse_check(arguments: list[str]) -> argparse.Namespace:
 
 def _add_reading(parser: Parser) -> None:
     parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
-    parser.add_argument("--end-token", metavar="TOKEN", help="the token that ends documents, if the files don't say it")
+    parser.add_argument("--eos-token", metavar="TOKEN", help="the token that ends documents, if the files don't say it")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template of dialogues")
     parser.add_argument("--text-key", metavar="KEY", help="the key of a row's text")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -15,7 +15,7 @@ def run(arguments: list[str]) -> int:
     parser = Parser(
         "doctor",
         "Look at this machine before training: versions, memory, disk, clocks, ports, ranks, bandwidth.",
-        epilog="Ends with 0 when all is well, with 1 otherwise; no check takes longer than --limit.",
+        epilog="Ends with 0 when all is well, with 1 otherwise; no check takes longer than --time-limit.",
     )
     parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to be written")
     parser.add_argument(
@@ -24,14 +24,14 @@ def run(arguments: list[str]) -> int:
         metavar="N",
         help="processes that meet (default: 2, or 1 a node)",
     )
-    parser.add_argument("--limit", type=positive_int, default=60, metavar="S", help="seconds for each check, 60")
+    parser.add_argument("--time-limit", type=positive_int, default=60, metavar="S", help="seconds for each check, 60")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_node_flags(parser)
     args = parser.parse(arguments)
     nodes = nodes_request(args)
     from muster.probe.doctor import DoctorRequest, run_checks
 
-    request = DoctorRequest(args.run, args.ranks or (1 if nodes else 2), args.limit)
+    request = DoctorRequest(args.run, args.ranks or (1 if nodes else 2), args.time_limit)
     if nodes is None:
         findings = run_checks(request)
     else:

@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     batch = plan.mesh(0).dp_size * plan.micro_batch_size * count
     workload = Workload(seq_len=args.seq_len, global_batch_size=batch)
     require_runnable(plan, model, workload, plan.world_size)
-    found = list(_compare(model, plan, workload, args.real))
+    found = list(_compare(model, plan, workload, args.on_device))
     _print(found, plan, args)
     return 0 if all(abs(one.difference) <= TOLERANCE for one in found) else 1
 
@@ -72,7 +72,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help=f"micro-batches of a step (default: {DEFAULT_MICRO_BATCHES} for each pipeline rank)",
     )
-    add("--real", action="store_true", help="run the plan's ranks as processes on this machine, with real memory")
+    add("--on-device", action="store_true", help="run the plan's ranks as processes on this machine, with real memory")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     for flag, example in (("model", "llama3-8b"), ("plan", "dp8-tp4-pp2")):
@@ -116,9 +116,9 @@ def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) 
             }
             for one in found
         ]
-        print(json.dumps({"version": 1, "plan": format_plan_name(plan), "real": args.real, "ranks": ranks}))
+        print(json.dumps({"version": 1, "plan": format_plan_name(plan), "real": args.on_device, "ranks": ranks}))
         return
-    how = "processes of this machine" if args.real else f"one process that plays {plan.world_size} ranks"
+    how = "processes of this machine" if args.on_device else f"one process that plays {plan.world_size} ranks"
     print(f"{args.model}, plan {format_plan_name(plan)}, sequences of {args.seq_len:,} tokens, counted in {how}")
     for one in found:
         print(

@@ -23,8 +23,8 @@ OTHER_LAUNCHERS_FLAGS = {
     "--rdzv-endpoint": "--rendezvous",
     "--rdzv-backend": "--rendezvous",
     "--rdzv-id": "--rendezvous",
-    "--join-timeout": "--join-limit",
-    "--rdzv-conf": "--join-limit",
+    "--join-timeout": "--rendezvous-timeout",
+    "--rdzv-conf": "--rendezvous-timeout",
     "--nproc-per-node": "--nproc",
     "--num-processes": "--nproc",
 }
@@ -40,7 +40,12 @@ def add_node_flags(parser: Parser) -> None:
     add("--node-rank", type=_rank, metavar="R", help="which of them this is, from 0")
     add("--rendezvous", metavar="HOST[:PORT]", help="where node 0 listens for the others (default port: 29400)")
     add("--interface", metavar="NAME", help="network interface of the ranks (default: the one towards HOST)")
-    add("--join-limit", type=positive_int, metavar="S", help="seconds to wait for the other nodes (default: 600)")
+    add(
+        "--rendezvous-timeout",
+        type=positive_int,
+        metavar="S",
+        help="seconds to wait for the others (default: 600)",
+    )
 
 
 def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
@@ -65,11 +70,11 @@ def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
 
     host, port = _place(args.rendezvous, DEFAULT_PORT)
     return RendezvousConfig(
-        args.nodes, args.node_rank, host, port, args.interface, args.join_limit or DEFAULT_TIMEOUT_S
+        args.nodes, args.node_rank, host, port, args.interface, args.rendezvous_timeout or DEFAULT_TIMEOUT_S
     )
 
 
-_FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "join-limit")
+_FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "rendezvous-timeout")
 
 
 def _place(text: str, usual_port: int) -> tuple[str, int]:

@@ -32,13 +32,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
         """The arguments, all of which must be known; `keys` gives the dotted keys that may have been meant."""
-        args, unknown = self.parse_known_args(self._joined(arguments))
+        args, unknown = self.parse_known_args(self._joined(map(self._renamed, arguments)))
         if unknown:
             flag = unknown[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"unexpected argument '{flag}'")
             flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
-            flags |= {option: option for option in self._option_string_actions} | self.foreign_flags
+            flags |= {option: option for option in self._option_string_actions}
+            flags |= self.foreign_flags | self._former_flags()
             meant = closest_match(flag.replace("_", "-"), flags) or closest_match(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         if args.plugins:
@@ -46,6 +47,26 @@ class Parser(argparse.ArgumentParser):
 
             load_plugins(map(resolve_plugin, args.plugins))
         return args
+
+    def _renamed(self, argument: str) -> str:
+        """Return an argument with today's name of a former flag, which is reported on stderr."""
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("--") or flag in self._option_string_actions:
+            return argument
+        today = self._former_flags().get(flag)
+        if today is None:
+            return argument
+        from muster.config.migrations import report_rename
+
+        report_rename(self.prog, flag, today)
+        return f"{today}{equals}{value}"
+
+    def _former_flags(self) -> dict[str, str]:
+        """Former flags of this verb, which are still read, and today's."""
+        from muster.config.migrations import FLAGS
+
+        former = FLAGS["*"] | FLAGS.get(self.prog.removeprefix("muster "), {})
+        return {old: new for old, new in former.items() if new in self._option_string_actions}
 
     def _joined(self, arguments: Iterable[str]) -> list[str]:
         """The arguments with `--flag -4x` as `--flag=-4x`: argparse takes such a value for a flag, and says something

@@ -24,7 +24,8 @@ def run(arguments: list[str]) -> int:
         return _run(args)
     except KeyboardInterrupt:
         print(
-            "muster: interrupted before there was an answer; --limit S ends a search with what it has", file=sys.stderr
+            "muster: interrupted before an answer; --time-limit S ends a search with the best plan so far",
+            file=sys.stderr,
         )
         return 130
 
@@ -41,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     asked = _asked(args)
     if args.launch:
         check_launch(args.launch, asked.request.cluster)
-    answer = answer_request(asked, args.top, args.limit)
+    answer = answer_request(asked, args.top, args.time_limit)
     written = _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
@@ -66,16 +67,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--top", type=positive_int, default=5, metavar="K", help="plans that are shown (default: 5)")
     add("--precision", metavar="P", help="of the compute (default: bf16, fp32 on CPUs)")
     add(
-        "--fix",
+        "--require",
         action="append",
         metavar="PARTS",
         help="parts of a name that all plans must have, such as tp8-z1",
     )
-    add("--memory", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
+    add("--memory-limit", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
     add("--runnable", action="store_true", help="only plans that muster train runs today")
     add("--explain", action="store_true", help="say what became of every family of plans")
     add(
-        "--limit",
+        "--time-limit",
         type=_seconds,
         default=SEARCH_TIME_LIMIT_S,
         metavar="S",
@@ -120,7 +121,7 @@ def _pareto(args: argparse.Namespace) -> int:
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = pareto_front(_asked(args).request, args.limit)
+    found = pareto_front(_asked(args).request, args.time_limit)
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
     if args.json:
@@ -139,7 +140,7 @@ def _pareto(args: argparse.Namespace) -> int:
     return 0
 
 
-_UNPROVEN = "; stopped there: --limit gives it longer, and may find better ones"
+_UNPROVEN = "; stopped there: --time-limit gives it longer, and may find better ones"
 
 
 def _what_if(args: argparse.Namespace) -> int:
@@ -148,7 +149,7 @@ def _what_if(args: argparse.Namespace) -> int:
     from muster.planner.what_if import what_if
     from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
-    cases = what_if(_asked(args).request, args.what_if, args.limit)
+    cases = what_if(_asked(args).request, args.what_if, args.time_limit)
     if args.json:
         print(json.dumps(what_if_json(cases), indent=2))
         return 0
@@ -168,8 +169,8 @@ def _asked(args: argparse.Namespace) -> "ParsedRequest":
         tokens=args.tokens,
         objective=args.objective,
         precision=args.precision,
-        fix="-".join(args.fix or ()),
-        memory=args.memory,
+        fix="-".join(args.require or ()),
+        memory=args.memory_limit,
         runnable=args.runnable,
     )
 

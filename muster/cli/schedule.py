@@ -48,18 +48,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--file", metavar="FILE", help="a schedule of your own, as --json prints one (- is standard input)")
     add("--ranks", type=positive_int, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive_int, metavar="M", help="micro-batches of a step, over all replicas")
-    add("--chunks", type=positive_int, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
+    add("--vpp", type=positive_int, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
     add(
         "--times",
         default="1,1,1",
         metavar="F,I,W",
         help="forward, backward for inputs, for weights, of one rank's share",
     )
-    add("--comm", default="0", metavar="C", help="from a pass on one rank until its result is on another (default: 0)")
+    add(
+        "--p2p-time",
+        default="0",
+        metavar="C",
+        help="time to send a pass's result to another rank (default: 0)",
+    )
     add("--memory-limit", default="inf", metavar="X", help="activations that a rank may keep (default: no limit)")
     add("--replicas", type=positive_int, metavar="R", help="copies of the model: 2 run in opposite directions")
     add("--fill", action="store_true", help="2bp-*: weight backwards fill idle slots instead of standing at the end")
-    add("--vocab", metavar="S", help="spread a vocabulary over the ranks, where scoring a rank's words takes S")
+    add(
+        "--vocab-parallel", metavar="S", help="spread a vocabulary over the ranks; a rank's share of the logits takes S"
+    )
     add("--json", action="store_true", help="print one JSON object instead of the picture")
     add("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
@@ -69,10 +76,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
     if (args.list or args.compare) and (args.json or args.svg or args.trace):
         raise ConfigError("--json, --svg and --trace are for one schedule, not for --list or --compare")
-    if args.vocab is not None and (args.list or args.compare or args.file):
-        raise ConfigError("--vocab is for a schedule by its name, not for --list, --compare or --file")
+    if args.vocab_parallel is not None and (args.list or args.compare or args.file):
+        raise ConfigError("--vocab-parallel is for a schedule by its name, not for --list, --compare or --file")
     args.times = _times(args.times)
-    args.comm, args.memory_limit = _number("--comm", args.comm), _number("--memory-limit", args.memory_limit)
+    args.p2p_time, args.memory_limit = (
+        _number("--p2p-time", args.p2p_time),
+        _number("--memory-limit", args.memory_limit),
+    )
     return args
 
 
@@ -80,7 +90,7 @@ def _join_negative(arguments: list[str]) -> list[str]:
     """`--times -1,1,1` as one word, so that it is refused as a negative time, not as an unknown flag."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] in ("--times", "--comm", "--memory-limit") and argument[:1] == "-":
+        if joined and joined[-1] in ("--times", "--p2p-time", "--memory-limit") and argument[:1] == "-":
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)
@@ -109,7 +119,7 @@ def _number(flag: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if math.isnan(number) or number < 0 or (flag in ("--comm", "--vocab") and math.isinf(number)):
+    if math.isnan(number) or number < 0 or (flag in ("--p2p-time", "--vocab-parallel") and math.isinf(number)):
         raise ConfigError(f"{flag}: expected a number >= 0, got '{text}'")
     return number
 
@@ -122,16 +132,16 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
             raise ConfigError(
                 f"--{flag} is missing: how many {flag.replace('microbatches', 'micro-batches')} are there?"
             )
-    size = args.ranks * args.microbatches * (args.chunks or 1)
+    size = args.ranks * args.microbatches * (args.vpp or 1)
     if size > _MOST_DRAWN:
         raise ConfigError(
-            f"ranks × micro-batches × chunks are {size:,}, too many to draw: expected at most {_MOST_DRAWN:,}."
+            f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MOST_DRAWN:,}."
             " Every micro-batch adds the same period, so fewer of them show the schedule"
         )
     if size > _SLOW:
         print(f"making and timing the passes of {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return CompareRequest(
-        args.ranks, args.microbatches, args.chunks, args.times, args.comm, args.memory_limit, args.replicas, args.fill
+        args.ranks, args.microbatches, args.vpp, args.times, args.p2p_time, args.memory_limit, args.replicas, args.fill
     )
 
 
@@ -152,7 +162,7 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, OptimalityGap | 
     if args.fill and not args.name.startswith("2bp-"):
         raise ConfigError(f"--fill is for 2bp-gpipe and 2bp-1f1b, not for {args.name}")
     request = _request(args)
-    if args.vocab is not None:
+    if args.vocab_parallel is not None:
         return *_with_words(args, request), None
     if args.name == "exact":
         setting = request.spec(entry)
@@ -172,7 +182,7 @@ def _with_words(args: argparse.Namespace, request: "CompareRequest") -> "tuple[S
     from muster.schedule.vocab_passes import VocabTimes, time_with_vocab_passes
     from muster.spec.schedules import find_schedule
 
-    score = _number("--vocab", args.vocab)
+    score = _number("--vocab-parallel", args.vocab_parallel)
     schedule, _ = make_with_best_chunks(args.name, request)
     setting = replace(request, chunks=schedule.chunks).spec(find_schedule(args.name))
     unit = score / args.times[0] if args.times[0] else score
@@ -184,7 +194,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
     from muster.schedule.schedule_spec import ScheduleSpec
     from muster.schedule.serialization import schedule_from_json
 
-    for flag in ("ranks", "microbatches", "chunks", "replicas"):
+    for flag in ("ranks", "microbatches", "vpp", "replicas"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag} is said by the file, it can't be given as well")
     try:
@@ -202,7 +212,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         schedule.num_micro_batches,
         args.times,
         int(chunks),
-        p2p_s=args.comm,
+        p2p_s=args.p2p_time,
         memory_limit=args.memory_limit,
         replicas=schedule.replicas,
     )

@@ -49,7 +49,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
     parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
     parser.add_argument("--seed", metavar="S", help="what all randomness comes from")
-    parser.add_argument("--fresh", action="store_true", help="start anew, whatever the run directory holds")
+    parser.add_argument(
+        *("--fresh", "--no-resume"),
+        dest="fresh",
+        action="store_true",
+        help="start anew, even if the run directory holds a run",
+    )
     parser.add_argument(
         "--allow-changes", action="store_true", help="go on with another configuration or other data, and say which"
     )

@@ -116,7 +116,16 @@ VALUES: dict[Format, tuple[FormerValue, ...]] = {
     ),
 }
 
-FLAGS: dict[str, dict[str, str]] = {}
+FLAGS: dict[str, dict[str, str]] = {
+    "*": {"--join-limit": "--rendezvous-timeout"},
+    "plan": {"--limit": "--time-limit", "--memory": "--memory-limit", "--fix": "--require"},
+    "doctor": {"--limit": "--time-limit"},
+    "schedule": {"--comm": "--p2p-time", "--chunks": "--vpp", "--vocab": "--vocab-parallel"},
+    "memory-check": {"--real": "--on-device"},
+    "data prepare": {"--end-token": "--eos-token", "--bad-rows": "--on-invalid-row"},
+    "data inspect": {"--end-token": "--eos-token"},
+    "data check": {"--end-token": "--eos-token"},
+}
 """Verb (`*`: all) → former flag → today's, each with its dashes."""
 
 INSTRUCTIONS: dict[str, str] = {}

@@ -61,7 +61,7 @@ def _explain_family(
         if winner is not None and best.value < winner.value and best.plan != winner.plan:
             ahead = 1 - best.value / winner.value
             return PlanFamily(
-                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (--limit)"
+                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (--time-limit)"
             )
         if winner is None or best.value <= winner.value:
             fuller = not judge.memory_budget.head_room and request.memory_limit_bytes is None
@@ -177,7 +177,7 @@ def explain_no_plan(request: PlanRequest, result: SearchResult, evaluator: PlanE
             return (
                 f"no plan that fits was found in {result.seconds:.0f} s, and not all were looked at: of those that"
                 f" were,"
-                f" {small}; more seconds (--limit) may find one, or {suggest_relief(request)}"
+                f" {small}; more seconds (--time-limit) may find one, or {suggest_relief(request)}"
             )
         return f"no plan fits: {small}; {suggest_relief(request)}"
     if result.seen["too_large"] and _has_plans(request):

@@ -16,7 +16,7 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import LayerOverride, Plan
 from muster.spec.supported import unsupported_features
 
-NOT_EVALUATED = "not looked at within --limit"
+NOT_EVALUATED = "not looked at within --time-limit"
 SAME_SPEED_TOLERANCE = 0.005
 """Plans closer than this part of the step are called alike."""
 

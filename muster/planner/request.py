@@ -104,7 +104,7 @@ def parse_request(
     schedule = fixed.get("schedule")
     if schedule and SCHEDULES[schedule].searched:
         raise ConfigError(
-            f"--fix {fix}: schedule {schedule} is itself searched for, for a plan that is there: leave it out, and give"
+            f"--require {fix}: schedule {schedule} is searched for a given plan: leave it out, and give"
             f" it to the plan that is found (--parallel.schedule {schedule})"
         )
     kind = _resolve_precision(precision, fixed, fix, cluster)
@@ -195,7 +195,7 @@ def _resolve_precision(requested: str | None, fixed: Mapping[str, Any], fix: str
     for known in PRECISIONS:
         if known == requested:
             if fixed.get("precision", requested) != requested:
-                raise ConfigError(f"--precision {requested} contradicts --fix {fix}: leave one of them out")
+                raise ConfigError(f"--precision {requested} contradicts --require {fix}: leave one of them out")
             return known
     if requested is not None:
         known = f"expected one of {', '.join(PRECISIONS)}"

@@ -196,7 +196,7 @@ def what_if_lines(cases: Sequence[WhatIfCase]) -> list[str]:
 def _plan_or_why_not(case: WhatIfCase) -> str:
     if case.best is None:
         return case.reason
-    unproven = f" (another may take {case.gap:.1%} less: --limit gives the search longer)" if case.gap else ""
+    unproven = f" (another may take {case.gap:.1%} less: --time-limit gives the search longer)" if case.gap else ""
     return case.best.name + unnamed_settings(case.best.plan) + unproven
 
 

@@ -84,7 +84,7 @@ def _searched(found: SearchResult) -> str:
     if found.cut:
         return text + f"stopped there: another may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if found.gap >= 1:  # nothing is known of what memory the others need
-        return text + "stopped there: another may be better (--limit gives it longer)"
+        return text + "stopped there: another may be better (--time-limit gives it longer)"
     return text + f"stopped there: another may be better by up to {found.gap:.1%}"
 
 

@@ -71,7 +71,7 @@ def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list
     if any(plan.offloaded_layers(stage, model.num_layers) for stage in range(plan.num_stages)):
         raise InfeasibleError(
             "processes of this machine keep what is offloaded in the same memory, where it would be counted:"
-            " leave out --real"
+            " leave out --on-device"
         )
     config = _run_config(model, plan, workload)
     with TemporaryDirectory(prefix="memory-check-") as place:

@@ -30,8 +30,8 @@ from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 MEMORY_HEADROOM = 0.12
-"""Of a device's memory, what chosen plans leave free where any plan does and nobody says `--memory`. The peaks that
-programs report are off by a tenth from their forecasts on average (`memory` of `muster validate --json`). Of the
+"""Of a device's memory, what chosen plans leave free where any plan does and nobody says `--memory-limit`. The peaks
+that programs report are off by a tenth from their forecasts on average (`memory` of `muster validate --json`). Of the
 layouts of arXiv:2311.05610, sheets that don't ship included, 3 of 45 whose forecast fills 80 to 88 % of the memory ran
 out of it, but 5 of 15 of those from there to 90 %."""
 

@@ -153,7 +153,7 @@ def _wait_for_all_nodes(team: LauncherGroup) -> None:
         progress.report(
             f"waiting for {len(missing)} of {team.num_nodes} nodes: {nodes}",
             f"{nodes} did not come to {where} within {limit}: start there the same command with its own --node-rank,"
-            " or wait longer with --join-limit",
+            " or wait longer with --rendezvous-timeout",
         )
         for node, message in team.receive(0.2):
             if message["kind"] == "gone":
@@ -194,7 +194,7 @@ def _connect_to_node_0(team: LauncherGroup) -> None:
         progress.report(
             f"waiting for node 0 at {where} ({problem})",
             f"node 0 did not answer at {where} within {request.timeout_s:.0f} s ({problem}): start it there with"
-            " --node-rank 0, correct --rendezvous, open the port, or wait longer with --join-limit",
+            " --node-rank 0, correct --rendezvous, open the port, or wait longer with --rendezvous-timeout",
         )
         time.sleep(_RETRY_INTERVAL_S)
     line = LauncherConnection(connection, 0, team.inbox)
