@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from muster import __version__
+from muster.version import __version__
 
 project = "Muster"
 release = __version__

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from muster.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from muster.api.register import (
         register_dataset,
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from muster.schedule.schedule_spec import ScheduleSpec
     from muster.spec.errors import ConfigError, InfeasibleError, MusterError
     from muster.train.custom_step import StepContext
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
@@ -46,12 +46,15 @@ _MODULES |= {
     "ScheduleSpec": "schedule.schedule_spec",
     "DecoderLayer": "model.decoder",
 }
+_FORMER = {"Now": "StepContext", "Setting": "ScheduleSpec"}
+"""Former names, which plugins may still use."""
 _NAMES = {"DecoderLayer": "Layer"}
 """Of those that have another name where they come from."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for when it is: `import muster` alone costs nothing."""
+    name = _FORMER.get(name, name)
     if name not in __all__:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     usual = "api.register" if name.startswith("register_") else "spec.errors"

@@ -44,10 +44,10 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module", autouse=True)
 def examples():
     """Read once, and forgotten after the tests of this file."""
-    known, own = dict(SCHEDULES), dict(registry._COMPONENTS)
+    kept = [(register, dict(register)) for register in (SCHEDULES, PLUGIN_MODELS, registry._COMPONENTS)]
     load_plugins(resolve_plugin(str(path)) for path in EXAMPLES.glob("my_*.py"))
     yield
-    for register, before in ((SCHEDULES, known), (registry._COMPONENTS, own)):
+    for register, before in kept:
         register.clear()
         register.update(before)
 
@@ -55,7 +55,11 @@ def examples():
 @pytest.fixture
 def own(monkeypatch):
     """A register of this test alone."""
-    monkeypatch.setattr(registry, "_PARTS", dict(registry._COMPONENTS))
+    monkeypatch.setattr(registry, "_COMPONENTS", dict(registry._COMPONENTS))
+    models = dict(PLUGIN_MODELS)
+    yield
+    PLUGIN_MODELS.clear()
+    PLUGIN_MODELS.update(models)
 
 
 def optimizer_of(name: str, **options: float) -> OptimConfig:

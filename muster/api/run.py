@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from muster.api.inputs import require_positive_int, require_text
-from muster.config.config_layers import flatten
 from muster.config.load_config import ResolvedConfig, config_yaml, load_config_tree, load_run_config
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import yaml_text
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan

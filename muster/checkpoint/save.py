@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import muster
 from muster.checkpoint.checkpoint_dir import (
     KEEP_LAST_TWO,
     RetentionPolicy,
@@ -31,6 +30,7 @@ from muster.checkpoint.rank_file import (
 )
 from muster.layout.tensor_layout import slices_within
 from muster.spec.errors import MusterError
+from muster.version import __version__
 
 ErrorExchange = Callable[[str | None], Sequence[str | None]]
 """Hands a short text to every rank and returns the ranks' texts. It must wait with a time limit.
@@ -156,7 +156,7 @@ def manifest_header(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says beside its files and tensors."""
     return {
         "step": step,
-        "muster": muster.__version__,
+        "muster": __version__,
         "torch": torch.__version__,
         "plan": info["plan"],
         "model": info["model"],

@@ -7,9 +7,9 @@ import os
 import sys
 from importlib import import_module
 
-from muster import __version__
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.suggest import did_you_mean
+from muster.version import __version__
 
 VERBS = {
     "plan": "find the best plans for a model on a cluster",

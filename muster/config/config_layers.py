@@ -10,6 +10,7 @@ import yaml
 from muster.catalog import names, read
 from muster.config.migrations import Format, migrate_values
 from muster.plugins.registry import component_names
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
 
@@ -67,28 +68,6 @@ def read_catalog_layer(kind: str, name: str) -> ConfigLayer:
         raise ConfigError(f"there is no {what} '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
     layer = _parse(read(kind, name), f"{what} {name}", Path())
     return ConfigLayer(layer.name, layer.values, layer.base_dir)
-
-
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values of a tree; an empty section has none."""
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from flatten(value, path + ".")
-        else:
-            yield path, value
-
-
-def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with these values, no path of which may lie below another."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *sections, key = path.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[key] = value
-    return tree
 
 
 def _parse(text: str, name: str, folder: Path) -> ConfigLayer:

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from muster.config.config_layers import unflatten
+from muster.config.migrations import SCHEMAS
+from muster.config.named_model import load_model
 from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import yaml_text
 from muster.interop.conversion import ConfigConversion
@@ -17,6 +18,7 @@ from muster.interop.megatron import read_megatron
 from muster.interop.nanotron import read_nanotron
 from muster.interop.torchtitan import read_torchtitan
 from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.dotted_keys import unflatten
 from muster.spec.errors import ConfigError
 from muster.spec.legality import plan_violations
 from muster.spec.supported import unsupported_features
@@ -75,14 +77,14 @@ def import_config(path: Path, nproc: int | None = None, model: str | None = None
     missing = tuple(key for key in _PLACEHOLDERS if key not in carried.values)
     if "data.blend" in carried.values:
         missing = tuple(key for key in missing if key != "data.source")
-    tree = {"version": 1, **unflatten(_in_order(carried.values))}
+    tree = {"version": SCHEMAS["run"], **unflatten(_in_order(carried.values))}
     return ImportedConfig(carried, tree, missing, _refused(path, carried, missing))
 
 
 def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> ConfigConversion:
     if path.suffix == ".toml":
         try:
-            return read_torchtitan(tomllib.loads(text), nproc, model)
+            return read_torchtitan(tomllib.loads(text), nproc, load_model, model)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"no TOML: {error}") from None
     if path.suffix in (".yaml", ".yml"):

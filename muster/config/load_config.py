@@ -11,11 +11,9 @@ from muster.catalog import names
 from muster.config.config_layers import (
     ConfigLayer,
     current_layer,
-    flatten,
     looks_like_path,
     read_catalog_layer,
     read_file_layer,
-    unflatten,
 )
 from muster.config.merge import AUTO_FIELDS, MergedConfig, coerce_value, run_schema, unique_plugins
 from muster.config.migrations import migrate
@@ -26,6 +24,7 @@ from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.plugins.loader import plugin_path, resolve_plugin
 from muster.plugins.registry import find_component
 from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name

@@ -8,11 +8,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from muster.config.config_layers import ConfigLayer, current_layer, flatten, looks_like_path, read_file_layer
+from muster.config.config_layers import ConfigLayer, current_layer, looks_like_path, read_file_layer
 from muster.config.named_model import read_model_layer
 from muster.config.run_config import RunConfig
 from muster.plugins.loader import PluginFile, load_plugins, resolve_plugin
 from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name

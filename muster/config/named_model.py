@@ -8,15 +8,14 @@ from pydantic import ValidationError
 
 from muster.config.config_layers import (
     ConfigLayer,
-    flatten,
     looks_like_path,
     read_catalog_layer,
     read_file_layer,
-    unflatten,
 )
 from muster.interop.hf_config import load_hf_model
 from muster.plugins.registry import find_component
 from muster.spec.config_errors import ConfigSchema, config_error
+from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.model import ModelSpec
 
 HF_PREFIX = "hf:"

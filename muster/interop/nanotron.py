@@ -6,9 +6,9 @@ Names and defaults are those of github:huggingface/nanotron, src/nanotron/config
 from collections.abc import Mapping
 from typing import Any
 
-from muster.config.config_layers import flatten
 from muster.interop.conversion import ConfigConversion
 from muster.interop.hf_config import spec_from_hf_config
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 
 PROGRAM = "nanotron"

@@ -3,13 +3,13 @@
 Names and defaults are those of github:pytorch/torchtitan, torchtitan/config/job_config.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from muster.config.config_layers import flatten
-from muster.config.named_model import load_model
 from muster.interop.conversion import ConfigConversion, infer_dp_size
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
+from muster.spec.model import ModelSpec
 
 PROGRAM = "torchtitan"
 _TRAIN, _PARALLEL, _RATE, _AC = "training.", "parallelism.", "lr_scheduler.", "activation_checkpoint."
@@ -42,8 +42,10 @@ _REASONS = {
 }
 
 
-def read_torchtitan(tree: Mapping[str, Any], nproc: int | None, model: str | None = None) -> ConfigConversion:
-    """The run that a job file describes; `model` stands in for one that Muster knows under no such name.
+def read_torchtitan(
+    tree: Mapping[str, Any], nproc: int | None, load_model: Callable[[str], ModelSpec], model: str | None = None
+) -> ConfigConversion:
+    """Convert a job file. `load_model` finds a model by Muster's name; `model` replaces the file's where none fits.
 
     Raises ConfigError for what is none.
     """
@@ -51,7 +53,7 @@ def read_torchtitan(tree: Mapping[str, Any], nproc: int | None, model: str | Non
         if not isinstance(tree.get(section), Mapping):
             raise ConfigError(f"[{section}] is missing: expected the TOML of a torchtitan training")
     found = ConfigConversion(PROGRAM, dict(flatten(tree)))
-    layers = _model(found, model)
+    layers = _model(found, load_model, model)
     _plan(found, nproc, layers)
     _recompute(found, layers)
     _train(found)
@@ -60,7 +62,7 @@ def read_torchtitan(tree: Mapping[str, Any], nproc: int | None, model: str | Non
     return found
 
 
-def _model(found: ConfigConversion, model: str | None) -> int:
+def _model(found: ConfigConversion, load_model: Callable[[str], ModelSpec], model: str | None) -> int:
     """Returns the number of layers."""
     name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
     known = f"{name}-{flavor}".lower().replace("_", "-")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from muster.spec.errors import ConfigError
+from muster.spec.plugin_model import PLUGIN_MODELS, PluginModel
 from muster.spec.suggest import did_you_mean
 
 ComponentKind = Literal["model", "dataset", "optimizer", "schedule", "loss", "step"]
@@ -50,6 +51,8 @@ def register_component(kind: ComponentKind, name: str, what: Any, builtin_names:
             raise ConfigError(f"register_{kind}: {part.file} registers '{name}' twice; one of them needs another name")
         LOADING[-1].add((kind, name))
     _COMPONENTS[kind, name] = part
+    if isinstance(what, PluginModel):
+        PLUGIN_MODELS[name] = what
 
 
 def require_component_name(kind: ComponentKind, name: object) -> None:

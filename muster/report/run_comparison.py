@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from muster.config.config_layers import flatten
 from muster.report.curves import Point, finite_values, metric_points, smooth
 from muster.report.run_files import RunRecord
+from muster.spec.dotted_keys import flatten
 from muster.spec.plan_name import format_plan_name
 
 

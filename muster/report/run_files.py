@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from muster.config.config_layers import flatten
 from muster.config.load_config import load_plan
+from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
 

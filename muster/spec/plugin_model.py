@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from muster.plugins.registry import get_component
+from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from muster.spec.model import ModelSpec
@@ -78,7 +79,18 @@ class PluginModel:
         return self.cache[key]
 
 
+PLUGIN_MODELS: dict[str, PluginModel] = {}
+"""Models that plugins have registered, by name; `muster.plugins.registry` fills it."""
+
+
 def plugin_model(spec: "ModelSpec") -> PluginModel | None:
-    """What a plugin registered for the layers of a model; None for Muster's decoder. Raises ConfigError where no plugin
-    did."""
-    return None if spec.architecture is None else get_component("model", spec.architecture)
+    """Return the plugin's model that a spec's layers are of; None for Muster's decoder.
+
+    Raises ConfigError where no plugin has registered it.
+    """
+    name = spec.architecture
+    if name is None or name in PLUGIN_MODELS:
+        return None if name is None else PLUGIN_MODELS[name]
+    known = f"there are {', '.join(PLUGIN_MODELS)}" if PLUGIN_MODELS else "none is registered"
+    hint = did_you_mean(name, PLUGIN_MODELS)
+    raise ConfigError(f"there is no model '{name}'{hint} ({known}: add the file that registers it to plugins)")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import muster
 from muster.cost.memory.rank_memory import rank_memory
 from muster.parallel.op_profile import StageProfile
 from muster.report.formatting import format_seconds
@@ -30,6 +29,7 @@ from muster.train.metrics import null_non_finite, write_text
 from muster.train.text_generation import GenerationRequest, find_trained_model, generate_texts, sample_prompt
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import ALL_DATA, validation_losses, validation_metrics, validation_text
+from muster.version import __version__
 
 MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in the catalogue"
 
@@ -188,7 +188,7 @@ def _run_facts(trainer: Trainer, metrics: Sequence[dict], started_at: float) -> 
         seed=config.seed,
         started=_format_time(started_at),
         finished=_format_time(time()),
-        muster_version=muster.__version__,
+        muster_version=__version__,
     )
 
 

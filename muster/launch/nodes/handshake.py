@@ -16,6 +16,7 @@ from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legality import required_world_size
 from muster.spec.plan_name import format_plan_name
 from muster.spec.units import pluralize
+from muster.version import __version__
 
 
 def software_versions() -> dict[str, Any]:
@@ -25,7 +26,7 @@ def software_versions() -> dict[str, Any]:
     except PackageNotFoundError:
         torch = "none"
     return {
-        "muster": f"{muster.__version__} ({_source_digest()})",
+        "muster": f"{__version__} ({_source_digest()})",
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch,
     }
