@@ -31,6 +31,7 @@ from muster.plugins.loader import load_plugins, require_unchanged_plugins, resol
 from muster.plugins.registry import find_component
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.plugin_model import PLUGIN_MODELS
 from muster.spec.schedules import SCHEDULES
 from muster.spec.text_generation import SamplingParams
 from muster.spec.workload import Workload

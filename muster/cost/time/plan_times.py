@@ -57,7 +57,7 @@ def plan_times(
     examples = example_stage_times(setting)
     stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
-    exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.waits_s.items()}
+    exposed_s = {(kind, stage): waits_s for stage, at in enumerate(stages) for kind, waits_s in at.exposed_s.items()}
     for stage in _stages_with_step_sums(setting):
         seconds.update({(kind, stage): time_s for kind, time_s in _stage_sums(setting, stage, stages[stage])})
     seconds.update(_offload_times(setting))
