@@ -108,7 +108,7 @@ def test_held_out_blocks_are_contiguous_and_spread():
     ("num_tokens", "held_out", "sentence"),
     [
         (100, 0.0, "has 100 tokens, but one window of train.seq_len 100 need 101; give more text"),
-        (200, 0.01, "has 200 tokens, but one window to train on and one held out of train.seq_len 100 need 201"),
+        (200, 0.01, "has 200 tokens, but one window for training and one for validation of train.seq_len 100 need 201"),
         (9_999, 0.7, "data.validation_split is a fraction from 0 to 0.5, got 0.7"),
     ],
 )

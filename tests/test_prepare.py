@@ -120,7 +120,7 @@ BAD = [
     ('{"body": "x"}', "fields", ":2: expected messages, prompt and completion, or text, the row has body"),
     ('{"messages": []}', "fields", ":2: messages should be a list of messages, got []"),
     ('{"messages": [{"role": "user", "content": "?"}]}', "empty", ":2: no message has the role assistant"),
-    ('{"text": "\\ud800"}', "encoding", ":2: text has half of a surrogate pair"),
+    ('{"text": "\\ud800"}', "encoding", ":2: text has an unpaired surrogate"),
 ]
 
 
@@ -393,7 +393,7 @@ def test_nothing_in_the_way_is_overwritten(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
     code, _, err = muster(capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path / "out")
-    assert (code, "is there already and is no token store" in err) == (2, True)
+    assert (code, "is there already and is not a token store" in err) == (2, True)
     code, _, err = muster(capsys, "check", tmp_path / "out")
     assert (code, "out has no *.txt" in err) == (2, True)
 

@@ -156,15 +156,15 @@ def _edit_header(directory: Path, **change: object) -> None:
     [
         (
             lambda d: os.truncate(d / "tokens-00000.bin", 100),
-            "tokens-00000.bin has 100 bytes where store.json",
+            "tokens-00000.bin has 100 bytes, but store.json",
         ),
         (lambda d: (d / "tokens-00000.bin").unlink(), "tokens-00000.bin has 0 bytes"),
-        (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes where store.json says 24; delete"),
-        (lambda d: (d / "store.json").unlink(), "store.json is missing; delete"),
+        (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes, but store.json says 24; delete"),
+        (lambda d: (d / "store.json").unlink(), "it has no store.json; delete"),
         (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; delete"),
         (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; delete"),
         (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; delete"),
-        (lambda d: _edit_header(d, version=3), "has schema 3, .* up to 2; use a later Muster"),
+        (lambda d: _edit_header(d, version=3), "has schema 3, .* up to 2; use a newer Muster"),
         (lambda d: _edit_header(d, tokenizer="other-1"), "made with tokenizer other-1, this run has bytes-"),
     ],
 )

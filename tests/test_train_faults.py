@@ -73,7 +73,7 @@ def empty_data(folder: Path) -> tuple:
 
 def too_little_data(folder: Path) -> tuple:
     (folder / "short.txt").write_text("too short")
-    return ("--data.source", folder / "short.txt"), 2, "10 tokens, but one window to train on and one held out"
+    return ("--data.source", folder / "short.txt"), 2, "10 tokens, but one window for training and one for validation"
 
 
 def wrong_number_of_processes(folder: Path) -> tuple:

@@ -54,7 +54,7 @@ def _prepare(args: argparse.Namespace) -> SubcommandOutput:
 
     what = _preparation(args)
     if args.out.exists() and not (args.out / HEADER_FILE).exists():
-        raise ConfigError(f"--out {args.out} is there already and is no token store: choose another place")
+        raise ConfigError(f"--out {args.out} is there already and is not a token store: choose another place")
     with ByteProgress("preparing") as bar:
         bar.add_total(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
         seen = 0

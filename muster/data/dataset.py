@@ -1,4 +1,4 @@
-"""Samples out of token stores: training batches by global sample index, and held-out ones."""
+"""Datasets over token stores: training and validation batches by global sample index."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,40 +12,40 @@ from muster.data.sample_order import Windows, permute, positions_at, random_key
 from muster.data.store import TokenStore
 
 IGNORE_INDEX = -100
-"""The label of a position that is not counted in the loss."""
+"""Label of a position that is left out of the loss, as in torch.nn.functional.cross_entropy."""
 _PROMPT_CANDIDATES = 64
-"""Samples among which one with a document's beginning is looked for."""
+"""Number of samples that `sample_prompt` searches for the beginning of a document."""
 Packing = Literal["concatenate", "document_mask", "next_fit", "none"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """Some samples: the tokens that are read, and the ones to predict at the same positions."""
+    """Samples of a batch: input tokens, and the label to predict at each position."""
 
     tokens_BS: np.ndarray
-    """int64."""
+    """Token ids, int64."""
     labels_BS: np.ndarray
-    """int64; −100 where nothing is predicted."""
+    """Next token of each position, int64; IGNORE_INDEX where none is predicted."""
     num_valid_tokens: int
-    """Labels that count."""
+    """Number of labels that contribute to the loss."""
     positions_BS: np.ndarray | None = None
-    """int32: each token's place in its document, 0 where one begins; None: a sample is one document."""
+    """Position of each token in its document, int32, 0 where one begins; None: each sample is one document."""
 
 
 class SampleStream(Protocol):
-    """A stream of training samples without an end, and held-out samples: what training asks of its data.
+    """Endless stream of training samples, and a finite set of validation samples: the interface of training to data.
 
     Sample g of the stream is the same whoever reads it and however the stream is split over ranks.
     """
 
     @property
     def fingerprint(self) -> str:
-        """Differs between streams of other tokens."""
+        """Identifier that differs between streams of different tokens."""
         ...
 
     @property
     def num_train_samples(self) -> int:
-        """Samples of one epoch; the training stream itself has no end."""
+        """Number of samples of one epoch; the training stream itself is endless."""
         ...
 
     @property
@@ -58,42 +58,51 @@ class SampleStream(Protocol):
 
     @property
     def sources(self) -> "dict[str, SampleStream]":
-        """The sources of a mixture by name; of a single source none."""
+        """Sources of a blend by name; empty for a single source."""
         return {}
 
     def train_batch(self, first: int, count: int) -> Batch:
-        """Training samples `first` … `first + count − 1` of the global stream."""
+        """Return training samples `first` … `first + count − 1` of the global stream."""
         return self.rows(np.arange(first, first + count))
 
     def validation_batch(self, first: int, count: int) -> Batch:
-        """Held-out samples `first` … `first + count − 1`; rows after the last one have no valid label.
+        """Return validation samples `first` … `first + count − 1`; rows beyond the last one have no valid label.
 
-        Their order is the same for every seed and mixes the whole stream, so that any first part is a fair sample.
+        They are shuffled, in an order that is the same for every seed, so that the first n are a fair sample.
         """
         return self.rows(np.arange(first, first + count), validation=True)
 
     def num_valid_tokens(self, first: int, count: int) -> int:
-        """Labels that count in a range of training samples."""
+        """Return the number of valid labels of training samples `first` … `first + count − 1`."""
         ...
 
     def lengths(self, index: np.ndarray, validation: bool = False) -> np.ndarray | None:
-        """How many positions each of any training or held-out samples fills, the rest being padding at its end; None
-        where micro-batches are not to be cut to what is filled."""
+        """Return the number of positions that each sample fills, the rest being padding; None: don't bucket by length.
+
+        `index` lists training samples, or validation samples.
+        """
         return None
 
     def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
-        """Any training or held-out samples, by their indices in the streams; held-out ones after the last come last,
-        without a valid label."""
+        """Return any training or validation samples, by their indices.
+
+        Validation samples beyond the last one come last, without a valid label.
+        """
         ...
 
 
 class Dataset(SampleStream):
-    """The samples of a store, of `seq_len` positions each, in an order that `seed` names.
+    """Samples of a token store, of `seq_len` positions each, shuffled by `seed`.
 
-    packing `concatenate`: the stream of tokens is cut every `seq_len`, and what a sample holds is read as one document.
-    `documents`: cut alike, but each document in it stands for itself. `whole`: likewise, and only documents that are
-    longer than a sample are cut. `none`: a sample is one document of at most `seq_len` positions. Raises ConfigError
-    where the store is too small, or `held_out` (the fraction of held-out windows) is not within 0 … 0.5.
+    Packing decides how documents become samples:
+
+    * `concatenate`: the token stream is cut every `seq_len` tokens, and a sample is read as one document;
+    * `document_mask`: cut likewise, but attention and positions are confined to each document;
+    * `next_fit`: likewise, and only documents longer than a sample are cut (`PackedDocuments`);
+    * `none`: a sample is one document of at most `seq_len` positions (`SingleDocuments`).
+
+    `validation_split` is the fraction of samples held out for validation. Raises ConfigError if the store is too small
+    or the fraction is not within 0 … 0.5.
     """
 
     def __init__(
@@ -111,7 +120,7 @@ class Dataset(SampleStream):
         elif packing == "none":
             self.windows = SingleDocuments(store.header.num_tokens, seq_len, validation_split, store.document_starts)
         self._masks_documents = packing in ("document_mask", "next_fit")
-        """Several documents in a sample, each of which sees itself alone."""
+        """True if a sample holds several documents that don't attend to each other."""
 
     @property
     def fingerprint(self) -> str:
@@ -136,33 +145,43 @@ class Dataset(SampleStream):
         return None if self.packing != "none" else self.windows.lengths(self._window_indices(index, validation))
 
     def num_valid_tokens(self, first: int, count: int) -> int:
-        """Labels that count in a range of training samples; where every token is learnt, without reading one."""
+        """Return the number of valid labels of a range of training samples.
+
+        Where every token contributes to the loss, no token is read for it.
+        """
         return self.num_valid_tokens_at(np.arange(first, first + count))
 
     def num_valid_tokens_at(self, index: np.ndarray) -> int:
-        """Labels that count in any training samples."""
+        """Return the number of valid labels of any training samples."""
         return self._count_valid_tokens(self._window_indices(index, validation=False))
 
     def num_validation_valid_tokens(self, first: int, count: int) -> int:
-        """Labels that count in a range of held-out samples."""
+        """Return the number of valid labels of a range of validation samples."""
         return self._count_valid_tokens(self._window_indices(np.arange(first, first + count), validation=True))
 
     def sample_prompt(self, count: int) -> np.ndarray:
-        """At most `count` tokens from where a held-out document begins, or a training one if none is held out; from
-        inside one if none begins there."""
-        is_held_out = self.num_validation_samples > 0
-        num_samples = self.num_validation_samples if is_held_out else self.num_train_samples
-        windows = self._window_indices(np.arange(min(_PROMPT_CANDIDATES, num_samples)), is_held_out)
-        stops = self.windows.starts(windows) + self.windows.lengths(windows)
-        firsts, found = self.store.document_starts, []
-        for start, stop in zip(self.windows.starts(windows).tolist(), stops.tolist(), strict=True):
-            document = int(np.searchsorted(firsts, start))
-            begins = document < len(firsts) and firsts[document] < stop
-            begin = int(firsts[document]) if begins else start
-            following = int(np.searchsorted(firsts, begin, side="right"))
-            end = int(firsts[following]) - 1 if following < len(firsts) else self.store.header.num_tokens - 1
-            found.append((begins, min(end, stop, begin + count) - begin, begin))
-        _, length, begin = max(found, key=lambda one: one[:2])
+        """Return at most `count` tokens from the beginning of a validation document, for a text sample.
+
+        Without a validation split a training document is taken; where no document begins within the samples that are
+        searched, the tokens come from inside one.
+        """
+        validation = self.num_validation_samples > 0
+        num_samples = self.num_validation_samples if validation else self.num_train_samples
+        windows = self._window_indices(np.arange(min(_PROMPT_CANDIDATES, num_samples)), validation)
+        starts = self.windows.starts(windows)
+        stops = starts + self.windows.lengths(windows)
+        document_starts = self.store.document_starts
+        candidates: list[tuple[bool, int, int]] = []
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            document = int(np.searchsorted(document_starts, start))
+            is_beginning = document < len(document_starts) and bool(document_starts[document] < stop)
+            begin = int(document_starts[document]) if is_beginning else start
+            following = int(np.searchsorted(document_starts, begin, side="right"))
+            end = self.store.header.num_tokens - 1
+            if following < len(document_starts):
+                end = int(document_starts[following]) - 1
+            candidates.append((is_beginning, min(end, stop, begin + count) - begin, begin))
+        _, length, begin = max(candidates, key=lambda candidate: candidate[:2])
         return self.store.read(begin, begin + length)
 
     def _window_indices(self, index: np.ndarray, validation: bool) -> np.ndarray:
@@ -183,38 +202,45 @@ class Dataset(SampleStream):
             positions_BS, num_valid = None, int(lengths.sum())
         else:
             row, offset = self._document_boundaries(starts, lengths)
-            labels_BS[row, offset - 1] = IGNORE_INDEX  # nothing before a document tells how it begins
+            labels_BS[row, offset - 1] = IGNORE_INDEX  # no token predicts the first of another document
             positions_BS, num_valid = self._positions(rows, lengths, row, offset), int(lengths.sum()) - len(row)
         if not self.store.has_full_loss:
             num_valid = self._apply_loss_mask(labels_BS, starts, lengths)
         return Batch(tokens_BS, labels_BS, num_valid, positions_BS)
 
     def _document_boundaries(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row and offset of each document that begins after the first token of a window, and at its last label the
-        latest."""
-        firsts = self.store.document_starts
-        low, high = (np.searchsorted(firsts, starts + bound, side="right") for bound in (0, lengths))
+        """Return (row, offset) of each document that begins within a window, after its first token.
+
+        The offset is at most the window's length: there a document's first token is the last label.
+        """
+        document_starts = self.store.document_starts
+        low = np.searchsorted(document_starts, starts, side="right")
+        high = np.searchsorted(document_starts, starts + lengths, side="right")
         counts = high - low
         row = np.repeat(np.arange(len(starts)), counts)
         document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + low[row]
-        return row, firsts[document] - starts[row]
+        return row, document_starts[document] - starts[row]
 
     def _positions(self, rows: int, lengths: np.ndarray, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """Places in documents; what fills a row up counts as one more."""
-        begun_BS = np.zeros((rows, self.seq_len), np.int32)
+        """Return the position of each token in its document; the padding of a row counts as one more document.
+
+        Write each document's offset where it begins, spread it to the right with a running maximum, and subtract it:
+        documents at offsets 0 and 3 give 0 0 0 3 3 3, and 0 1 2 3 4 5 minus that is 0 1 2 0 1 2.
+        """
+        begin_BS = np.zeros((rows, self.seq_len), np.int32)
         inside = offset < self.seq_len
-        begun_BS[row[inside], offset[inside]] = offset[inside]
+        begin_BS[row[inside], offset[inside]] = offset[inside]
         short = np.flatnonzero(lengths < self.seq_len)
-        begun_BS[short, lengths[short]] = lengths[short]
-        np.maximum.accumulate(begun_BS, axis=1, out=begun_BS)
-        return np.subtract(np.arange(self.seq_len, dtype=np.int32), begun_BS, out=begun_BS)
+        begin_BS[short, lengths[short]] = lengths[short]
+        np.maximum.accumulate(begin_BS, axis=1, out=begin_BS)
+        return np.subtract(np.arange(self.seq_len, dtype=np.int32), begin_BS, out=begin_BS)
 
     def _apply_loss_mask(self, labels_BS: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-        """Takes labels out that are not to be learnt; the number of those that are."""
+        """Apply the store's loss mask to labels, in place; return the number of valid labels that remain."""
         for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            counted = self.store.read_loss_mask(start + 1, start + length + 1)
-            if counted is not None:
-                labels_BS[row, :length][counted == 0] = IGNORE_INDEX
+            loss_mask = self.store.read_loss_mask(start + 1, start + length + 1)
+            if loss_mask is not None:
+                labels_BS[row, :length][loss_mask == 0] = IGNORE_INDEX
         return int((labels_BS != IGNORE_INDEX).sum())
 
     def _count_valid_tokens(self, windows: np.ndarray) -> int:
@@ -226,32 +252,32 @@ class Dataset(SampleStream):
         if self.store.has_full_loss:
             return total
         for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            counted = self.store.read_loss_mask(start + 1, start + length + 1)
-            if counted is not None:
-                left_out = counted == 0
-                total -= int(left_out.sum()) - int(left_out[offset[row == index] - 1].sum())
+            loss_mask = self.store.read_loss_mask(start + 1, start + length + 1)
+            if loss_mask is not None:
+                masked = loss_mask == 0
+                total -= int(masked.sum()) - int(masked[offset[row == index] - 1].sum())
         return total
 
 
 def sample_digest(tokens_S: np.ndarray) -> bytes:
-    """A hash of one sample's tokens, the same on every machine."""
+    """Return a hash of one sample's tokens, the same on every machine."""
     return hashlib.sha256(np.ascontiguousarray(tokens_S, "<i8").data).digest()
 
 
 class StreamHash:
-    """The hash of a stream of samples so far: h_k = sha256(h_{k−1} + digest of sample k).
+    """Running hash of a stream of samples: h_k = sha256(h_{k−1} + digest of sample k).
 
-    It depends on the samples and their order alone, not on how they are grouped in steps.
+    It depends only on the samples and their order, not on their division into steps.
     """
 
     START = hashlib.sha256(b"muster sample stream").hexdigest()
 
     def __init__(self, state: str = START) -> None:
         self.state = state
-        """Hexadecimal; a StreamHash made with it goes on from here."""
+        """Hash so far, hexadecimal; a StreamHash made with it continues from here."""
 
     def update(self, digests: Iterable[bytes]) -> None:
-        """Adds samples in global order."""
+        """Add the digests of samples, in global order."""
         state = bytes.fromhex(self.state)
         for digest in digests:
             state = hashlib.sha256(state + digest).digest()

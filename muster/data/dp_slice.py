@@ -1,4 +1,4 @@
-"""Which samples of a global batch a rank reads, micro-batch by micro-batch."""
+"""Slice of a global batch that one rank computes, micro-batch by micro-batch."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,24 +12,30 @@ from muster.spec.plan import Plan
 def read_dp_slice(
     read: Callable[[int, int], Batch], plan: Plan, coordinates: MeshCoordinates, first: int, count: int
 ) -> Batch:
-    """What the rank at `at` computes of the `count` global samples from `first` on, one micro-batch after the other.
+    """Return the rows of the rank at `coordinates` of `count` global samples from `first` on, by micro-batch.
 
-    The data-parallel ranks of the first stage each take consecutive samples (`Plan.samples_of`), and every stage works
-    on the same micro-batches. So ranks of a stage with fewer data-parallel ranks read the samples of several, those of
-    one with more a part of one's. `read` gives samples by their first number and their count.
+    Each data-parallel rank of the first stage takes consecutive samples (`Plan.sample_range`), and all stages work on
+    the same micro-batches. So a rank of a stage with fewer data-parallel ranks reads the samples of several of them, a
+    rank of one with more reads a part of one's. `read(first, count)` reads global samples.
+
+    Example: 8 samples, micro_batch_size 2, two data-parallel ranks on stage 0 and one on stage 1. Rank 0 of stage 0
+    has samples 0 1 | 2 3, rank 1 has 4 5 | 6 7, and the rank of stage 1 has 0 1 4 5 | 2 3 6 7.
     """
-    size, rows = plan.micro_batch_size, plan.local_micro_batch_size(coordinates.pp)
+    size = plan.micro_batch_size
+    rows = plan.local_micro_batch_size(coordinates.pp)
     start = dp_index_of(plan, coordinates) * rows
-    begin, end = start // size, -(-(start + rows) // size)  # the ranks of the first stage that work on the same samples
+    # Data-parallel ranks of the first stage whose samples this rank reads, begin … end − 1.
+    begin = start // size
+    end = -(-(start + rows) // size)
     samples = plan.sample_range(begin, count)
-    share = len(samples)  # of each of these, which are several only where all have as many
-    batch = read(first + samples.start, (end - begin) * share)
+    samples_per_rank = len(samples)  # several ranks are read only where all have equally many
+    batch = read(first + samples.start, (end - begin) * samples_per_rank)
 
     def cut(array_BS: np.ndarray) -> np.ndarray:
-        shape = (end - begin, share // size, size, array_BS.shape[1])
+        shape = (end - begin, samples_per_rank // size, size, array_BS.shape[1])
         by_micro_batch = array_BS.reshape(shape).swapaxes(0, 1).reshape(shape[1], -1, shape[3])
-        own = by_micro_batch[:, start - begin * size :][:, :rows]
-        return np.ascontiguousarray(own).reshape(-1, shape[3])
+        local = by_micro_batch[:, start - begin * size :][:, :rows]
+        return np.ascontiguousarray(local).reshape(-1, shape[3])
 
     labels_BS = cut(batch.labels_BS)
     positions_BS = None if batch.positions_BS is None else cut(batch.positions_BS)
@@ -39,13 +45,17 @@ def read_dp_slice(
 def samples_of_micro_batch(
     plan: Plan, coordinates: MeshCoordinates, micro_batch: int, count: int
 ) -> Iterator[tuple[slice, int]]:
-    """What `read_share` gives the rank at `at` for one micro-batch of a step of `count` samples, in runs of consecutive
-    samples: (rows of the micro-batch, the step's sample in the first of them)."""
-    size, rows = plan.micro_batch_size, plan.local_micro_batch_size(coordinates.pp)
+    """Yield the samples behind the rows of one micro-batch of a step of `count` samples, as `read_dp_slice` cuts it.
+
+    Each item is a run of consecutive samples: (rows of the micro-batch, the step's sample in the first of them).
+    """
+    size = plan.micro_batch_size
+    rows = plan.local_micro_batch_size(coordinates.pp)
     start = dp_index_of(plan, coordinates) * rows
     row = 0
     while row < rows:
-        rank, within = divmod(start + row, size)  # of the first stage, and in its rows
-        end = min(row + size - within, rows)
-        yield slice(row, end), plan.sample_range(rank, count).start + micro_batch * size + within
+        first_stage_rank, row_there = divmod(start + row, size)
+        end = min(row + size - row_there, rows)
+        sample = plan.sample_range(first_stage_rank, count).start + micro_batch * size + row_there
+        yield slice(row, end), sample
         row = end

@@ -1,4 +1,4 @@
-"""How samples of unequal lengths lie in the micro-batches of a step, so that little is padded."""
+"""Length bucketing: samples of similar length share a micro-batch, so that little is padding."""
 
 import math
 from dataclasses import dataclass
@@ -8,26 +8,29 @@ import numpy as np
 from muster.spec.plan import Plan
 
 LENGTH_MULTIPLE = 8
-"""Micro-batches are padded to a multiple of it, which matrix units want."""
+"""Divisor of every micro-batch's length, as matrix units prefer."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketedStep:
-    """The samples of one step by length, the longest first, so that those of a micro-batch are alike on all ranks."""
+    """Samples of one step, sorted into micro-batches by length, the longest first."""
 
     samples_B: np.ndarray
-    """Which of the step's samples is read at each place of the step."""
+    """Sample of the step that is read at each place of the step."""
     lengths_B: np.ndarray
-    """Tokens of each of the step's samples."""
+    """Tokens of each sample of the step."""
     lengths_M: tuple[int, ...]
-    """Positions of each micro-batch, on all ranks and stages: those of its longest sample, rounded up."""
+    """Positions of each micro-batch on all ranks and stages: its longest sample's, rounded up."""
 
 
 def bucket_by_length(lengths_B: np.ndarray, plan: Plan, num_layers: int, seq_len: int) -> BucketedStep:
-    """A pure function of the lengths and the plan, which every rank finds for itself.
+    """Assign the samples of a step to micro-batches: a pure function of the lengths and the plan.
 
     A micro-batch holds `plan.micro_batch_size` samples of each data-parallel rank of the first stage; micro-batch m of
-    all of these is padded to one length. The step's samples stay the same: only their places in it follow the plan.
+    all of these ranks is padded to one length. The step's samples stay the same, only their places follow the plan.
+
+    Example: lengths 3, 9, 30, 28 on two data-parallel ranks with micro_batch_size 1 become micro-batch 0 with 30 and
+    28 (32 positions) and micro-batch 1 with 9 and 3 (16 positions).
     """
     counts = [len(plan.sample_range(rank, len(lengths_B))) for rank in range(plan.mesh(0).dp_size)]
     micro_batch_B = np.concatenate([np.arange(count) // plan.micro_batch_size for count in counts])
@@ -35,13 +38,13 @@ def bucket_by_length(lengths_B: np.ndarray, plan: Plan, num_layers: int, seq_len
     samples_B[np.argsort(micro_batch_B, kind="stable")] = np.argsort(-lengths_B, kind="stable")
     longest = np.zeros(int(micro_batch_B.max()) + 1, np.int64)
     np.maximum.at(longest, micro_batch_B, lengths_B[samples_B])
-    parts = _length_multiple(plan, num_layers)
-    lengths_M = np.minimum(-(-longest // parts) * parts, seq_len)
+    multiple = _length_multiple(plan, num_layers)
+    lengths_M = np.minimum(-(-longest // multiple) * multiple, seq_len)
     return BucketedStep(samples_B, lengths_B, tuple(lengths_M.tolist()))
 
 
 def _length_multiple(plan: Plan, num_layers: int) -> int:
-    """What a micro-batch's length must be divisible by: where sequences are cut over tensor-parallel ranks, by them."""
+    """Return the divisor of a micro-batch's length; sequence parallelism cuts it over tensor-parallel ranks."""
     stages = range(plan.num_stages)
     cut = [plan.mesh(stage).tp for stage in stages if plan.strategy(plan.layers(stage, num_layers).start).sp]
     return math.lcm(LENGTH_MULTIPLE, *cut)

@@ -1,4 +1,4 @@
-"""How documents lie in samples: whole as far as they fit, or each alone."""
+"""Packing of documents into samples: several whole documents a sample, or one document each."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +11,15 @@ from muster.spec.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(Windows):
-    """Samples of whole documents that follow on one another, as many as fit in `seq_len` positions; only a document
-    longer than that is cut.
+    """Samples that hold as many whole documents as fit in `seq_len` positions.
 
-    Next-fit over the stream of documents: a pure function of their lengths, made when the store is opened, in about two
-    seconds per million samples. The last token of a sample is predicted and not read, so a document of `seq_len` + 1
-    tokens fits.
+    Next-fit bin packing over the stream of documents: each document goes into the current sample or opens the next
+    one; only a document longer than a sample is cut. The packing is a pure function of the documents' lengths, computed
+    when the store is opened, in about two seconds per million samples. The last token of a sample is predicted but not
+    read, so documents of `seq_len` + 1 tokens in all fit. With `seq_len` 4 and documents of 3, 2 and 4 tokens:
+
+        sample 0: documents 0 and 1 (5 tokens, 4 positions)
+        sample 1: document 2 (4 tokens, 3 positions, 1 of padding)
     """
 
     document_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -30,7 +33,7 @@ class PackedDocuments(Windows):
         return len(self._spans[0])
 
     def lengths(self, windows: np.ndarray) -> np.ndarray:
-        """How many positions of each sample are filled."""
+        """Return the number of filled positions of each sample."""
         return self._spans[1][windows]
 
     def starts(self, windows: np.ndarray) -> np.ndarray:
@@ -38,38 +41,46 @@ class PackedDocuments(Windows):
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """First token and filled positions of each sample."""
+        """First token and number of filled positions of each sample."""
         ends = np.append(self.document_starts[1:], self.num_tokens)
-        starts, lengths, at, document = [], [], 0, 0
+        starts: list[int] = []
+        lengths: list[int] = []
+        begin = 0
+        document = 0
         while document < len(ends):
-            fitting = int(np.searchsorted(ends, at + self.seq_len + 1, side="right"))
-            if fitting > document:
-                last, document = int(ends[fitting - 1]), fitting
-                if last - at > 1:  # else only the end is left of a document that was cut, which has been predicted
-                    starts.append(at)
-                    lengths.append(last - at - 1)
-                at = last
+            next_document = int(np.searchsorted(ends, begin + self.seq_len + 1, side="right"))
+            if next_document > document:
+                document = next_document
+                end = int(ends[document - 1])
+                # A rest of one token is the end of a document that was cut: the sample before has predicted it.
+                if end - begin > 1:
+                    starts.append(begin)
+                    lengths.append(end - begin - 1)
+                begin = end
             else:
-                starts.append(at)
+                starts.append(begin)
                 lengths.append(self.seq_len)
-                at += self.seq_len
+                begin += self.seq_len
         return np.array(starts, np.int64), np.array(lengths, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class SingleDocuments(Windows):
-    """Samples of one document each; of one that is longer than `seq_len` positions, a sample for each piece of so many.
-    The last token of a document is predicted and not read."""
+    """Samples of one document each.
+
+    A document of more than `seq_len` positions becomes several samples. The last token of a document is predicted but
+    not read.
+    """
 
     document_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
     def __post_init__(self) -> None:
-        needed = 2 if self.validation_split else 1
         self._require_fraction()
+        needed = 2 if self.validation_split else 1
         if self.num_windows < needed:
             raise ConfigError(
-                f"data.source has {self.num_windows} documents to learn, but data.packing none needs {needed}: one to"
-                " train on" + (" and one held out" if self.validation_split else "")
+                f"data.source has {self.num_windows} documents to train on, but data.packing none needs {needed}: one"
+                " for training" + (" and one for validation" if self.validation_split else "")
             )
 
     @property
@@ -77,7 +88,7 @@ class SingleDocuments(Windows):
         return int(self._samples_before[-1])
 
     def lengths(self, windows: np.ndarray) -> np.ndarray:
-        """How many positions each sample has."""
+        """Return the number of positions of each sample."""
         document, start = self._locate(windows)
         return np.minimum(self.seq_len, self._ends[document] - 1 - start)
 
@@ -85,7 +96,7 @@ class SingleDocuments(Windows):
         return self._locate(windows)[1]
 
     def _locate(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The document of each sample, and the first token that it reads."""
+        """Return the document of each sample, and the first token that the sample reads."""
         document = np.searchsorted(self._samples_before, windows, side="right") - 1
         return document, self.document_starts[document] + (windows - self._samples_before[document]) * self.seq_len
 
@@ -95,6 +106,9 @@ class SingleDocuments(Windows):
 
     @cached_property
     def _samples_before(self) -> np.ndarray:
-        """Samples before each document, and in all. A document of one token has nothing to predict."""
-        pieces = -(-(self._ends - self.document_starts - 1) // self.seq_len)
-        return np.concatenate(([0], np.cumsum(pieces)))
+        """Number of samples before each document, followed by the number of all.
+
+        A document of one token has nothing to predict, and no sample.
+        """
+        samples = -(-(self._ends - self.document_starts - 1) // self.seq_len)
+        return np.concatenate(([0], np.cumsum(samples)))

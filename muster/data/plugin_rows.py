@@ -1,4 +1,4 @@
-"""Rows of a data set that a plugin registers: what its function gives."""
+"""Rows of a data set that a plugin registers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,12 +14,11 @@ from muster.spec.errors import ConfigError, MusterError
 def plugin_rows(
     name: str, file: Path, reader: RowReader, invalid: InvalidRowLog, max_bytes: int = 0
 ) -> Iterator[tuple[list[Segment], int]]:
-    """The pieces of each row of the registered data set `name`, whose code is in `file`, and how many bytes of text it
-    is, until the limit is reached; 0: there is none.
+    """Yield (segments, bytes of text) for each row of the registered data set `name`, whose code is in `file`.
 
-    Raises ConfigError, with the line, where the function fails.
+    Stops after `max_bytes` of text (0: no limit). Raises ConfigError with the line where the plugin's function fails.
     """
-    read = 0
+    read_bytes = 0
     for number, row in enumerate(_iterate_plugin(name, file, get_component("dataset", name)), 1):
         try:
             segments = reader.segments({reader.text_key or "text": row} if isinstance(row, str) else row)
@@ -28,8 +27,8 @@ def plugin_rows(
             continue
         size_bytes = sum(len(text.encode()) for text, _ in segments)
         yield segments, size_bytes
-        read += size_bytes
-        if max_bytes and read >= max_bytes:
+        read_bytes += size_bytes
+        if max_bytes and read_bytes >= max_bytes:
             return
 
 

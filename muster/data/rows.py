@@ -1,4 +1,7 @@
-"""What a row of a data set means: a text, or a dialogue of which only the answers are learnt."""
+"""Rows of a data set as text segments: plain text, prompt and completion, or a dialogue.
+
+Only completions and the assistant's answers contribute to the loss; prompts are read as context.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,23 +11,26 @@ from muster.data.chat import ChatTemplate
 from muster.data.invalid_rows import InvalidRow
 
 Segment = tuple[str, bool]
-"""A piece of text, and whether its tokens count in the loss."""
+"""A piece of text, and True if its tokens contribute to the loss."""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes texts of rows. `text_key` None: what the row has of `messages`, `prompt` with `completion`, `text`."""
+    """Converter of rows to text segments.
+
+    Without `text_key` a row is read by the first that it has of `messages`, `prompt` with `completion`, and `text`.
+    """
 
     template: ChatTemplate
     text_key: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys that are looked at."""
+        """Keys of a row that are read."""
         return (self.text_key,) if self.text_key else ("messages", "prompt", "completion", "text")
 
     def segments(self, row: object) -> list[Segment]:
-        """The pieces of a row in order. Raises BadRow."""
+        """Return the segments of a row in order. Raises InvalidRow."""
         if not isinstance(row, Mapping):
             raise InvalidRow("fields", f"expected an object with {self._expected()}, got {_abbreviate(row)}")
         if self.text_key is None and row.get("messages") is not None:
@@ -40,7 +46,8 @@ class RowReader:
             segments = [(_require_text(row, key), True)]
         kept = [segment for segment in segments if segment[0]]
         if not any(counted for _, counted in kept):
-            raise InvalidRow("empty", "the document is empty" if not kept else "nothing in it is to be learnt")
+            problem = "no part of it contributes to the loss" if kept else "the document is empty"
+            raise InvalidRow("empty", problem)
         return kept
 
     def _expected(self) -> str:
@@ -54,7 +61,7 @@ def _require_text(row: Mapping[str, Any], key: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidRow("encoding", f"{key} has half of a surrogate pair, which no UTF-8 text can have") from None
+        raise InvalidRow("encoding", f"{key} has an unpaired surrogate, which UTF-8 can't encode") from None
     return value
 
 

@@ -1,4 +1,4 @@
-"""One shard of a token store while it is written: tokens, document starts, and which tokens count in the loss."""
+"""Writer of one shard of a token store: token ids, document starts and the loss mask."""
 
 import os
 from pathlib import Path
@@ -12,33 +12,34 @@ from muster.spec.checksum import crc32
 
 
 class Shard(Frozen):
-    """What is known of a finished shard."""
+    """Description of a finished shard in `store.json`."""
 
     file: str
-    """Of its tokens."""
+    """Name of the file with its token ids."""
     num_tokens: NonNegativeInt
     num_documents: NonNegativeInt
     crc32: int
     counted_file: str | None = None
-    """One byte per token, 1 where it is to be learnt; None: all are."""
+    """Name of the file with its loss mask; None: all tokens contribute to the loss."""
     counted_crc32: int | None = None
 
 
 class ChecksummedFile:
-    """A file that counts and sums what is written to it, and can go back."""
+    """File of one dtype that keeps its length and checksum while it is written, and can be truncated."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path, self.dtype, self.length, self.crc32 = path, dtype, 0, 0
         self._file: BinaryIO = path.open("wb")
 
-    def write(self, numbers: np.ndarray | list[int]) -> None:
-        data = np.ascontiguousarray(numbers, self.dtype)
+    def write(self, values: np.ndarray | list[int]) -> None:
+        """Append values. Raises OSError."""
+        data = np.ascontiguousarray(values, self.dtype)
         self._file.write(data.data)
         self.length += len(data)
         self.crc32 = crc32(data.data, self.crc32)
 
     def position(self) -> tuple[int, int]:
-        """Where the file stands, for `back_to`."""
+        """Return the current length and checksum, for `truncate_to`."""
         return self.length, self.crc32
 
     def truncate_to(self, position: tuple[int, int]) -> None:
@@ -54,25 +55,31 @@ class ChecksummedFile:
 
 
 class DocumentWriter(Protocol):
-    """What readers of files give documents to."""
+    """Receiver of tokenized documents."""
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
-        """Documents one after the other: their ids with their ends, the length of each, and whether each token
-        counts."""
+        """Add whole documents.
+
+        `ids` are those of all documents with their end-of-document tokens, `lengths` the tokens of each document, and
+        `loss_mask` is 1 for each token that contributes to the loss (None: all do).
+        """
 
     def begin_document(self) -> list[tuple[int, int]]:
-        """A document that comes piece by piece through `extend`, all of whose tokens count; gives a mark of before."""
+        """Begin a document that arrives in pieces through `extend`; return the position for `discard_document`.
+
+        All of its tokens contribute to the loss.
+        """
         ...
 
     def extend(self, ids: np.ndarray | list[int]) -> None:
-        """Tokens of the document that has begun."""
+        """Append tokens to the document that `begin_document` began."""
 
     def discard_document(self, marks: list[tuple[int, int]]) -> None:
-        """Takes back what came since `begin_document`."""
+        """Roll back to the position that `begin_document` returned."""
 
 
 class ShardWriter(DocumentWriter):
-    """Writes tokens-N.bin, starts-N.bin and, once there is a token that doesn't count, counted-N.bin."""
+    """Writer of tokens-N.bin, starts-N.bin and, from the first masked token on, counted-N.bin."""
 
     def __init__(self, folder: Path, index: int, dtype: np.dtype) -> None:
         self.folder, self.index = folder, index
@@ -104,7 +111,7 @@ class ShardWriter(DocumentWriter):
             output.truncate_to(mark)
 
     def finish(self) -> Shard:
-        """Closes the files. Raises OSError."""
+        """Close the files and return the shard's description. Raises OSError."""
         for output in self._outputs:
             output.close()
         return Shard(
@@ -122,5 +129,5 @@ class ShardWriter(DocumentWriter):
 
 
 def starts_path(folder: Path, index: int) -> Path:
-    """Where a shard keeps where its documents begin, until all shards' become one file."""
+    """Return the path of a shard's document starts, which exist until all shards' are joined in documents.bin."""
     return folder / f"starts-{index:05d}.bin"

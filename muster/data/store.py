@@ -1,8 +1,11 @@
-"""The token store: a directory with the tokens of a source, ready to be memory-mapped.
+"""Token store: a directory with the tokenized text of a source, ready to be memory-mapped.
 
-`store.json` says what it holds. Shards `tokens-N.bin` have the ids (uint16 or uint32, little-endian), one after the
-other; `documents.bin` the index of each document's first token (int64, little-endian); `counted-N.bin`, where some
-tokens are not to be learnt, a byte for each token of the shard. `muster.data.prepare` writes it.
+    store.json        the header: sizes, dtype, checksums, tokenizer (`StoreHeader`)
+    tokens-N.bin      token ids of shard N, uint16 or uint32, little-endian
+    documents.bin     index of each document's first token over all shards, int64, little-endian
+    counted-N.bin     loss mask of shard N, one byte a token; only where some tokens are left out of the loss
+
+`muster.data.prepare` writes stores.
 """
 
 import json
@@ -26,23 +29,23 @@ _REBUILD_HINT = "delete the store's directory, and the next run builds it again"
 
 
 class StoreHeader(Frozen):
-    """What `store.json` says."""
+    """Contents of `store.json`."""
 
     version: int = VERSION
     source: str
     tokenizer: str
-    """The fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer."""
     vocab_size: PositiveInt | None = None
-    """Ids of the tokenizer; None in stores of schema 1."""
+    """Number of ids of the tokenizer; None in stores of schema 1."""
     dtype: Literal["uint16", "uint32"]
     num_tokens: PositiveInt
     num_documents: PositiveInt
     documents_crc32: int
     shards: tuple[Shard, ...]
     skipped: dict[str, NonNegativeInt] = {}
-    """Bad rows that were left out, by kind."""
+    """Invalid rows that were skipped, counted by reason."""
     key: str | None = None
-    """Of all that the tokens were made from."""
+    """Hash of the source, the tokenizer and the options that the tokens were made with."""
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -51,20 +54,20 @@ class StoreHeader(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """An open store; its arrays are read-only and lie in the page cache, not in this process's own memory."""
+    """Open store. Its arrays are read-only maps: they occupy the page cache, not this process's memory."""
 
     directory: Path
     header: StoreHeader
     shards: tuple[np.ndarray, ...]
-    """Ids of each shard."""
+    """Token ids of each shard."""
     loss_masks: tuple[np.ndarray | None, ...]
-    """Of each shard, 1 for each token that is to be learnt, uint8; None where all are."""
+    """Loss mask of each shard, uint8, 1 for a token that contributes to the loss; None where all tokens do."""
     document_starts: np.ndarray
     """Index of each document's first token, int64 [num_documents]."""
 
     @property
     def fingerprint(self) -> str:
-        """Differs between stores with different tokens."""
+        """Identifier that differs between stores with different tokens or loss masks."""
         header = self.header
         sums = [(shard.crc32, shard.counted_crc32) for shard in header.shards]
         total = sums[0][0] if len(sums) == 1 and self.has_full_loss else crc32(json.dumps(sums).encode())
@@ -72,30 +75,32 @@ class TokenStore:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All ids, [num_tokens]: a map where there is one shard, else a copy in memory."""
+        """All token ids, [num_tokens]: a map of a single shard, or a copy in memory of several."""
         return self.shards[0] if len(self.shards) == 1 else np.concatenate(self.shards)
 
     @property
     def has_full_loss(self) -> bool:
-        """Whether every token is to be learnt."""
+        """True if every token contributes to the loss."""
         return all(shard is None for shard in self.loss_masks)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids of tokens `start` … `stop − 1`."""
+        """Return the ids of tokens `start` … `stop − 1`."""
         if len(self.shards) == 1:
             return self.shards[0][start:stop]
         parts = [self.shards[shard][span] for shard, span in self._locate(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.header.numpy_dtype), *parts])
 
     def read_loss_mask(self, start: int, stop: int) -> np.ndarray | None:
-        """Which of these tokens are to be learnt, uint8; None: all."""
+        """Return the loss mask of tokens `start` … `stop − 1`, uint8; None: all contribute to the loss."""
         parts = [(self.loss_masks[shard], span) for shard, span in self._locate(start, stop)]
-        if all(counted is None for counted, _ in parts):
+        if all(mask is None for mask, _ in parts):
             return None
-        return np.concatenate([np.ones(s.stop - s.start, np.uint8) if c is None else c[s] for c, s in parts])
+        return np.concatenate(
+            [np.ones(span.stop - span.start, np.uint8) if mask is None else mask[span] for mask, span in parts]
+        )
 
     def _locate(self, start: int, stop: int) -> list[tuple[int, slice]]:
-        """The parts of the shards that a range of tokens is."""
+        """Return a range of tokens as (shard, slice of that shard) pairs."""
         bounds = self._shard_bounds
         spans = []
         for shard in range(int(np.searchsorted(bounds, start, side="right")) - 1, len(self.shards)):
@@ -107,13 +112,15 @@ class TokenStore:
 
     @cached_property
     def _shard_bounds(self) -> np.ndarray:
-        """Index of each shard's first token, and the number of all."""
+        """Index of each shard's first token, followed by the number of all tokens."""
         return np.cumsum([0, *(len(shard) for shard in self.shards)])
 
     @staticmethod
     def open(directory: Path, tokenizer: Tokenizer | None = None) -> "TokenStore":
-        """Raises ConfigError where the store is missing, damaged, of a later schema, or another tokenizer's than the
-        given one."""
+        """Open the store in `directory`.
+
+        Raises ConfigError if the store is missing, damaged, of a later schema, or made with another tokenizer.
+        """
         header = read_header(directory)
         if tokenizer is not None and header.tokenizer != tokenizer.fingerprint:
             raise ConfigError(
@@ -121,15 +128,15 @@ class TokenStore:
                 f" {tokenizer.fingerprint}; use the same tokenizer or another data.cache"
             )
         shards = tuple(_memory_map(directory / one.file, header.numpy_dtype, one.num_tokens) for one in header.shards)
-        counted = tuple(
+        loss_masks = tuple(
             _memory_map(directory / one.counted_file, np.dtype("u1"), one.num_tokens) if one.counted_file else None
             for one in header.shards
         )
         starts = _memory_map(directory / "documents.bin", np.dtype("<i8"), header.num_documents)
-        return TokenStore(directory, header, shards, counted, starts)
+        return TokenStore(directory, header, shards, loss_masks, starts)
 
     def verify(self) -> None:
-        """Reads everything once. Raises ConfigError where a byte is not what was written."""
+        """Read all files and compare their checksums. Raises ConfigError for a damaged file."""
         parts: list[tuple[str, np.ndarray, int]] = []
         for shard, tokens, counted in zip(self.header.shards, self.shards, self.loss_masks, strict=True):
             parts.append((shard.file, tokens, shard.crc32))
@@ -141,7 +148,7 @@ class TokenStore:
                 raise ConfigError(f"{self.directory / name} is damaged (its checksum is wrong); {_REBUILD_HINT}")
 
     def check_ids(self, num_ids: int) -> None:
-        """Reads every token. Raises ConfigError at the first whose id is not below `num_ids`."""
+        """Read every token. Raises ConfigError for the first id that is not below `num_ids`."""
         begin = 0
         for shard, tokens in zip(self.header.shards, self.shards, strict=True):
             for at in range(0, len(tokens), 1 << 24):
@@ -157,22 +164,22 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Whether there is a token store at the path."""
+    """Return True if there is a token store at `path`."""
     return (path / HEADER_FILE).is_file()
 
 
 def read_header(directory: Path) -> StoreHeader:
-    """Raises ConfigError where there is no store, it is damaged, or of a later schema."""
+    """Return the header of a store. Raises ConfigError if it is missing, damaged or of a later schema."""
     path = directory / HEADER_FILE
     if not path.is_file():
-        raise ConfigError(f"{directory} is no token store, for store.json is missing; {_REBUILD_HINT}")
+        raise ConfigError(f"{directory} is not a token store: it has no store.json; {_REBUILD_HINT}")
     try:
         data = json.loads(path.read_bytes())
         version = int(data["version"])
         if version > VERSION:
             raise ConfigError(
-                f"the token store {directory} has schema {version}, this Muster reads schemas up to {VERSION};"
-                " use a later Muster or another data.cache"
+                f"the token store {directory} has schema {version}, but this Muster reads schemas up to {VERSION};"
+                " use a newer Muster or another data.cache"
             )
         return StoreHeader.model_validate(_migrate_version_1(data) if version == 1 else data)
     except (ValueError, TypeError, KeyError) as error:
@@ -180,7 +187,7 @@ def read_header(directory: Path) -> StoreHeader:
 
 
 def _migrate_version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """A header of schema 1, whose stores are one shard, as one of today."""
+    """Convert a header of schema 1, whose stores have a single shard, to the current schema."""
     data = dict(data)
     shard = Shard(
         file="tokens.bin",
@@ -194,5 +201,5 @@ def _migrate_version_1(data: dict[str, Any]) -> dict[str, Any]:
 def _memory_map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     expected, found = length * dtype.itemsize, path.stat().st_size if path.is_file() else 0
     if found != expected:
-        raise ConfigError(f"{path} has {found:,} bytes where store.json says {expected:,}; {_REBUILD_HINT}")
+        raise ConfigError(f"{path} has {found:,} bytes, but store.json says {expected:,}; {_REBUILD_HINT}")
     return np.memmap(path, dtype, "r", shape=(length,)).view(np.ndarray)
