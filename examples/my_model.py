@@ -9,7 +9,9 @@ from muster.spec.model import ModelSpec
 
 
 class RunningMean(nn.Module):
-    spread, join = staticmethod(project_in), staticmethod(project_out)  # where tensor parallelism puts its collectives
+    # Tensor parallelism replaces these two by linear layers with collectives around them.
+    project_in = staticmethod(project_in)
+    project_out = staticmethod(project_out)
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -18,9 +20,9 @@ class RunningMean(nn.Module):
         self.down = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)  # cut by columns
 
     def forward(self, x_BSD: Tensor, norm: nn.Module, *_: object) -> Tensor:
-        value, gate = self.spread(norm(x_BSD), self.value, self.gate)
+        value, gate = self.project_in(norm(x_BSD), self.value, self.gate)
         count_S1 = torch.arange(1, value.shape[1] + 1, device=value.device, dtype=value.dtype).unsqueeze(1)
-        return self.join(value.cumsum(1) / count_S1 * gate.sigmoid(), self.down)
+        return self.project_out(value.cumsum(1) / count_S1 * gate.sigmoid(), self.down)
 
 
 @muster.register_model("tiny-mixer", like="tiny", tensor_parallel=True)

@@ -283,9 +283,9 @@ def run_case(
         results = [trainer.step() for _ in range(steps)]
         own_samples = list(trainer.batch_loader.fed_samples()) if world.at.tp == 0 else []
         fed = sorted((number, row.tolist()) for rows in world.all_gather_object(own_samples) for number, row in rows)
-        with patch.object(world.heartbeat, "say") as say:
+        with patch.object(world.heartbeat, "update") as update:
             own = [result.loss for result in results] + [trainer.evaluator.mean_loss(1) or 0.0]
-        assert all(call.args[0] in ("validate", "finish") for call in say.mock_calls), "the first may compile"
+        assert all(call.args[0] in ("validate", "finish") for call in update.mock_calls), "the first may compile"
         layouts = {name: layout for stage in trainer.stages.values() for name, layout in stage.layouts.items()}
         digest = hashlib.sha256()
         gradient_error = 0.0
@@ -348,7 +348,7 @@ def _changed_feed(change: Callable[[BatchLoader, LocalBatch], LocalBatch]) -> It
     def faulty(self: BatchLoader, share: LocalBatch, loss_scale: float = 1.0) -> None:
         feed(self, change(self, share), loss_scale)
 
-    with patch.object(BatchLoader, "feed", faulty):
+    with patch.object(BatchLoader, "feed_stages", faulty):
         yield
 
 
@@ -381,7 +381,7 @@ def wrong_recompute() -> Iterator[None]:
 @contextmanager
 def wrong_divisor() -> Iterator[None]:
     """Gradients are divided by twice the number of tokens."""
-    with _changed_feed(lambda feeder, share: replace(share, num_valid_tokens=share.num_valid * 2)):
+    with _changed_feed(lambda feeder, share: replace(share, num_valid_tokens=share.num_valid_tokens * 2)):
         yield
 
 
@@ -390,7 +390,11 @@ def ranks_alike() -> Iterator[None]:
     """Each data-parallel rank takes the mean of its own tokens, and all means count the same, however many tokens."""
 
     def change(feeder: BatchLoader, share: LocalBatch) -> LocalBatch:
-        own = share.num_valid if share.batch is None else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
+        own = (
+            share.num_valid_tokens
+            if share.batch is None
+            else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
+        )
         return replace(share, num_valid_tokens=own)
 
     with _changed_feed(change):
@@ -427,33 +431,33 @@ def half_a_boundary() -> Iterator[None]:
 def doubled_bias() -> Iterator[None]:
     """Every tensor-parallel rank adds the bias to its own part of a sum."""
 
-    def faulty(axis: TensorAxis, work: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = join(axis, work, x, linear)
+    def faulty(axis: TensorAxis, weight_grads: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
+        y = row_parallel_linear(axis, weight_grads, x, linear)
         return y if linear.bias is None else y + (axis.size - 1) * linear.bias
 
-    join = tensor_parallel.row_parallel_linear
-    with patch.object(tensor_parallel, "join", faulty):
+    row_parallel_linear = tensor_parallel.row_parallel_linear
+    with patch.object(tensor_parallel, "row_parallel_linear", faulty):
         yield
 
 
 @contextmanager
 def lost_copies() -> Iterator[None]:
     """The gradients of weights that several ranks have a copy of are not added up."""
-    with patch("muster.parallel.stage.partial_copies", lambda *_: {}):
+    with patch("muster.parallel.stage.tp_partial_grad_copies", lambda *_: {}):
         yield
 
 
 @contextmanager
 def lost_reload() -> Iterator[None]:
     """What comes back from the host's memory is not what went there."""
-    fetch = ActivationOffload.reload
+    reload = ActivationOffload.reload
 
     def faulty(self: ActivationOffload, micro_batch: int) -> Callable[[], None]:
         for _, buffer in self._offloaded[micro_batch][:1]:
             buffer.zero_()
-        return fetch(self, micro_batch)
+        return reload(self, micro_batch)
 
-    with patch.object(ActivationOffload, "fetch", faulty):
+    with patch.object(ActivationOffload, "reload", faulty):
         yield
 
 
@@ -461,9 +465,9 @@ def lost_reload() -> Iterator[None]:
 def unheard_words() -> Iterator[None]:
     """What the last rank's words add to the gradient of the hidden state is lost."""
 
-    def faulty(pulls_R2ND: Tensor, verdict: CombinedLoss) -> Tensor:
-        pulls_R2ND[-1] = 0
-        return hidden_gradient(pulls_R2ND, verdict)
+    def faulty(partial_grads_R2ND: Tensor, combined: CombinedLoss) -> Tensor:
+        partial_grads_R2ND[-1] = 0
+        return hidden_gradient(partial_grads_R2ND, combined)
 
     with patch("muster.parallel.vocab_parallel.hidden_gradient", faulty):
         yield

@@ -90,7 +90,7 @@ def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").write_text("")
     assert "can't write in " in findings(DoctorRequest(tmp_path / "file" / "runs"))["disk"].sentence
     only(monkeypatch, "memory", "disk", "clocks", "ports", "files")
-    monkeypatch.setattr(doctor, "LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 1 << 60)
     stat = os.stat
 
     class Off:

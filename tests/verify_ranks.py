@@ -52,11 +52,11 @@ def dropped_layer() -> AbstractContextManager:
 def qkv_permuted() -> AbstractContextManager:
     right = tensor_parallel.column_parallel_linear
 
-    def spread(*arguments: Any) -> tuple[Tensor, ...]:
+    def permuted(*arguments: Any) -> tuple[Tensor, ...]:
         q, *others = right(*arguments)
         return (q, *reversed(others))
 
-    return patch.object(tensor_parallel, "spread", spread)
+    return patch.object(tensor_parallel, "column_parallel_linear", permuted)
 
 
 def wrong_divisor() -> AbstractContextManager:
@@ -65,7 +65,7 @@ def wrong_divisor() -> AbstractContextManager:
 
 
 def unsynchronised_norms() -> AbstractContextManager:
-    return patch.object(DecoderStage, "synchronise", lambda self: None)
+    return patch.object(DecoderStage, "all_reduce_replicated_grads", lambda self: None)
 
 
 def untied_gradients() -> AbstractContextManager:
@@ -89,7 +89,7 @@ def stale_tied_weight() -> Iterator[None]:
 
 def gradients_pile_up() -> AbstractContextManager:
     """What one step leaves is added to the next."""
-    return patch.object(DecoderStage, "drop_gradients", lambda self: None)
+    return patch.object(DecoderStage, "zero_grad", lambda self: None)
 
 
 BUGS: dict[str | None, Callable[[], AbstractContextManager]] = {

@@ -21,13 +21,21 @@ T = TypeVar("T")
 
 
 def register_schedule(
-    name: str, *, chunks: int = 1, v_shaped: bool = False, split_backward: bool = False, explanation: str = ""
+    name: str,
+    *,
+    chunks: int = 1,
+    v_shaped: bool = False,
+    split_backward: bool = False,
+    explanation: str = "",
+    turns: bool = False,
+    splits: bool = False,
 ) -> Callable[[RankFunction], RankFunction]:
     """Registers a pipeline schedule: `order(rank, setting)` gives the passes of one pipeline rank, as `2F0` or Actions.
 
     `setting` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.schedule_spec`). Each rank has
-    `chunks` stages, which lie round and round over the ranks, or there and back where the schedule `turns`. A backward
-    is one pass, B, or where it `splits` two: I for the inputs and later W for the weights. In a plan's name it is
+    `chunks` stages, which lie round and round over the ranks, or there and back where the schedule is `v_shaped`. A
+    backward is one pass, B, or with `split_backward` two: I for the inputs and later W for the weights. `turns` and
+    `splits` are the former names of these two, which plugins written for version 0.1 use. In a plan's name it is
     `sNAME` without hyphens. Raises ConfigError where the name is taken.
     """
     require_component_name("schedule", name)
@@ -42,7 +50,9 @@ def register_schedule(
         register_component("schedule", name, order, SCHEDULES.keys() - component_names("schedule"))
         make = plugin_schedule_function(name, order, lambda: SCHEDULES[name])
         line = explanation or (order.__doc__ or "a plugin's").strip().split("\n")[0]
-        SCHEDULES[name] = ScheduleEntry(make, line, chunks, v_shaped=v_shaped, split_backward=split_backward)
+        SCHEDULES[name] = ScheduleEntry(
+            make, line, chunks, v_shaped=v_shaped or turns, split_backward=split_backward or splits
+        )
         return order
 
     return register
@@ -74,11 +84,11 @@ def register_model(
 
 
 def _shapes(own: PluginModel, spec: ModelSpec) -> tuple[NamedShape, ...]:
-    return import_torch_module("muster.model.plugin_layer").count_shapes(own, spec)
+    return import_torch_module("muster.model.plugin_layer").parameter_shapes(own, spec)
 
 
 def _facts(own: PluginModel, spec: ModelSpec, seq_len: int, tp: int, precision: str) -> LayerTrace:
-    return import_torch_module("muster.model.plugin_layer").count_facts(own, spec, seq_len, tp, precision)
+    return import_torch_module("muster.model.plugin_layer").trace_layer(own, spec, seq_len, tp, precision)
 
 
 def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> Any:

@@ -47,6 +47,14 @@ def core_attention(
     )
 
 
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return a projection under the name that plugins written for version 0.1 import it by."""
+    old_names = {"spread": project_in, "join": project_out}
+    if name not in old_names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return old_names[name]
+
+
 class RmsNorm(nn.Module):
     """`rms_norm` with its weight (D)."""
 

@@ -19,6 +19,12 @@ from muster.spec.plugin_model import LayerTrace, MatmulShape, NamedShape, Plugin
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+PROJECT_IN = ("project_in", "spread")
+"""Attributes of a module through which the hidden state enters its linear layers; the second name is that of plugins
+written for version 0.1."""
+PROJECT_OUT = ("project_out", "join")
+"""Attributes through which a linear layer's output returns to the hidden state; the second name as in `PROJECT_IN`."""
+
 
 def make_plugin_layer(plugin: PluginModel, spec: ModelSpec, layer: int) -> nn.Module:
     """One layer, on the device that torch makes things on. Raises ConfigError, with file and line, where that fails."""
@@ -80,7 +86,7 @@ def trace_layer(plugin: PluginModel, spec: ModelSpec, seq_len: int, tp: int, pre
         followed.kernels,
         sum(followed.saved_bytes.values()),
         followed.largest_bytes,
-        seams["spread"],
+        sum(seams[name] for name in PROJECT_IN),
     )
 
 
@@ -140,7 +146,7 @@ def _shard_weights(layer: nn.Module, spec: ModelSpec, tp: int, dtype: torch.dtyp
 
 
 def _count_projections(layer: nn.Module) -> Counter[str]:
-    """Counts calls of `spread` and `join`."""
+    """Count the calls of the layer's input and output projections."""
     counts: Counter[str] = Counter()
 
     def counted(name: str, do: Any, *args: Any) -> Any:
@@ -148,7 +154,7 @@ def _count_projections(layer: nn.Module) -> Counter[str]:
         return do(*args)
 
     for part in layer.modules():
-        for name in ("spread", "join"):
+        for name in (*PROJECT_IN, *PROJECT_OUT):
             if hasattr(part, name):
                 setattr(part, name, partial(counted, name, getattr(part, name)))
     return counts

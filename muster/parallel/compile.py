@@ -5,6 +5,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from muster.model.decoder import Decoder
+from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.spec.errors import MusterError
 
 
@@ -25,7 +26,7 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
     opaque = {}
     for block in module.blocks():
         for part in block.modules():
-            for seam in {"spread", "join"} & vars(part).keys():
+            for seam in {*PROJECT_IN, *PROJECT_OUT} & vars(part).keys():
                 # One wrapper for all blocks: each of its own would be a reason to compile each block anew.
                 do = getattr(part, seam)
                 setattr(part, seam, opaque.setdefault(do, torch.compiler.disable(do)))

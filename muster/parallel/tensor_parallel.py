@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from muster.model.decoder import Decoder
 from muster.model.kernels import accumulation_dtype
 from muster.model.loss import IGNORE_INDEX, LossSums
+from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
 from muster.parallel.weight_grad_store import WeightGradStore
 
@@ -225,15 +226,12 @@ def vocab_parallel_loss(
 def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grads: WeightGradStore) -> None:
     """Gives a decoder products whose weight gradients can wait, with collectives around them if there is an axis;
     its parameters already have this rank's shapes."""
-    spreading, joining = (
-        partial(column_parallel_linear, axis, weight_grads),
-        partial(row_parallel_linear, axis, weight_grads),
-    )
+    linears = dict.fromkeys(PROJECT_IN, partial(column_parallel_linear, axis, weight_grads))
+    linears |= dict.fromkeys(PROJECT_OUT, partial(row_parallel_linear, axis, weight_grads))
     for part in module.modules():
-        if hasattr(part, "spread"):
-            part.spread = spreading  # type: ignore[assignment]
-        if hasattr(part, "join"):
-            part.join = joining  # type: ignore[assignment]
+        for name, linear in linears.items():
+            if hasattr(part, name):
+                setattr(part, name, linear)
     module.project_logits = partial(vocab_parallel_logits, axis, weight_grads)  # type: ignore[assignment]
 
 
