@@ -177,16 +177,16 @@ class ThreadPeers(PeerGroup):
     sent: list[int]
     """Numbers sent to others, by member."""
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.table[self.member] = value
         self.barrier.wait()
         values = list(self.table)
         self.barrier.wait()
         return values
 
-    def swap(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         self.sent[self.member] += sum(tensor.numel() for n, tensor in enumerate(sends) if n != self.member)
-        for received, sent in zip(receives, self.exchange(sends), strict=True):
+        for received, sent in zip(receives, self.all_gather_object(sends), strict=True):
             received.copy_(sent[self.member])
         self.barrier.wait()
 
