@@ -84,9 +84,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[RankComparison]:
     check = import_torch_module("muster.train.memory_check")
     found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
-    counted = check.account_really(model, plan, workload) if real else []
+    counted = check.measure_real_ranks(model, plan, workload) if real else []
     for one in found.ranks:
-        accounting = counted[one.rank] if real else check.account(model, plan, workload, one.rank)
+        accounting = counted[one.rank] if real else check.measure_fake_rank(model, plan, workload, one.rank)
         yield RankComparison(one.rank, one.peak_instruction, one.terms.total, accounting.peak_bytes)
 
 
