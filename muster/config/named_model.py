@@ -42,7 +42,7 @@ def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
         spec = load_hf_model(folder / Path(name.removeprefix(HF_PREFIX)).expanduser())
         return ConfigLayer(f"model {name}", dict(flatten(spec.model_dump(mode="json", exclude_defaults=True))), folder)
     if (part := find_component("model", name)) is not None:
-        return plugin_model_layer(name, part.target.values)
+        return plugin_model_layer(name, part.target.spec_values)
     return read_file_layer(folder / name) if looks_like_path(name) else read_catalog_layer("models", name)
 
 
