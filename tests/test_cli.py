@@ -213,7 +213,7 @@ def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
             seen.append((resolved.config.seed, resolved.config.parallel.pp, options))
             return 75
 
-    monkeypatch.setattr(train, "runtime", lambda: Runtime)
+    monkeypatch.setattr(train, "import_torch_module", lambda: Runtime)
     file = tmp_path / "mine.yaml"
     file.write_text("extends: tiny\n")
     assert main(["train", str(file), "--seed", "9", "--parallel=pp2", "--nproc", "2"]) == 75

@@ -43,7 +43,7 @@ def test_the_front_says_what_binds() -> None:
 
 def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
     page = tmp_path / "front.html"
-    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto"]
+    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--time-limit", "600"]
     assert main([*ask, "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -55,6 +55,13 @@ def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
         points[0]
     )
     assert min(point["devices"] for point in points) == 1
+
+
+def test_a_front_that_was_cut_short_says_so_within_80_columns(capsys) -> None:
+    assert main([*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--time-limit", "0.001"]) == 0
+    shown = capsys.readouterr().out
+    assert "a longer --time-limit may find better plans" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_changes_make_other_clusters() -> None:

@@ -115,9 +115,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _pareto(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from rich.console import Console
-
     from muster.planner.pareto import pareto_front, thin_front
+    from muster.report.console import table_console, text_width
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
@@ -127,33 +126,31 @@ def _pareto(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(front_json(found), indent=2))
         return 0
-    console, all_of_them = Console(highlight=False), len(found.points)
+    all_of_them = len(found.points)
     found = replace(found, points=thin_front(found.points))
     print("\n".join(front_lines(found)) + "\n")
-    console.print(front_table(found))
+    table_console().print(front_table(found))
     print("\nmemory of the fullest device over the time of a step:\n")
-    print("\n".join(front_picture(found, console.width)))
+    print("\n".join(front_picture(found, text_width())))
     more = all_of_them - len(found.points)
     if more:
         print(f"\nLeft out: {more:,} within 3 % of one of these (--json and --html have them).")
-    print(f"\n{found.num_simulated:,} plans simulated in {found.seconds:.1f} s" + ("" if found.proven else _UNPROVEN))
+    print(f"\n{found.num_simulated:,} plans simulated in {found.seconds:.1f} s")
+    if not found.proven:
+        print("The search reached its time limit; a longer --time-limit may find better plans.")
     return 0
 
 
-_UNPROVEN = "; stopped there: --time-limit gives it longer, and may find better ones"
-
-
 def _what_if(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from muster.planner.what_if import what_if
+    from muster.report.console import table_console
     from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
     cases = what_if(_asked(args).request, args.what_if, args.time_limit)
     if args.json:
         print(json.dumps(what_if_json(cases), indent=2))
         return 0
-    Console(highlight=False).print(what_if_table(cases))
+    table_console().print(what_if_table(cases))
     print("\n" + "\n".join(what_if_lines(cases)))
     return 0
 

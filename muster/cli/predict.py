@@ -71,16 +71,15 @@ def _write_trace(path: Path, prediction: "Prediction") -> None:
 
 
 def _show(prediction: "Prediction") -> None:
-    from rich.console import Console
-
+    from muster.report.console import table_console, text_width
     from muster.report.prediction import prediction_lines
     from muster.report.terminal import gantt_text, plan_lines
 
-    one, console = prediction, Console(highlight=False)
-    count = one.plan.num_micro_batches(one.workload)
-    print(plan_lines(one.plan, one.model, one.workload, count))
-    print(f"cluster   {one.cluster.name or one.cluster.device.name}")
-    print("\n".join(prediction_lines(one)))
-    if sum(len(lane) for lanes in one.program.ranks for lane in lanes.values()) <= MAX_DRAWN_EVENTS:
+    plan, cluster = prediction.plan, prediction.cluster
+    num_micro_batches = plan.num_micro_batches(prediction.workload)
+    print(plan_lines(plan, prediction.model, prediction.workload, num_micro_batches))
+    print(f"cluster   {cluster.name or cluster.device.name}")
+    print("\n".join(prediction_lines(prediction)))
+    if sum(len(lane) for lanes in prediction.program.ranks for lane in lanes.values()) <= MAX_DRAWN_EVENTS:
         print()
-        console.print(gantt_text(one.timeline, console.width))
+        table_console().print(gantt_text(prediction.timeline, text_width()))

@@ -234,15 +234,14 @@ def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap:
     if args.json:
         print(json.dumps(schedule_to_json(schedule, timing, gap)))
         return
-    from rich.console import Console
-
+    from muster.report.console import table_console, text_width
     from muster.report.schedule_grid import grid_text, schedule_summary
 
-    console = Console(highlight=False)
+    console = table_console()
     console.print(schedule_summary(schedule, timing), soft_wrap=True)
     if gap is not None:
         console.print(str(gap), soft_wrap=True)
-    console.print(grid_text(schedule, timing, console.width))
+    console.print(grid_text(schedule, timing, text_width()))
 
 
 def _write(path: Path, text: str) -> None:
@@ -265,13 +264,11 @@ def _list() -> None:
 
 
 def _compare(request: "CompareRequest") -> None:
-    from rich.console import Console
-
+    from muster.report.console import table_console
     from muster.report.schedule_grid import schedule_comparison
     from muster.schedule.compare import compare_schedules
 
     made, refused = compare_schedules(request)
-    console = Console(highlight=False)
-    console.print(schedule_comparison(made), soft_wrap=True)
+    table_console().print(schedule_comparison(made), soft_wrap=True)
     for name, reason in refused:
         print(f"{name} refuses: {reason}")

@@ -45,11 +45,10 @@ def run(arguments: list[str]) -> int:
     if args.json:
         print(json.dumps(to_json(summary), indent=1))
         return 0
-    from rich.console import Console
-
     from muster.report.accuracy_terminal import accuracy_text
+    from muster.report.console import table_console, text_width
 
-    Console(soft_wrap=False, highlight=False).print(accuracy_text(summary))
+    table_console().print(accuracy_text(summary, text_width()))
     return 0
 
 
@@ -66,14 +65,13 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
     if as_json:
         print(json.dumps({"version": 1, "recipes": recipes_json(found)}, indent=1))
         return 0
-    from rich.console import Console
-
     from muster.report.accuracy_terminal import section_text
+    from muster.report.console import table_console, text_width, wrap_text
 
-    console = Console(soft_wrap=False, highlight=False)
-    console.print(section_text([recipe_section(found)]))
-    for name, words in recipe_notes(found):
-        console.print(f"{name}: {words}", markup=False)
+    width = text_width()
+    table_console().print(section_text([recipe_section(found)], width))
+    for name, note in recipe_notes(found):
+        print(wrap_text(f"{name}: {note}", width))
     return 0
 
 

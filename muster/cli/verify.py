@@ -81,14 +81,12 @@ def _progress(sentence: str) -> None:
 
 
 def _print(verdicts: "Sequence[ParityResult]", steps: int, as_json: bool) -> None:
-    from rich.console import Console
-
+    from muster.report.console import table_console
     from muster.report.parity import parity_json, parity_sentence, parity_table
 
     if as_json:
         print(json.dumps({"version": 1, "steps": steps, "plans": [parity_json(verdict) for verdict in verdicts]}))
         return
-    # Names of parameters are long: what is no terminal gets them on one line.
-    Console(width=None if sys.stdout.isatty() else 120).print(parity_table(verdicts))
+    table_console().print(parity_table(verdicts))
     for verdict in verdicts:
         print(parity_sentence(verdict))

@@ -7,21 +7,22 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.report.accuracy_rows import Cells, Section, sections
+from muster.report.console import DEFAULT_WIDTH, wrap_text
 from muster.validate.summary import Summary
 
 
-def accuracy_text(summary: Summary) -> Lines:
+def accuracy_text(summary: Summary, width: int = DEFAULT_WIDTH) -> Lines:
     """All scores, the worst rows, and what couldn't be predicted."""
-    return section_text(sections(summary))
+    return section_text(sections(summary), width)
 
 
-def section_text(shown: Sequence[Section]) -> Lines:
+def section_text(shown: Sequence[Section], width: int = DEFAULT_WIDTH) -> Lines:
     """Tables with their titles and sentences."""
     lines: list[Text | Table] = []
     for title, rows, sentence in shown:
         lines += [Text(("\n" if lines else "") + title, "bold"), _table(rows)]
         if sentence:
-            lines.append(Text(sentence, "dim"))
+            lines.append(Text(wrap_text(sentence, width), "dim"))
     return Lines(*lines)
 
 

@@ -8,6 +8,7 @@ from muster.planner.explain import families
 from muster.planner.heterogeneous import PlanSearch
 from muster.planner.neighbours import NOT_EVALUATED
 from muster.planner.search_result import COUNTERS, SearchResult
+from muster.report.console import table_console
 from muster.report.formatting import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table
 from muster.spec.units import pluralize
@@ -15,9 +16,7 @@ from muster.spec.units import pluralize
 
 def print_answer(answer: PlanAnswer, explain: bool) -> None:
     """Prints everything."""
-    from rich.console import Console
-
-    request, found, console = answer.request, answer.found, Console(highlight=False)
+    request, found, console = answer.request, answer.found, table_console()
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
     print(f"cluster   {request.cluster.name}, {pluralize(request.cluster.num_devices, 'device')}")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from muster.cost.memory.rank_memory import rank_memory
 from muster.parallel.op_profile import StageProfile
+from muster.report.console import table_console
 from muster.report.formatting import format_seconds
 from muster.report.page import write_report
 from muster.report.report_data import PredictedVsMeasured, ReportData, RunInfo
@@ -80,8 +81,8 @@ def finalize(
         notes=[MFU_NOTE, *notes],
     )
     write_report(run_dir / "report.html", data)
+    table_console().print(comparison_table(rows))
     console = Console(highlight=False)
-    console.print(comparison_table(rows))
     for note in notes:
         console.print(note, soft_wrap=True)
     if sample:
