@@ -113,7 +113,7 @@ def test_short_and_long_rows_are_put_together_alike(tmp_path):
 
 
 BAD = [
-    ('{"text": "go', "json", ":2: no JSON: Unterminated string starting at column 10"),
+    ('{"text": "go', "json", ":2: not JSON: Unterminated string starting at column 10"),
     ('{"text": ""}', "empty", ":2: the document is empty"),
     ('{"text": 5}', "fields", ":2: text should be text, got 5"),
     ('["text"]', "fields", ":2: expected an object with messages, prompt and completion, or text, got ['text']"),
@@ -133,7 +133,7 @@ def test_a_bad_row_is_one_sentence_with_file_and_line_or_is_left_out_and_counted
     assert "\n" not in str(error.value)
     assert "data.on_invalid_row skip" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
-    store = store_of(source, bad_rows="skip")
+    store = store_of(source, on_invalid_row="skip")
     assert (documents(store), store.header.skipped) == (["good", "end"], {kind: 1})
 
 
@@ -146,10 +146,10 @@ def test_text_in_another_encoding_names_its_line(tmp_path):
     for source, place in ((tmp_path / "text", "text/b.txt: line 3 is not UTF-8"), (rows, "c.jsonl:2: not UTF-8")):
         with pytest.raises(ConfigError, match=f"{place}: it has the byte 0xe9"):
             store_of(source)
-        store = store_of(source, bad_rows="skip")
+        store = store_of(source, on_invalid_row="skip")
         assert (store.header.num_documents, store.header.skipped) == (1, {"encoding": 1})
-    with pytest.raises(ConfigError, match=r"no document that can be used: all of its rows are bad \(1 encoding\)"):
-        store_of(tmp_path / "text" / "b.txt", bad_rows="skip")
+    with pytest.raises(ConfigError, match=r"no usable document: all of its rows are invalid \(1 encoding\)"):
+        store_of(tmp_path / "text" / "b.txt", on_invalid_row="skip")
 
 
 # --- tokenizers ---
@@ -184,8 +184,8 @@ def test_a_sentencepiece_model_gives_the_ids_of_its_library(tokenizers):
     [
         ("byte", "there is no file 'byte'; give bytes, a tokenizer.json"),
         ("{tmp}", "has neither tokenizer.json nor tokenizer.model"),
-        ("{tmp}/broken.json", "is no tokenizer.json that can be read"),
-        ("{tmp}/broken.model", "is no SentencePiece model that can be read"),
+        ("{tmp}/broken.json", "can't be read as a tokenizer.json"),
+        ("{tmp}/broken.model", "can't be read as a SentencePiece model"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_is_one_sentence(tmp_path, name, sentence):
@@ -218,7 +218,7 @@ def test_parquet_and_directories_of_datasets(tmp_path):
     for source in (tmp_path / "a.parquet", saved.parent, saved):
         with pytest.raises(ConfigError, match=r"(parquet|arrow): row 3: expected messages.* the row has "):
             store_of(source)
-        assert documents(store_of(source, bad_rows="skip")) == ["a", "bb", "ccc", "d"]
+        assert documents(store_of(source, on_invalid_row="skip")) == ["a", "bb", "ccc", "d"]
 
 
 @pytest.mark.parametrize("vocab_size", [257, 70_000])
@@ -240,7 +240,7 @@ def test_megatron_files_go_out_and_in(tmp_path, vocab_size):
     assert index[:9] == b"MMIDIDX\0\0"
     assert index[17] == (8 if vocab_size < 1 << 16 else 4)
     os.truncate(tmp_path / "out.bin", 4)
-    with pytest.raises(ConfigError, match=r"out.bin has 4 bytes where the index says "):
+    with pytest.raises(ConfigError, match=r"out.bin has 4 bytes, but its index needs "):
         store_of(tmp_path / "out", tokenizer=Own())
 
 
@@ -252,7 +252,7 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path):
         ConfigError, match=r"a.bin: document 2: token 2 has the id 999, but the tokenizer's ids are 0 … 256"
     ):
         store_of(tmp_path / "a")
-    store = store_of(tmp_path / "a", bad_rows="skip")
+    store = store_of(tmp_path / "a", on_invalid_row="skip")
     assert (store.tokens.tolist(), store.header.skipped) == ([1, 2, END], {"vocabulary": 1})
     with pytest.raises(
         ConfigError, match="tokens-00000.bin: token 3, in document 1, has the id 256, expected one below 9"
@@ -278,10 +278,10 @@ def test_shards_are_read_as_one_stream_and_name_their_lines(parts, tmp_path, mon
     two = prepare(PrepareOptions(str(parts), TOKENIZER, workers=2), tmp_path / "two")
     assert two.fingerprint == many.fingerprint
     parts.write_text(parts.read_text() + "{\n")
-    with pytest.raises(ConfigError, match=r"rows.jsonl:202: no JSON"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:202: not JSON"):
         prepare(PrepareOptions(str(parts), TOKENIZER), tmp_path / "bad")
     monkeypatch.undo()
-    one = prepare(PrepareOptions(str(parts), TOKENIZER, bad_rows="skip"), tmp_path / "one")
+    one = prepare(PrepareOptions(str(parts), TOKENIZER, on_invalid_row="skip"), tmp_path / "one")
     assert len(many.shards) > 10
     assert len(one.shards) == 1
     assert many.tokens.tolist() == one.tokens.tolist()
@@ -361,10 +361,10 @@ def test_prepare_inspect_and_check(tmp_path, capsys):
     source = write_rows(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "c"}, {"text": "long enough"}, "{")
     code, _, err = muster(capsys, "prepare", source, "--out", tmp_path / "store")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"muster: {source}:3: no JSON" in err
+    assert f"muster: {source}:3: not JSON" in err
     code, out, _ = muster(capsys, "check", source)
     assert code == 2
-    assert out.splitlines()[0].startswith(f"{source}:3: no JSON")
+    assert out.splitlines()[0].startswith(f"{source}:3: not JSON")
     assert out.splitlines()[1].endswith("has 1 bad row (1 json), and 2 documents, 16 tokens beside")
     more = ("--on-invalid-row", "skip", "--workers", "1", "--json")
     code, out, err = muster(capsys, "prepare", source, "--out", tmp_path / "store", *more)
@@ -404,7 +404,7 @@ def test_nothing_in_the_way_is_overwritten(tmp_path, capsys):
         (("prepare", "gone.txt"), "SOURCE: there is no file or directory 'gone.txt'"),
         (("prepare", "rows.jsonl"), "or leave such rows out with --on-invalid-row skip"),
         (("prepare", "rows.jsonl", "--tokenizer", "gone.json"), "--tokenizer: there is no file 'gone.json'"),
-        (("prepare", "rows.jsonl", "--eos-token", "x"), "--eos-token 'x' is for tokenizers with words"),
+        (("prepare", "rows.jsonl", "--eos-token", "x"), "--eos-token 'x' can't be set for the tokenizer bytes"),
         (("check", "rows.jsonl", "--chat-template", "gone"), "--chat-template: gone can't be read"),
     ],
 )

@@ -224,7 +224,7 @@ def test_processes_that_race_all_end_with_the_same_store(tmp_path):
 
 
 def test_a_directory_with_another_store_is_not_taken(text, tmp_path, store):
-    with pytest.raises(ConfigError, match="already holds a store of other text"):
+    with pytest.raises(ConfigError, match="already holds a store of other data"):
         build_store(str(text), store.directory, TOKENIZER, max_bytes=10)
     TokenStore.open(store.directory, TOKENIZER).verify()
     assert names_in(tmp_path) == {"text", "store"}

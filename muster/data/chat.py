@@ -1,4 +1,4 @@
-"""Dialogues as text: a template in Jinja, as Hugging Face tokenizers bring one, and which of its text are answers."""
+"""Chat templates: dialogues rendered as text by a Jinja template, as Hugging Face tokenizers have them."""
 
 import json
 from dataclasses import dataclass
@@ -13,36 +13,38 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What dialogues look like where the tokenizer has no template: ChatML, as in OpenAI's and Qwen's models."""
+"""Template for tokenizers without one: ChatML, as in OpenAI's and Qwen's models."""
 ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template of a dialogue. It sees `messages`, `add_generation_prompt` and the special tokens by name."""
+    """Jinja template of a dialogue; it sees `messages`, `add_generation_prompt` and the special tokens by name."""
 
     text: str = CHATML
     special_tokens: tuple[tuple[str, str], ...] = ()
 
     def segments(self, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-        """The dialogue's text, cut before and after each answer; true where it is one.
+        """Return the dialogue's text as segments, with True for the assistant's answers.
 
-        An answer is what the text grows by, when the assistant's message follows on the prompt that asks for it.
-        Raises BadRow where the template refuses the dialogue or rewrites what came before.
+        An answer is the difference of two renderings: the messages up to and including it, minus the messages before
+        it with the generation prompt. Raises InvalidRow if the template refuses the dialogue, or changes the text of
+        earlier messages, so that there is no such difference.
         """
-        pieces: list[tuple[str, bool]] = []
+        segments: list[tuple[str, bool]] = []
         done = ""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            asked, answered = self._render(messages[:index], True), self._render(messages[: index + 1], False)
-            if not asked.startswith(done) or not answered.startswith(asked):
-                raise InvalidRow("template", f"the chat template changes what comes before message {index + 1}")
-            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            prompt = self._render(messages[:index], True)
+            answered = self._render(messages[: index + 1], False)
+            if not prompt.startswith(done) or not answered.startswith(prompt):
+                raise InvalidRow("template", f"the chat template changes the text before message {index + 1}")
+            segments += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
             done = answered
-        if not pieces:
-            raise InvalidRow("empty", f"no message has the role {ASSISTANT}, so nothing in it is to be learnt")
-        return pieces
+        if not segments:
+            raise InvalidRow("empty", f"no message has the role {ASSISTANT}, so no part contributes to the loss")
+        return segments
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
@@ -61,8 +63,8 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
             raise MusterError("dialogues need Jinja, which is not installed: pip install 'muster-llm[data]'") from None
-        # As in transformers, since other settings would give other blanks; but for the date of today, with which the
-        # same rows would give other tokens tomorrow.
+        # The settings of transformers, since others give other whitespace; but without its function for today's date,
+        # with which the same rows would give other tokens tomorrow.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
         environment.globals["raise_exception"] = _raise_template_error
@@ -79,7 +81,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
-    """The template in a file. Raises ConfigError where there is none."""
+    """Read a template from a file. Raises ConfigError if it can't be read."""
     try:
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What a token store holds, and whether a store or a source can be trained on."""
+"""Facts of token stores, and checks of stores and sources."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ _WHOLE_FILE = 1 << 62
 
 
 def describe(store: TokenStore) -> dict[str, Any]:
-    """The facts of a store; lengths are in tokens, with the end of each document."""
+    """Return the facts of a store as JSON; lengths are in tokens, with each document's end-of-document token."""
     header = store.header
     lengths = document_lengths(store)
-    uncounted = sum(int((counted == 0).sum()) for counted in store.loss_masks if counted is not None)
+    num_masked = sum(int((mask == 0).sum()) for mask in store.loss_masks if mask is not None)
     return {
         "store": str(store.directory),
         "source": header.source,
@@ -29,7 +29,7 @@ def describe(store: TokenStore) -> dict[str, Any]:
         "vocab_size": header.vocab_size,
         "dtype": header.dtype,
         "tokens": header.num_tokens,
-        "counted_tokens": header.num_tokens - uncounted,
+        "counted_tokens": header.num_tokens - num_masked,
         "documents": header.num_documents,
         "shards": len(header.shards),
         "document_tokens": {
@@ -43,12 +43,12 @@ def describe(store: TokenStore) -> dict[str, Any]:
 
 
 def document_lengths(store: TokenStore) -> np.ndarray:
-    """Tokens of each document, int64."""
+    """Return the tokens of each document, int64."""
     return np.diff(store.document_starts, append=store.header.num_tokens)
 
 
 def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, max_tokens: int = 400) -> list[str]:
-    """The beginnings of the first documents as text."""
+    """Return the beginnings of the first documents as text."""
     texts = []
     for start, length in zip(store.document_starts[:count].tolist(), document_lengths(store).tolist(), strict=False):
         texts.append(tokenizer.decode(store.read(start, start + min(length, max_tokens)).tolist()))
@@ -56,32 +56,34 @@ def first_documents(store: TokenStore, count: int, tokenizer: Tokenizer, max_tok
 
 
 def check_store(store: TokenStore) -> dict[str, Any]:
-    """Reads all of a store: checksums, ids, and that documents follow on one another. Raises ConfigError."""
+    """Read all of a store and check checksums, ids and document bounds. Raises ConfigError."""
     store.verify()
     store.check_ids(store.header.vocab_size or 1 << 32)
     starts = store.document_starts
     if starts[0] != 0 or (np.diff(starts, append=store.header.num_tokens) <= 0).any():
-        raise ConfigError(f"{store.directory / 'documents.bin'}: its documents don't follow on one another")
+        raise ConfigError(f"{store.directory / 'documents.bin'}: its document starts are not rising from 0")
     return {"store": str(store.directory), "tokens": store.header.num_tokens, "documents": store.header.num_documents}
 
 
 def check_source(options: PrepareOptions) -> dict[str, Any]:
-    """Reads all of a source as preparing would, and writes nothing: what it has, and the rows that are bad."""
-    bad, counter, encoding = InvalidRowLog("skip"), _CountingWriter(), make_encoding(options)
+    """Read all of a source as `prepare` would, without writing; return its size and its invalid rows as JSON."""
+    invalid = InvalidRowLog("skip")
+    counter = _CountingWriter()
+    encoding = make_encoding(options)
     for file in source_files(options.source):
         for span in split_file(file, _WHOLE_FILE):
-            tokenize_span(span, encoding, bad, counter, lambda _: None)
+            tokenize_span(span, encoding, invalid, counter, lambda _: None)
     return {
         "source": options.source,
         "tokens": counter.tokens,
         "documents": counter.documents,
-        "bad": dict(bad.counts),
-        "examples": bad.examples,
+        "bad": dict(invalid.counts),
+        "examples": invalid.examples,
     }
 
 
 class _CountingWriter(DocumentWriter):
-    """Takes what a shard would, and counts it."""
+    """Writer that counts tokens and documents and keeps nothing."""
 
     def __init__(self) -> None:
         self.tokens = self.documents = 0
@@ -101,9 +103,9 @@ class _CountingWriter(DocumentWriter):
 
 
 def export_indexed(store: TokenStore, prefix: Path) -> None:
-    """Writes a store as Megatron's PREFIX.bin and PREFIX.idx. Raises ConfigError, OSError."""
+    """Write a store as Megatron-LM's PREFIX.bin and PREFIX.idx. Raises ConfigError, OSError."""
     from muster.data.megatron import write_indexed
 
     if not store.has_full_loss:
-        raise ConfigError(f"{store.directory} has tokens that are not to be learnt, which Megatron's files can't say")
+        raise ConfigError(f"{store.directory} has a loss mask, which Megatron-LM's files can't hold")
     write_indexed(prefix, store.shards, document_lengths(store), store.header.numpy_dtype)

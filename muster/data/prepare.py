@@ -1,7 +1,8 @@
-"""Preparing: from a source to its token store, shard by shard, on several processes, going on after a kill.
+"""Preparation of a token store from a source: shard by shard, on several processes, resumable after a kill.
 
-While it is written, the store is `DIRECTORY.partial`; a shard whose `shard-N.json` is there is finished. One builder
-holds the lock in it; others wait, and open what it made.
+A store is written to `DIRECTORY.partial` and renamed when it is complete. A shard is finished once its `shard-N.json`
+exists; a later attempt keeps it. One builder at a time holds the lock file in the folder; others wait, and then open
+the finished store.
 """
 
 import contextlib
@@ -34,21 +35,23 @@ from muster.data.tokenizer import Tokenizer
 from muster.spec.errors import ConfigError, MusterError
 
 MIN_SHARD_BYTES = 16 << 20
+"""Smallest amount of source that becomes a shard of its own."""
 MAX_SHARDS = 1024
-"""A source becomes as many shards at most, about, unless each would hold less than `MIN_SHARD_BYTES`."""
+"""Approximate limit of the number of shards."""
 Progress = Callable[[int], None]
+"""Callback that receives the bytes of the source done so far."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What is made into a store, and how."""
+    """Source and tokenizer of a store, and the options of its preparation."""
 
     source: str
     tokenizer: Tokenizer
     max_bytes: int | None = None
-    """Of text and JSON lines that are read at most."""
+    """Largest amount of text and JSON lines that is read; None: all."""
     text_key: str | None = None
-    bad_rows: InvalidRowPolicy = "stop"
+    on_invalid_row: InvalidRowPolicy = "stop"
     workers: int = 1
 
     @property
@@ -57,19 +60,21 @@ class PrepareOptions:
 
     @property
     def content_key(self) -> str:
-        """A hash of all that the store's tokens depend on."""
+        """Hash of everything that the store's tokens depend on."""
         parts = (
             source_digest(self.source),
             self.tokenizer.fingerprint,
             self.tokenizer.chat_template.text,
             self.max_bytes,
         )
-        return hashlib.sha256(repr((VERSION, parts, self.text_key, self.bad_rows)).encode()).hexdigest()
+        return hashlib.sha256(repr((VERSION, parts, self.text_key, self.on_invalid_row)).encode()).hexdigest()
 
 
 def open_or_prepare(options: PrepareOptions, cache_dir: Path, progress: Progress | None = None) -> TokenStore:
-    """The store of a source: the source itself where it is a store, else the one under `cache`, made when there is none
-    of the source as it is now. Raises as `prepare` and `TokenStore.open` do."""
+    """Open the store of a source, preparing it under `cache_dir` if it isn't there or the source has changed.
+
+    A source that is a store itself is opened as it is. Raises as `prepare` and `TokenStore.open` do.
+    """
     if is_store(Path(options.source)):
         return TokenStore.open(Path(options.source), options.tokenizer)
     directory = cache_dir / f"{Path(options.source).resolve().name[:40]}-{options.content_key[:16]}"
@@ -79,18 +84,19 @@ def open_or_prepare(options: PrepareOptions, cache_dir: Path, progress: Progress
 
 
 def prepare(options: PrepareOptions, directory: Path, progress: Progress | None = None) -> TokenStore:
-    """Writes the store of a source; all of it appears in `directory` at once.
+    """Write the store of a source to `directory`, where it appears as a whole, and open it.
 
-    What a killed builder of the same has finished is used. `progress` is called with the bytes that are done so far.
-    Raises ConfigError where the source can't be read, a row is bad, or the directory holds another store, MusterError
-    where the store can't be written; nothing is left behind then.
+    Shards that a killed builder of the same store has finished are kept. Raises ConfigError if the source can't be
+    read, a row is invalid, or the directory holds another store, MusterError if the store can't be written; then
+    nothing is left behind.
     """
-    key, planned = options.content_key, _ShardPlan(options)
+    key = options.content_key
+    plan = _ShardPlan(options)
     folder = directory.with_name(directory.name + ".partial")
     try:
         with _hold_build_lock(folder, directory) as is_ours:
             if is_ours:
-                _build(planned, key, folder, directory, progress or (lambda _: None))
+                _build(plan, key, folder, directory, progress or (lambda _: None))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise MusterError(
@@ -102,13 +108,13 @@ def prepare(options: PrepareOptions, directory: Path, progress: Progress | None 
         raise
     store = TokenStore.open(directory, options.tokenizer)
     if store.header.key not in (None, key):
-        raise ConfigError(f"{directory} already holds a store of other text; delete it or choose another directory")
+        raise ConfigError(f"{directory} already holds a store of other data; delete it or choose another directory")
     return store
 
 
 @dataclass
 class _ShardPlan:
-    """A preparation and its parts, one shard each."""
+    """Division of a source into shards, each a list of spans of files."""
 
     options: PrepareOptions
 
@@ -125,13 +131,13 @@ class _ShardPlan:
 
 
 def make_encoding(options: PrepareOptions) -> Encoding:
-    """How its rows and texts become tokens."""
+    """Return the encoding of rows and texts to tokens."""
     dtype = np.dtype("uint16" if options.tokenizer.vocab_size <= 1 << 16 else "uint32").newbyteorder("<")
     return Encoding(options.tokenizer, options.row_reader, dtype)
 
 
 def _limit_bytes(spans: Iterator[FileSpan], max_bytes: int | None) -> Iterator[FileSpan]:
-    """The first `limit` bytes of them."""
+    """Yield the spans that make up the first `max_bytes` bytes."""
     left = max_bytes
     for span in spans:
         if left is None:
@@ -173,11 +179,11 @@ def _build(plan: _ShardPlan, key: str, folder: Path, directory: Path, progress: 
 
 
 def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
-    """All shards that are not there yet, in this process or in several."""
+    """Write all missing shards, in this process or in several."""
     sizes = [sum(span.size_bytes for span in part) for part in plan.shards]
     missing = [index for index in range(len(plan.shards)) if _read_shard(folder, index) is None]
     done = sum(sizes) - sum(sizes[index] for index in missing)
-    work = partial(_write_shard, folder, make_encoding(plan.options), plan.options.bad_rows)
+    work = partial(_write_shard, folder, make_encoding(plan.options), plan.options.on_invalid_row)
     if len(missing) < 2 or plan.options.workers < 2:
         for index in missing:
             work(index, plan.shards[index], _cumulative(progress, done, done + sizes[index]))
@@ -185,7 +191,7 @@ def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
             progress(done)
         return
     workers = min(plan.options.workers, len(missing))
-    # Spawned, since a fork of a process with threads may hang; a worker's tokenizer has no threads of its own.
+    # Spawned, not forked: a fork of a process with threads may hang. Tokenizers of workers are single-threaded.
     with ProcessPoolExecutor(workers, get_context("spawn"), _init_worker) as pool:
         futures = {pool.submit(work, index, plan.shards[index]): index for index in missing}
         left = set(futures)
@@ -202,7 +208,10 @@ def _write_shards(plan: _ShardPlan, folder: Path, progress: Progress) -> None:
 
 
 def _cumulative(progress: Progress, done: int, total: int) -> Progress:
-    """Takes bytes as they come and gives their sum to `progress`. The last line of a part may reach beyond it."""
+    """Return a callback for increments that reports their running sum, at most `total`, to `progress`.
+
+    The sum is capped because the last line of a span may reach beyond its end.
+    """
 
     def more(size_bytes: int) -> None:
         nonlocal done
@@ -213,7 +222,7 @@ def _cumulative(progress: Progress, done: int, total: int) -> Progress:
 
 
 def _init_worker() -> None:
-    """Begins a worker, which ends with the builder: the next one writes the same files."""
+    """Set up a worker process so that it ends with its builder: the next builder writes the same files."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     builder = parent_process()
     assert builder is not None
@@ -233,17 +242,18 @@ def _write_shard(
     spans: list[FileSpan],
     progress: Progress = lambda _: None,
 ) -> None:
-    """Writes one shard, and as the last its shard-N.json."""
-    bad, writer = InvalidRowLog(policy), ShardWriter(folder, index, encoding.dtype)
+    """Write one shard, and its shard-N.json last."""
+    invalid = InvalidRowLog(policy)
+    writer = ShardWriter(folder, index, encoding.dtype)
     for span in spans:
-        tokenize_span(span, encoding, bad, writer, progress)
-    said = {"shard": writer.finish().model_dump(), "skipped": bad.counts, "examples": bad.examples}
-    beside = folder / f"shard-{index:05d}.tmp"
-    with open(beside, "w") as file:
-        json.dump(said, file)
+        tokenize_span(span, encoding, invalid, writer, progress)
+    content = {"shard": writer.finish().model_dump(), "skipped": invalid.counts, "examples": invalid.examples}
+    tmp_path = folder / f"shard-{index:05d}.tmp"
+    with open(tmp_path, "w") as file:
+        json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(_shard_path(folder, index))
+    tmp_path.rename(_shard_path(folder, index))
 
 
 def _shard_path(folder: Path, index: int) -> Path:
@@ -252,21 +262,23 @@ def _shard_path(folder: Path, index: int) -> Path:
 
 def _read_shard(folder: Path, index: int) -> tuple[Shard, Counter[str]] | None:
     try:
-        said = json.loads(_shard_path(folder, index).read_bytes())
-        return Shard.model_validate(said["shard"]), Counter(said["skipped"])
+        content = json.loads(_shard_path(folder, index).read_bytes())
+        return Shard.model_validate(content["shard"]), Counter(content["skipped"])
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _write_header(plan: _ShardPlan, key: str, folder: Path) -> None:
-    """Makes one documents.bin of all shards' starts, and writes store.json. Shards without a token are left out."""
-    starts, shards, skipped = ChecksummedFile(folder / "documents.bin", np.dtype("<i8")), [], Counter[str]()
+    """Join the shards' document starts in documents.bin, and write store.json. Empty shards are left out."""
+    starts = ChecksummedFile(folder / "documents.bin", np.dtype("<i8"))
+    shards: list[Shard] = []
+    skipped = Counter[str]()
     num_tokens = 0
     for index in range(len(plan.shards)):
         found = _read_shard(folder, index)
         assert found is not None
-        shard, bad = found
-        skipped += bad
+        shard, skipped_there = found
+        skipped += skipped_there
         if shard.num_tokens:
             starts.write(np.fromfile(starts_path(folder, index), "<i8") + num_tokens)
             num_tokens += shard.num_tokens
@@ -274,18 +286,18 @@ def _write_header(plan: _ShardPlan, key: str, folder: Path) -> None:
         else:
             (folder / shard.file).unlink()
     starts.close()
-    what = plan.options
+    options = plan.options
     if not num_tokens:
         reasons = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
         raise ConfigError(
-            f"data.source: {what.source} has no document that can be used"
-            + (f": all of its rows are bad ({reasons})" if reasons else "")
+            f"data.source: {options.source} has no usable document"
+            + (f": all of its rows are invalid ({reasons})" if reasons else "")
         )
     header = StoreHeader(
-        source=what.source if what.max_bytes is None else f"{what.source}, first {what.max_bytes} bytes",
-        tokenizer=what.tokenizer.fingerprint,
-        vocab_size=what.tokenizer.vocab_size,
-        dtype="uint16" if make_encoding(what).dtype.itemsize == 2 else "uint32",
+        source=options.source if options.max_bytes is None else f"{options.source}, first {options.max_bytes} bytes",
+        tokenizer=options.tokenizer.fingerprint,
+        vocab_size=options.tokenizer.vocab_size,
+        dtype="uint16" if make_encoding(options).dtype.itemsize == 2 else "uint32",
         num_tokens=num_tokens,
         num_documents=starts.length,
         documents_crc32=starts.crc32,
@@ -304,7 +316,7 @@ def _write_header(plan: _ShardPlan, key: str, folder: Path) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Removes a folder in which nothing is finished that could be gone on from, unless another builder is at work."""
+    """Remove a folder without finished shards, unless another builder is at work in it."""
     with contextlib.suppress(OSError), (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not list(folder.glob("shard-*.json")):
@@ -313,7 +325,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 @contextmanager
 def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
-    """Holds the lock in `folder`; false where another builder has finished `directory` meanwhile."""
+    """Hold the lock in `folder`. Yields False if another builder has finished `directory` meanwhile."""
     while True:
         if directory.exists():
             yield False
@@ -321,7 +333,7 @@ def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = (folder / "lock").open("w")
-        except FileNotFoundError:  # its holder has just published or removed the folder
+        except FileNotFoundError:  # the lock's holder has just renamed or removed the folder
             continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -332,5 +344,5 @@ def _hold_build_lock(folder: Path, directory: Path) -> Iterator[bool]:
             if is_held and not directory.exists():
                 yield True
                 return
-            if is_held:  # made anew just after its holder had published what was in it
+            if is_held:  # created just after another builder had renamed the folder before it
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Readers of each kind of file: how it is cut into spans for parallel work, and how a span becomes tokens."""
+"""Readers of each file format: division of a file into spans for parallel work, and tokenization of a span."""
 
 import codecs
 import json
@@ -19,14 +19,16 @@ from muster.data.tokenizer import ByteTokenizer, Tokenizer
 from muster.spec.errors import ConfigError, MusterError
 
 READ_BYTES = 1 << 20
-"""Text that is tokenised at once, about."""
+"""Approximate amount of text that is tokenized in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A part of a file, from `begin` to before `end`: bytes of text and JSON lines, row groups of Parquet, record
-    batches of Arrow, documents of Megatron; of a plugin's data set the bytes of text that it gives, all where `end` is
-    0."""
+    """Part `begin` … `end − 1` of a file.
+
+    The unit depends on the format: bytes of text and JSON lines, row groups of Parquet, record batches of Arrow,
+    documents of Megatron-LM. For a plugin's data set `end` is a limit in bytes of text, 0 for none.
+    """
 
     file: SourceFile
     begin: int
@@ -36,7 +38,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How rows and texts become tokens; the same in every worker."""
+    """Conversion of rows and texts to tokens; the same in every worker."""
 
     tokenizer: Tokenizer
     rows: RowReader
@@ -44,13 +46,13 @@ class Encoding:
 
 
 Rows = Iterator[tuple[list[Segment], int]]
-"""The pieces of each row, and about how many bytes of the file it takes."""
+"""Segments of each row, and the approximate number of bytes that it takes in the file."""
 Progress = Callable[[int], None]
-"""Called with bytes that have been read since the last call."""
+"""Callback that receives the bytes read since its last call."""
 
 
 def split_file(file: SourceFile, target_bytes: int) -> Iterator[FileSpan]:
-    """A file in parts of about `target_bytes` that can be read apart. A text is one document, and so one part."""
+    """Yield spans of about `target_bytes` that can be read independently. A text is one document: one span."""
     if file.file_format == "jsonl":
         for begin in range(0, file.size_bytes, target_bytes):
             end = min(begin + target_bytes, file.size_bytes)
@@ -76,7 +78,10 @@ def _even_spans(file: SourceFile, units: int, target_bytes: int) -> Iterator[Fil
 def tokenize_span(
     span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter, progress: Progress
 ) -> None:
-    """Adds what a span holds to a shard. Raises ConfigError where the file can't be read, or a row under `stop`."""
+    """Add the documents of a span to a writer.
+
+    Raises ConfigError if the file can't be read, or for an invalid row under the policy `stop`.
+    """
     try:
         if span.file.file_format == "text":
             _write_text(span, encoding, invalid, writer, progress)
@@ -98,9 +103,9 @@ def tokenize_span(
 def _write_text(
     span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter, progress: Progress
 ) -> None:
-    """One document; with bytes it may be larger than the memory."""
-    tokenizer, place = encoding.tokenizer, str(span.file.path)
-    mark = writer.begin_document()
+    """Add a text as one document; with the tokenizer `bytes` it may be larger than memory."""
+    tokenizer = encoding.tokenizer
+    position = writer.begin_document()
     try:
         if isinstance(tokenizer, ByteTokenizer):
             for chunk in _chunks(span):
@@ -112,15 +117,16 @@ def _write_text(
             progress(len(data))
         writer.extend([tokenizer.eos_id])
     except InvalidRow as row:
-        writer.discard_document(mark)
-        invalid.record(place, row)
+        writer.discard_document(position)
+        invalid.record(str(span.file.path), row)
 
 
 def _chunks(span: FileSpan) -> Iterator[bytes]:
-    """The bytes of a span of text. Raises BadRow at the first that is not UTF-8."""
+    """Yield the bytes of a span of text. Raises InvalidRow at the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with span.file.path.open("rb") as file:
-        left, line = span.end, 1
+        left = span.end
+        line = 1
         while left and (chunk := file.read(min(READ_BYTES, left))):
             left -= len(chunk)
             if span.file.must_be_utf8:
@@ -139,32 +145,37 @@ def _chunks(span: FileSpan) -> Iterator[bytes]:
 
 
 def _write_rows(rows: Rows, encoding: Encoding, writer: DocumentWriter, progress: Progress) -> None:
-    """Adds rows in groups that are worth a call of the tokenizer."""
+    """Add rows in groups that are large enough for a call of the tokenizer."""
     group: list[list[Segment]] = []
-    characters = read = 0
+    num_characters = 0
+    read_bytes = 0
     for segments, size_bytes in rows:
         group.append(segments)
-        read += size_bytes
-        characters += sum(len(text) for text, _ in segments)
-        if characters >= READ_BYTES:
+        read_bytes += size_bytes
+        num_characters += sum(len(text) for text, _ in segments)
+        if num_characters >= READ_BYTES:
             writer.add_documents(*encode_rows(group, encoding))
-            progress(read)
-            group, characters, read = [], 0, 0
+            progress(read_bytes)
+            group = []
+            num_characters = 0
+            read_bytes = 0
     if group:
         writer.add_documents(*encode_rows(group, encoding))
-    progress(read)
+    progress(read_bytes)
 
 
 def encode_rows(rows: list[list[Segment]], encoding: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The ids of documents, each with its end; the length of each; which tokens count, None: all.
+    """Return (ids, lengths, loss mask) of documents.
 
-    Each piece of a row is tokenised alone, as a prompt is when a model answers it. The end counts with the last piece.
+    `ids` are those of all documents, each with its end-of-document token; `lengths` the tokens of each document; the
+    mask is 1 for tokens that contribute to the loss, None if all do. Each segment of a row is tokenized separately, as
+    a prompt is when a model answers it. The end-of-document token belongs to the last segment.
     """
     flat, lengths = encoding.tokenizer.encode_batch([text for row in rows for text, _ in row])
     pieces = np.array([len(row) for row in rows])
     last = np.cumsum(pieces) - 1
     lengths = lengths.copy()
-    lengths[last] += 1  # the end of the document goes with its last piece
+    lengths[last] += 1  # the end-of-document token
     ends = np.cumsum(lengths)[last] - 1
     ids = np.empty(len(flat) + len(rows), encoding.dtype)
     begin = 0
@@ -177,14 +188,14 @@ def encode_rows(rows: list[list[Segment]], encoding: Encoding) -> tuple[np.ndarr
             ids[begin:end] = flat[begin - row : end - row]
             begin = end + 1
     ids[ends] = encoding.tokenizer.eos_id
-    counted = None
+    loss_mask = None
     if len(lengths) > len(rows) or not all(row[0][1] for row in rows):
-        counted = np.repeat(np.array([counts for row in rows for _, counts in row], np.uint8), lengths)
-    return ids, np.diff(ends, prepend=-1), counted
+        loss_mask = np.repeat(np.array([in_loss for row in rows for _, in_loss in row], np.uint8), lengths)
+    return ids, np.diff(ends, prepend=-1), loss_mask
 
 
 def _json_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
-    """Rows of the lines that begin within the span."""
+    """Yield the rows of the lines that begin within the span."""
     with span.file.path.open("rb") as file:
         at = 0
         if span.begin:
@@ -210,9 +221,9 @@ def _parse_json(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InvalidRow("encoding", f"not UTF-8: it has the byte 0x{line[error.start]:02x}") from None
     except json.JSONDecodeError as error:
-        raise InvalidRow("json", f"no JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+        raise InvalidRow("json", f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
-        raise InvalidRow("json", "no JSON that can be read: it is nested too deep") from None
+        raise InvalidRow("json", "JSON that is nested too deeply to be read") from None
 
 
 def _count_lines(path: Path, begin: int) -> int:
@@ -251,15 +262,15 @@ def _arrow_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Ro
                 yield from _table_rows(span.file.path, chosen, number, reader, invalid)
                 number += batch.num_rows
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{span.file.path} is no Arrow file that can be read: {error}") from error
+        raise ConfigError(f"{span.file.path} can't be read as an Arrow file: {error}") from error
 
 
 def _table_rows(path: Path, batch: Any, number: int, reader: RowReader, invalid: InvalidRowLog) -> Rows:
     for index, row in enumerate(batch.to_pylist(), number + 1):
         try:
             yield reader.segments(row), batch.nbytes // batch.num_rows
-        except InvalidRow as bad_row:
-            invalid.record(f"{path}: row {index}", bad_row)
+        except InvalidRow as invalid_row:
+            invalid.record(f"{path}: row {index}", invalid_row)
 
 
 def _plugin_rows(span: FileSpan, reader: RowReader, invalid: InvalidRowLog) -> Rows:
@@ -276,7 +287,7 @@ def _open_parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is no Parquet file that can be read: {error}") from error
+        raise ConfigError(f"{path} can't be read as a Parquet file: {error}") from error
 
 
 def _import_pyarrow() -> Any:
@@ -294,7 +305,7 @@ def _import_pyarrow() -> Any:
 
 
 def _write_indexed(span: FileSpan, encoding: Encoding, invalid: InvalidRowLog, writer: DocumentWriter) -> None:
-    """Documents that are tokens already; each gets its end where it has none."""
+    """Add documents that are tokenized already; each gets an end-of-document token unless it has one."""
     tokenizer = encoding.tokenizer
     indexed = read_indexed(span.file.path)
     for document in range(span.begin, span.end):

@@ -1,5 +1,8 @@
-"""Where data come from: the Python standard library, a file, a directory, a data set of Hugging Face, Megatron's pair
-of files, a plugin's function."""
+"""Sources of data.
+
+The Python standard library, a file, a directory, a data set that Hugging Face `datasets` saved, a pair of Megatron-LM
+files, or a function that a plugin registers.
+"""
 
 import hashlib
 import json
@@ -15,6 +18,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.suggest import did_you_mean
 
 PYTHON_STDLIB = "python-stdlib"
+"""Source that is the .py files of the Python standard library."""
 FileFormat = Literal["text", "jsonl", "parquet", "arrow", "megatron", "plugin"]
 TEXT_SUFFIXES: dict[str, FileFormat] = {".txt": "text", ".md": "text", ".py": "text"}
 ROW_SUFFIXES: dict[str, FileFormat] = {
@@ -30,7 +34,7 @@ _NOT_STDLIB = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source; `name` is its path within the source, with `/`."""
+    """One file of a source. `name` is its path within the source, with `/`."""
 
     name: str
     path: Path
@@ -38,19 +42,24 @@ class SourceFile:
     mtime_ns: int
     file_format: FileFormat = "text"
     must_be_utf8: bool = True
-    """Whether its text must be UTF-8; the standard library has files that are not, to test Python itself."""
+    """True if text that is not UTF-8 is invalid. The standard library has such files, to test Python itself."""
 
 
 def source_files(source: str) -> list[SourceFile]:
-    """The files of a source by name, without empty ones. Raises ConfigError where there are no data.
+    """Return the non-empty files of a source, sorted by name. Raises ConfigError if there are none.
 
-    `source` is `python-stdlib`; a file, of the kind that its ending says and text otherwise; the stem of Megatron's
-    .bin and .idx; or a directory, at any depth, but for hidden names: its *.jsonl, *.ndjson, *.parquet, *.arrow and
-    *.idx files, or if it has none of them its *.txt, *.md and *.py files. Of a directory that the library `datasets`
-    has saved, those files count that it names, of several splits those of `train`.
+    `source` is one of:
+
+    * a data set that a plugin registers;
+    * `python-stdlib`;
+    * a file; its suffix gives the format, text otherwise;
+    * a directory, searched at any depth without hidden names: its *.jsonl, *.ndjson, *.parquet, *.arrow and *.idx
+      files, or if there are none its *.txt, *.md and *.py files;
+    * a directory that Hugging Face `datasets` saved: the files that it lists, of the split `train`;
+    * the common stem of Megatron-LM's .bin and .idx.
     """
-    if (part := find_component("dataset", source)) is not None:
-        return [_plugin_file(part)]
+    if (plugin := find_component("dataset", source)) is not None:
+        return [_plugin_file(plugin)]
     if source == PYTHON_STDLIB:
         stdlib = _scan(Path(sysconfig.get_path("stdlib")), {".py": "text"}, must_be_utf8=False)
         files = [file for file in stdlib if os.access(file.path, os.R_OK)]
@@ -75,9 +84,9 @@ def source_files(source: str) -> list[SourceFile]:
 
 
 def source_digest(source: str) -> str:
-    """A hash that changes when the source does, from its place and its files' names, sizes and times of change."""
-    if (part := find_component("dataset", source)) is not None:
-        code = b"" if part.file is None else part.file.read_bytes()
+    """Return a hash of the source's location and its files' names, sizes and modification times."""
+    if (plugin := find_component("dataset", source)) is not None:
+        code = b"" if plugin.file is None else plugin.file.read_bytes()
         return hashlib.sha256(source.encode() + b"\n" + code).hexdigest()
     lines = [f"{source} {platform.python_version()}" if source == PYTHON_STDLIB else str(Path(source).resolve())]
     lines += [f"{file.name}\0{file.size_bytes}\0{file.mtime_ns}" for file in source_files(source)]
@@ -86,12 +95,12 @@ def source_digest(source: str) -> str:
 
 def _plugin_file(plugin: PluginComponent) -> SourceFile:
     if plugin.file is None:
-        raise ConfigError(f"data.source: data set {plugin.name} must be registered in a file, which plugins names")
+        raise ConfigError(f"data.source: data set {plugin.name} must be registered in a file listed under plugins")
     return SourceFile(plugin.name, plugin.file, plugin.file.stat().st_size, plugin.file.stat().st_mtime_ns, "plugin")
 
 
 def raise_unreadable(error: OSError) -> None:
-    """Raises ConfigError for a file that can't be read."""
+    """Raise ConfigError for a file that can't be read."""
     raise ConfigError(f"data.source: {error.filename} can't be read: {error.strerror}") from error
 
 
@@ -118,20 +127,22 @@ def _source_file(path: Path, root: Path, file_format: FileFormat, must_be_utf8: 
     status = path.stat()
     size = status.st_size
     if file_format == "megatron":
-        numbers = path.with_suffix(".bin")
-        if not numbers.is_file():
-            raise ConfigError(f"data.source: {path} has no {numbers.name} beside it, where its tokens should be")
-        size = numbers.stat().st_size
+        tokens = path.with_suffix(".bin")
+        if not tokens.is_file():
+            raise ConfigError(f"data.source: {path} has no {tokens.name} beside it, which should hold its tokens")
+        size = tokens.stat().st_size
     return SourceFile(path.relative_to(root).as_posix(), path, size, status.st_mtime_ns, file_format, must_be_utf8)
 
 
 def _saved_dataset_files(folder: Path) -> list[SourceFile]:
-    """The Arrow files of a directory made by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; none if it is no
-    such directory. Files of its cache lie beside them and don't count."""
+    """Return the Arrow files that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` listed in a directory.
+
+    Empty for any other directory. Files of the library's cache, which lie beside them, are not listed.
+    """
     if (splits := folder / "dataset_dict.json").is_file():
         names = json.loads(splits.read_bytes()).get("splits", [])
         if "train" not in names:
-            raise ConfigError(f"data.source: {folder} has no split train: give one of {', '.join(names)} as {folder}/…")
+            raise ConfigError(f"data.source: {folder} has no split train; give {folder}/ and one of {', '.join(names)}")
         folder = folder / "train"
     if not (state := folder / "state.json").is_file():
         return []
@@ -141,4 +152,4 @@ def _saved_dataset_files(folder: Path) -> list[SourceFile]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"data.source: {state} is damaged: expected a list of files in _data_files") from error
     except OSError as error:
-        raise ConfigError(f"data.source: {error.filename} is missing, which {state} names") from error
+        raise ConfigError(f"data.source: {state} lists {error.filename}, which is missing") from error

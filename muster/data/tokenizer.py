@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 import hashlib
 import json
@@ -13,36 +13,40 @@ from muster.data.chat import ChatTemplate, read_template
 from muster.spec.errors import ConfigError, MusterError
 
 BYTES = "bytes"
+"""Name of the tokenizer whose ids are single bytes."""
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""What ends a document where tokenizer_config.json doesn't say it, the first that there is."""
+"""End-of-document tokens, in the order in which they are tried if tokenizer_config.json names none."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of Muster asks of a tokenizer."""
+    """Interface of tokenizers."""
 
     vocab_size: int
     eos_id: int
-    """The id that ends each document."""
+    """Id of the token that ends each document."""
     fingerprint: str
-    """Differs between tokenizers that give different ids: kept in token stores and checkpoints."""
+    """Identifier that differs between tokenizers that give different ids, saved in token stores and checkpoints."""
     chat_template: ChatTemplate
-    """Of dialogues."""
+    """Template that renders dialogues."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """The ids of `text`, without `end`."""
+        """Return the ids of `text`, without an end-of-document token."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of several texts one after the other, without `end`, and how many each has (int64)."""
+        """Return the ids of several texts, concatenated, and the number of ids of each text (int64).
+
+        No end-of-document tokens are added.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte is its own id; 256 ends a document."""
+    """Tokenizer whose ids are the 256 bytes; 256 ends a document."""
 
     vocab_size: int = 257
     eos_id: int = 256
@@ -50,7 +54,7 @@ class ByteTokenizer:
     chat_template: ChatTemplate = ChatTemplate()
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """The UTF-8 bytes of `text` as uint16, without the end of the document."""
+        """Return the UTF-8 bytes of `text` as uint16, without an end-of-document token."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
@@ -59,14 +63,16 @@ class ByteTokenizer:
         return np.frombuffer(b"".join(data), np.uint8), np.fromiter(map(len, data), np.int64, len(data))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, ends of documents left out; bytes that are not UTF-8 become the replacement character."""
+        """Return the text of `ids` without end-of-document tokens; invalid UTF-8 becomes the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer.json, by the library `tokenizers`; tokenizer_config.json beside it names the end and the template.
+    """Tokenizer of a tokenizer.json, by the library `tokenizers`.
 
-    Special tokens that stand in a text are read as such; none is added. Raises ConfigError, MusterError.
+    tokenizer_config.json beside it names the end-of-document token and the chat template. Special tokens that occur in
+    a text are recognized; none is added. Raises ConfigError if the file can't be used, MusterError if the library is
+    missing.
     """
 
     def __init__(self, path: Path, eos_token: str | None = None) -> None:
@@ -76,13 +82,13 @@ class JsonTokenizer:
             text = path.read_text(encoding="utf-8")
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more special
-            raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json that can be read ({error})") from error
+            raise ConfigError(f"data.tokenizer: {path} can't be read as a tokenizer.json ({error})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        words = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(words.values()) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
         config = _read_tokenizer_config(path)
-        self.eos_id: int = words[self._find_eos(words, config, eos_token)]
+        self.eos_id: int = vocabulary[self._find_eos(vocabulary, config, eos_token)]
         self.fingerprint: str = f"json-{_digest(text.encode(), self.eos_id)}"
         self.chat_template: ChatTemplate = _find_chat_template(path, config)
 
@@ -95,7 +101,7 @@ class JsonTokenizer:
         return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Special tokens are left out."""
+        """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode([int(i) for i in ids])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,7 +122,10 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; documents end with its </s>. Raises ConfigError, MusterError."""
+    """Tokenizer of a SentencePiece model; documents end with its </s> unless another piece is given.
+
+    Raises ConfigError if the file can't be used, MusterError if the library is missing.
+    """
 
     def __init__(self, path: Path, eos_token: str | None = None) -> None:
         sentencepiece = _import("sentencepiece", "data")
@@ -125,7 +134,7 @@ class SentencePieceTokenizer:
             data = path.read_bytes()
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"data.tokenizer: {path} is no SentencePiece model that can be read") from error
+            raise ConfigError(f"data.tokenizer: {path} can't be read as a SentencePiece model") from error
         self.vocab_size: int = self._processor.vocab_size()
         self.eos_id: int = self._processor.eos_id() if eos_token is None else self._processor.piece_to_id(eos_token)
         if self.eos_id < 0 or (eos_token is not None and self.eos_id == self._processor.unk_id()):
@@ -149,11 +158,14 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json or a directory with one, or a SentencePiece
-    model (*.model). Raises ConfigError where there is none, MusterError where a library is missing."""
+    """Load the tokenizer that `data.tokenizer` names.
+
+    `name` is `bytes`, a tokenizer.json or a directory with one, or a SentencePiece model (*.model). Raises ConfigError
+    if there is none, MusterError if a library is missing.
+    """
     if name == BYTES:
         if eos_token is not None:
-            raise ConfigError(f"data.eos_token {eos_token!r} is for tokenizers with words; bytes end with 256")
+            raise ConfigError(f"data.eos_token {eos_token!r} can't be set for the tokenizer bytes, which ends with 256")
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
@@ -163,7 +175,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
         path = found[0]
     if not path.is_file():
         raise ConfigError(
-            f"data.tokenizer: there is no file {name!r}; give bytes, a tokenizer.json, a directory that has one, or a"
+            f"data.tokenizer: there is no file {name!r}; give bytes, a tokenizer.json, a directory with one, or a"
             " SentencePiece model"
         )
     if path.suffix == ".model":
@@ -195,7 +207,7 @@ def _read_tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _find_chat_template(path: Path, config: dict[str, Any]) -> ChatTemplate:
-    """The chat template of a tokenizer's directory: chat_template.jinja, or that of its configuration."""
+    """Return the chat template in a tokenizer's directory: chat_template.jinja, or the one in its configuration."""
     special = {}
     for key, value in config.items():
         if key.endswith("_token") and isinstance(
