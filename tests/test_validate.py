@@ -78,7 +78,11 @@ def told(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None 
     return CasePrediction(step_time_s, peak_bytes, 80e9, fits)
 
 
-def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[RowResult]:
+def tell(inputs: RowInputs, case: RowCase) -> CasePrediction:
+    return told()
+
+
+def scored(*rows: dict[str, str], answer=tell) -> list[RowResult]:
     return predict_rows(parse_table(table(*rows), "t.csv"), answer)
 
 
@@ -99,14 +103,6 @@ def scored(*rows: dict[str, str], answer=lambda setting, case: told()) -> list[R
             table({}).replace("micro_batch,", "micro_batches,", 1),
             "t.csv:1: no column is called 'micro_batches'; did you mean 'micro_batch'",
         ),
-        (table({}, {"hidden": "4k"}), "t.csv:3: hidden: expected a number above 0 without a unit, got '4k'"),
-        (table({"value": "10 s"}), "t.csv:2: value: expected a number above 0 without a unit, got '10 s'"),
-        (table({"value": "-1"}), "t.csv:2: value: expected a number above 0"),
-        (table({"value": "nan"}), "t.csv:2: value: expected a number above 0"),
-        (table({"tp": "0"}), "t.csv:2: tp: expected a number above 0"),
-        (table({"tp": "1.5"}), "t.csv:2: tp: expected a whole number"),
-        (table({"layers": "1e8"}), "t.csv:2: layers: expected a whole number from 1 to 10,000, got '1e8'"),
-        (table({}) + "one,two\n", "t.csv:3: the row has 2 cells, but the header 39"),
         (table({}) + '"', "t.csv:3: not valid CSV"),
     ],
 )
@@ -115,6 +111,32 @@ def test_what_is_no_table_is_refused_in_one_sentence(text, sentence):
         parse_table(text, "t.csv")
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden": "4k"}, "row 2, hidden: found '4k', expected a number above 0 without a unit"),
+        ({"value": "10 s"}, "row 2, value: found '10 s', expected a number above 0 without a unit"),
+        ({"value": "-1"}, "row 2, value: found '-1', expected a number above 0"),
+        ({"value": "nan"}, "row 2, value: found 'nan', expected a number above 0"),
+        ({"tp": "0"}, "row 2, tp: found '0', expected a number above 0"),
+        ({"tp": "1.5"}, "row 2, tp: found '1.5', expected a whole number"),
+        ({"layers": "1e8"}, "row 2, layers: found '1e8', expected a whole number from 1 to 10,000"),
+        ({"tp": "two", "pp": "?"}, "row 2, tp: found 'two', expected a number above 0 without a unit; row 2, pp:"),
+    ],
+)
+def test_a_cell_that_cannot_be_read_leaves_out_its_row_alone(changes, sentence):
+    bad, good = scored({}, changes, {})[1:]
+    assert sentence in bad.reason
+    assert not bad.is_predicted
+    assert good.is_predicted
+
+
+def test_a_row_of_another_length_is_left_out():
+    first, short, last = predict_rows(parse_table(table({}) + "one,two\n" + table({}).split("\n")[1], "t.csv"), tell)
+    assert (first.is_predicted, last.is_predicted) == (True, True)
+    assert short.reason == "row 2: found 2 cells, expected 39, as many as the header has"
 
 
 def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
@@ -247,6 +269,18 @@ def test_what_says_nothing_is_not_open():
         ({"precision": "NVFP4"}, "precision 'NVFP4' is not predicted"),
         ({"recompute": "some"}, "recompute 'some' is none of"),
         ({"sp": "maybe"}, "sp 'maybe' is neither yes nor no"),
+        ({"sp": "maybe", "tp": "1", "dp": "8"}, "sp 'maybe' is neither yes nor no"),
+        ({"seq_len": ""}, "seq_len is empty"),
+        ({"schedule": "zzz"}, "schedule 'zzz' is not known: expected one of gpipe, 1f1b, interleaved,"),
+        ({"schedule": "zb-h3"}, "schedule 'zb-h3' is not known; did you mean 'zb-h"),
+        ({"schedule": "1F1B; vocabulary doubled"}, "schedule '1F1B; vocabulary doubled' is not known"),
+        ({"attn_kernel": "triton"}, "attn_kernel 'triton' is not known: expected one of flash1, flash2"),
+        ({"attn_kernel": "flesh2"}, "attn_kernel 'flesh2' is not known; did you mean 'flash2': expected one of"),
+        ({"inter_link": "carrier pigeon"}, "inter_link 'carrier pigeon' is not known: expected a rate and a network"),
+        (
+            {"inter_link": "infinband"},
+            "inter_link 'infinband' is not known; did you mean 'infiniband'? expected a rate",
+        ),
         ({"schedule": "GA=3"}, "schedule says 3 micro-batches, but global_batch 64 makes 16"),
         ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't cut"),
         ({"n_gpus": "12", "dp": "3"}, "n_gpus 12 is not a multiple of gpus_per_node 8"),
@@ -528,9 +562,12 @@ def test_the_command(tmp_path: Path, capsys):
     assert "Quantum 9" in error
     path.write_text(table({"hidden": "wide"}))
     assert main(["validate", "--csv", str(path)]) == 2
-    assert (
-        capsys.readouterr().err == "muster: mine.csv:2: hidden: expected a number above 0 without a unit, got 'wide'\n"
-    )
+    wrong = "row 1, hidden: found 'wide', expected a number above 0 without a unit"
+    assert f"none of the 1 rows can be predicted: mine.csv:2: {wrong}\n" in capsys.readouterr().err
+    path.write_text(table({}, {"hidden": "wide"}))
+    assert main(["validate", "--csv", str(path)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if wrong.replace("row 1", "row 2") in line)
+    assert line.endswith("mine.csv:3"), "a piped table's rows are not folded"
 
 
 # --- pages ---

@@ -124,10 +124,11 @@ def _open(
     assert row.global_batch is not None
     pipeline = parse_schedule(row.schedule)
     yield "attn_kernel", _kernels(row)
+    stated_sp = parse_yes_no(row.sp, "sp")
     if at.tp == 1:
         yield "sp", (False,)
-    elif (stated := parse_yes_no(row.sp, "sp")) is not None:
-        yield "sp", (stated,)
+    elif stated_sp is not None:
+        yield "sp", (stated_sp,)
     else:
         usual = parse_yes_no(source.usual.get("sp", "yes"), "sp")
         yield "sp", (usual, not usual)
@@ -201,7 +202,7 @@ def _case(
         micro_batch_size=chosen["micro_batch"],
         default_strategy=strategy,
         precision=parse_precision(row.precision) or "bf16",
-        compile=row.compile.lower() == "yes",
+        compile=bool(parse_yes_no(row.compile, "compile")),
         **_vocabulary(row, source, pipeline, model),
     )
     said = tuple((column, str(value)) for column, value in chosen.items())

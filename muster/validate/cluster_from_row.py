@@ -6,6 +6,7 @@ from muster.config.cluster_files import load_device, load_link
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, LinkSpec, Nics
 from muster.spec.errors import ConfigError
+from muster.spec.suggest import did_you_mean
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.table import MeasurementRow
 
@@ -15,6 +16,9 @@ _FAMILY = re.compile(
 
 _GBIT_PER_S = 1e9 / 8
 _RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE)
+_NETWORK_NAMES = ("infiniband", "roce", "omni-path", "ethernet")
+_NETWORKS = r"infiniband|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink|^(none|n/?a|-)$"
+"""Kinds of network that a cell may name without a rate; the device's usual rate is taken then."""
 _BY_RATE = {
     "infiniband": {100: "ib-edr", 200: "ib-hdr", 400: "ib-ndr", 800: "ib-xdr"},
     "roce": {100: "roce-100g", 200: "roce-200g", 400: "roce-400g"},
@@ -95,6 +99,7 @@ def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
     """
     found = _RATE.search(text)
     if not found:
+        _require_network(text)
         return usual
     is_bytes = found[3] in ("GB/s", "GBytes/s")  # Gb is bits, GB bytes
     rate = float(found[2]) * (8 if is_bytes else 1)
@@ -102,6 +107,17 @@ def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
     if not found[1] and re.search(r"(per |/)node", text, re.IGNORECASE):
         rate /= per_node
     return Nics(link=_network(text.lower(), rate, usual), count=count)
+
+
+def _require_network(text: str) -> None:
+    """Raise UnpredictableRowError for an inter_link cell that names neither a rate nor a kind of network."""
+    if not text or re.search(_NETWORKS, text, re.IGNORECASE):
+        return
+    hint = did_you_mean(text.lower(), _NETWORK_NAMES)
+    raise UnpredictableRowError(
+        f"inter_link '{text}' is not known{hint or ':'} expected a rate and a network, such as '8x200Gb IB per node'"
+        f" (networks: {', '.join(_NETWORK_NAMES)})"
+    )
 
 
 def _network(text: str, gbit_per_s: float, usual: Nics | None) -> LinkSpec:

@@ -113,6 +113,8 @@ def predict_rows(
 
 def _result(row: MeasurementRow, ask: Predictor, known: dict[str, CasePrediction | str], left_out: bool) -> RowResult:
     try:
+        if row.problem:
+            raise UnpredictableRowError(row.problem)
         if row.metric in OTHER_METRICS:
             raise UnpredictableRowError(f"{row.metric} is of a part of a step: not scored")
         if row.metric not in (*TIME_METRICS, *FLOP_METRICS, *UNTIMED_METRICS):

@@ -46,7 +46,8 @@ _NEMOTRON_STYLE: dict[str, object] = {"norm": "layer", "activation": "relu", "ga
 
 def model_from_row(row: MeasurementRow) -> ModelSpec:
     """The model of a row. Raises UnreadableError."""
-    assert row.seq_len is not None
+    if row.seq_len is None:
+        raise UnpredictableRowError("seq_len is empty")
     known = _known(row.model_name)
     if known is not None and row.hidden in (None, known.hidden_size) and row.heads in (None, known.num_heads):
         widths = _widths(row)

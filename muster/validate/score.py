@@ -8,7 +8,17 @@ from statistics import mean, median
 from muster.validate.comparison import NEAR_CAPACITY, RowResult
 from muster.validate.table import MeasurementRow
 
-_NOT_OF_THE_CONFIGURATION = ("file", "line", "number", "software", "value", "outcome", "peak_mem_gb", "notes")
+_NOT_OF_THE_CONFIGURATION = (
+    "file",
+    "line",
+    "number",
+    "problem",
+    "software",
+    "value",
+    "outcome",
+    "peak_mem_gb",
+    "notes",
+)
 
 
 def configuration_of(row: MeasurementRow) -> tuple[object, ...]:

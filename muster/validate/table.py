@@ -4,8 +4,8 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.spec.errors import ConfigError
@@ -87,6 +87,8 @@ class MeasurementRow:
     outcome: str
     peak_mem_gb: float | None
     notes: str
+    problem: str = ""
+    """Cells that can't be read, each with what was found and expected; such a row is not scored."""
 
     @property
     def location(self) -> str:
@@ -146,40 +148,52 @@ def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator
         if not any(cell.strip() for cell in cells):
             continue
         number += 1
+        cells = [cell.strip() for cell in cells]
+        row = _row(dict(zip(header, cells, strict=False)), file, first, number)
         if len(cells) != len(header):
-            raise ConfigError(f"{file}:{first}: the row has {len(cells)} cells, but the header {len(header)}")
-        yield _row(dict(zip(header, (cell.strip() for cell in cells), strict=True)), file, first, number)
+            problem = f"row {number}: found {len(cells)} cells, expected {len(header)}, as many as the header has"
+            row = replace(row, problem=problem)
+        yield row
 
 
 def _row(cells: dict[str, str], file: str, line: int, number: int) -> MeasurementRow:
-    where = f"{file}:{line}"
     cells = dict.fromkeys(COLUMNS, "") | cells
+    problems: list[str] = []
+
+    def number_in(name: str, text: str, parse: Callable[[str, str], float | None] = _real) -> float | None:
+        try:
+            return parse(text, name)
+        except ValueError as error:
+            problems.append(f"row {number}, {name}: {error}")
+            return None
+
     fields: dict[str, object] = {name: cells[name] for name in _WORDS}
-    fields |= {name: _whole(cells[name], name, where) for name in _INTEGERS}
-    fields |= {name: _real(cells[name], name, where) for name in _FLOATS}
+    fields |= {name: number_in(name, cells[name], _whole) for name in _INTEGERS}
+    fields |= {name: number_in(name, cells[name]) for name in _FLOATS}
     # "768 per expert": the number alone is the width.
-    fields["ffn_hidden"] = _whole(cells["ffn_hidden"].split(" per ")[0], "ffn_hidden", where)
+    fields["ffn_hidden"] = number_in("ffn_hidden", cells["ffn_hidden"].split(" per ")[0], _whole)
     fields["source"] = cells["source"] or file
     said = cells["value"]
     if cells["metric"] == "outcome" or _OUT_OF_MEMORY.search(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
     else:
-        fields |= {"value": _real(said, "value", where), "outcome": ""}
-    return MeasurementRow(file=file, line=line, number=number, **fields)  # type: ignore[arg-type]
+        fields |= {"value": number_in("value", said), "outcome": ""}
+    return MeasurementRow(file=file, line=line, number=number, problem="; ".join(problems), **fields)  # type: ignore[arg-type]
 
 
-def _whole(text: str, name: str, where: str) -> int | None:
-    value = _real(text, name, where)
+def _whole(text: str, name: str) -> int | None:
+    """Parse a whole number; None for an empty cell. Raises ValueError with what was found and expected."""
+    value = _real(text, name)
     if value is None:
         return None
     most = MAX_LAYERS if name == "layers" else MAX_VALUE
     if value != int(value) or not 1 <= value <= most:
-        raise ConfigError(f"{where}: {name}: expected a whole number from 1 to {most:,}, got '{text}'")
+        raise ValueError(f"found '{text}', expected a whole number from 1 to {most:,}")
     return int(value)
 
 
-def _real(text: str, name: str, where: str) -> float | None:
-    """A number above 0; None where there is none."""
+def _real(text: str, name: str) -> float | None:
+    """Parse a number above 0; None for an empty cell. Raises ValueError with what was found and expected."""
     if not text:
         return None
     try:
@@ -187,7 +201,7 @@ def _real(text: str, name: str, where: str) -> float | None:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ConfigError(f"{where}: {name}: expected a number above 0 without a unit, got '{text}'")
+        raise ValueError(f"found '{text}', expected a number above 0 without a unit")
     return value
 
 

@@ -13,8 +13,9 @@ _YES, _NO = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
     (r"none|off|no|false|0", "none"),
-    (r"selective \((per op sac|sac|repo default)\)", "every_second_matmul"),
-    (r"selective( \(attention core\))?|attention|core.?attn", "core_attention"),
+    (r"selective \((per op sac|sac|repo default)\)|every.second.matmul", "every_second_matmul"),
+    (r"selective( \(attention core\))?|attention|core.?attn|core.attention", "core_attention"),
+    (r"elementwise", "elementwise"),
     (r"full\b.*|uniform|block|true|yes|1", "full"),
 )
 """Patterns of the whole text; selective is Megatron-LM's (attention's core) unless it names torchtitan's SAC."""
@@ -29,11 +30,14 @@ _PRECISION: tuple[tuple[str, Precision], ...] = (
 _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
     (r"flash.?attention.?v?3|flash.?3|fa3|cudnn", "flash3"),
     (r"flash.?attention.?v?2|flash.?2|fa2", "flash2"),
-    (r"flash.?attention.?v?1|flash.?1|fa1|triton", "flash1"),
+    (r"flash.?attention.?v?1|flash.?1|fa1|flash.*triton|triton.*flash", "flash1"),
     (r"non.?flash.*fused|unfused softmax|fused softmax|\bfused$", "fused"),
     (r"^torch$|eager|math|unfused|naive|non.?flash", "unfused"),
     (r"flash|sdpa|memory.?efficient", "flash2"),
 )
+
+_KERNEL_CHOICES = ("flash1", "flash2", "flash3", "cudnn", "fused", "torch")
+"""Attention kernels as a table of one's own should name them."""
 
 
 def parse_yes_no(text: str, column: str) -> bool | None:
@@ -77,7 +81,9 @@ def parse_attention_kernel(text: str) -> AttentionKernel | None:
     for pattern, found in _KERNEL:
         if re.search(pattern, text, re.IGNORECASE):
             return found
-    raise UnpredictableRowError(f"attn_kernel '{text}' is not known: expected flash (with a version), fused or torch")
+    hint = did_you_mean(text.lower(), _KERNEL_CHOICES).rstrip("?")
+    choices = ", ".join(_KERNEL_CHOICES)
+    raise UnpredictableRowError(f"attn_kernel '{text}' is not known{hint}: expected one of {choices}")
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,9 @@ def parse_sharding(text: str) -> Sharding | None:
     raise UnpredictableRowError(f"zero '{text}' is none of none, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP")
 
 
-_SCHEDULE_WORDS = (
+_SCHEDULES: tuple[tuple[str, str], ...] = (
     (r"interleaved", "interleaved"),
-    (r"dualpipe-?v", "dualpipev"),
+    (r"dualpipe-?v", "dualpipe-v"),
     (r"dualpipe", "dualpipe"),
     (r"v-?min", "v-min"),
     (r"v-?half", "v-half"),
@@ -127,31 +133,52 @@ _SCHEDULE_WORDS = (
     (r"gpipe", "gpipe"),
     (r"1f1b", "1f1b"),
 )
-"""The more special first."""
+"""Spellings of schedules, the more specific ones first."""
+_SCHEDULE_CHOICES = tuple(name for name in SCHEDULES if name not in ("auto", "exact"))
+"""Schedules that a row may name; searched ones depend on costs that a table doesn't state."""
+_SCHEDULE_DETAILS = (
+    r"(no )?grad accumulation.*|ga\s*=.*|\d+ micro-?batches|vocab method=.*|no (pp|pipeline.*)"
+    r"|no (tp-comm|p2p|grad-reduce) overlap"
+)
+"""Parts of a schedule cell that name no schedule."""
 
 
 @dataclass(frozen=True)
 class ScheduleTerms:
-    """What the schedule's words say."""
+    """Contents of a schedule cell."""
 
     schedule: str | None = None
     vpp: int | None = None
-    """1 where they exclude several chunks on a rank."""
+    """Chunks per rank: 1 where the schedule has only one; None where it may have several."""
     micro_batches: int | None = None
     vocabulary: str = ""
-    """How embedding and head lie on a pipeline (arXiv:2411.05288): baseline, redis, vocab-1, …"""
+    """Placement of embedding and head on a pipeline (arXiv:2411.05288): baseline, redis, vocab-1, …"""
 
 
 def parse_schedule(text: str) -> ScheduleTerms:
-    """What `schedule` says."""
+    """Parse a schedule cell, such as `1F1B; vocab method=redis`. Raises UnpredictableRowError for an unknown part."""
     lower = text.lower()
-    found = next((name for pattern, name in _SCHEDULE_WORDS if re.search(pattern, lower)), None)
+    found = [_schedule_name(part.strip(), text) for part in re.split("[;,]", lower)]
+    schedule = next((name for name in found if name), None)
     count = re.search(r"(?:grad accumulation x|ga\s*=\s*)(\d+)|^(\d+) micro-?batches", lower)
     vocabulary = re.search(r"vocab method=([\w-]+)", lower)
     alone = re.search(r"no grad accumulation", lower)
     return ScheduleTerms(
-        schedule=found if found is None or found in SCHEDULES else None,
-        vpp=1 if found in ("1f1b", "gpipe", "zb-h1", "zb-h2") else None,
+        schedule=schedule,
+        vpp=1 if schedule in ("1f1b", "gpipe", "zb-h1", "zb-h2") else None,
         micro_batches=1 if alone else int(count[1] or count[2]) if count else None,
         vocabulary=vocabulary[1] if vocabulary else "",
     )
+
+
+def _schedule_name(part: str, text: str) -> str | None:
+    """The schedule that a part of a cell names; None where it says something else. Raises UnpredictableRowError."""
+    if not part or part in _SCHEDULE_CHOICES:
+        return part or None
+    for pattern, name in _SCHEDULES:
+        if re.search(pattern, part):
+            return name
+    if re.fullmatch(_SCHEDULE_DETAILS, part):
+        return None
+    hint = did_you_mean(part, _SCHEDULE_CHOICES) or f": expected one of {', '.join(_SCHEDULE_CHOICES)}"
+    raise UnpredictableRowError(f"schedule '{text}' is not known{hint}")
