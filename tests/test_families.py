@@ -1,6 +1,7 @@
 """Hugging Face's configurations and weights: what is read is what `transformers` makes of the same files."""
 
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,9 +11,13 @@ import safetensors.numpy
 from muster.checkpoint.model_directory import model_weights, open_directory
 from muster.config.load_config import load_run_config
 from muster.config.named_model import load_model
-from muster.interop.families import hf_shapes, is_derived_tensor, weight_map
-from muster.interop.hf_config import FAMILIES, hf_config_from_spec, spec_from_hf_config
-from muster.interop.hf_config.unsupported import NEAREST_FAMILY
+from muster.interop.families import FAMILIES, ModelFamily
+from muster.interop.families.family import SHARED_KEYS, Config
+from muster.interop.families.llama import read_llama, write_llama
+from muster.interop.families.unsupported import NEAREST_FAMILY
+from muster.interop.families.weight_link import WeightLink, link_whole
+from muster.interop.hf_config import hf_config_from_spec, spec_from_hf_config
+from muster.interop.weight_map import hf_shapes, is_derived_tensor, weight_map
 from muster.layout.tensor_layout import Box
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.model import ModelSpec, parameter_shapes
@@ -56,6 +61,44 @@ def test_fused_and_stacked_tensors_are_boxes():
     )
     assert expert.box == Box((3, 0, 0), (1, 32, 48))
     assert expert.hf_box == Box((0, 0), (32, 48))
+
+
+# A toy family. In the product it is one file (all of the next lines, down to TOY) and one line of the registry.
+
+
+def read_toy(config: Config) -> dict[str, object]:
+    return read_llama({**config, "intermediate_size": config["ffn_dim"]}) | {"gated": False}
+
+
+def write_toy(spec: ModelSpec) -> dict[str, object]:
+    config = write_llama(spec)
+    return config | {"ffn_dim": config.pop("intermediate_size")}
+
+
+def toy_links(spec: ModelSpec) -> Iterator[WeightLink]:
+    for name, shape in parameter_shapes(spec):
+        yield link_whole(name, f"toy.{name}", shape)
+
+
+TOY = ModelFamily("ToyForCausalLM", read_toy, write_toy, toy_links, SHARED_KEYS | {"intermediate_size": "ffn_dim"})
+
+
+def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tmp_path):
+    monkeypatch.setitem(FAMILIES, "toy", TOY)
+    config = {key: value for key, value in CONFIGS["llama"].items() if key != "intermediate_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "toy", "ffn_dim": 48}))
+    spec = load_model(f"hf:{tmp_path}")
+    assert (spec.gated, spec.intermediate_size) == (False, 48)
+    assert hf_config_from_spec(spec)["model_type"] == "toy"
+    assert hf_shapes(weight_map(spec)) == {f"toy.{name}": shape for name, shape in parameter_shapes(spec)}
+    weights = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in parameter_shapes(spec)}
+    safetensors.numpy.save_file(
+        {f"toy.{name}": value for name, value in weights.items()}, tmp_path / "model.safetensors"
+    )
+    opened = model_weights(open_directory(tmp_path))
+    assert {name: meta.shape for name, meta in opened.metas.items()} == {name: w.shape for name, w in weights.items()}
+    with pytest.raises(ConfigError, match="ffn_dim: expected a whole number >= 1, got 0"):
+        spec_from_hf_config(config | {"model_type": "toy", "ffn_dim": 0})
 
 
 @pytest.mark.parametrize(

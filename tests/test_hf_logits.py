@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.interop.families import hf_shapes, weight_map
 from muster.interop.hf_config import hf_config_from_spec, spec_from_hf_config
+from muster.interop.weight_map import hf_shapes, weight_map
 from muster.model.decoder import Decoder
 from muster.model.init import init_stage
 from muster.model.kv_cache import KvCache

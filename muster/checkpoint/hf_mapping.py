@@ -9,7 +9,8 @@ from torch import Tensor
 
 from muster.checkpoint.remapped import BoxMapping, RemappedTensors, abbreviate_names, check_shapes
 from muster.checkpoint.tensors import TensorMeta, TensorSource, allocate
-from muster.interop.families import WeightLink, hf_shapes, is_derived_tensor, weight_map
+from muster.interop.families.weight_link import WeightLink
+from muster.interop.weight_map import hf_shapes, is_derived_tensor, weight_map
 from muster.layout.tensor_layout import Box
 from muster.spec.errors import MusterError
 from muster.spec.model import ModelSpec, parameter_shapes

@@ -24,8 +24,9 @@ from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
-from muster.interop.families import hf_shapes
-from muster.interop.hf_config import FAMILIES, load_hf_model
+from muster.interop.families import FAMILIES
+from muster.interop.hf_config import load_hf_model
+from muster.interop.weight_map import hf_shapes
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 

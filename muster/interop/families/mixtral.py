@@ -1,10 +1,29 @@
-"""Mixtral: Llama's names, and in place of the MLP a gate that chooses and a tensor for each matrix of each expert."""
+"""Mixtral: Llama's names, and in place of the MLP a router and a tensor for each matrix of each expert."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from muster.interop.families.llama import hf_parameter_name
+from muster.interop.families.family import SHARED_KEYS, Config, ModelFamily
+from muster.interop.families.llama import hf_parameter_name, read_mistral, write_mistral
 from muster.interop.families.weight_link import WeightLink, link_stacked, link_whole
 from muster.spec.model import ModelSpec, parameter_shapes
+
+MIXTRAL_KEYS = SHARED_KEYS | {"moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"}
+MIXTRAL_KEYS |= {"moe.expert_size": "intermediate_size"}
+
+
+def read_mixtral(config: Config) -> dict[str, Any]:
+    moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+    return read_mistral(config) | {"moe": moe | {"expert_size": config["intermediate_size"]}}
+
+
+def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
+    config = write_mistral(spec)
+    if spec.moe is not None:
+        config |= {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k}
+        config |= {"intermediate_size": spec.moe.expert_size}
+    return config
+
 
 _EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
 
@@ -23,3 +42,6 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
             yield link_whole(name, f"{prefix}.gate.weight", shape)
         else:
             yield link_whole(name, hf_parameter_name(name), shape)
+
+
+MIXTRAL = ModelFamily("MixtralForCausalLM", read_mixtral, write_mixtral, weight_links, MIXTRAL_KEYS)

@@ -1,99 +1,27 @@
-"""The families with experts: Mixtral, Qwen2-MoE and 3, DeepSeek-V2 and V3 (which Kimi-K2 is), dots.llm1, gpt-oss."""
+"""DeepSeek-V2 and V3 (which Kimi-K2 is), and dots.llm1: latent attention, experts of which some are shared, MTP layers.
 
+MTP layers are stored after the last layer, with copies of the model's embedding and head. Rotary elements are stored as
+neighbouring pairs, in queries as in keys (`rope_interleave` of the configuration).
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
-from muster.interop.hf_config.dense import (
-    LLAMA_KEYS,
+from muster.interop.families.family import (
+    SHARED_KEYS,
     SLIDING_ATTENTION,
     Config,
-    read_llama,
-    read_mistral,
-    read_qwen2,
-    read_qwen3,
+    ModelFamily,
     read_sliding_windows,
     require_count,
-    write_llama,
-    write_mistral,
-    write_qwen,
 )
+from muster.interop.families.llama import LAYER_NAMES, TOP_LEVEL_NAMES, read_llama, write_llama
+from muster.interop.families.weight_link import WeightLink, link_stacked, link_whole
 from muster.spec.errors import ConfigError
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 
-MIXTRAL_KEYS = LLAMA_KEYS | {"moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"}
-MIXTRAL_KEYS |= {"moe.expert_size": "intermediate_size"}
-QWEN_KEYS = LLAMA_KEYS | {
-    "moe.num_experts": "num_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.expert_size": "moe_intermediate_size",
-    "moe.shared_size": "shared_expert_intermediate_size",
-    "moe.every": "decoder_sparse_step",
-    "moe.norm_top_k": "norm_topk_prob",
-}
-
-
-def read_mixtral(config: Config) -> dict[str, Any]:
-    moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
-    return read_mistral(config) | {"moe": moe | {"expert_size": config["intermediate_size"]}}
-
-
-def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
-    config = write_mistral(spec)
-    if spec.moe is not None:
-        config |= {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.top_k}
-        config |= {"intermediate_size": spec.moe.expert_size}
-    return config
-
-
-def read_gpt_oss(config: Config) -> dict[str, Any]:
-    """Its experts have biases always, and every second layer a window, the first too (arXiv:2508.10925 §2.2)."""
-    moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"], "router_bias": True}
-    usual = [
-        SLIDING_ATTENTION if layer % 2 == 0 else "full_attention"
-        for layer in range(require_count(config, "num_hidden_layers"))
-    ]
-    bias = config.get("attention_bias", True)
-    return read_llama({"rms_norm_eps": 1e-5, "head_dim": 64, **config}) | {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": True,
-        "attention_sinks": True,
-        "moe": moe | {"expert_size": config["intermediate_size"]},
-        **read_sliding_windows(config, usual),
-    }
-
-
-def read_qwen2_moe(config: Config) -> dict[str, Any]:
-    shared = {"shared_size": config["shared_expert_intermediate_size"], "shared_gate": True}
-    biased = {"qkv_bias": config.get("qkv_bias", True)}
-    return read_qwen2(config) | biased | {"moe": _qwen_experts(config) | shared}
-
-
-def read_qwen3_moe(config: Config) -> dict[str, Any]:
-    return read_qwen3(config) | {"moe": _qwen_experts(config)}
-
-
-def _qwen_experts(config: Config) -> dict[str, Any]:
-    return {
-        "num_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "expert_size": config["moe_intermediate_size"],
-        "every": config.get("decoder_sparse_step", 1),
-        "norm_top_k": config.get("norm_topk_prob", False),
-    }
-
-
-def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
-    config = write_qwen(spec)
-    if (moe := spec.moe) is not None:
-        config |= {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.expert_size,
-            "decoder_sparse_step": moe.every,
-            "norm_topk_prob": moe.norm_top_k,
-        }
-    return config
-
+# ----------------------------------------------------------------------------------------------------------------------
+# Configurations
 
 _ROUTING = {
     "n_routed_experts": "num_experts",
@@ -117,8 +45,8 @@ _LATENT = {
 }
 
 
-DEEPSEEK_KEYS = LLAMA_KEYS | {f"moe.{field}": key for key, field in _ROUTING.items()}
-DEEPSEEK_KEYS |= {f"mla.{field}": key for key, field in _LATENT.items()} | {"mtp_layers": "num_nextn_predict_layers"}
+_KEYS = SHARED_KEYS | {f"moe.{field}": key for key, field in _ROUTING.items()}
+_KEYS |= {f"mla.{field}": key for key, field in _LATENT.items()} | {"mtp_layers": "num_nextn_predict_layers"}
 
 
 def read_deepseek_v3(config: Config) -> dict[str, Any]:
@@ -177,3 +105,52 @@ def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
         config |= {"n_shared_experts": spec.moe.shared_size // spec.moe.expert_size, "scoring_func": "sigmoid"}
         config |= {"topk_method": "noaux_tc", "num_nextn_predict_layers": spec.mtp_layers, "rope_interleave": True}
     return config
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+
+_ATTENTION = {
+    "q_down": "q_a_proj",
+    "q_down_norm": "q_a_layernorm",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_down_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+}
+_FURTHER = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
+
+
+def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
+    """The weight map of a DeepSeek-V3."""
+    for name, shape in parameter_shapes(spec):
+        kind, _, rest = name.partition(".")
+        if kind not in ("layers", "mtp"):
+            yield link_whole(name, f"{TOP_LEVEL_NAMES[kind]}.{rest}", shape)
+            continue
+        index, _, part = rest.partition(".")
+        layer = int(index) + (spec.num_layers if kind == "mtp" else 0)
+        yield from _in_layer(name, shape, f"model.layers.{layer}", part)
+
+
+def _in_layer(name: str, shape: tuple[int, ...], prefix: str, part: str) -> Iterator[WeightLink]:
+    module, _, leaf = part.rpartition(".")
+    if module.startswith("mlp.experts."):
+        matrix = LAYER_NAMES[module.rpartition(".")[2]]
+        yield from link_stacked(name, [f"{prefix}.mlp.experts.{i}.{matrix}.{leaf}" for i in range(shape[0])], shape)
+    elif module == "mlp.router":
+        yield link_whole(name, f"{prefix}.mlp.gate.{'e_score_correction_bias' if leaf == 'bias' else leaf}", shape)
+    else:
+        words = {"shared": "shared_experts", **LAYER_NAMES, **_ATTENTION, **_FURTHER}
+        yield link_whole(
+            name, f"{prefix}.{'.'.join(words.get(word, word) for word in module.split('.'))}.{leaf}", shape
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Families
+
+DEEPSEEK_V3 = ModelFamily("DeepseekV3ForCausalLM", read_deepseek_v3, write_deepseek_v3, weight_links, _KEYS)
+DEEPSEEK_V2 = ModelFamily("DeepseekV2ForCausalLM", read_deepseek_v2, keys=_KEYS)
+KIMI_K2 = ModelFamily("DeepseekV3ForCausalLM", read_deepseek_v3, keys=_KEYS)
+DOTS1 = ModelFamily("Dots1ForCausalLM", read_dots1, keys=_KEYS)

@@ -5,16 +5,15 @@ What is written is in the words that every version of `transformers` reads.
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from muster.interop.hf_config import dense, experts
-from muster.interop.hf_config.dense import LLAMA_KEYS, Config
-from muster.interop.hf_config.unsupported import NEAREST_FAMILY
+from muster.interop.families import FAMILIES
+from muster.interop.families.family import Config
+from muster.interop.families.unsupported import NEAREST_FAMILY
 from muster.spec.config_errors import ConfigSchema, error_sentence
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.model import ModelSpec
@@ -22,44 +21,6 @@ from muster.spec.suggest import did_you_mean
 
 _ONLY_IN_SPEC = {"name", "scaled_residual"}
 """Fields of a ModelSpec of which a config.json says nothing."""
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """How one `model_type` is read and written."""
-
-    architecture: str
-    read: Callable[[Config], dict[str, Any]]
-    """Fields of a ModelSpec."""
-    write: Callable[[ModelSpec], dict[str, Any]] | None = None
-    """Keys of a config.json, which may say less than the ModelSpec does; None: it is only read."""
-    keys: Mapping[str, str] = field(default_factory=lambda: LLAMA_KEYS)
-    """The key behind a field of a ModelSpec, where it has another name."""
-    fused: bool = False
-    """Its weights lie joined in fewer tensors, for which there is no map."""
-
-
-FAMILIES = {
-    "llama": ModelFamily("LlamaForCausalLM", dense.read_llama, dense.write_llama),
-    "mistral": ModelFamily("MistralForCausalLM", dense.read_mistral, dense.write_mistral),
-    "qwen2": ModelFamily("Qwen2ForCausalLM", dense.read_qwen2, dense.write_qwen),
-    "qwen3": ModelFamily("Qwen3ForCausalLM", dense.read_qwen3, dense.write_qwen),
-    "gpt2": ModelFamily("GPT2LMHeadModel", dense.read_gpt2, dense.write_gpt2, dense.GPT2_KEYS),
-    "mixtral": ModelFamily("MixtralForCausalLM", experts.read_mixtral, experts.write_mixtral, experts.MIXTRAL_KEYS),
-    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", experts.read_qwen3_moe, experts.write_qwen3_moe, experts.QWEN_KEYS),
-    "deepseek_v3": ModelFamily(
-        "DeepseekV3ForCausalLM", experts.read_deepseek_v3, experts.write_deepseek_v3, experts.DEEPSEEK_KEYS
-    ),
-    "seed_oss": ModelFamily("SeedOssForCausalLM", dense.read_seed_oss),
-    "ministral": ModelFamily("MinistralForCausalLM", dense.read_ministral),
-    "phi3": ModelFamily("Phi3ForCausalLM", dense.read_mistral, fused=True),
-    "gpt_oss": ModelFamily("GptOssForCausalLM", experts.read_gpt_oss, keys=experts.MIXTRAL_KEYS),
-    "qwen2_moe": ModelFamily("Qwen2MoeForCausalLM", experts.read_qwen2_moe, keys=experts.QWEN_KEYS),
-    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", experts.read_deepseek_v2, keys=experts.DEEPSEEK_KEYS),
-    "kimi_k2": ModelFamily("DeepseekV3ForCausalLM", experts.read_deepseek_v3, keys=experts.DEEPSEEK_KEYS),
-    "dots1": ModelFamily("Dots1ForCausalLM", experts.read_dots1, keys=experts.DEEPSEEK_KEYS),
-}
-"""By `model_type`."""
 
 
 def load_hf_model(folder: Path) -> ModelSpec:
