@@ -510,9 +510,9 @@ def test_ranks_that_leave_a_gap_or_disagree_are_found_when_saving(tmp_path: Path
         return [LocalShard("w", TensorLayout("w", (8, 4), (box,)), torch.zeros(count, 4))]
 
     for result in Ranks(2).save(tmp_path, 1, rows):
-        assert "the ranks' boxes of w hold 24 numbers instead of 32" in str(result)
+        assert "the ranks' boxes of w hold 24 elements instead of 32" in str(result)
     for result in Ranks(2).save(tmp_path, 1, lambda rank: rows(0, 1)):
-        assert "the ranks' boxes of w hold 64 numbers instead of 32" in str(result)
+        assert "the ranks' boxes of w hold 64 elements instead of 32" in str(result)
     for result in Ranks(2).save(tmp_path, 1, lambda rank: [one_shard(rows=8 + rank)]):
         assert "ranks disagree about model/w: float32 [8, 4] on one, float32 [9, 4] on another" in str(result)
     assert list_checkpoints(tmp_path) == []
@@ -564,10 +564,10 @@ DAMAGE = {
     "not JSON": (lambda folder: (folder / MANIFEST).write_text("{"), MusterError, r"manifest.json is damaged"),
     "not a manifest": (edit_manifest(tensors=3), MusterError, r"manifest.json is damaged: tensors: "),
     "unequal columns": (lose_a_column, MusterError, r"damaged: the columns of model/w have unequal lengths"),
-    "unlisted file": (lose_a_file, MusterError, r"damaged: model/w lies in a file that is not in the list"),
-    "no description": (edit_manifest(version=1), MusterError, r"claims schema 1, but a piece of a tensor is not desc"),
+    "unlisted file": (lose_a_file, MusterError, r"damaged: model/w lies in a file that is not listed"),
+    "no description": (edit_manifest(version=1), MusterError, r"its schema is 1, but a chunk of a tensor is not desc"),
     "later schema": (edit_manifest(version=9), ConfigError, r"schema 9, but this Muster reads schemas up to 2"),
-    "lost piece": (lose_piece, MusterError, r"holds only 0 of 32 wanted numbers of model/w"),
+    "lost piece": (lose_piece, MusterError, r"holds only 0 of 32 wanted elements of model/w"),
     "other tensors": (edit_manifest(tensors={}), ConfigError, r"holds no tensor model/w"),
 }
 

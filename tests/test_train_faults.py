@@ -216,7 +216,7 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_said(whole: Path) -> None:
     cut(tensor_file(run, 20))
     ended = train(*TINY, "--run", run)
     assert (ended.code, ended.err) == (0, "")
-    assert f"passed over a damaged checkpoint: {tensor_file(run, 20)}" in ended.out
+    assert f"skipped a damaged checkpoint: {tensor_file(run, 20)}" in ended.out
     assert f"resuming {run} after step 15" in ended.out
     assert_same_training(run, whole)
     assert find_damage(tensor_file(run, 20).parent) is None
@@ -240,7 +240,7 @@ def test_a_flipped_byte_is_noticed(whole: Path) -> None:
     aside.rename(older)
     ended = train(*TINY, "--run", run)
     assert (ended.code, ended.err) == (0, "")
-    assert f"passed over a damaged checkpoint: {damage}" in ended.out
+    assert f"skipped a damaged checkpoint: {damage}" in ended.out
     assert f"resuming {run} after step 15: steps 16 to 20 are done again" in ended.out
     assert_same_training(run, whole)
 

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, which is the last, and how one appears and goes as a whole.
+"""Directory of a run's checkpoints: names, the latest one, atomic creation and removal, retention.
 
-checkpoints/latest              the name of the newest one
-checkpoints/step-00000020/      complete, because it was renamed only when all of it was on disk
-checkpoints/step-00000040.tmp/  being written, or left by a run that was killed
+checkpoints/latest              name of the newest checkpoint
+checkpoints/step-00000020/      a complete checkpoint: it was renamed once all of it was on disk
+checkpoints/step-00000040.tmp/  being written, or left by a killed run
 """
 
 import contextlib
@@ -22,22 +22,22 @@ _NAME = re.compile(r"step-\d{8,}")
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Return the path of the checkpoint of `step`."""
     return root / f"step-{step:08}"
 
 
 def step_of(folder: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(folder.name.rpartition("-")[2])
 
 
 def find_latest(
     root: Path, report: Callable[[str], None] | None = None, excluded: Collection[Path] = ()
 ) -> Path | None:
-    """The last complete checkpoint under `root` that is not among `without`, or None.
+    """Return the last complete checkpoint under `root` that is not `excluded`, or None.
 
-    It is the one that `latest` points to; when that one is missing or damaged, the complete one with the highest step.
-    `report` receives one sentence for each checkpoint that was passed over.
+    It is the one that `latest` points to, or if that is missing or damaged, the complete one with the highest step.
+    `report` receives one sentence for each damaged checkpoint that is skipped.
     """
     names = [path.name for path in reversed(list_checkpoints(root)) if path not in excluded]
     if (pointed := _read_latest(root)) in names:
@@ -48,21 +48,22 @@ def find_latest(
         if problem is None:
             return root / name
         if report is not None:
-            report(f"passed over a damaged checkpoint: {problem}")
+            report(f"skipped a damaged checkpoint: {problem}")
     return None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints under `root` by rising step; half-written ones are not among them."""
+    """Return the checkpoints under `root` by rising step, without incomplete ones."""
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def find_damage(folder: Path) -> str | None:
-    """Why the checkpoint can't be whole, judged by its manifest and the sizes of its files; None when it looks whole.
+    """Return a sentence about the damage of a checkpoint; None if its manifest and file sizes look right.
 
-    One of a later schema counts as whole: opening it must fail with its own sentence, not fall back silently.
+    A checkpoint of a later schema counts as undamaged: opening it must fail with a message of its own instead of
+    falling back silently to an older one.
     """
     try:
         manifest = read_manifest(folder)
@@ -77,7 +78,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def find_file_damage(path: Path, expected_bytes: int) -> str | None:
-    """Why the file can't be the one that was written; None when its size is right."""
+    """Return a sentence about a file that is missing or has the wrong size; None if its size is right."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -86,11 +87,11 @@ def find_file_damage(path: Path, expected_bytes: int) -> str | None:
 
 
 def publish(tmp_dir: Path, folder: Path) -> None:
-    """Makes the finished folder `beside` the checkpoint `folder`, and the latest one.
+    """Rename the finished folder `tmp_dir` to the checkpoint `folder`, and make it the latest one.
 
-    The pointer is moved first: a kill before the rename leaves a pointer to nothing, from which `find_latest` falls
-    back, and a kill after it leaves nothing undone. An older checkpoint of the same step, which a run repeats only
-    when it could not use it, is replaced.
+    The pointer `latest` is moved first. A kill before the rename leaves a dangling pointer, from which `find_latest`
+    falls back; a kill after it leaves nothing undone. An older checkpoint of the same step is replaced: a run repeats a
+    step only if it could not use that checkpoint.
     """
     fsync_directory(tmp_dir)
     write_durably(folder.parent / LATEST, folder.name + "\n")
@@ -100,14 +101,14 @@ def publish(tmp_dir: Path, folder: Path) -> None:
 
 
 class RetentionPolicy(NamedTuple):
-    """Which checkpoints stay when a newer one is complete."""
+    """Checkpoints that are kept once a newer one is complete."""
 
     last: int = 2
-    """So many of the newest; 0: all."""
+    """Number of newest checkpoints to keep; 0: all."""
     permanent_every: int = 0
-    """Steps that are multiples of it stay for good, and are not counted; 0: none."""
+    """Interval of steps whose checkpoints are kept for good, and don't count as `last`; 0: none."""
     regular_every: int = 0
-    """Steps that are no multiple of it are ephemeral: they stay only until the next is complete; 0: none is."""
+    """Interval of regular checkpoints. Others are ephemeral, kept until the next is complete; 0: all are regular."""
 
     def is_permanent(self, step: int) -> bool:
         return bool(self.permanent_every) and step % self.permanent_every == 0
@@ -120,7 +121,10 @@ KEEP_LAST_TWO = RetentionPolicy()
 
 
 def prune(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
-    """Removes what `surplus` names, and returns it. What can't be removed now is tried again after the next save."""
+    """Remove the checkpoints that `prunable` lists, and return them.
+
+    One that can't be removed now is tried again after the next save.
+    """
     removed = []
     for path in prunable(root, retention, newest):
         with contextlib.suppress(OSError):
@@ -130,9 +134,9 @@ def prune(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
 
 
 def prunable(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]:
-    """The checkpoints that `keep` doesn't keep, but never `newest`; those that can't be opened go first.
+    """Return the checkpoints that `retention` doesn't keep, damaged ones first; never `newest`.
 
-    Where all others are ephemeral the newest of them stays too, so that there is one to fall back to.
+    If all others are ephemeral, the newest of them is kept too, so that there is one to fall back to.
     """
     if not retention.last:
         return []
@@ -144,7 +148,7 @@ def prunable(root: Path, retention: RetentionPolicy, newest: Path) -> list[Path]
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint so that a kill in between leaves a `.tmp` folder, never half a checkpoint."""
+    """Remove a checkpoint so that a kill meanwhile leaves a `.tmp` folder, never half a checkpoint."""
     if folder.exists():
         doomed = folder.with_name(folder.name + ".old.tmp")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -153,19 +157,19 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_incomplete(root: Path) -> None:
-    """Removes what killed runs left half-written."""
+    """Remove incomplete checkpoints that killed runs left."""
     for path in root.glob("*.tmp"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small file so that it exists with all of `text` or as it was before, also after a power cut."""
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w") as file:
+    """Write a small file atomically and durably: afterwards it has all of `text` or, if that fails, stays as it was."""
+    tmp_path = path.with_name(path.name + ".tmp")
+    with open(tmp_path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(tmp_path, path)
 
 
 def _read_latest(root: Path) -> str | None:

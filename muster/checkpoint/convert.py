@@ -94,22 +94,22 @@ def convert(
     tensors = _tensors_to_write(directory, options)
     if not tensors.metas:
         raise MusterError(f"{source} holds no tensors")
-    set_total(sum(kind.nbytes for kind in tensors.metas.values()))
+    set_total(sum(meta.nbytes for meta in tensors.metas.values()))
     with _atomic_folder(target) as beside:
         tokenizer = {"hf": _write_hf, "muster": _write_native, "dcp": _write_dcp}[options.target_format](
             beside, directory, tensors, options, progress
         )
         files = tuple(sorted(path.relative_to(beside).as_posix() for path in beside.rglob("*") if path.is_file()))
     weights = {
-        n: kind
-        for n, kind in tensors.metas.items()
+        n: meta
+        for n, meta in tensors.metas.items()
         if options.target_format == "hf" or n.startswith(("model/", "model."))
     }
     return ConversionResult(
         source=directory,
         tensors=len(tensors.metas),
-        parameters=sum(kind.numel for kind in weights.values()),
-        nbytes=sum(kind.nbytes for kind in tensors.metas.values()),
+        parameters=sum(meta.numel for meta in weights.values()),
+        nbytes=sum(meta.nbytes for meta in tensors.metas.values()),
         dtype=dominant_dtype(weights),
         files=files,
         tokenizer=tokenizer,

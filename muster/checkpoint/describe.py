@@ -22,10 +22,10 @@ def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) 
     Raises as `open_directory` does, and ConfigError for a tensor that isn't there.
     """
     directory = open_directory(path)
-    kinds = directory.stored.metas
+    metas = directory.stored.metas
     for name in names:
-        if name not in kinds:
-            raise ConfigError(f"{directory.folder} holds no tensor {name}{did_you_mean(name, kinds)}")
+        if name not in metas:
+            raise ConfigError(f"{directory.folder} holds no tensor {name}{did_you_mean(name, metas)}")
     manifest, model = directory.manifest, directory.model
     facts: dict[str, Any] = {
         "version": 1,
@@ -37,13 +37,13 @@ def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) 
         "written_by": None if manifest is None else {"muster": manifest.muster, "torch": manifest.torch},
         "counters": dict(directory.counters),
         "files": _files(directory),
-        "groups": _groups(kinds),
+        "groups": _groups(metas),
     }
     if with_tensors:
-        facts["tensors"] = {name: _tensor_facts(kind) for name, kind in kinds.items()}
+        facts["tensors"] = {name: _tensor_facts(meta) for name, meta in metas.items()}
     if names:
         facts["statistics"] = {
-            name: _tensor_facts(kinds[name]) | asdict(statistics(directory.stored, name)) for name in names
+            name: _tensor_facts(metas[name]) | asdict(statistics(directory.stored, name)) for name in names
         }
     return facts
 
@@ -59,22 +59,22 @@ def _files(directory: ModelDirectory) -> dict[str, int]:
     return {path.relative_to(directory.folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _groups(kinds: Mapping[str, TensorMeta]) -> dict[str, dict[str, Any]]:
+def _groups(metas: Mapping[str, TensorMeta]) -> dict[str, dict[str, Any]]:
     """Tensors, numbers and bytes by the part before the name (`model`, `optim`), and by dtype within it."""
     groups: dict[str, dict[str, Any]] = {}
-    for name, kind in kinds.items():
+    for name, meta in metas.items():
         first = name.replace(".", "/").partition("/")[0]
         key = first if first in ("model", "optim") and "/" in name else "all"
         group = groups.setdefault(key, {"tensors": 0, "bytes": 0, "numbers": {}})
-        dtype = str(kind.dtype).removeprefix("torch.")
+        dtype = str(meta.dtype).removeprefix("torch.")
         group["tensors"] += 1
-        group["bytes"] += kind.nbytes
-        group["numbers"][dtype] = group["numbers"].get(dtype, 0) + kind.numel
+        group["bytes"] += meta.nbytes
+        group["numbers"][dtype] = group["numbers"].get(dtype, 0) + meta.numel
     return groups
 
 
-def _tensor_facts(kind: TensorMeta) -> dict[str, Any]:
-    return {"shape": list(kind.shape), "dtype": str(kind.dtype).removeprefix("torch."), "bytes": kind.nbytes}
+def _tensor_facts(meta: TensorMeta) -> dict[str, Any]:
+    return {"shape": list(meta.shape), "dtype": str(meta.dtype).removeprefix("torch."), "bytes": meta.nbytes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _verify_one(folder: Path, set_total: Callable[[int], None], progress: Callab
     try:
         directory = open_directory(folder)
         checked.format, checked.tensors = directory.format, len(directory.stored.metas)
-        set_total(sum(kind.nbytes for kind in directory.stored.metas.values()))
+        set_total(sum(meta.nbytes for meta in directory.stored.metas.values()))
         if isinstance(directory.stored, NativeTensors):
             _check_chunks(directory.stored, checked, progress)
         else:
@@ -141,11 +141,11 @@ def _check_chunks(stored: NativeTensors, checked: VerifiedDirectory, progress: C
 
 
 def _check_readable(directory: ModelDirectory, checked: VerifiedDirectory, progress: Callable[[int], None]) -> None:
-    for name, kind in directory.stored.metas.items():
+    for name, meta in directory.stored.metas.items():
         try:
-            for box in split_into_boxes(kind):
+            for box in split_into_boxes(meta):
                 progress(directory.stored.read(name, box).nbytes)
         except MusterError as error:
             checked.problems.append(str(error))
         checked.pieces += 1
-        checked.bytes += kind.nbytes
+        checked.bytes += meta.nbytes

@@ -47,7 +47,7 @@ def compare(
             }
             for found in apart
         ],
-        "shapes": {name: [list(kind.shape) for kind in pair] for name, pair in misfits.items()},
+        "shapes": {name: [list(meta.shape) for meta in pair] for name, pair in misfits.items()},
         "only_a": only_a,
         "only_b": only_b,
     }
@@ -57,8 +57,8 @@ def _group_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _dtype(kind: TensorMeta) -> str:
-    return str(kind.dtype).removeprefix("torch.")
+def _dtype(meta: TensorMeta) -> str:
+    return str(meta.dtype).removeprefix("torch.")
 
 
 def _directory_facts(directory: ModelDirectory, not_compared: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The number types that checkpoints hold: as torch calls them, as safetensors does, and their bytes; free of torch."""
+"""Dtypes that checkpoints can hold: their names in torch and in safetensors, and their sizes; free of torch."""
 
 from muster.spec.errors import MusterError
 
@@ -18,7 +18,7 @@ _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "fl
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one number. Raises MusterError for a type that checkpoints don't hold."""
+    """Return the bytes of one element. Raises MusterError for a dtype that checkpoints can't hold."""
     if dtype not in SAFETENSORS_NAMES:
         raise MusterError(f"a checkpoint can't hold {dtype}: expected one of {', '.join(SAFETENSORS_NAMES)}")
     return _BYTES.get(dtype, 1)

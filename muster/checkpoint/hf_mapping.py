@@ -1,4 +1,4 @@
-"""Our parameters as Hugging Face tensors, and the way back, by the weight maps of `families`."""
+"""Conversion between Muster's parameters and Hugging Face tensors, by the weight maps of `muster.interop.families`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -17,10 +17,10 @@ from muster.spec.model import ModelSpec, parameter_shapes
 
 
 def from_hf(stored: TensorSource, spec: ModelSpec, folder: Path) -> TensorSource:
-    """The parameters of the model, of the tensors of a Hugging Face directory at `place`.
+    """Return the parameters of the model, read from the tensors of a Hugging Face directory at `folder`.
 
-    Raises InfeasibleError where no family is known for the model, MusterError where tensors are missing, of another
-    shape, or more than the model has.
+    Raises InfeasibleError if no family is known for the model, MusterError if tensors are missing, of another shape, or
+    unknown to the model.
     """
     links = weight_map(spec)
     shapes = hf_shapes(links)
@@ -35,36 +35,36 @@ def from_hf(stored: TensorSource, spec: ModelSpec, folder: Path) -> TensorSource
 
 
 def from_weight_map(stored: TensorSource, spec: ModelSpec, links: Iterable[WeightLink]) -> TensorSource:
-    """The parameters of the model, of foreign tensors; each has the dtype of the tensor that it lies in."""
+    """Return the parameters of the model, assembled from foreign tensors, with the dtypes of those."""
     links = list(links)
     dtypes = {link.name: stored.metas[link.hf_name].dtype for link in links}
-    kinds = {name: TensorMeta(shape, dtypes[name]) for name, shape in parameter_shapes(spec)}
+    metas = {name: TensorMeta(shape, dtypes[name]) for name, shape in parameter_shapes(spec)}
     origins = (BoxMapping(link.name, link.box, link.hf_name, link.hf_box, link.transposed) for link in links)
-    return RemappedTensors(stored, kinds, origins)
+    return RemappedTensors(stored, metas, origins)
 
 
 def to_hf(weights: TensorSource, spec: ModelSpec) -> TensorSource:
-    """The tensors of a Hugging Face directory, of the parameters of the model.
+    """Return the tensors of a Hugging Face directory, assembled from the parameters of the model.
 
-    Raises InfeasibleError where no family is known for the model.
+    Raises InfeasibleError if no family is known for the model.
     """
     links = weight_map(spec)
     dtypes = {link.hf_name: weights.metas[link.name].dtype for link in links}
-    kinds = {name: TensorMeta(shape, dtypes[name]) for name, shape in hf_shapes(links).items()}
+    metas = {name: TensorMeta(shape, dtypes[name]) for name, shape in hf_shapes(links).items()}
     origins = (BoxMapping(link.hf_name, link.hf_box, link.name, link.box, link.transposed) for link in links)
-    return RemappedTensors(weights, kinds, origins)
+    return RemappedTensors(weights, metas, origins)
 
 
 class CastTensors:
-    """Tensors whose floating-point numbers are converted to one dtype (`Tensors`): those whose names begin so."""
+    """Tensors of which those with names that begin with `prefix` are cast to `dtype`, if they are floating-point."""
 
     def __init__(self, tensors: TensorSource, dtype: torch.dtype, prefix: str = "") -> None:
         self._tensors = tensors
         self.metas: Mapping[str, TensorMeta] = {
             name: TensorMeta(
-                kind.shape, dtype if kind.dtype.is_floating_point and name.startswith(prefix) else kind.dtype
+                meta.shape, dtype if meta.dtype.is_floating_point and name.startswith(prefix) else meta.dtype
             )
-            for name, kind in tensors.metas.items()
+            for name, meta in tensors.metas.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -72,6 +72,6 @@ class CastTensors:
 
 
 def _stored_name(name: str, stored: Mapping[str, TensorMeta]) -> str:
-    """The name as a directory has it: one that was saved without its head leaves out the first part."""
+    """Return the name in a directory: a model saved without its head lacks the first part of each name."""
     bare = name.partition(".")[2]
     return bare if name not in stored and bare in stored else name

@@ -1,4 +1,4 @@
-"""Training that begins with the weights of a directory of any kind; each rank reads only what it holds."""
+"""Initial weights from a directory of any format; each rank reads only its own shards."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,34 +14,36 @@ from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 
 IRRELEVANT_FIELDS = {"name", "init_std", "scaled_residual", "max_positions"}
-"""Fields of a ModelSpec that change nothing about what weights mean."""
+"""Fields of a ModelSpec that don't affect the meaning of weights."""
 
 
 def check_initial_weights(path: Path, spec: ModelSpec) -> ModelDirectory:
-    """What lies at `path`, when it has the weights of the model.
+    """Open the directory at `path` and check that it has the weights of the model.
 
-    Raises ConfigError when it has those of another one, MusterError when it is damaged.
+    Raises ConfigError if they are those of another model, MusterError if the directory is damaged.
     """
     directory = open_directory(path)
     if (found := directory.model) is not None:
         theirs, ours = found.model_dump(mode="json"), spec.model_dump(mode="json")
         free = IRRELEVANT_FIELDS - ({"max_positions"} if spec.position == "learned" else set())
         if changed := [key for key in ours if theirs[key] != ours[key] and key not in free]:
-            said = "; ".join(f"{key} is {theirs[key]} there, {ours[key]} in the run" for key in changed)
+            differences = "; ".join(f"{key} is {theirs[key]} there, {ours[key]} in the run" for key in changed)
             hint = f"give --model hf:{path}" if directory.format == "hf" else "give the model of that directory"
-            raise ConfigError(f"train.init_from: {path} holds another model ({said}): {hint}")
+            raise ConfigError(f"train.init_from: {path} holds another model ({differences}): {hint}")
     model_weights(_with_model(directory, spec))
     return directory
 
 
 def load_initial_weights(path: Path, spec: ModelSpec, shards: Iterable[LocalShard]) -> None:
-    """Fills the parameters among `pieces` with the weights at `path`, converted to their dtypes; raises as reading
-    does."""
+    """Fill the parameters among `shards` with the weights at `path`, converted to their dtypes.
+
+    Raises as `open_directory` and `model_weights` do.
+    """
     weights = model_weights(_with_model(open_directory(path), spec))
-    for piece in shards:
-        group, _, name = piece.name.partition("/")
+    for shard in shards:
+        group, _, name = shard.name.partition("/")
         if group == "model":
-            for box, into in piece.box_views():
+            for box, into in shard.box_views():
                 _fill_box(weights, name, box, into)
 
 

@@ -1,4 +1,4 @@
-"""Loading under any plan: every rank reads, of whatever pieces were written, those that hold what it needs."""
+"""Loading under any plan: each rank reads the stored chunks that overlap its own shards."""
 
 import difflib
 import os
@@ -20,15 +20,14 @@ from muster.spec.checksum import crc32
 from muster.spec.errors import ConfigError, MusterError
 
 READ_THREADS = 2
-"""Runs that are read at once: while one waits for the disk, the checksums of another are taken."""
+"""Concurrent reads: while one waits for the disk, the checksums of another are computed."""
 
 
 def load(folder: Path, shards: Sequence[LocalShard], convert: bool = False) -> Manifest:
-    """Fills the local tensor of every wanted piece from the checkpoint at `folder`, and returns its manifest.
+    """Fill the local tensors of all shards from the checkpoint at `folder`, and return its manifest.
 
-    Whatever is read is checked against its crc32. Stored and wanted dtypes must be equal unless `convert`. Raises
-    ConfigError when the checkpoint holds other tensors than wanted, MusterError when it is damaged; tensors may then
-    be partly filled.
+    Every chunk is checked against its crc32. Stored and local dtypes must be equal unless `convert`. Raises ConfigError
+    if the checkpoint holds other tensors than these, MusterError if it is damaged; tensors may then be partly filled.
     """
     manifest = read_manifest(folder)
     fill_shards(folder, manifest, shards, convert)
@@ -42,26 +41,26 @@ def fill_shards(
     convert: bool = False,
     files: "CheckpointFiles | None" = None,
 ) -> None:
-    """As `load`, where the manifest has been read already, and the `files` may lie elsewhere."""
-    for piece in shards:
-        _require_matching(folder, manifest, piece, convert)
-    goals = [_ReadTarget(piece.name, box, tensor) for piece in shards for box, tensor in piece.box_views()]
-    reads = plan_reads(manifest, [(goal.name, goal.box) for goal in goals])
+    """Fill shards as `load` does, with a manifest that has been read already; `files` may be elsewhere."""
+    for shard in shards:
+        _require_matching(folder, manifest, shard, convert)
+    targets = [_ReadTarget(shard.name, box, tensor) for shard in shards for box, tensor in shard.box_views()]
+    reads = plan_reads(manifest, [(target.name, target.box) for target in targets])
     files = files or CheckpointFiles(folder, manifest)
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        for _ in pool.map(lambda run: _read_contiguous(files, run, goals), coalesce_reads(reads)):
+        for _ in pool.map(lambda group: _read_contiguous(files, group, targets), coalesce_reads(reads)):
             pass
 
 
 def read_full(folder: Path, name: str, manifest: Manifest | None = None) -> Tensor:
-    """One whole tensor of the checkpoint at `folder`, with the dtype it was stored in."""
+    """Read one whole tensor of the checkpoint at `folder`, in its stored dtype."""
     manifest = manifest or read_manifest(folder)
     shape = _stored_tensor(folder, manifest, name).shape
     return read_box(folder, manifest, name, Box((0,) * len(shape), shape))
 
 
 def read_box(folder: Path, manifest: Manifest, name: str, box: Box) -> Tensor:
-    """One box of a tensor of the checkpoint at `folder`, with the dtype it was stored in."""
+    """Read one box of a tensor of the checkpoint at `folder`, in its stored dtype."""
     stored = _stored_tensor(folder, manifest, name)
     tensor = torch.empty(box.size, dtype=getattr(torch, stored.dtype))
     fill_shards(folder, manifest, [LocalShard(name, TensorLayout(name, stored.shape, (box,)), tensor)])
@@ -69,13 +68,13 @@ def read_box(folder: Path, manifest: Manifest, name: str, box: Box) -> Tensor:
 
 
 class _ReadTarget:
-    """A wanted box and the tensor of its size that it goes into."""
+    """Wanted box and the tensor of its size that receives it."""
 
     def __init__(self, name: str, box: Box, into: Tensor) -> None:
         self.name, self.box, self._into = name, box, into
 
     def direct_buffer(self, read: ReadItem, dtype: str) -> Tensor | None:
-        """The bytes of the tensor that a piece can be read into as it lies on disk; None where it can't."""
+        """Return the bytes of the tensor into which a chunk can be read directly; None if it must be copied."""
         if (
             intersect(read.box, self.box) != read.box
             or dtype_name(self._into) != dtype
@@ -86,21 +85,21 @@ class _ReadTarget:
         return part.view(-1).view(torch.uint8) if part.is_contiguous() else None
 
     def copy_from(self, read: ReadItem, data: Tensor, dtype: str) -> None:
-        """Copies what is wanted of a piece's bytes."""
+        """Copy the wanted part of a chunk's bytes."""
         common = intersect(read.box, self.box)
         assert common is not None
-        piece = data.view(getattr(torch, dtype)).view(read.box.size)
-        self._into[slices_within(common, self.box)].copy_(piece[slices_within(common, read.box)])
+        chunk = data.view(getattr(torch, dtype)).view(read.box.size)
+        self._into[slices_within(common, self.box)].copy_(chunk[slices_within(common, read.box)])
 
 
 class _ThreadBuffers(threading.local):
-    """Memory of each thread's own for what can't be read to its place; used again from run to run."""
+    """Per-thread memory for chunks that can't be read directly, reused from read to read."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """A buffer for each of so many bytes; the former ones are given up."""
+        """Yield a buffer for each of the given sizes in bytes; earlier buffers become invalid."""
         ends = list(accumulate((size + -size % _ALIGN_BYTES for size in sizes), initial=0))
         if self._memory.numel() < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
@@ -109,11 +108,11 @@ class _ThreadBuffers(threading.local):
 
 
 _ALIGN_BYTES = 16
-"""Bytes at whose multiples numbers of every type may begin."""
+"""Alignment that suits every dtype."""
 
 
 class CheckpointFiles:
-    """The tensor files of a checkpoint. Each is opened for a run and closed again: there may be very many."""
+    """Tensor files of a checkpoint. Each is opened for one read and closed again, since there may be very many."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -123,11 +122,11 @@ class CheckpointFiles:
     def path(self, number: int) -> Path:
         return self._folder / self._manifest.file_names[number]
 
-    def dtype_of(self, goal: _ReadTarget) -> str:
-        return self._manifest.tensors[goal.name].dtype
+    def dtype_of(self, target: _ReadTarget) -> str:
+        return self._manifest.tensors[target.name].dtype
 
     def read(self, number: int, offset: int, buffers: list[memoryview], name: str) -> None:
-        """Fills the buffers one after the other from `offset` on; `name` is what they are for."""
+        """Fill the buffers in order with the bytes from `offset` on; `name` is the tensor, for messages."""
         path = self.path(number)
         problem = None if number in self._checked else find_file_damage(path, self._manifest.files[path.name])
         self._checked.add(number)
@@ -135,7 +134,7 @@ class CheckpointFiles:
             if problem is not None:
                 raise OSError(problem)
             with open(path, "rb", buffering=0) as file:
-                if hasattr(os, "posix_fadvise"):  # read all of it ahead, in parallel
+                if hasattr(os, "posix_fadvise"):  # let the kernel read all of it ahead, in parallel
                     nbytes = sum(len(buffer) for buffer in buffers)
                     os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
                 _read_into(file.fileno(), buffers, offset)
@@ -144,26 +143,27 @@ class CheckpointFiles:
 
 
 def _read_contiguous(files: CheckpointFiles, reads: Sequence[ReadItem], targets: Sequence[_ReadTarget]) -> None:
-    """Reads pieces that lie side by side, with one call where the system allows it, and checks them."""
-    places = [(goal := targets[read.target_index]).direct_buffer(read, files.dtype_of(goal)) for read in reads]
-    spare = files.buffers.allocate([read.nbytes for read, place in zip(reads, places, strict=True) if place is None])
-    buffers = [next(spare) if place is None else place for place in places]
+    """Read chunks that are adjacent in a file, with one call if the system allows it, and verify their checksums."""
+    direct = [(target := targets[read.target_index]).direct_buffer(read, files.dtype_of(target)) for read in reads]
+    copied = [read.nbytes for read, in_place in zip(reads, direct, strict=True) if in_place is None]
+    spare = files.buffers.allocate(copied)
+    buffers = [next(spare) if in_place is None else in_place for in_place in direct]
     first = reads[0]
     files.read(first.file, first.offset, [buffer.numpy().data for buffer in buffers], targets[first.target_index].name)
-    for read, buffer, place in zip(reads, buffers, places, strict=True):
-        goal = targets[read.target_index]
+    for read, buffer, in_place in zip(reads, buffers, direct, strict=True):
+        target = targets[read.target_index]
         if crc32(buffer.numpy().data) != read.crc32:
-            raise MusterError(f"{files.path(read.file)} is damaged: the checksum of {goal.name} is wrong")
-        if place is None:
-            goal.copy_from(read, buffer, files.dtype_of(goal))
+            raise MusterError(f"{files.path(read.file)} is damaged: the checksum of {target.name} is wrong")
+        if in_place is None:
+            target.copy_from(read, buffer, files.dtype_of(target))
 
 
 _MAX_BUFFERS_PER_READ = 512
-"""Buffers in one call; POSIX allows 1,024 on Linux and may allow less elsewhere."""
+"""Largest number of buffers in one call; Linux allows 1,024, other systems may allow less."""
 
 
 def _read_into(fd: int, buffers: list[memoryview], offset: int) -> None:
-    """Fills the buffers one after the other from a file's bytes at `offset`. Raises OSError when it ends before."""
+    """Fill the buffers in order with a file's bytes from `offset` on. Raises OSError if the file ends too early."""
     while buffers:
         count = os.preadv(fd, buffers[:_MAX_BUFFERS_PER_READ], offset)
         if not count:

@@ -1,4 +1,4 @@
-"""A rank's part of a tensor in memory, and how boxes of it meet boxes on disk."""
+"""Shard of a global tensor that one rank holds in memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ from muster.layout.tensor_layout import Box, TensorLayout
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What one rank holds of one stored tensor.
+    """Part of one stored tensor that this rank holds.
 
-    `name` is the stored one (`model/layers.0.attn.q.weight`, `optim/layers.0.attn.q.weight.exp_avg`). `tensor` is
-    local and of the size of the layout's only box; with several boxes it is contiguous and holds them one after
-    the other.
+    `name` is that of the checkpoint (`model/layers.0.attn.q.weight`, `optim/layers.0.attn.q.weight.exp_avg`). `tensor`
+    is local and has the size of the layout's only box; for several boxes it is contiguous and holds them in order.
     """
 
     name: str
@@ -22,7 +21,7 @@ class LocalShard:
     tensor: Tensor
 
     def box_views(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box with the view of `tensor` that holds it. Raises ValueError when the sizes don't agree."""
+        """Yield each box and the view of `tensor` that holds it. Raises ValueError if the sizes don't agree."""
         local, boxes = self.tensor.detach(), self.layout.boxes
         if local.numel() != self.layout.numel or (len(boxes) == 1 and tuple(local.shape) != boxes[0].size):
             sizes = [list(box.size) for box in boxes]
@@ -37,5 +36,5 @@ class LocalShard:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As torch calls it: `float32`, `bfloat16`."""
+    """Return the name of a tensor's dtype in torch, such as `float32` or `bfloat16`."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What lies on disk beside the numbers: the manifest of a checkpoint, plain JSON; free of torch.
+"""Manifest of a checkpoint: a plain JSON index of its tensors, and the run's plan, model and counters; free of torch.
 
 A checkpoint is a folder with `manifest.json` and one safetensors file per writing rank (docs/checkpoints.md).
 """
@@ -20,36 +20,37 @@ from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
 
 SCHEMA_VERSION: Literal[2] = 2
-"""The newest manifest that this Muster reads, and the one that it writes."""
+"""Newest schema that is read, and the one that is written."""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """One box of a tensor: numbers in row-major order that lie in one place and have one checksum."""
+    """One box of a tensor: contiguous elements in row-major order, with one checksum."""
 
     file: str
     offset: int
-    """Bytes from the file's beginning."""
+    """Offset in bytes from the beginning of the file."""
     nbytes: int
     crc32: int
     box: Box
 
 
 class StoredTensor(Frozen):
-    """A global tensor and the pieces that cover it, each number once: columns with an entry per piece."""
+    """Global tensor and the chunks that cover each of its elements once, as columns with an entry per chunk."""
 
     shape: tuple[NonNegativeInt, ...]
     dtype: str
-    """As torch calls it, such as `float32`."""
+    """Name of the dtype in torch, such as `float32`."""
     files: tuple[int, ...]
-    """Where a piece lies: its file's place in the manifest's list of files."""
+    """File of each chunk, as an index into the manifest's list of files."""
     offsets: tuple[int, ...]
-    """Bytes from the beginning of that file."""
+    """Offset of each chunk in its file, in bytes."""
     crc32: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
-    """Where a piece begins in the tensor: a column for each dimension."""
+    """First index of each chunk in the tensor, a column per dimension."""
     sizes: tuple[tuple[int, ...], ...]
+    """Size of each chunk, a column per dimension."""
 
     @property
     def num_chunks(self) -> int:
@@ -57,38 +58,38 @@ class StoredTensor(Frozen):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return prod(self.shape) * item_bytes(self.dtype)
 
     @cached_property
     def chunk_starts(self) -> np.ndarray:
-        """First index of each piece in each dimension, [pieces, dimensions]."""
+        """First index of each chunk in each dimension, [chunks, dimensions]."""
         return _to_rows(self.starts, self.num_chunks)
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
-        """Size of each piece in each dimension, [pieces, dimensions]."""
+        """Size of each chunk in each dimension, [chunks, dimensions]."""
         return _to_rows(self.sizes, self.num_chunks)
 
     def chunk_box(self, index: int) -> Box:
-        """What piece `index` holds of the tensor."""
+        """Return the box of the tensor that chunk `index` holds."""
         return Box(tuple(column[index] for column in self.starts), tuple(column[index] for column in self.sizes))
 
 
 class TensorIndex(Frozen):
-    """What one rank wrote; the manifest is made of all ranks' lists."""
+    """Index of the tensors in some files. Each rank writes one, and they are merged in the manifest."""
 
     files: dict[str, NonNegativeInt]
-    """Bytes of each tensor file."""
+    """Size of each tensor file in bytes."""
     tensors: dict[str, StoredTensor]
 
     @cached_property
     def file_names(self) -> tuple[str, ...]:
-        """In the order that the pieces' file numbers mean."""
+        """Names of the files in the order that the chunks' file numbers refer to."""
         return tuple(self.files)
 
     def chunks(self, name: str) -> list[StoredChunk]:
-        """The pieces of one tensor."""
+        """Return the chunks of one tensor."""
         tensor = self.tensors[name]
         boxes = [tensor.chunk_box(index) for index in range(tensor.num_chunks)]
         nbytes = [box.numel * item_bytes(tensor.dtype) for box in boxes]
@@ -98,37 +99,38 @@ class TensorIndex(Frozen):
 
 
 class Manifest(TensorIndex):
-    """All that is needed to open a checkpoint under any plan."""
+    """Everything needed to open a checkpoint under any plan."""
 
     version: Literal[2] = SCHEMA_VERSION
     step: NonNegativeInt
     muster: str
+    """Version of Muster that wrote the checkpoint."""
     torch: str
-    """Versions that wrote it."""
+    """Version of PyTorch that wrote the checkpoint."""
     plan: dict[str, Any]
     model: dict[str, Any]
     run: dict[str, Any] = {}
-    """The whole configuration of the run; empty where no run wrote the checkpoint."""
+    """Complete configuration of the run; empty if no run wrote the checkpoint."""
     counters: dict[str, Any]
-    """Where the run stands: samples consumed, hash of the sample stream, and the like."""
+    """Progress of the run: samples consumed, hash of the sample stream, and the like."""
 
 
-def merge_indexes(lists: list[TensorIndex]) -> TensorIndex:
-    """All ranks' lists as one.
+def merge_indexes(indexes: list[TensorIndex]) -> TensorIndex:
+    """Merge the indexes of all ranks.
 
-    Raises MusterError when ranks disagree about a tensor, or when their boxes don't cover each tensor exactly once.
+    Raises MusterError if ranks disagree about a tensor, or if their boxes don't cover each tensor exactly once.
     """
     files: dict[str, int] = {}
     parts: dict[str, list[tuple[int, StoredTensor]]] = {}
-    for one in lists:
-        for name, tensor in one.tensors.items():
+    for index in indexes:
+        for name, tensor in index.tensors.items():
             parts.setdefault(name, []).append((len(files), tensor))
-        files |= one.files
+        files |= index.files
     return TensorIndex(files=files, tensors={name: _merge_tensor(name, found) for name, found in parts.items()})
 
 
 def dump_manifest(manifest: TensorIndex) -> str:
-    """The manifest, or a rank's list, as JSON with one tensor a line."""
+    """Format a manifest, or a rank's index, as JSON with one tensor a line."""
     head = manifest.model_dump(mode="json", exclude={"tensors"})
     tensors = ",\n".join(f" {json.dumps(name)}: {one.model_dump_json()}" for name, one in manifest.tensors.items())
     keys = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -136,9 +138,9 @@ def dump_manifest(manifest: TensorIndex) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint at `folder`; one of an earlier schema is said and taken up as this one's.
+    """Read the manifest of the checkpoint at `folder`; one of an earlier schema is migrated, with a message.
 
-    Raises ConfigError when there is none or it is of a later schema, MusterError when it can't be read.
+    Raises ConfigError if there is none or it is of a later schema, MusterError if it can't be read.
     """
     path = folder / MANIFEST
     try:
@@ -169,13 +171,13 @@ def _migrate(folder: Path, content: bytes) -> Manifest:
     except ValidationError as error:
         raise MusterError(f"{path} is damaged: {_first_error(error)}") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise MusterError(f"{path} is damaged: it claims schema 1, but a piece of a tensor is not described") from error
-    print(f"{path} has schema 1: read as schema {SCHEMA_VERSION}; the next save writes that")
+        raise MusterError(f"{path} is damaged: its schema is 1, but a chunk of a tensor is not described") from error
+    print(f"{path} has schema 1: read as schema {SCHEMA_VERSION}, which the next save writes")
     return manifest
 
 
 def _merge_tensor(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTensor:
-    """One tensor's pieces from all ranks; a part's file numbers are counted from the number given with it."""
+    """Merge one tensor's chunks from all ranks. Each part comes with the offset of its file numbers."""
     first = parts[0][1]
     for _, other in parts:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -192,27 +194,27 @@ def _merge_tensor(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTen
     )
     numel, held = prod(joined.shape), int(joined.chunk_sizes.prod(axis=1).sum())
     if held != numel or len(np.unique(joined.chunk_starts, axis=0)) != joined.num_chunks:
-        raise MusterError(f"the ranks' boxes of {name} hold {held} numbers instead of {numel}, each once")
+        raise MusterError(f"the ranks' boxes of {name} hold {held} elements instead of {numel}, each once")
     return joined
 
 
 def _to_rows(columns: tuple[tuple[int, ...], ...], pieces: int) -> np.ndarray:
-    """Columns as an array [pieces, dimensions]; a tensor without dimensions has no column."""
+    """Return columns as an array [chunks, dimensions]; a tensor without dimensions has no column."""
     return np.array(columns, dtype=np.int64).reshape(len(columns), pieces).T
 
 
 def _find_inconsistency(manifest: Manifest) -> str | None:
-    """What is wrong with the columns of some tensor; None when they fit."""
+    """Return a sentence about inconsistent columns of a tensor; None if all are consistent."""
     for name, one in manifest.tensors.items():
         lengths = {len(column) for column in (one.files, one.offsets, one.crc32, *one.starts, *one.sizes)}
         if len(lengths) != 1 or not len(one.starts) == len(one.sizes) == len(one.shape):
             return f"the columns of {name} have unequal lengths"
         if one.dtype not in SAFETENSORS_NAMES:
-            return f"{name} has the dtype {one.dtype}, which is none of {', '.join(SAFETENSORS_NAMES)}"
+            return f"{name} has the dtype {one.dtype}; expected one of {', '.join(SAFETENSORS_NAMES)}"
         if one.offsets and not 0 <= min(one.offsets) <= max(one.offsets) < 2**62:
-            return f"a piece of {name} begins outside every file"
+            return f"a chunk of {name} begins outside every file"
         if one.files and not 0 <= min(one.files) <= max(one.files) < len(manifest.files):
-            return f"{name} lies in a file that is not in the list"
+            return f"{name} lies in a file that is not listed"
     return None
 
 
@@ -221,7 +223,7 @@ def _describe(tensor: StoredTensor) -> str:
 
 
 def _schema_version(content: bytes) -> int:
-    """The schema that a manifest claims; 0 when it claims none."""
+    """Return the schema version in a manifest; 0 if there is none."""
     try:
         return int(json.loads(content)["version"])
     except (ValueError, TypeError, LookupError):

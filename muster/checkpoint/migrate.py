@@ -1,4 +1,4 @@
-"""Manifests of earlier schemas, taken up as today's."""
+"""Migration of manifests of earlier schemas."""
 
 import json
 from collections.abc import Mapping
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def from_schema_1(folder: Path, old: Mapping[str, Any]) -> dict[str, Any]:
-    """Schema 1 named each piece by its key in a safetensors file; where that lies is in the file's own header.
+    """Convert a manifest of schema 1 to schema 2.
 
-    What is missing or malformed is left out, so that validation names it.
+    Schema 1 named each chunk by its key in a safetensors file, whose header has the chunk's offset. Missing or
+    malformed parts are left out, so that validation reports them.
     """
     names = list(old["files"]) if isinstance(old.get("files"), dict) else []
     headers = {name: _tensor_offsets(folder / name) for name in names}
@@ -30,7 +31,7 @@ def from_schema_1(folder: Path, old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensor_offsets(path: Path) -> dict[str, int]:
-    """Where each key of a safetensors file begins, in bytes from the file's start; nothing where it can't be read."""
+    """Return the offset of each tensor in a safetensors file, in bytes; empty if the file can't be read."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")

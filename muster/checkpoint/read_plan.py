@@ -1,7 +1,7 @@
-"""What a rank has to read: derived from the manifest and the boxes it wants, nothing else; free of torch.
+"""Read plan of a rank: the chunks of a checkpoint that hold the boxes it wants; free of torch.
 
-A piece is read whole or not at all, since its checksum is that of the whole; pieces that follow each other in a file
-are read together.
+It follows from the manifest and the wanted boxes alone. A chunk is read as a whole or not at all, since its checksum
+covers the whole; chunks that are adjacent in a file are read in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,58 +15,62 @@ from muster.layout.tensor_layout import Box
 from muster.spec.errors import MusterError
 
 MAX_READ_BYTES = 8 << 20
-"""The largest single read: while it is checked, the next is on its way."""
+"""Largest coalesced read. While its checksums are computed, the next one is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """A stored piece that holds some of what is wanted."""
+    """Stored chunk that overlaps a wanted box."""
 
     file: int
-    """Its place in the manifest's list of files."""
+    """Index into the manifest's list of files."""
     offset: int
     nbytes: int
     crc32: int
     box: Box
-    """Of the whole tensor."""
+    """Box of the global tensor that the chunk holds."""
     target_index: int
-    """Which of the wanted boxes it is for."""
+    """Index of the wanted box that it is read for."""
 
 
 def plan_reads(manifest: TensorIndex, wanted: Sequence[tuple[str, Box]]) -> list[ReadItem]:
-    """What to read for the wanted (tensor, box) pairs, in the order in which it lies in the files.
+    """Return the chunks to read for the wanted (tensor, box) pairs, in the order of the files.
 
-    Raises MusterError when the pieces don't hold all of a box. The tensors must be in the manifest.
+    Raises MusterError if the chunks don't cover a box. The tensors must be in the manifest.
     """
     reads: list[ReadItem] = []
     for index, (name, box) in enumerate(wanted):
         tensor = manifest.tensors[name]
-        size, held = item_bytes(tensor.dtype), 0
+        covered = 0
         for number, common in _overlapping_chunks(tensor, box):
-            held += common
-            piece = tensor.chunk_box(number)
-            place = (tensor.files[number], tensor.offsets[number], piece.numel * size, tensor.crc32[number])
-            reads.append(ReadItem(*place, piece, index))
-        if held != box.numel:
-            raise MusterError(f"the checkpoint holds only {held} of {box.numel} wanted numbers of {name}")
+            covered += common
+            chunk = tensor.chunk_box(number)
+            nbytes = chunk.numel * item_bytes(tensor.dtype)
+            reads.append(
+                ReadItem(tensor.files[number], tensor.offsets[number], nbytes, tensor.crc32[number], chunk, index)
+            )
+        if covered != box.numel:
+            raise MusterError(f"the checkpoint holds only {covered} of {box.numel} wanted elements of {name}")
     return sorted(reads, key=lambda read: (read.file, read.offset))
 
 
 def coalesce_reads(reads: Iterable[ReadItem]) -> list[list[ReadItem]]:
-    """Reads, sorted by place, in groups that lie side by side in one file, RUN_BYTES at most or one read each."""
-    found: list[list[ReadItem]] = []
-    end, total = None, 0
+    """Group sorted reads that are adjacent in a file, each group of one read or at most MAX_READ_BYTES."""
+    groups: list[list[ReadItem]] = []
+    end: tuple[int, int] | None = None
+    total_bytes = 0
     for read in reads:
-        if end != (read.file, read.offset) or total + read.nbytes > MAX_READ_BYTES:
-            found.append([])
-            total = 0
-        found[-1].append(read)
-        end, total = (read.file, read.offset + read.nbytes), total + read.nbytes
-    return found
+        if end != (read.file, read.offset) or total_bytes + read.nbytes > MAX_READ_BYTES:
+            groups.append([])
+            total_bytes = 0
+        groups[-1].append(read)
+        end = (read.file, read.offset + read.nbytes)
+        total_bytes += read.nbytes
+    return groups
 
 
 def _overlapping_chunks(tensor: StoredTensor, box: Box) -> list[tuple[int, int]]:
-    """The pieces that overlap a box, each with how many numbers of the box it holds."""
+    """Return the chunks that overlap a box, each with the number of the box's elements that it holds."""
     start, size = np.array(box.start, dtype=np.int64), np.array(box.size, dtype=np.int64)
     begin, end = (
         np.maximum(tensor.chunk_starts, start),

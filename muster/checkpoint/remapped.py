@@ -1,4 +1,4 @@
-"""Tensors under other names: each made of boxes of tensors that another program named and shaped."""
+"""Tensors under other names and shapes: each assembled from boxes of stored tensors of another program."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from muster.spec.errors import MusterError
 
 @dataclass(frozen=True, slots=True)
 class BoxMapping:
-    """Where the numbers in a box of a wanted tensor come from: a box of a stored one, in the same order or transposed.
+    """Correspondence of a box of a target tensor and a box of a stored one, in the same order or transposed.
 
-    Where one box has more dimensions, it has a length of 1 in each that it has more, in front.
+    A box with more dimensions than the other has additional leading ones of size 1.
     """
 
     target: str
@@ -22,10 +22,10 @@ class BoxMapping:
     source: str
     source_box: Box
     transposed: bool = False
-    """But for leading lengths of 1, both boxes have two dimensions, in opposite order."""
+    """True if the boxes, apart from leading dimensions of size 1, are matrices that are transposes of each other."""
 
     def source_part(self, box: Box) -> Box:
-        """Where the numbers of `box`, which lies in the wanted box, are stored."""
+        """Return the stored box that holds `box`, a part of the target box."""
         start = tuple(a - b for a, b in zip(box.start, self.target_box.start, strict=True))
         size, dims = box.size, len(self.source_box.size)
         if self.transposed:
@@ -35,38 +35,38 @@ class BoxMapping:
 
 
 def _pad_dims(values: tuple[int, ...], dims: int, filler: int) -> tuple[int, ...]:
-    """The values for so many dimensions: leading ones are dropped or added."""
+    """Return the values for `dims` dimensions, dropping leading ones or adding `filler` in front."""
     return ((filler,) * (dims - len(values)) + values)[-dims:] if dims else ()
 
 
 class RemappedTensors:
-    """The tensors `kinds`, made of stored ones (`Tensors`); where dtypes differ, numbers are converted.
+    """Tensors assembled from boxes of stored ones (a `TensorSource`), converted where dtypes differ.
 
-    Raises MusterError when the origins don't give each number of each tensor.
+    Raises MusterError if the mappings don't cover each element of each tensor.
     """
 
     def __init__(self, stored: TensorSource, metas: Mapping[str, TensorMeta], mappings: Iterable[BoxMapping]) -> None:
         self.metas, self._stored = metas, stored
         self._mappings: dict[str, list[BoxMapping]] = {name: [] for name in metas}
-        for origin in mappings:
-            self._mappings[origin.target].append(origin)
-        for name, kind in metas.items():
-            if sum(origin.target_box.numel for origin in self._mappings[name]) != kind.numel:
-                raise MusterError(f"the map of names doesn't make up all of {name}")
+        for mapping in mappings:
+            self._mappings[mapping.target].append(mapping)
+        for name, meta in metas.items():
+            if sum(mapping.target_box.numel for mapping in self._mappings[name]) != meta.numel:
+                raise MusterError(f"the weight map doesn't cover all of {name}")
 
     def read(self, name: str, box: Box) -> Tensor:
         out = allocate(box.size, self.metas[name].dtype)
-        for origin in self._mappings[name]:
-            if (common := intersect(box, origin.target_box)) is not None:
-                found = self._stored.read(origin.source, origin.source_part(common))
-                if origin.transposed:
-                    found = found.reshape(found.shape[-2:]).t()
-                out[slices_within(common, box)] = found.reshape(common.size)
+        for mapping in self._mappings[name]:
+            if (common := intersect(box, mapping.target_box)) is not None:
+                part = self._stored.read(mapping.source, mapping.source_part(common))
+                if mapping.transposed:
+                    part = part.reshape(part.shape[-2:]).t()
+                out[slices_within(common, box)] = part.reshape(common.size)
         return out
 
 
 class RenamedTensors:
-    """Some stored tensors as they are, by other names: wanted → stored (`Tensors`)."""
+    """Stored tensors under other names, given as new name → stored name (a `TensorSource`)."""
 
     def __init__(self, stored: TensorSource, names: Mapping[str, str]) -> None:
         self._stored, self._names = stored, names
@@ -77,7 +77,7 @@ class RenamedTensors:
 
 
 def check_shapes(stored: TensorSource, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:
-    """Raises MusterError, in one sentence, when tensors that are needed are missing or of another shape."""
+    """Raise MusterError if needed tensors are missing or have another shape."""
     if missing := [name for name in shapes if name not in stored.metas]:
         raise MusterError(f"{where} lacks {abbreviate_names(missing)} of the {len(shapes)} tensors of its model")
     for name, shape in shapes.items():
@@ -86,5 +86,5 @@ def check_shapes(stored: TensorSource, shapes: Mapping[str, tuple[int, ...]], wh
 
 
 def abbreviate_names(names: Sequence[str]) -> str:
-    """The first of several names and how many more there are."""
+    """Return the first of several names and the number of others."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""What the numbers of tensors on disk are like, and how far two tensors are apart, a chunk at a time."""
+"""Statistics of a tensor on disk, and the difference of two, computed a part at a time."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from muster.spec.errors import MusterError
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the finite numbers of a tensor (NaN where there are none), and how many are not."""
+    """Statistics of a tensor's finite elements (NaN if there are none), and the number of others."""
 
     count: int
     not_finite: int
@@ -20,24 +20,29 @@ class Statistics:
     largest: float
     mean: float
     std: float
-    """Of the numbers themselves, not an estimate for more of them."""
+    """Population standard deviation."""
 
 
 def statistics(tensors: TensorSource, name: str) -> Statistics:
-    """Of one tensor. Sums are taken in float64."""
-    count = finite = zeros = 0
-    total = squares = 0.0
-    smallest, largest = math.inf, -math.inf
+    """Compute the statistics of one tensor, with sums in float64."""
+    count = 0
+    finite = 0
+    zeros = 0
+    total = 0.0
+    squares = 0.0
+    smallest = math.inf
+    largest = -math.inf
     for box in split_into_boxes(tensors.metas[name], limit_bytes=1 << 20):
-        numbers = tensors.read(name, box).flatten().double()
-        count += numbers.numel()
-        numbers = numbers[numbers.isfinite()]
-        if numbers.numel():
-            finite += numbers.numel()
-            zeros += int((numbers == 0).sum())
-            total += float(numbers.sum())
-            squares += float(numbers.square().sum())
-            smallest, largest = min(smallest, float(numbers.min())), max(largest, float(numbers.max()))
+        values = tensors.read(name, box).flatten().double()
+        count += values.numel()
+        values = values[values.isfinite()]
+        if values.numel():
+            finite += values.numel()
+            zeros += int((values == 0).sum())
+            total += float(values.sum())
+            squares += float(values.square().sum())
+            smallest = min(smallest, float(values.min()))
+            largest = max(largest, float(values.max()))
     if not finite:
         return Statistics(count, count, 0, math.nan, math.nan, math.nan, math.nan)
     mean = total / finite
@@ -47,30 +52,35 @@ def statistics(tensors: TensorSource, name: str) -> Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two tensors of one shape are apart."""
+    """Difference of two tensors of one shape."""
 
     name: str
     equal: bool
-    """All numbers are, NaN where NaN is; dtypes may differ."""
+    """True if all elements are equal, NaN counting as equal to NaN; dtypes may differ."""
     max_abs: float
-    """The largest difference of two numbers."""
+    """Largest absolute difference of two elements."""
     relative: float
-    """The root of the mean square of the differences over that of the first tensor's numbers."""
+    """Root mean square of the differences over the root mean square of the first tensor."""
 
 
 def distance(a: TensorSource, b: TensorSource, name: str) -> Distance:
-    """Of the tensor `name` in a and in b. Raises MusterError where their shapes differ."""
-    kind, other = a.metas[name], b.metas[name]
-    if kind.shape != other.shape:
-        raise MusterError(f"{name} has shape {list(kind.shape)} in one and {list(other.shape)} in the other")
-    equal, far, squares, own = True, 0.0, 0.0, 0.0
-    for box in split_into_boxes(kind, limit_bytes=1 << 20):
-        x, y = a.read(name, box).double(), b.read(name, box).double()
+    """Compute the difference of the tensor `name` in a and in b. Raises MusterError if their shapes differ."""
+    meta, other = a.metas[name], b.metas[name]
+    if meta.shape != other.shape:
+        raise MusterError(f"{name} has shape {list(meta.shape)} in one and {list(other.shape)} in the other")
+    equal = True
+    max_abs = 0.0
+    difference_squares = 0.0
+    squares = 0.0
+    for box in split_into_boxes(meta, limit_bytes=1 << 20):
+        x = a.read(name, box).double()
+        y = b.read(name, box).double()
+        squares += float(x.square().sum())
         if torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()):
-            own += float(x.square().sum())
             continue
-        apart, equal = (x - y).abs_(), False
-        far = max(far, float(apart.max())) if not apart.isnan().any() else math.nan
-        squares, own = squares + float(apart.square().sum()), own + float(x.square().sum())
-    relative = 0.0 if equal else math.sqrt(squares / own) if own else math.inf
-    return Distance(name, equal, far, relative)
+        equal = False
+        difference = (x - y).abs_()
+        max_abs = max(max_abs, float(difference.max())) if not difference.isnan().any() else math.nan
+        difference_squares += float(difference.square().sum())
+    relative = 0.0 if equal else math.sqrt(difference_squares / squares) if squares else math.inf
+    return Distance(name, equal, max_abs, relative)

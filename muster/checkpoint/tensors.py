@@ -1,4 +1,4 @@
-"""Tensors on disk, whatever the format: what there is, and any box of it, read when it is asked for."""
+"""Tensors on disk in any format: their names, shapes and dtypes, and any box of them, read on demand."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from muster.layout.tensor_layout import Box
 from muster.spec.errors import MusterError
 
 MAX_BOX_BYTES = 4 << 20
-"""What is held of a tensor at once: large enough for a disk, small beside any model."""
+"""Largest part of a tensor in memory at once: large enough for efficient reads, small beside any model."""
 
 _MMAP_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a tensor, known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,21 +44,24 @@ class TensorMeta:
 
 
 class TensorSource(Protocol):
-    """Named tensors, each of which can be read box by box."""
+    """Named tensors that can be read box by box."""
 
     @property
     def metas(self) -> Mapping[str, TensorMeta]:
-        """All there are, by name."""
+        """Shape and dtype of every tensor, by name."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The numbers in `box` as a tensor of the box's size with memory of its own. Raises MusterError."""
+        """Return the elements in `box` as a tensor of the box's size that owns its memory. Raises MusterError."""
         ...
 
 
 def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a part of a tensor. A large part's comes from the system and goes back as soon as it is dropped: C's
-    allocator keeps blocks of changing sizes, and was seen to hold ten times what was in use."""
+    """Return an uninitialized tensor for a part of a stored one.
+
+    Large parts are mapped from the system, and returned to it as soon as they are dropped: malloc keeps blocks of
+    changing sizes, and was observed to hold ten times the memory in use.
+    """
     nbytes = prod(size) * dtype.itemsize
     if nbytes < _MMAP_BYTES:
         return torch.empty(size, dtype=dtype)
@@ -67,8 +70,10 @@ def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def split_into_boxes(meta: TensorMeta, limit_bytes: int = MAX_BOX_BYTES) -> Iterator[Box]:
-    """Boxes of at most `limit_bytes` (at least one number) that make up a tensor, in the order of its numbers in
-    memory: their bytes one after another are the tensor's. An empty tensor has none."""
+    """Yield boxes of at most `limit_bytes` (at least one element) that make up a tensor.
+
+    They come in row-major order, so that their bytes, concatenated, are the tensor's. An empty tensor has none.
+    """
     if meta.numel:
         yield from _split(meta.whole, 0, max(limit_bytes // meta.dtype.itemsize, 1))
 
@@ -88,16 +93,16 @@ def _split(box: Box, dim: int, limit: int) -> Iterator[Box]:
 
 
 class ArrayFile:
-    """A file that holds arrays in row-major order, read with as few and as large reads as a box allows.
+    """File of arrays in row-major order, from which boxes are read with as few and as large reads as possible.
 
-    Read, not mapped into memory: mapped pages would count as this process's memory.
+    It is read, not mapped: mapped pages would count as memory of this process.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read_box(self, offset: int, meta: TensorMeta, box: Box) -> Tensor:
-        """A box of the array of `kind` whose first byte is at `offset`. Raises MusterError where the file ends."""
+        """Read a box of the array that begins at byte `offset`. Raises MusterError if the file ends too early."""
         out = allocate(box.size, meta.dtype)
         strides = [prod(meta.shape[dim + 1 :]) * meta.dtype.itemsize for dim in range(len(meta.shape))]
         try:
@@ -110,7 +115,7 @@ class ArrayFile:
     def _fill(
         self, file: FileIO, offset: int, shape: tuple[int, ...], strides: list[int], box: Box, into: memoryview
     ) -> None:
-        """Reads the box into bytes; what lies in one run in the file is read at once."""
+        """Read a box into bytes, each contiguous run with one read; recursive over the leading dimensions."""
         if box.size[1:] == shape[1:] or not shape:
             self._read(file, offset + (box.start[0] * strides[0] if shape else 0), into)
             return
@@ -124,10 +129,10 @@ class ArrayFile:
         while into:
             count = file.readinto(into)
             if not count:
-                raise MusterError(f"{self.path} is damaged: it ends before its tensors do")
+                raise MusterError(f"{self.path} is damaged: it ends before its last tensor does")
             into = into[count:]
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in this machine's memory; writing to them writes to it."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

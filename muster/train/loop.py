@@ -242,7 +242,7 @@ class TrainingLoop:
             damaged.append(latest)
             said = problem
             if self.is_main:
-                print(f"passed over a damaged checkpoint: {problem}", flush=True)
+                print(f"skipped a damaged checkpoint: {problem}", flush=True)
         if damaged:
             raise MusterError(f"{self.run_dir} has no checkpoint to go on from ({said}): --fresh starts anew")
         return None

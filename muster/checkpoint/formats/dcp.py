@@ -92,7 +92,7 @@ class DcpTensors:
         self.folder, path = folder, folder / METADATA
         try:
             metadata = read_pickle(path.read_bytes(), _METADATA_NAMES)
-            kinds, self._chunks, self.other_objects = _parse_metadata(metadata)
+            metas, self._chunks, self.other_objects = _parse_metadata(metadata)
         except OSError as error:
             raise MusterError(f"could not read {path}: {error.strerror}") from error
         except RefusedPickle as error:
@@ -101,15 +101,15 @@ class DcpTensors:
             raise MusterError(f"{path}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise MusterError(f"{path} is damaged: it doesn't describe tensors") from error
-        self.metas: Mapping[str, TensorMeta] = kinds
+        self.metas: Mapping[str, TensorMeta] = metas
         self._offsets: dict[_Chunk, int | None] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        kind = self.metas[name]
-        out, filled = allocate(box.size, kind.dtype), 0
+        meta = self.metas[name]
+        out, filled = allocate(box.size, meta.dtype), 0
         for chunk in self._chunks[name]:
             if (common := intersect(box, chunk.box)) is not None:
-                out[slices_within(common, box)] = self._read_chunk(name, chunk, kind.dtype, common)
+                out[slices_within(common, box)] = self._read_chunk(name, chunk, meta.dtype, common)
                 filled += common.numel
         if filled != box.numel:
             raise MusterError(f"{self.folder} holds only {filled} of {box.numel} wanted numbers of {name}")
@@ -119,15 +119,15 @@ class DcpTensors:
         path = self.folder / chunk.file
         if chunk.is_transformed:
             raise MusterError(f"{path}: {name} was written compressed or encrypted, which can't be read here")
-        kind, inner = (
+        meta, inner = (
             TensorMeta(chunk.box.size, dtype),
             Box(tuple(a - b for a, b in zip(part.start, chunk.box.start, strict=True)), part.size),
         )
         try:
             if chunk not in self._offsets:
-                self._offsets[chunk] = _data_offset(path, chunk.offset, chunk.length, kind)
+                self._offsets[chunk] = _data_offset(path, chunk.offset, chunk.length, meta)
             if (offset := self._offsets[chunk]) is not None:
-                return ArrayFile(path).read_box(offset, kind, inner)
+                return ArrayFile(path).read_box(offset, meta, inner)
             with open(path, "rb") as file:
                 view = io.BufferedReader(_FileSlice(file, chunk.offset, chunk.length))
                 whole = torch.load(view, map_location="cpu", weights_only=True)
@@ -137,13 +137,13 @@ class DcpTensors:
             raise
         except Exception as error:  # torch.load and zipfile raise many kinds
             raise MusterError(f"{path} is damaged: {name} can't be read from it") from error
-        if not isinstance(whole, Tensor) or tuple(whole.shape) != kind.shape or whole.dtype != dtype:
+        if not isinstance(whole, Tensor) or tuple(whole.shape) != meta.shape or whole.dtype != dtype:
             raise MusterError(f"{path} is damaged: {name} there isn't as {METADATA} says")
         return whole[inner.slices].clone()
 
 
 def _parse_metadata(metadata: Any) -> tuple[dict[str, TensorMeta], dict[str, list[_Chunk]], list[str]]:
-    kinds: dict[str, TensorMeta] = {}
+    metas: dict[str, TensorMeta] = {}
     chunks: dict[str, list[_Chunk]] = {}
     others: list[str] = []
     for name, entry in metadata.state_dict_metadata.items():
@@ -152,20 +152,20 @@ def _parse_metadata(metadata: Any) -> tuple[dict[str, TensorMeta], dict[str, lis
             continue
         properties = entry.properties
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
-        kinds[name], chunks[name] = TensorMeta(tuple(entry.size), dtype), []
+        metas[name], chunks[name] = TensorMeta(tuple(entry.size), dtype), []
     sizes = {
         (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-        for name, kind in kinds.items()
+        for name, meta in metas.items()
         for chunk in metadata.state_dict_metadata[name].chunks
     }
     for index, info in metadata.storage_data.items():
-        if index.fqn not in kinds:
+        if index.fqn not in metas:
             continue
-        start = tuple(getattr(index, "offset", None) or (0,) * len(kinds[index.fqn].shape))
+        start = tuple(getattr(index, "offset", None) or (0,) * len(metas[index.fqn].shape))
         coded = bool(getattr(info, "transform_descriptors", None))
         box = Box(start, sizes[index.fqn, start])
         chunks[index.fqn].append(_Chunk(box, str(info.relative_path), int(info.offset), int(info.length), coded))
-    return kinds, chunks, others
+    return metas, chunks, others
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): None,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     **{
-        ("torch", f"{kind}Storage"): dtype
-        for kind, dtype in {
+        ("torch", f"{name}Storage"): dtype
+        for name, dtype in {
             "Double": torch.float64,
             "Float": torch.float32,
             "BFloat16": torch.bfloat16,

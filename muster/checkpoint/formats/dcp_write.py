@@ -35,10 +35,10 @@ def write_dcp(folder: Path, tensors: TensorSource, max_box_bytes: int, progress:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     with open(folder / _FILE, "wb") as out:
-        for name, kind in tensors.metas.items():
-            boxes = list(split_into_boxes(kind, max_box_bytes)) or [kind.whole]
+        for name, meta in tensors.metas.items():
+            boxes = list(split_into_boxes(meta, max_box_bytes)) or [meta.whole]
             parts = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in boxes]
-            described[name] = TensorStorageMetadata(TensorProperties(kind.dtype), torch.Size(kind.shape), parts)
+            described[name] = TensorStorageMetadata(TensorProperties(meta.dtype), torch.Size(meta.shape), parts)
             for index, (box, part) in enumerate(zip(boxes, parts, strict=True)):
                 start, data = out.tell(), io.BytesIO()
                 tensor = tensors.read(name, box).contiguous()

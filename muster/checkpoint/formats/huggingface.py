@@ -72,15 +72,15 @@ def write_weights(
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
             write_header(out, shard.items())
-            for tensor_name, kind in shard.items():
-                for box in split_into_boxes(kind, buffer_bytes(max_shard_bytes)):
+            for tensor_name, meta in shard.items():
+                for box in split_into_boxes(meta, buffer_bytes(max_shard_bytes)):
                     found = tensors.read(tensor_name, box).contiguous()
                     out.write(byte_view(found))
                     progress(found.nbytes)
             out.flush()
             os.fsync(out.fileno())
     if len(shards) > 1:
-        total = sum(kind.nbytes for kind in tensors.metas.values())
+        total = sum(meta.nbytes for meta in tensors.metas.values())
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return names
@@ -95,12 +95,12 @@ def buffer_bytes(max_shard_bytes: int) -> int:
 def _plan_shards(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[dict[str, TensorMeta]]:
     shard: dict[str, TensorMeta] = {}
     held = 0
-    for name, kind in metas.items():
-        if shard and held + kind.nbytes > max_bytes:
+    for name, meta in metas.items():
+        if shard and held + meta.nbytes > max_bytes:
             yield shard
             shard, held = {}, 0
-        shard[name] = kind
-        held += kind.nbytes
+        shard[name] = meta
+        held += meta.nbytes
     yield shard
 
 
@@ -177,6 +177,6 @@ def byte_characters() -> list[str]:
 def dominant_dtype(metas: Mapping[str, TensorMeta]) -> str:
     """The dtype that most of the numbers have, as torch calls it."""
     numbers: dict[torch.dtype, int] = {}
-    for kind in metas.values():
-        numbers[kind.dtype] = numbers.get(kind.dtype, 0) + kind.numel
+    for meta in metas.values():
+        numbers[meta.dtype] = numbers.get(meta.dtype, 0) + meta.numel
     return str(max(numbers, key=lambda dtype: numbers[dtype])).removeprefix("torch.")

@@ -51,10 +51,10 @@ class NativeTensors:
         if place not in self._cache:
             while sum(kept.nbytes for kept in self._cache.values()) + read.nbytes > CACHE_BYTES and self._cache:
                 del self._cache[next(iter(self._cache))]
-            path, kind = self.folder / self.manifest.file_names[read.file], self.metas[name]
+            path, meta = self.folder / self.manifest.file_names[read.file], self.metas[name]
             if problem := find_file_damage(path, self.manifest.files[path.name]):
                 raise MusterError(problem)
-            data = ArrayFile(path).read_box(read.offset, kind := TensorMeta(read.box.size, kind.dtype), kind.whole)
+            data = ArrayFile(path).read_box(read.offset, meta := TensorMeta(read.box.size, meta.dtype), meta.whole)
             if crc32(byte_view(data)) != read.crc32:
                 raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
             self._cache[place] = data
@@ -101,12 +101,12 @@ def _plan_files(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[lis
     """What goes into each file; wide types first, so that every box is aligned."""
     parts: list[WriteItem] = []
     held = 0
-    for name, kind in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):
-        dtype = dtype_name(torch.empty(0, dtype=kind.dtype))
-        for index, box in enumerate(split_into_boxes(kind, MAX_CHUNK_BYTES)):
+    for name, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):
+        dtype = dtype_name(torch.empty(0, dtype=meta.dtype))
+        for index, box in enumerate(split_into_boxes(meta, MAX_CHUNK_BYTES)):
             if held > max_bytes:
                 yield parts
                 parts, held = [], 0
-            parts.append(WriteItem(name, f"{name}#{index}" if index else name, kind.shape, dtype, box))
+            parts.append(WriteItem(name, f"{name}#{index}" if index else name, meta.shape, dtype, box))
             held += parts[-1].nbytes
     yield parts

@@ -57,24 +57,24 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _entry(path: Path, name: str, fields: Mapping, start: int, size: int) -> TensorEntry:
     if (dtype := _DTYPES.get(fields["dtype"])) is None:
         raise MusterError(f"{path}: {name} is {fields['dtype']}, but only {', '.join(_DTYPES)} can be read")
-    kind = TensorMeta(tuple(int(length) for length in fields["shape"]), dtype)
+    meta = TensorMeta(tuple(int(length) for length in fields["shape"]), dtype)
     begin, end = (int(offset) for offset in fields["data_offsets"])
-    if end - begin != kind.nbytes or begin < 0:
-        raise MusterError(f"{path} is damaged: {name} has {end - begin} bytes, but {kind} needs {kind.nbytes}")
+    if end - begin != meta.nbytes or begin < 0:
+        raise MusterError(f"{path} is damaged: {name} has {end - begin} bytes, but {meta} needs {meta.nbytes}")
     if start + end > size:
         raise MusterError(f"{path} is damaged: it has {size} bytes, but {name} ends at byte {start + end}")
-    return TensorEntry(kind, start + begin)
+    return TensorEntry(meta, start + begin)
 
 
 def write_header(out: BinaryIO, tensors: Iterable[tuple[str, TensorMeta]]) -> None:
     """The start of a file whose tensors' bytes follow in this order. Raises MusterError for a dtype it can't hold."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key, kind in tensors:
-        if (dtype := DTYPE_NAMES.get(kind.dtype)) is None:
-            raise MusterError(f"can't store {key} as {kind.dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
-        start, end = end, end + kind.nbytes
-        entries[key] = {"dtype": dtype, "shape": list(kind.shape), "data_offsets": [start, end]}
+    for key, meta in tensors:
+        if (dtype := DTYPE_NAMES.get(meta.dtype)) is None:
+            raise MusterError(f"can't store {key} as {meta.dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
+        start, end = end, end + meta.nbytes
+        entries[key] = {"dtype": dtype, "shape": list(meta.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     out.write(len(text).to_bytes(8, "little") + text)
