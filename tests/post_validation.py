@@ -29,7 +29,7 @@ class RoughTrainer(Trainer):
 
     factors: dict[int, float] = {}
 
-    def local_sums(self) -> Tensor:
+    def local_statistics(self) -> Tensor:
         step = self.step_count + 1
         if step in self.factors and self.world.rank == (0 if step % 2 else self.world.size - 1):
             for stage in self.stages.values():
@@ -49,7 +49,7 @@ def not_restored() -> Iterator[None]:
         keep(self)
         self._saved_state = self._state()
 
-    with patch.object(PostValidation, "_keep", faulty):
+    with patch.object(PostValidation, "_save_state", faulty):
         yield
 
 
@@ -61,7 +61,10 @@ def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, 
     found = []
     for index, case in enumerate(payload["cases"]):
         factors = {int(step): float(factor) for step, factor in case.pop("factors", {}).items()}
-        with patch.object(RoughTrainer, "factors", factors), patch("muster.train.post_validation.CALM", 3):
+        with (
+            patch.object(RoughTrainer, "factors", factors),
+            patch("muster.train.post_validation.MIN_UNCLIPPED_STEPS", 3),
+        ):
             found.append(_run_case(rank, world_size, store, index, payload["folder"], **case))
     return found
 

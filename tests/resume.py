@@ -189,20 +189,20 @@ def no_fault() -> Iterator[None]:
 @contextmanager
 def other_position() -> Iterator[None]:
     """The data go on one step too early."""
-    go_to = Trainer.restore
+    restore = Trainer.restore
 
     def faulty(self: Trainer, step: int, counters: Any) -> None:
-        go_to(self, step, {**counters, "samples_consumed": counters["samples_consumed"] - 8})
+        restore(self, step, {**counters, "samples_consumed": counters["samples_consumed"] - 8})
 
-    with patch.object(Trainer, "go_to", faulty):
+    with patch.object(Trainer, "restore", faulty):
         yield
 
 
 @contextmanager
 def other_step() -> Iterator[None]:
     """The learning rate and the optimizer are one step behind."""
-    go_to = Trainer.restore
-    with patch.object(Trainer, "go_to", lambda self, step, counters: go_to(self, step - 1, counters)):
+    restore = Trainer.restore
+    with patch.object(Trainer, "restore", lambda self, step, counters: restore(self, step - 1, counters)):
         yield
 
 

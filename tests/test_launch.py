@@ -32,7 +32,7 @@ if mode == "no handler" and rank == 1:
     (run_dir / f"ready-{rank}").write_text(str(os.getpid()))
     time.sleep(1000)
 from muster.spec.errors import ConfigError, MusterError
-from muster.launch.rank_errors import die_with_parent, guard
+from muster.launch.rank_errors import die_with_parent, run_guarded
 die_with_parent()
 asked = []
 
@@ -94,7 +94,7 @@ def body():
         raise ConnectionResetError("Connection reset by peer")
     time.sleep(1000)
 
-sys.exit(guard(run_dir, rank, body))
+sys.exit(run_guarded(run_dir, rank, body))
 '''
 
 GLOO = '''
@@ -102,7 +102,7 @@ GLOO = '''
 import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
-from muster.launch.rank_errors import die_with_parent, guard
+from muster.launch.rank_errors import die_with_parent, run_guarded
 die_with_parent()
 import torch, torch.distributed as dist
 run_dir, rank, (host, port) = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(":")
@@ -120,7 +120,7 @@ def body():
     dist.all_reduce(torch.ones(3))
     return 0
 
-sys.exit(guard(run_dir, rank, body))
+sys.exit(run_guarded(run_dir, rank, body))
 '''
 
 LAUNCHER = """

@@ -114,7 +114,7 @@ def test_no_node_tells_others_an_address_that_is_its_own_to_each(monkeypatch: py
         return routes[address]
 
     monkeypatch.setattr(addresses, "resolve", {"here": "127.0.1.1", "there": "10.0.0.1"}.__getitem__)
-    monkeypatch.setattr(addresses, "interface_towards", towards)
+    monkeypatch.setattr(addresses, "route_interface", towards)
     monkeypatch.setattr(addresses, "interfaces", lambda: [*routes.values(), Interface("eth0", "10.1.0.9")])
     assert [local_address_for(host) for host in ("localhost", "127.0.0.1", "there")] == ["127.0.0.1"] * 2 + ["10.0.0.9"]
     assert local_address_for("here") == "10.0.0.9", "without a default route any address that others may reach"
@@ -142,7 +142,7 @@ def test_one_connection_that_fails_closes_no_door(monkeypatch: pytest.MonkeyPatc
 
 def test_lines_are_closed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first can send what it has to say only when the second has been closed."""
-    monkeypatch.setattr(connection, "CLOSE_LIMIT_S", 30.0)
+    monkeypatch.setattr(connection, "CLOSE_TIMEOUT_S", 30.0)
     (ours, theirs), (ours_too, theirs_too) = socket.socketpair(), socket.socketpair()
     monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are no TCP
     lines = [LauncherConnection(connection, 0, queue.SimpleQueue()) for connection in (ours, ours_too)]
@@ -238,7 +238,7 @@ def joined(wanted: RendezvousConfig, use: Any = lambda team: None, **facts: obje
 def said(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     """What launchers print while they meet, as they do it."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(meeting, "print", lambda line, **_: lines.put(connection), raising=False)
+    monkeypatch.setattr(meeting, "print", lambda line, **_: lines.put(line), raising=False)
     return lines
 
 
@@ -413,12 +413,12 @@ def test_a_launcher_is_welcomed_before_it_is_told_anything(port: int, monkeypatc
     def slowly(line: LauncherConnection, kind: str, **content: Any) -> None:
         if kind == "welcome":
             time.sleep(0.3)
-        say(connection, kind, **content)
+        say(line, kind, **content)
 
-    monkeypatch.setattr(LauncherConnection, "say", slowly)
-    monkeypatch.setattr(teams, "BEAT_S", 0.05)
-    first = joined(request(port, 0), lambda team: team.tell("start"))
-    second = joined(request(port, 1), lambda team: sorted(team.expect("start", LONG_S)))  # stays until it is heard
+    monkeypatch.setattr(LauncherConnection, "send", slowly)
+    monkeypatch.setattr(teams, "HEARTBEAT_INTERVAL_S", 0.05)
+    first = joined(request(port, 0), lambda team: team.send("start"))
+    second = joined(request(port, 1), lambda team: sorted(team.wait_for("start", LONG_S)))  # stays until it is heard
     assert together(first, second) == [None, [0]]
 
 
@@ -426,11 +426,11 @@ def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.Monkey
     over = threading.Event()
 
     def mute(team: LauncherGroup) -> None:
-        monkeypatch.setattr(team, "tell", lambda *_, **__: None)
+        monkeypatch.setattr(team, "send", lambda *_, **__: None)
         over.wait(LONG_S)
 
     def hub(team: LauncherGroup) -> None:
-        monkeypatch.setattr(teams, "LOST_S", 1.0)
+        monkeypatch.setattr(teams, "SILENCE_TIMEOUT_S", 1.0)
         try:
             team.wait_for("ready", LONG_S)
         finally:
@@ -759,7 +759,7 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     monkeypatch.setattr(doctor_nodes, "CHECKS", {})
     monkeypatch.setattr(connection, "time", Shifted())
     own = iter([{"muster": "1", "python": "3", "torch": "none"}, {"muster": "2", "python": "3", "torch": "none"}])
-    monkeypatch.setattr(doctor_nodes, "software", lambda: next(own))
+    monkeypatch.setattr(doctor_nodes, "software_versions", lambda: next(own))
     seen = together(
         *(lambda rank=rank: [*run_node_checks(DoctorRequest(tmp_path), request(port, rank))] for rank in range(2))
     )
@@ -771,7 +771,7 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     assert f"the clock of node 1 on {HOST} is +100." in found["clocks"].sentence
     assert found["clocks"].sentence.endswith(f"s off that of node 0 on {HOST}: start NTP on both")
     assert found["ranks"].sentence == "without PyTorch on all nodes no ranks can be started"
-    monkeypatch.setattr(doctor_nodes, "software", lambda: {"torch": "none"})
+    monkeypatch.setattr(doctor_nodes, "software_versions", lambda: {"torch": "none"})
     (alone,) = run_node_checks(DoctorRequest(tmp_path, limit_s=1), request(port, 1))
     assert (alone.check, alone.level) == ("nodes", "problem")
     assert f"node 0 did not answer at 127.0.0.1:{port} within 1 s (Connection refused)" in alone.sentence

@@ -42,7 +42,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     said: list[str] = []
     saver = ScriptedSaver(outcomes, said)
     monkeypatch.setattr("muster.train.checkpoint_manager.Saver", lambda *_: saver)
-    monkeypatch.setattr("muster.train.checkpoint_manager.PAUSE_S", 0.0)
+    monkeypatch.setattr("muster.train.checkpoint_manager.RETRY_PAUSE_S", 0.0)
     where = SimpleNamespace(say=said.append)
 
     def alone(name: str, value: Any, limit: timedelta) -> list[Any]:

@@ -134,7 +134,7 @@ def register_loss(name: str) -> Callable[[T], T]:
 def register_step(name: str) -> Callable[[T], T]:
     """Registers a training step, for `train.training_step`: `step(now)` is called on every rank when the gradients of a
     global batch are complete, in place of clipping them and letting the optimizer step
-    (`muster.train.custom_step.Now`).
+    (`muster.StepContext`).
 
     Raises ConfigError where the name is taken.
     """

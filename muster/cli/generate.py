@@ -23,12 +23,14 @@ def run(arguments: list[str]) -> int:
 
     sampling = _sampling(args)
     wanted = import_torch_module("muster.train.text_generation")
-    source = wanted.find_source(args.run)
+    source = wanted.find_trained_model(args.run)
     plan = parse_plan_name(args.plan, Plan(precision=source.plan.precision))
     require_generation_supported(plan, source.model)
     prompts, start_s = tuple(args.prompt), perf_counter()
-    request = wanted.Request(source=source, plan=plan, prompts=prompts, tokens=args.tokens, sampling=sampling)
-    texts = import_torch_module("muster.train.generate").run_request(request)
+    request = wanted.GenerationRequest(
+        trained_model=source, plan=plan, prompts=prompts, max_new_tokens=args.tokens, sampling=sampling
+    )
+    texts = import_torch_module("muster.train.generate").run_generation(request)
     if args.json:
         found = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         facts = {
