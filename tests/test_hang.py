@@ -184,11 +184,11 @@ def faulty_run(folder: Path, plan: str, fault: str, rank: int) -> tuple[int, dic
 PREPARE = f"""
 import sys
 from pathlib import Path
-from muster.config.load_config import load_run
+from muster.config.load_config import load_run_config
 from muster.train.run import TrainOptions, prepare
 from muster.planner.auto import choose_plan
 changes = [("train.steps", "400"), ("parallel", sys.argv[2]), ("{AT_ONCE[0][2:]}", "{AT_ONCE[1]}")]
-resolved = load_run("tiny", None, changes)
+resolved = load_run_config("tiny", None, changes)
 prepare(resolved, choose_plan(resolved, 2), TrainOptions(Path(sys.argv[1])))
 """
 

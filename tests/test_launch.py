@@ -128,7 +128,7 @@ import sys
 from pathlib import Path
 from muster.launch.launcher import launch
 script, mode, run_dir = sys.argv[1:]
-launch(lambda rank, _: [sys.executable, script, mode, run_dir, str(rank)], 2, Path(run_dir)).tell()
+launch(lambda rank, _: [sys.executable, script, mode, run_dir, str(rank)], 2, Path(run_dir)).report()
 """
 
 

@@ -364,7 +364,7 @@ def test_strangers_at_the_door_disturb_nobody(port: int) -> None:
         with knock() as connection:
             connection.sendall(b'{"kind": "hello", "member": {"node": "one"}}\n')
             assert connection.recv(1) == b""
-        joined(request(port, 1), lambda team: team.expect("start", LONG_S))()
+        joined(request(port, 1), lambda team: team.wait_for("start", LONG_S))()
 
     def hub(team: LauncherGroup) -> list[int]:
         team.send("start")

@@ -21,19 +21,19 @@ class ScriptedSaver:
 
     def __init__(self, outcomes: list[tuple[bool, bool, str | None]], said: list[str]) -> None:
         self.outcomes, self.said, self.begun = outcomes, said, 0
-        self.on_disk, self.problem = False, None
+        self.on_disk, self.error = False, None
 
-    def begin(self, *_: object) -> None:
+    def start(self, *_: object) -> None:
         self.begun += 1
 
-    def wait_copied(self) -> None:
+    def wait_staged(self) -> None:
         raise AssertionError("nothing changes at the end")
 
     def wait(self, _: float) -> bool:
         assert self.said == ["save"] * (self.begun + 1), "waiting for a disk is no hang"
         if not self.begun:
             return True
-        done, self.on_disk, self.problem = self.outcomes[self.begun - 1]
+        done, self.on_disk, self.error = self.outcomes[self.begun - 1]
         return done
 
 
@@ -41,9 +41,9 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
     """What is said, or raised as `error: …`, and how many saves were begun."""
     said: list[str] = []
     saver = ScriptedSaver(outcomes, said)
-    monkeypatch.setattr("muster.train.checkpoint_manager.Saver", lambda *_: saver)
+    monkeypatch.setattr("muster.train.checkpoint_manager.AsyncSaver", lambda *_: saver)
     monkeypatch.setattr("muster.train.checkpoint_manager.RETRY_PAUSE_S", 0.0)
-    where = SimpleNamespace(say=said.append)
+    heartbeat = SimpleNamespace(update=said.append)
 
     def alone(name: str, value: Any, limit: timedelta) -> list[Any]:
         assert name not in names, "a name twice would give the answer of the first time"
@@ -52,11 +52,11 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
         return [value]
 
     names: list[str] = []
-    world = SimpleNamespace(rank=0, size=1, store=None, where=where, exchange_within=alone)
-    trainer = SimpleNamespace(step_count=3, pieces=list)
+    world = SimpleNamespace(rank=0, size=1, store=None, heartbeat=heartbeat, all_gather_object_via_store=alone)
+    trainer = SimpleNamespace(step_count=3, local_shards=list)
     train = TrainConfig(steps=3, seq_len=8, global_batch_size=1, remote_checkpoint_dir="file:///there")
     saves = CheckpointManager(train, cast(Any, trainer), cast(Any, world), run)
-    assert trainer.before_change == saver.wait_copied
+    assert trainer.before_change == saver.wait_staged
     try:
         return saves.save_and_wait({}), saver.begun
     except MusterError as error:
