@@ -219,13 +219,43 @@ def test_a_verb_gets_its_configuration_and_options(monkeypatch, tmp_path):
     assert main(["train", str(file), "--seed", "9", "--parallel=pp2", "--nproc", "2"]) == 75
     assert main(["train", "--preset", "tiny", "--run", "here", "--fresh"]) == 75
     assert main(["train", "--preset", "demo", str(file)]) == 75
-    assert main(["train", "--preset", "tiny"]) == 75
+    assert main(["train", "--preset", "tiny", "--no-resume"]) == 75
     assert seen == [
         (9, 2, (Path("runs/mine"), 2, False, False, None)),
         (0, 1, (Path("here"), None, True, False, None)),
         (0, 1, (Path("runs/mine"), None, False, False, None)),
-        (0, 1, (Path("runs/tiny"), None, False, False, None)),
+        (0, 1, (Path("runs/tiny"), None, True, False, None)),
     ]
+
+
+def test_predict_reads_the_plan_of_a_run_file(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 1\nparallel:\n  tp: 2\n  micro_batch_size: 1\ntrain:\n  seq_len: 64\n")
+    command = ["predict", "--model", "tiny", "--cluster", "2xh100", "--plan", str(file), "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["plan"].startswith("tp2-mb1")
+    file.write_text("extends: tiny\nparallel: auto\n")
+    assert main(command) == 2
+    assert "leaves its plan to 'auto'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "old", "new"),
+    [
+        ("schedule 1f1b --ranks 2 --microbatches 2 --comm=0.5", "--comm", "--p2p-time"),
+        ("schedule interleaved --ranks 2 --microbatches 2 --chunks 2", "--chunks", "--vpp"),
+        ("train --preset tiny --dry-run --join-limit 3", "--join-limit", "--rendezvous-timeout"),
+    ],
+)
+def test_a_former_flag_is_read_and_says_its_new_name(arguments, old, new, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("muster.spec.former_names._REPORTED", set())
+    former = main(arguments.split()), capsys.readouterr()
+    current = main(arguments.replace(old, new).split()), capsys.readouterr()
+    assert former[0] == current[0]
+    assert former[1].out == current[1].out
+    verb = arguments.partition(" ")[0]
+    assert former[1].err == f"muster {verb}: {old} is called {new} now\n" + current[1].err
 
 
 def test_output_that_nobody_reads_is_no_error():
@@ -311,6 +341,6 @@ def test_imports_run_downward(room):
         for name in _imports(path):
             package, _, rest = name.partition(".")
             other = rest.partition(".")[0]
-            if package != "muster" or other in ("", room) or (room, other) == ("spec", "catalog"):
+            if package != "muster" or other in ("", "version", room) or (room, other) == ("spec", "catalog"):
                 continue
             assert FLOORS[other] < FLOORS[room], f"{path} imports {name}"

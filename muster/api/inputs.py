@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK, SEQ_LEN
-from muster.config.load_config import load_plan
+from muster.config.load_config import load_any_plan
 from muster.config.local_machine import cluster_by_name
 from muster.config.named_model import HF_PREFIX, load_model
 from muster.spec.cluster import ClusterSpec
@@ -37,7 +37,7 @@ def resolve_plan_input(value: str | Path | Plan) -> Plan:
         return value
     require_text("plan", value, "a plan's name such as dp2-pp2, a file or a Plan")
     text = str(value)
-    return load_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
+    return load_any_plan(Path(text)) if "/" in text or text.endswith((".yaml", ".yml")) else parse_plan_name(text)
 
 
 def require_text(name: str, value: Any, expected: str) -> None:

@@ -43,7 +43,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         epilog="A cluster measured by muster profile gives the times of that machine.",
     )
     add = parser.add_argument
-    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, or its file")
+    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, its file, or a run file")
     add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches for each pipeline rank")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")

@@ -136,14 +136,39 @@ def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan in a plan.yaml. Raises ConfigError."""
-    layer = current_layer("plan", read_file_layer(path))
+    """Load the plan in a plan.yaml. Raises ConfigError."""
+    return _plan_in(current_layer("plan", read_file_layer(path)))
+
+
+def load_any_plan(path: Path) -> Plan:
+    """Load the plan in a plan.yaml or below `parallel` in a run file, which may lack data. Raises ConfigError."""
+    layer = read_file_layer(path)
+    if not any(key.partition(".")[0] in ("parallel", "extends") for key in layer.values):
+        return load_plan(path)
+    merged = MergedConfig()
+    for below in _chain(layer, [str(path.resolve())]):
+        merged.add(below)
+    if merged.plan_is_auto:
+        raise ConfigError(
+            f"{path} leaves its plan to 'auto', which chooses it when the run starts:"
+            " give a plan's name, or the plan.yaml of the run directory"
+        )
+    origins = {key.removeprefix("parallel."): origin for key, origin in merged.origins.items()}
+    values = {key.removeprefix("parallel."): value for key, value in merged.values.items() if key[:9] == "parallel."}
+    return _plan_of(values, ConfigSchema(Plan), origins)
+
+
+def _plan_in(layer: ConfigLayer) -> Plan:
     shape = ConfigSchema(Plan)
     values = {key: coerce_value(value, shape.types_at(key)) for key, value in layer.values.items()}
+    return _plan_of(values, shape, {key: layer.origin(key) for key in values})
+
+
+def _plan_of(values: Mapping[str, Any], schema: ConfigSchema, origins: Mapping[str, str]) -> Plan:
     try:
         return Plan.model_validate(unflatten(values))
     except ValidationError as error:
-        raise config_error(error, shape, {key: layer.origin(key) for key in values}) from None
+        raise config_error(error, schema, origins) from None
 
 
 def plan_from_tree(tree: Mapping[str, Any], source: str) -> Plan:
