@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from muster.checkpoint.load import load
 from muster.checkpoint.save import save, single_rank_exchange
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import is_muon_matrix, optimizer_state_numel, skips_weight_decay
+from muster.config.optimizer_state import optimizer_state_numel, skips_weight_decay
+from muster.config.optimizers import is_layer_matrix
 from muster.layout import matrix_owners
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
@@ -55,7 +56,7 @@ def test_what_decays_and_what_is_a_matrix_for_muon():
     names = dict(parameter_shapes(SPEC))
     outer = {name for name in names if "norm" in name or name == "embed.weight"}
     assert {name for name in names if skips_weight_decay(name)} == outer
-    assert {name for name in names if is_muon_matrix(name, names[name])} == set(names) - outer - {"head.weight"}
+    assert {name for name in names if is_layer_matrix(name, names[name])} == set(names) - outer - {"head.weight"}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
@@ -109,7 +110,7 @@ def test_parameters_without_a_gradient_stay():
 
 def test_bf16_newton_schulz_equals_pytorch_bit_for_bit():
     config = OptimConfig(name="muon", lr=LR, muon_precision="bf16")
-    names = [name for name, one in WHOLE.items() if is_muon_matrix(name, one.shape)]
+    names = [name for name, one in WHOLE.items() if is_layer_matrix(name, one.shape)]
     ours = {name: draw(name, WHOLE[name].shape, 0).float() for name in names}
     theirs = {name: param.clone() for name, param in ours.items()}
     optimizer = build_optimizer(config, ours, {name: WHOLE[name] for name in names})

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from muster.api.torch_import import import_torch_module
 from muster.catalog import names
-from muster.config.optim_config import OPTIMIZERS
 from muster.config.optimizer_state import PluginOptimizer
+from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.registry import component_names, register_component, require_callable, require_component_name
 from muster.schedule.plugin_schedule import RankFunction, plugin_schedule_function
 from muster.spec.errors import ConfigError

@@ -4,31 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
+from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.registry import require_component
 from muster.spec.base import Fraction, Frozen, NonNegative, Portion, Positive
 
-OPTIMIZERS = ("adamw", "muon", "sgd", "lion")
-
-_DEFAULTS: dict[str, dict[str, float | bool]] = {
-    "sgd": {"momentum": 0.9},
-    "muon": {"momentum": 0.95, "nesterov": True},
-    "lion": {"beta2": 0.99},
-}
-"""Where an optimizer's published values are not those of the others."""
-
-_KEY_USERS = {
-    "beta1": ("adamw", "muon", "lion"),
-    "beta2": ("adamw", "muon", "lion"),
-    "eps": ("adamw", "muon"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd", "muon"),
-    "muon_scale": ("muon",),
-    "muon_lr_ratio": ("muon",),
-    "muon_precision": ("muon",),
-    "decay_fraction": ("wsd",),
-    "decay_shape": ("wsd",),
-}
-"""The optimizers, or the schedule, that a key is for."""
+_SCHEDULE_KEYS = {"decay_fraction": ("wsd",), "decay_shape": ("wsd",)}
+"""Keys that only some learning-rate schedules read, with these schedules."""
 
 
 class OptimConfig(Frozen):
@@ -76,24 +57,27 @@ class OptimConfig(Frozen):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        return name if name in OPTIMIZERS else require_component("optimizer", name, OPTIMIZERS)
+        return name if name in OPTIMIZERS else require_component("optimizer", name, tuple(OPTIMIZERS))
 
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, data: object) -> object:
         if isinstance(data, dict) and isinstance(name := data.get("name"), str):
-            data = {**_DEFAULTS.get(name, {}), **data}
+            defaults = OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
+            data = {**defaults, **data}
         return data
 
     @model_validator(mode="after")
     def _check(self) -> "OptimConfig":
         if self.options and self.name in OPTIMIZERS:
             raise ValueError(f"options are for an optimizer that a plugin registers, but {self.name} is chosen")
-        for key, users in _KEY_USERS.items():
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            own = self.schedule if users == ("wsd",) else self.name
-            if own not in users and value != default:
-                raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {own} is chosen; leave it out")
+        for key, model_field in type(self).model_fields.items():
+            optimizers = tuple(name for name, entry in OPTIMIZERS.items() if key in entry.keys)
+            users = optimizers or _SCHEDULE_KEYS.get(key, ())
+            chosen = self.name if optimizers else self.schedule
+            value = getattr(self, key)
+            if users and chosen not in users and value != model_field.default:
+                raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {chosen} is chosen; leave it out")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov looks ahead along the momentum, which is 0; give a momentum or leave it out")
         return self

@@ -1,14 +1,14 @@
-"""What an optimizer keeps for each parameter: the one truth for its state, checkpoints and memory."""
+"""Optimizer state of a run and the work of its updates, from what `muster.config.optimizers` or a plugin declares."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from muster.config.optim_config import OPTIMIZERS, OptimConfig
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizers import ADAMW_UPDATE, OPTIMIZERS, StateDtype, StateTensor, UpdateRule
 from muster.layout.tensor_layout import TensorLayout
 from muster.plugins.registry import get_component
-
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,27 +34,101 @@ def skips_weight_decay(name: str) -> bool:
     return leaf == "bias" or module.endswith("norm") or module.rpartition(".")[2] in ("embed", "positions")
 
 
-def is_muon_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon updates a parameter of this (global) shape: a matrix, but neither embedding, positions nor head."""
-    return len(shape) == 2 and name.rpartition(".")[0].rpartition(".")[2] not in ("embed", "positions", "head")
+def update_rule(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> UpdateRule:
+    """Return the rule by which the run's optimizer updates a parameter of this name and global shape.
 
-
-def optimizer_state_names(optim: OptimConfig, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The state tensors of one parameter, each with the shape, layout and dtype of the parameter (its master weights).
-
-    In a checkpoint they are called `optim/NAME.STATE`.
+    None stands for AdamW here and below. Raises ConfigError for a plugin's optimizer that ranks can't share.
     """
-    if optim.name == "lion":
-        return ("exp_avg",)
-    if optim.name == "sgd":
-        return ("momentum",) if optim.momentum else ()
-    if optim.name == "muon" and is_muon_matrix(name, shape):
-        return ("momentum",)
-    return (
-        ADAMW_STATE if optim.name in OPTIMIZERS else get_component("optimizer", optim.name).state_names(optim.options)
+    if optim is None:
+        return ADAMW_UPDATE
+    if (entry := OPTIMIZERS.get(optim.name)) is not None:
+        return entry.rule_of(name, shape)
+    names = get_component("optimizer", optim.name).state_names(optim.options)
+    return UpdateRule(tuple(StateTensor(state) for state in names))
+
+
+def optimizer_state(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    """Return the state tensors that the run's optimizer stores for a parameter of this name and global shape."""
+    tensors = update_rule(optim, name, shape).state
+    return tuple(one for one in tensors if one.required_key is None or getattr(optim, one.required_key))
+
+
+def optimizer_state_names(optim: OptimConfig | None, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the names of a parameter's state tensors; in a checkpoint they are called `optim/NAME.STATE`."""
+    return tuple(tensor.name for tensor in optimizer_state(optim, name, shape))
+
+
+def optimizer_state_numel(optim: OptimConfig | None, layouts: Iterable[TensorLayout]) -> int:
+    """Return the number of elements of optimizer state that a rank with these layouts stores."""
+    return sum(layout.numel * len(optimizer_state(optim, layout.name, layout.shape)) for layout in layouts)
+
+
+def optimizer_state_bytes(optim: OptimConfig | None, layouts: Iterable[TensorLayout], master_bytes: int) -> int:
+    """Return the bytes of optimizer state that a rank with these layouts stores.
+
+    `master_bytes` is the size of an element of the master weights.
+    """
+    return sum(
+        layout.numel * tensor.element_bytes(master_bytes)
+        for layout in layouts
+        for tensor in optimizer_state(optim, layout.name, layout.shape)
     )
 
 
-def optimizer_state_numel(optim: OptimConfig, layouts: Iterable[TensorLayout]) -> int:
-    """Numbers of optimizer state that the rank with these layouts keeps."""
-    return sum(layout.numel * len(optimizer_state_names(optim, layout.name, layout.shape)) for layout in layouts)
+def mean_state_bytes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]], master_bytes: int) -> float:
+    """Return the bytes of optimizer state per element of these parameters (by name and global shape), on average.
+
+    AdamW with fp32 master weights stores 8.
+    """
+    sizes = {
+        name: sum(tensor.element_bytes(master_bytes) for tensor in optimizer_state(optim, name, shape))
+        for name, shape in shapes.items()
+    }
+    return _mean_per_element(sizes, shapes)
+
+
+def mean_update_bytes(
+    optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]], master_bytes: int, compute_bytes: int
+) -> float:
+    """Return the bytes that an optimizer step reads and writes per element of these parameters, on average.
+
+    `compute_bytes` is the size of an element of the weights that the passes use. AdamW with fp32 master weights and
+    bf16 passes moves 30.
+    """
+    sizes = {
+        name: update_rule(optim, name, shape).bytes_per_element(
+            optimizer_state(optim, name, shape), master_bytes, compute_bytes
+        )
+        for name, shape in shapes.items()
+    }
+    return _mean_per_element(sizes, shapes)
+
+
+def _mean_per_element(sizes: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    numels = {name: prod(shape) for name, shape in shapes.items()}
+    return sum(sizes[name] * numel for name, numel in numels.items()) / sum(numels.values())
+
+
+def update_flops(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the FLOPs of the matmuls in an optimizer step over whole parameters of these names and global shapes.
+
+    Elementwise work is left out: it is bound by memory traffic (`mean_update_bytes`).
+    """
+    total = 0.0
+    for name, shape in shapes.items():
+        matrix_flops = update_rule(optim, name, shape).matrix_flops
+        total += 0.0 if matrix_flops is None else matrix_flops(shape)
+    return total
+
+
+def whole_matrix_shapes(optim: OptimConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters, by name and global shape, that the optimizer can only update as whole matrices."""
+    return {name: shape for name, shape in shapes.items() if update_rule(optim, name, shape).matrix_flops is not None}
+
+
+def whole_matrix_precision(optim: OptimConfig | None) -> StateDtype | None:
+    """Return the precision in which whole matrices are exchanged and computed on; None: that of the master weights."""
+    entry = None if optim is None else OPTIMIZERS.get(optim.name)
+    key = entry.matrix_rule.matrix_precision_key if entry is not None and entry.matrix_rule is not None else None
+    precision = "fp32" if key is None else getattr(optim, key)
+    return None if precision == "fp32" else precision

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from muster.config.optim_config import OPTIMIZERS, OptimConfig
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizers import OPTIMIZERS
 from muster.plugins.loader import PluginFile
 from muster.plugins.registry import ComponentKind, component_names, require_component
 from muster.spec.base import Fraction, Frozen, NonNegative, Positive

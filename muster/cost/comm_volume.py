@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import is_muon_matrix
+from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
@@ -25,7 +25,7 @@ from muster.layout.tensor_layout import (
     tp_partial_grad_copies,
 )
 from muster.schedule.build import build_program
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
@@ -56,8 +56,7 @@ def step_comm_bytes(
         sent["host"] = _host_bytes(spec, plan, workload, at)
     if plan.world_size > 1:
         sent["world"]["all_reduce"] = _STEP_REPORT_BYTES
-    if optim is not None and optim.name == "muon":
-        sent["optimizer"] = Counter(send=muon_bytes(spec, plan, rank, optim))
+    sent["optimizer"] = Counter(send=whole_matrix_bytes(spec, plan, rank, optim))
     return {axis: dict(+kinds) for axis, kinds in sent.items() if +kinds}
 
 
@@ -215,16 +214,20 @@ def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordin
 # Optimizer
 
 
-def muon_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig) -> int:
-    """What the rank sends to bring matrices together on their owners, and to give back those that it owns."""
+def whole_matrix_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig | None) -> int:
+    """Return the bytes that a rank sends for an optimizer that updates whole matrices, as Muon does: its parts of
+    matrices to their owners, and the updates of the matrices that it owns back to the holders of their parts."""
+    if not whole_matrix_shapes(optim, dict(parameter_shapes(spec))):
+        return 0
     at = coordinates_of(plan, rank)
     peers = sorted(peer for peer, other in ranks_of_pp_rank(plan, at.pp) if other.dp_replicate == at.dp_replicate)
     held = [{layout.name: layout for layout in rank_layouts(spec, plan, peer)} for peer in peers]
-    shapes = {name: layout.shape for name, layout in held[0].items() if is_muon_matrix(name, layout.shape)}
+    shapes = whole_matrix_shapes(optim, {name: layout.shape for name, layout in held[0].items()})
     matrices = [
         OwnedMatrix(name, shapes[name], tuple(layouts[name].boxes for layouts in held), owner)
         for owners in assign_owners(shapes, len(peers))
         for name, owner in owners.items()
     ]
-    size = compute_bytes("bf16") if optim.muon_precision == "bf16" else master_bytes(plan.precision)
+    precision = whole_matrix_precision(optim)
+    size = master_bytes(plan.precision) if precision is None else compute_bytes(precision)
     return sent_numel(matrices, peers.index(rank)) * size

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster.layout.tensor_layout import tp_shard
+from muster.model.dtypes import DTYPES
 from muster.model.positions import PositionState
 from muster.plugins.loader import error_location
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plugin_model import LayerTrace, MatmulShape, NamedShape, PluginModel
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 PROJECT_IN = ("project_in", "spread")
 """Attributes of a module through which the hidden state enters its linear layers; the second name is that of plugins

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import ADAMW_STATE
+from muster.config.optimizers import ADAMW_UPDATE
 from muster.optim.base import Optimizer, has_decay
+
+STATE = tuple(tensor.name for tensor in ADAMW_UPDATE.state)
 
 
 class AdamW(Optimizer):
@@ -28,14 +30,14 @@ class AdamW(Optimizer):
         self._steps: list[Tensor] = []
         for param in self.params.values():
             self._steps.append(torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu"))
-            moments = {kind: torch.zeros_like(param) for kind in ADAMW_STATE}
+            moments = {kind: torch.zeros_like(param) for kind in STATE}
             self._torch.state[param] = {"step": self._steps[-1], **moments}
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
         return {
             f"{name}.{kind}": (name, self._torch.state[param][kind])
             for name, param in self.params.items()
-            for kind in ADAMW_STATE
+            for kind in STATE
         }
 
     def _update(self, lr: float) -> None:

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import optimizer_state_names, skips_weight_decay
+from muster.config.optimizer_state import optimizer_state, skips_weight_decay
+from muster.layout.tensor_layout import TensorLayout
+from muster.model.dtypes import DTYPES
+from muster.parallel.world import World
 
 
 class Optimizer(ABC):
@@ -20,6 +23,17 @@ class Optimizer(ABC):
         self.params = dict(params)
         self.step_count = 0
         """Steps taken so far. It is to be set when a state is loaded."""
+
+    @classmethod
+    def build(
+        cls,
+        config: OptimConfig,
+        params: Mapping[str, Tensor],
+        layouts: Mapping[str, TensorLayout],
+        world: World | None,
+    ) -> "Optimizer":
+        """Build the optimizer that `build_optimizer` asks for; one that needs no layouts takes (config, params)."""
+        return cls(config, params)  # type: ignore[call-arg, arg-type]
 
     def step(self, lr: float) -> None:
         """One step with the learning rate `lr`. Where ranks share a matrix, all of them must call it."""
@@ -48,7 +62,10 @@ class ElementwiseOptimizer(Optimizer):
         super().__init__(params)
         self.config = config
         self._state = {
-            name: {kind: torch.zeros_like(param) for kind in optimizer_state_names(config, name, tuple(param.shape))}
+            name: {
+                tensor.name: torch.zeros_like(param, dtype=tensor.dtype and DTYPES[tensor.dtype])
+                for tensor in optimizer_state(config, name, tuple(param.shape))
+            }
             for name, param in self.params.items()
         }
 

@@ -1,29 +1,29 @@
-"""The optimizer that a run asks for."""
+"""Construction of the optimizer that a run asks for."""
 
 from collections.abc import Mapping
+from importlib import import_module
 
 from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
+from muster.config.optimizers import OPTIMIZERS
 from muster.layout.tensor_layout import TensorLayout
-from muster.optim.adamw import AdamW
 from muster.optim.base import Optimizer
-from muster.optim.lion import Lion
-from muster.optim.muon import Muon
-from muster.optim.peer_exchange import PeerGroup
 from muster.optim.plugin_optimizer import TorchOptimizerAdapter
-from muster.optim.sgd import SGD
 from muster.parallel.world import World
 
 
 def build_optimizer(
     config: OptimConfig, params: Mapping[str, Tensor], layouts: Mapping[str, TensorLayout], world: World | None = None
 ) -> Optimizer:
-    """The optimizer over a rank's local leaf tensors, with its state at zero. All ranks of the world must call it.
+    """Build the optimizer over a rank's local leaf tensors, its state at zero; all ranks of the world must call it.
 
-    `layouts` says what the rank holds of every parameter of its stages, also of those of which it holds nothing and
-    which `params` may leave out. `world` is None for one process alone.
+    `layouts` gives the rank's boxes of every parameter of its stages, also of parameters of which it holds nothing
+    and which `params` may leave out. `world` is None for a single process.
     """
-    if config.name == "muon":
-        return Muon(config, params, layouts, PeerGroup.from_world(world))
-    return {"adamw": AdamW, "sgd": SGD, "lion": Lion}.get(config.name, TorchOptimizerAdapter)(config, params)
+    entry = OPTIMIZERS.get(config.name)
+    if entry is None:
+        return TorchOptimizerAdapter(config, params)
+    module, _, class_name = entry.implementation.partition(":")
+    optimizer_class: type[Optimizer] = getattr(import_module(module), class_name)
+    return optimizer_class.build(config, params, layouts, world)

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import is_muon_matrix
+from muster.config.optimizer_state import whole_matrix_precision, whole_matrix_shapes
+from muster.config.optimizers import NEWTON_SCHULZ_STEPS
 from muster.layout.tensor_layout import TensorLayout
+from muster.model.dtypes import DTYPES
 from muster.optim.adamw import AdamW
 from muster.optim.base import Optimizer
 from muster.optim.distributed_matrices import assign_matrices, box_views
 from muster.optim.peer_exchange import PeerGroup
+from muster.parallel.world import World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic: steep at 0, so that five steps bring nearly all singular values to about 0.7 … 1.2."""
-NEWTON_SCHULZ_STEPS = 5
 EPS = 1e-7
 
 
@@ -35,7 +37,8 @@ class Muon(Optimizer):
     ) -> None:
         super().__init__(params)
         self._config = config
-        self._layouts = {name: one for name, one in layouts.items() if is_muon_matrix(name, one.shape)}
+        matrices = whole_matrix_shapes(config, {name: layout.shape for name, layout in layouts.items()})
+        self._layouts = {name: layouts[name] for name in matrices}
         self._adamw = AdamW(config, {name: param for name, param in params.items() if name not in self._layouts})
         self._momentum = {name: torch.zeros_like(params[name]) for name in self._layouts if name in params}
         kinds = [(param.dtype, param.device) for param in params.values()]
@@ -43,7 +46,8 @@ class Muon(Optimizer):
         dtype = next(
             (found for found in peers.all_gather_object(kinds[0][0] if kinds else None) if found), torch.float32
         )
-        self._dtype = torch.bfloat16 if config.muon_precision == "bf16" else dtype
+        precision = whole_matrix_precision(config)
+        self._dtype = dtype if precision is None else DTYPES[precision]
         self._batches = assign_matrices(
             {name: one.shape for name, one in self._layouts.items()},
             {name: one.boxes for name, one in self._layouts.items()},
@@ -51,6 +55,16 @@ class Muon(Optimizer):
             self._dtype,
             kinds[0][1] if kinds else peers.device,
         )
+
+    @classmethod
+    def build(
+        cls,
+        config: OptimConfig,
+        params: Mapping[str, Tensor],
+        layouts: Mapping[str, TensorLayout],
+        world: World | None,
+    ) -> "Muon":
+        return cls(config, params, layouts, PeerGroup.from_world(world))
 
     def state(self) -> dict[str, tuple[str, Tensor]]:
         return self._adamw.state() | {f"{name}.momentum": (name, tensor) for name, tensor in self._momentum.items()}

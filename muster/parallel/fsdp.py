@@ -14,15 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from muster.model.decoder import Decoder
+from muster.model.dtypes import DTYPES
 from muster.parallel.world import World
 from muster.spec.plan import Plan, Precision, ZeroLevel
-
-DTYPES: dict[str, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def master_dtype(precision: Precision) -> torch.dtype:

@@ -6,8 +6,8 @@ from torch import Tensor
 from muster.layout.mesh import MeshCoordinates
 from muster.layout.tensor_layout import TensorLayout, chunk_bounds, stage_layouts
 from muster.model.decoder import Decoder
+from muster.model.dtypes import DTYPES
 from muster.parallel.axis import TensorAxis
-from muster.parallel.fsdp import DTYPES
 from muster.parallel.stage import shard_weights
 from muster.parallel.tensor_parallel import apply_parallel_linears, apply_vocab_parallel_embedding
 from muster.parallel.weight_grad_store import WeightGradStore

@@ -17,6 +17,7 @@ from muster.layout.tensor_layout import (
     tp_shard,
 )
 from muster.model.decoder import Decoder
+from muster.model.dtypes import DTYPES
 from muster.model.init import initial_value
 from muster.model.loss import LossSums, loss_sums, plugin_loss_sums
 from muster.model.recompute import apply_recompute
@@ -24,7 +25,6 @@ from muster.parallel import tensor_parallel
 from muster.parallel.axis import TensorAxis
 from muster.parallel.compile import compile_blocks
 from muster.parallel.fsdp import (
-    DTYPES,
     apply_fsdp,
     attach_local_gradients,
     finish_backward,

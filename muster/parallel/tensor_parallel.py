@@ -60,7 +60,7 @@ class _ParallelLinears(torch.autograd.Function):
             summing = axis.reduce_scatter(grad_x) if axis.sequence_parallel else axis.all_reduce(grad_x)
         whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
         found = [
-            ctx.work.gradients(weight, bias, whole_NI, grad.flatten(0, -2))
+            ctx.work.compute_or_defer(weight, bias, whole_NI, grad.flatten(0, -2))
             for weight, bias, grad in zip(weights, ctx.biases, grads, strict=True)
         ]
         return None, None, summing.wait(), None, *(weight for weight, _ in found), *(bias for _, bias in found)
@@ -115,10 +115,10 @@ class _RingRowParallelLinear(torch.autograd.Function):
         axis, (grad_BsD,), (x,), weight = ctx.axis, grads, ctx.saved_tensors, ctx.weight
         size = grad_BsD.shape[1]
         whole, grad_x = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2]), x.new_empty(x.shape)
-        for whose, part in axis.parts(grad_BsD):
+        for whose, part in axis.ring_all_gather(grad_BsD):
             whole.narrow(1, whose * size, size).copy_(part)
             _linear_of_part(grad_x, whose, part, weight)
-        return None, None, grad_x, ctx.work.gradients(weight, None, x.flatten(0, -2), whole.flatten(0, -2))[0]
+        return None, None, grad_x, ctx.work.compute_or_defer(weight, None, x.flatten(0, -2), whole.flatten(0, -2))[0]
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):

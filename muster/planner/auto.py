@@ -14,7 +14,7 @@ from muster.config.local_machine import (
     usable_cores,
     with_num_ranks,
 )
-from muster.config.optim_config import OPTIMIZERS
+from muster.config.optimizers import OPTIMIZERS
 from muster.config.run_config import RunConfig
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan

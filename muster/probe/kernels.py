@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muster.model.decoder import core_attention
+from muster.model.dtypes import DTYPES
 from muster.model.kernels import apply_rotary, gated_activation, rms_norm
 from muster.model.loss import cross_entropy_sum
 from muster.model.positions import rotary_tables
-from muster.parallel.fsdp import DTYPES
 from muster.probe.timer import KernelTimer
 from muster.spec.machine_rates import KernelRates
 from muster.spec.plan import Precision

@@ -9,7 +9,7 @@ pass only (parameters that are gathered, buffers of collectives, what a block ma
 from collections.abc import Mapping
 
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import optimizer_state_numel
+from muster.config.optimizer_state import optimizer_state_bytes
 from muster.cost.activations import (
     layer_activation_bytes,
     loss_saved_bytes,
@@ -117,8 +117,7 @@ def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates
     layouts = stage_layouts(spec, plan, stage, at)
     if plan.is_last(stage) and any(plan.is_first(own) for own in stages_on(plan, at.pp) if own != stage):
         layouts = [layout for layout in layouts if layout.name != "embed.weight"]
-    count = 2 * sum(layout.numel for layout in layouts) if optim is None else optimizer_state_numel(optim, layouts)
-    return count * master_bytes(plan.precision)
+    return optimizer_state_bytes(optim, layouts, master_bytes(plan.precision))
 
 
 def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
