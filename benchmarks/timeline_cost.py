@@ -52,15 +52,15 @@ class IdleStage:
 
     def unshard(self) -> None: ...
 
-    def reduce(self) -> None: ...
+    def reduce_gradients(self) -> None: ...
 
-    def synchronise(self) -> None: ...
+    def all_reduce_replicated_grads(self) -> None: ...
 
 
 class SilentExecutor(Executor):
     """The executor without its two clocks and its event for each instruction."""
 
-    def _begin_next(self, lane: Lane) -> None:
+    def _start_next(self, lane: Lane) -> None:
         index = self._cursor[lane]
         instruction = self.lanes[lane][index]
         for wait in instruction.waits:
@@ -68,7 +68,7 @@ class SilentExecutor(Executor):
         self._cursor[lane] = index + 1
         self._handlers[instruction.action.kind](instruction)
 
-    def _finish(self, wait: Wait) -> None:
+    def _complete(self, wait: Wait) -> None:
         self._pending.pop(wait).wait()
 
 

@@ -88,9 +88,9 @@ class LogicalStage:
 
     def unshard(self) -> None: ...
 
-    def reduce(self) -> None: ...
+    def reduce_gradients(self) -> None: ...
 
-    def synchronise(self) -> None: ...
+    def all_reduce_replicated_grads(self) -> None: ...
 
 
 class LogicalExecutor(Executor):
@@ -98,7 +98,7 @@ class LogicalExecutor(Executor):
 
     clock: Clock
 
-    def _finish(self, wait: Wait) -> None:
+    def _complete(self, wait: Wait) -> None:
         super()._complete(wait)
         kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
         message = (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch]

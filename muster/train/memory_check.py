@@ -132,7 +132,7 @@ def _fake_group(plan: Plan, rank: int) -> Iterator[World]:
 class _FakeHost(HostBufferPool):
     """Memory that isn't counted with the device's."""
 
-    def take(self, size: int) -> Tensor:
+    def acquire(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=_HOST)
 
 
@@ -141,7 +141,7 @@ class _FakeOffload(ActivationOffload):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.host = _FakeHost(pinned=False)
+        self.pool = _FakeHost(pinned=False)
 
     def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
         return lambda: None
@@ -155,11 +155,11 @@ class _FakeStage(DecoderStage):
 
     offload_type = _FakeOffload
 
-    def _materialise(self) -> None:
+    def _materialize(self) -> None:
         with FAKE_MODE:
             super()._materialize()
 
-    def reset_values(self, seed: int) -> None:
+    def reset_parameters(self, seed: int) -> None:
         pass
 
 
