@@ -39,9 +39,10 @@ from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.build import build_program, schedule_for_plan
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import MoeSpec
-from muster.spec.plan import MESH_AXES, LayerStrategy, Plan
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=512, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256, name="small")

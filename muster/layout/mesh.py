@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from muster.spec.plan import MESH_AXES, Plan
-
-STAGE_AXES = tuple(axis for axis in MESH_AXES if axis != "pp")
-"""The axes within one stage."""
+from muster.spec.mesh_axes import STAGE_AXES
+from muster.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

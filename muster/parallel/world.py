@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from muster.launch.heartbeat import Heartbeat, open_heartbeat
-from muster.layout.mesh import STAGE_AXES, MeshCoordinates, coordinates_of, rank_at, ranks_of_pp_rank
+from muster.layout.mesh import MeshCoordinates, coordinates_of, rank_at, ranks_of_pp_rank
 from muster.parallel.axis import PipelineAxis, TensorAxis
+from muster.spec.mesh_axes import STAGE_AXES
 from muster.spec.plan import LayerStrategy, Plan
 
 T = TypeVar("T")

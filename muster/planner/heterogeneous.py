@@ -13,7 +13,7 @@ from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import evaluate_seeds, search
 from muster.planner.search_result import SearchResult, total_counts
-from muster.spec.plan import MESH_AXES
+from muster.spec.mesh_axes import MESH_AXES
 
 ANNEALING_TRIES = 400
 

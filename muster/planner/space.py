@@ -7,8 +7,9 @@ from typing import Any
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
 from muster.spec.legality import divisors, plan_violations
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import MESH_AXES, LayerStrategy, Offload, Plan, Recompute, ZeroLevel
+from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
 from muster.spec.schedules import SCHEDULES
 from muster.spec.supported import unsupported_features
 

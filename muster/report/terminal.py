@@ -18,8 +18,9 @@ from muster.report.palette import paint_of
 from muster.report.report_data import PredictedVsMeasured
 from muster.report.timeline_rows import TimelineRows, timeline_rows
 from muster.simulate.timeline import Event, Timeline
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import MESH_AXES, LayerStrategy, Plan
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 

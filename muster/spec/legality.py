@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from math import isqrt
 
 from muster.spec.errors import InfeasibleError
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import MESH_AXES, Mesh, Plan
+from muster.spec.plan import Mesh, Offload, Plan
 from muster.spec.plugin_model import plugin_model
+from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
@@ -29,6 +31,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         _shares(plan),
         _replicas(plan, workload),
         _cuts(plan, model, workload),
+        broken_rules(LEGAL_RULES, plan),
         _plugin(plan, model),
     )
     return [problem for check in checks for problem in check]
@@ -214,9 +217,11 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"tp {mesh.tp} doesn't cut the model's {heads}: legal are {', '.join(map(str, legal))}"
         if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
             yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} words"
-        pieces = mesh.cp * (2 if mesh.cp > 1 else 1)
-        if workload.seq_len % pieces:
-            yield f"seq_len {workload.seq_len} is not a multiple of {pieces} (two for each of {mesh.cp} cp ranks)"
+        chunks = mesh.cp * (
+            2 if mesh.cp > 1 else 1
+        )  # each rank takes an early and a late one: the causal mask's halves
+        if workload.seq_len % chunks:
+            yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each of {mesh.cp} cp ranks)"
         if mesh.ep * mesh.etp > 1 and model.moe is None:
             yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
         if model.moe is not None and model.moe.num_experts % mesh.ep:
@@ -225,23 +230,55 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
-    if plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies):
-        yield "offload of activations moves them while other stages' passes run, but pp is 1"
-    if plan.post_validation and plan.pp == 1:
-        yield "post_validation lets pipeline ranks step without waiting for each other, but pp is 1"
-    if plan.vocab_parallel and plan.pp == 1:
-        yield "vocab_parallel spreads words over pipeline ranks, but pp is 1"
-    if plan.vocab_parallel and plan.pipeline_replicas > 1:
-        yield (
-            "vocab_parallel weaves the vocabulary passes into those of one replica, but schedule"
-            f" {plan.schedule} runs two"
-        )
     if plan.vocab_parallel and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
         yield f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
-    if any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies):
-        yield "tp_overlap async_tp sends parts of the sequence, which only sp cuts: add sp or leave it at none"
-    if plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes):
-        yield "sp cuts sequences over the tp ranks, but tp is 1"
+
+
+LEGAL_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies),
+        "offload of activations moves them while other stages' passes run, but pp is 1",
+        in_every_layer(
+            lambda strategy: strategy.model_copy(update={"offload": _WITHOUT_ACTIVATIONS[strategy.offload]})
+        ),
+    ),
+    Rule(
+        lambda plan: plan.post_validation and plan.pp == 1,
+        "post_validation lets pipeline ranks step without waiting for each other, but pp is 1",
+        setting(post_validation=False),
+    ),
+    Rule(
+        lambda plan: plan.vocab_parallel and plan.pp == 1,
+        "vocab_parallel shards the vocabulary over pipeline ranks, but pp is 1",
+        setting(vocab_parallel=False),
+    ),
+    Rule(
+        lambda plan: plan.vocab_parallel and plan.pipeline_replicas > 1,
+        lambda plan: (
+            "vocab_parallel weaves the vocabulary passes into those of one replica, but schedule"
+            f" {plan.schedule} runs two"
+        ),
+        setting(vocab_parallel=False),
+    ),
+    Rule(
+        lambda plan: any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies),
+        "tp_overlap async_tp sends chunks of the sequence, which only sp cuts: add sp or leave it at none",
+        in_every_layer(lambda s: s if s.sp else s.model_copy(update={"tp_overlap": "none"})),
+    ),
+    Rule(
+        lambda plan: plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
+        "sp cuts sequences over the tp ranks, but tp is 1",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
+    ),
+)
+"""Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
+
+_WITHOUT_ACTIVATIONS: dict[Offload, Offload] = {
+    "none": "none",
+    "optimizer": "optimizer",
+    "activations": "none",
+    "all": "optimizer",
+}
 
 
 def divisors(number: int) -> list[int]:

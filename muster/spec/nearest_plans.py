@@ -4,17 +4,13 @@ from collections.abc import Iterator
 from math import log2
 
 from muster.spec.errors import InfeasibleError
-from muster.spec.legality import divisors, layer_violations, plan_violations, schedules_for_vpp
+from muster.spec.legality import LEGAL_RULES, divisors, layer_violations, plan_violations, schedules_for_vpp
+from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
 from muster.spec.model import ModelSpec
-from muster.spec.plan import MESH_AXES, LayerOverride, LayerStrategy, Plan, Recompute
+from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.supported import (
-    SUPPORTED_AXES,
-    SUPPORTED_PRECISIONS,
-    SUPPORTED_RECOMPUTE,
-    require_supported_model,
-    unsupported_features,
-)
+from muster.spec.rules import as_by_default, repaired
+from muster.spec.supported import RUNTIME_RULES, require_supported_model, unsupported_features
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
@@ -56,61 +52,46 @@ def _is_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: i
 
 
 def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> Iterator[Plan]:
-    """For each way to factor the world over the runnable axes, the plan closest to `plan` in all else."""
+    """Yield, for each way to factor the world over the supported axes, the plan closest to `plan` in all else.
+
+    Broken rules are repaired by the rules' own repairs.
+    """
+    overrides = tuple(run for run in plan.overrides if run.start + run.count <= model.num_layers)
     for axes in _degrees(plan, world_size):
         share, rest = divmod(workload.global_batch_size, axes["dp_replicate"] * axes["dp_shard"])
         if rest or axes["pp"] > model.num_layers or (axes["tp"] > 1 and axes["tp"] != plan.tp):
             continue  # tensor parallelism is for those who ask for it
-        size = min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n))
-        asked, cut = plan.default_strategy, plan.default_strategy.sp and axes["tp"] > 1
-        default = LayerStrategy(
-            zero=asked.zero,
-            sp=cut,
-            tp_overlap=asked.tp_overlap if cut else "none",
-            recompute=_supported_recompute(asked.recompute),
-        )
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_violations(plan, model))
         )
-        schedules = schedules_for_vpp(axes["vpp"])
-        yield _with_degrees(plan, **axes).model_copy(
+        candidate = _with_degrees(plan, **axes).model_copy(
             update={
-                "micro_batch_size": size,
+                "micro_batch_size": min(divisors(share), key=lambda n: (abs(log2(n / plan.micro_batch_size)), n)),
                 "stages": plan.stages if keeps_stages else (),
                 "pinned_schedule": None,
-                "schedule": plan.schedule
-                if plan.schedule in schedules or plan.schedule_entry.searched
-                else ("1f1b" if axes["vpp"] == 1 else schedules[0]),
-                "precision": plan.precision if plan.precision in SUPPORTED_PRECISIONS else "bf16",
-                "default_strategy": default,
+                "schedule": _nearest_schedule(plan, axes["vpp"]),
+                "default_strategy": _carried_over(plan.default_strategy),
                 "overrides": tuple(
-                    LayerOverride(
-                        start=run.start,
-                        count=run.count,
-                        strategy=default.model_copy(update={"recompute": _supported_recompute(run.strategy.recompute)}),
-                    )
-                    for run in plan.overrides
-                    if run.start + run.count <= model.num_layers
+                    run.model_copy(update={"strategy": _carried_over(run.strategy)}) for run in overrides
                 ),
-                "vocab_parallel": plan.vocab_parallel
-                and axes["pp"] > 1
-                and axes["tp"] == 1
-                and plan.pipeline_replicas == 1
-                and (asked.zero != "z3" or axes["dp_replicate"] * axes["dp_shard"] == 1),
-                "post_validation": plan.post_validation
-                and axes["pp"] > 1
-                and not plan.vocab_parallel
-                and plan.precision != "fp16",
-                "compile": plan.compile
-                and not plan.vocab_parallel
-                and not any(s.recompute == "elementwise" for s in plan.strategies)
-                and not plan.split_backward,
             }
         )
+        same_for_all_layers = as_by_default("zero", "sp", "tp_overlap")
+        yield repaired((*LEGAL_RULES, *RUNTIME_RULES), same_for_all_layers(candidate))
 
 
-def _supported_recompute(recompute: Recompute) -> Recompute:
-    return recompute if recompute in SUPPORTED_RECOMPUTE else "elementwise"
+def _nearest_schedule(plan: Plan, vpp: int) -> str:
+    schedules = schedules_for_vpp(vpp)
+    if plan.schedule in schedules or plan.schedule_entry.searched:
+        return plan.schedule
+    return "1f1b" if vpp == 1 else schedules[0]
+
+
+def _carried_over(strategy: LayerStrategy) -> LayerStrategy:
+    """Return the parts of a strategy that the nearest plans keep: not the attention kernel, nor offload."""
+    return LayerStrategy(
+        zero=strategy.zero, sp=strategy.sp, tp_overlap=strategy.tp_overlap, recompute=strategy.recompute
+    )
 
 
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
@@ -125,7 +106,7 @@ def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
 
 def _with_degrees(plan: Plan, **degrees: int) -> Plan:
     """The plan with these degrees and 1 for all others, and no word about single stages."""
-    ones = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp"), 1)
+    ones = dict.fromkeys((*DEGREE_FIELDS, "vpp"), 1)
     return plan.model_copy(update={**ones, **degrees, "stages": (), "uneven_micro_batches": ()})
 
 

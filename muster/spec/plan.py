@@ -2,22 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
-from math import gcd
+from math import gcd, prod
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.mesh_axes import BATCH_AXES, GRAD_SUM_AXES, MESH_AXES, SEQUENCE_AXES, STAGE_AXES, STATE_SHARD_AXES
 from muster.spec.schedules import SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
-
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: neighbours on the last axis are neighbouring ranks."""
 
 ZeroLevel = Literal["z1", "z2", "z3"]
 Recompute = Literal["none", "elementwise", "core_attention", "every_second_matmul", "full"]
@@ -44,13 +43,40 @@ class Mesh(Frozen):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one stage: experts fold into the other axes."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        """Ranks of one stage; the experts' axes fold into the others."""
+        return prod(_STAGE_DEGREES(self))
 
     @property
     def dp_size(self) -> int:
         """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
+        return prod(_BATCH_DEGREES(self))
+
+    @property
+    def sequence_shards(self) -> int:
+        """Parts that a sequence is cut into by the axes whose ranks read different positions."""
+        return prod(_SEQUENCE_DEGREES(self))
+
+    @property
+    def grad_sum_size(self) -> int:
+        """Ranks that every parameter's gradient is summed over."""
+        return prod(_GRAD_SUM_DEGREES(self))
+
+    @property
+    def state_shards(self) -> int:
+        """Parts that optimizer state is sharded into."""
+        return prod(_STATE_SHARD_DEGREES(self))
+
+
+def _degrees_of(axes: Sequence[str]) -> Callable[[Mesh], tuple[int, ...]]:
+    first, *others = axes
+    return attrgetter(first, *others) if others else lambda mesh: (getattr(mesh, first),)
+
+
+_STAGE_DEGREES = _degrees_of(STAGE_AXES)
+_BATCH_DEGREES = _degrees_of(BATCH_AXES)
+_SEQUENCE_DEGREES = _degrees_of(SEQUENCE_AXES)
+_GRAD_SUM_DEGREES = _degrees_of(GRAD_SUM_AXES)
+_STATE_SHARD_DEGREES = _degrees_of(STATE_SHARD_AXES)
 
 
 class LayerStrategy(Frozen):
@@ -288,7 +314,7 @@ class Plan(Frozen):
         """The mesh that one stage runs on."""
         if self.stages and (own := self.stages[stage % self.stages_per_replica].mesh) is not None:
             return own
-        return _mesh(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep, self.etp)
+        return _default_mesh(*_MESH_DEGREES(self))
 
     @property
     def distinct_meshes(self) -> list[Mesh]:
@@ -385,9 +411,12 @@ def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(share // common for share in shares[::run])
 
 
+_MESH_DEGREES = attrgetter(*Mesh.model_fields)
+
+
 @lru_cache(maxsize=4096)
-def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int, etp: int) -> Mesh:
-    return Mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
+def _default_mesh(*degrees: int) -> Mesh:
+    return Mesh(**dict(zip(Mesh.model_fields, degrees, strict=True)))
 
 
 def _complete_override(run: object, default: object) -> object:

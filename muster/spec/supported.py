@@ -1,79 +1,131 @@
-"""What the runtime can't do yet of plans and models that can be planned and predicted."""
+"""Plans and models that can be planned and predicted, but that the runtime can't train yet."""
 
 from collections.abc import Callable
 
 from muster.spec.errors import InfeasibleError
+from muster.spec.mesh_axes import MESH_AXIS_TABLE, SUPPORTED_AXES, MeshAxis
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.rules import Rule, as_by_default, broken_rules, in_every_layer, setting
 
-SUPPORTED_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+__all__ = [
+    "RUNTIME_RULES",
+    "SUPPORTED_AXES",
+    "SUPPORTED_PRECISIONS",
+    "SUPPORTED_RECOMPUTE",
+    "require_supported_model",
+    "unsupported_features",
+]
+
 SUPPORTED_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 SUPPORTED_RECOMPUTE = ("none", "elementwise", "full")
 
-_UNSUPPORTED_PLANS: tuple[tuple[str, Callable[[Plan], bool]], ...] = (
-    ("context parallelism (cp > 1)", lambda plan: plan.uses_axis("cp")),
-    ("expert parallelism (ep > 1)", lambda plan: plan.uses_axis("ep")),
-    ("tensor parallelism of experts (etp > 1)", lambda plan: plan.uses_axis("etp")),
-    (
-        "offload of the optimizer's state (it stays on the device, which makes the step)",
+
+def _axis_rule(axis: MeshAxis) -> Rule:
+    return Rule(
+        lambda plan: plan.uses_axis(axis.name),
+        f"{axis.title} ({axis.name} > 1)",
+        setting(**{axis.name: 1}),
+    )
+
+
+def _with_supported_recompute(strategy: LayerStrategy) -> LayerStrategy:
+    if strategy.recompute in SUPPORTED_RECOMPUTE:
+        return strategy
+    return strategy.model_copy(update={"recompute": "elementwise"})
+
+
+def _without_optimizer_offload(strategy: LayerStrategy) -> LayerStrategy:
+    kept = {"optimizer": "none", "all": "activations"}.get(strategy.offload, strategy.offload)
+    return strategy.model_copy(update={"offload": kept})
+
+
+RUNTIME_RULES: tuple[Rule, ...] = (
+    *(_axis_rule(axis) for axis in MESH_AXIS_TABLE if not axis.supported),
+    Rule(
         lambda plan: any(s.offload in ("optimizer", "all") for s in plan.strategies),
+        "offload of the optimizer's state (it stays on the device, which makes the step)",
+        in_every_layer(_without_optimizer_offload),
     ),
-    (
-        "recompute of attention alone or of every second product (the runtime knows none, elementwise and full)",
+    Rule(
         lambda plan: any(s.recompute not in SUPPORTED_RECOMPUTE for s in plan.strategies),
+        "recompute of attention alone or of every second matmul (the runtime knows none, elementwise and full)",
+        in_every_layer(_with_supported_recompute),
     ),
-    (
-        "unfused attention (the runtime's scores stay within one kernel)",
+    Rule(
         lambda plan: any(s.attention != "flash" for s in plan.strategies),
+        "unfused attention (the runtime's scores stay within one kernel)",
+        in_every_layer(lambda strategy: strategy.model_copy(update={"attention": "flash"})),
     ),
-    (
-        "a sharding level of its own for some layers (a stage is gathered and reduced as a whole)",
+    Rule(
         lambda plan: len({s.zero for s in plan.strategies}) > 1,
+        "another ZeRO level for some layers (a stage is gathered and reduced as a whole)",
+        as_by_default("zero"),
     ),
-    (
-        "an sp or tp_overlap of its own for some layers (all layers of a stage hand on the same part of the sequence)",
+    Rule(
         lambda plan: len({(s.sp, s.tp_overlap) for s in plan.strategies}) > 1,
+        "another sp or tp_overlap for some layers (all layers of a stage hand on the same part of the sequence)",
+        as_by_default("sp", "tp_overlap"),
     ),
-    ("a stage with a list of its own ranks", lambda plan: any(stage.ranks is not None for stage in plan.stages)),
-    (
-        "compile with a schedule whose backward is split (what waits for W is not the compiler's to see)",
+    Rule(
+        lambda plan: any(stage.ranks is not None for stage in plan.stages),
+        "a stage with a list of its own ranks",
+        lambda plan: plan.model_copy(
+            update={"stages": tuple(stage.model_copy(update={"ranks": None}) for stage in plan.stages)}
+        ),
+    ),
+    Rule(
         lambda plan: plan.compile and plan.split_backward,
+        "compile with a schedule whose backward is split (the compiler can't see what waits for W)",
+        setting(compile=False),
     ),
-    ("fp8 (it wants torchao's scaled products and a GPU that has them)", lambda plan: plan.precision == "fp8"),
-    (
-        "vocab_parallel with tensor parallelism (the words are cut over the pipeline ranks alone)",
+    Rule(
+        lambda plan: plan.precision not in SUPPORTED_PRECISIONS,
+        "fp8 (it needs torchao's scaled matmuls and a GPU that has them)",
+        setting(precision="bf16"),
+    ),
+    Rule(
         lambda plan: plan.vocab_parallel and plan.uses_axis("tp"),
+        "vocab_parallel with tensor parallelism (the vocabulary is sharded over the pipeline ranks alone)",
+        setting(vocab_parallel=False),
     ),
-    (
-        "vocab_parallel with stages of their own kind (each word's rows have one holder on every pipeline rank)",
+    Rule(
         lambda plan: plan.vocab_parallel and not plan.is_uniform,
+        "vocab_parallel with unequal stages (each vocabulary row has one holder on every pipeline rank)",
+        setting(vocab_parallel=False),
     ),
-    (
-        "vocab_parallel under z3 (each rank's words would be gathered for every single pass of theirs)",
+    Rule(
         lambda plan: plan.vocab_parallel and plan.mesh(0).dp_size > 1 and plan.default_strategy.zero == "z3",
+        "vocab_parallel under z3 (each rank's vocabulary shard would be gathered for every single pass over it)",
+        setting(vocab_parallel=False),
     ),
-    (
-        "vocab_parallel with compile (it has not been held to one process)",
+    Rule(
         lambda plan: plan.vocab_parallel and plan.compile,
+        "vocab_parallel with compile (it has no parity test yet)",
+        setting(compile=False),
     ),
-    (
-        "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
+    Rule(
         lambda plan: plan.post_validation and plan.precision == "fp16",
+        "post_validation with fp16 (a step's loss scale follows from the norm of the one before)",
+        setting(post_validation=False),
     ),
-    (
-        "post_validation with vocab_parallel (all ranks look up words together when a step begins)",
+    Rule(
         lambda plan: plan.post_validation and plan.vocab_parallel,
+        "post_validation with vocab_parallel (all ranks look up embeddings together when a step begins)",
+        setting(post_validation=False),
     ),
-    (
-        "post_validation with uneven_micro_batches (it has not been held to one process)",
+    Rule(
         lambda plan: plan.post_validation and bool(plan.uneven_micro_batches),
+        "post_validation with uneven_micro_batches (it has no parity test yet)",
+        setting(post_validation=False),
     ),
-    (
-        "elementwise recompute with compile (the compiler chooses itself what is cheap to make again)",
+    Rule(
         lambda plan: plan.compile and any(s.recompute == "elementwise" for s in plan.strategies),
+        "elementwise recompute with compile (the compiler itself chooses cheap things to recompute)",
+        setting(compile=False),
     ),
 )
-"""What the runtime can't do: a line goes when the work behind it is done."""
+"""Things that the runtime can't do: a row goes when the work behind it is done."""
 
 _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     ("a mixture of experts", lambda model: model.moe is not None),
@@ -82,17 +134,17 @@ _UNSUPPORTED_MODELS: tuple[tuple[str, Callable[[ModelSpec], bool]], ...] = (
     ("heads that predict further tokens (mtp_layers)", lambda model: model.mtp_layers > 0),
     ("attention sinks", lambda model: model.attention_sinks),
 )
-"""What of a model the runtime can't do; such a model can be planned and predicted."""
+"""Parts of a model that the runtime can't do; such a model can be planned and predicted."""
 
 
 def unsupported_features(plan: Plan) -> list[str]:
-    """One sentence for each thing in the plan that the runtime can't do yet."""
-    return [f"{what} can't be run yet" for what, wanted in _UNSUPPORTED_PLANS if wanted(plan)]
+    """Return one sentence for each thing in the plan that the runtime can't do yet."""
+    return [f"{feature} can't be run yet" for feature in broken_rules(RUNTIME_RULES, plan)]
 
 
 def require_supported_model(model: ModelSpec) -> None:
-    """Raises InfeasibleError where the runtime can't do something that the model has."""
-    if found := [what for what, wanted in _UNSUPPORTED_MODELS if wanted(model)]:
+    """Raise InfeasibleError where the runtime can't do something that the model has."""
+    if found := [feature for feature, has in _UNSUPPORTED_MODELS if has(model)]:
         raise InfeasibleError(
             f"model {model.name} can be planned and predicted, but not run yet: it has {' and '.join(found)}"
         )
