@@ -1,7 +1,13 @@
 """Ranks and coordinates in any order of axes, unequal stages, and who sends what over their boundaries."""
 
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import fields
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,10 +15,10 @@ from hypothesis import strategies as st
 
 from muster.data.dataset import Batch
 from muster.data.dp_slice import read_dp_slice, samples_of_micro_batch
-from muster.layout.mesh import coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
+from muster.layout.mesh import MeshCoordinates, coordinates_of, dp_index_of, rank_at, ranks_of_pp_rank
 from muster.layout.stage_resharding import box_transfers, hidden_state_box, stage_transfers, tied_grad_transfers
 from muster.layout.tensor_layout import Box, rank_layouts
-from muster.spec.mesh_axes import MESH_AXES
+from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
 from muster.spec.workload import Workload
@@ -20,6 +26,7 @@ from muster.spec.workload import Workload
 MODEL = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=12)
 TIED = MODEL.model_copy(update={"tied_embeddings": True})
 SEQ_LEN = 8
+ROOT = Path(__file__).resolve().parents[1]
 
 degree = st.sampled_from([1, 2, 4])
 meshes = st.builds(Mesh, dp_replicate=st.sampled_from([1, 2]), dp_shard=st.sampled_from([1, 2]), tp=degree)
@@ -181,3 +188,70 @@ def test_all_stages_cut_the_same_micro_batches(plan: Plan):
         found.append(np.concatenate([shares[index] for index in sorted(shares)], axis=1))
     assert sorted(found[0].flatten()) == list(range(5, 5 + count))
     assert all((order == found[0]).all() for order in found)
+
+
+# --- the table of axes ---
+
+
+def test_every_axis_of_the_table_is_a_field_of_mesh_plan_and_coordinates():
+    assert set(DEGREE_FIELDS) == {"pp", *Mesh.model_fields}
+    assert set(DEGREE_FIELDS) <= set(Plan.model_fields)
+    assert {field.name for field in fields(MeshCoordinates)} == set(MESH_AXES)
+    mesh = Mesh(dp_replicate=2, dp_shard=3, cp=5, tp=7, ep=3)
+    assert (mesh.num_ranks, mesh.dp_size, mesh.sequence_shards) == (210, 6, 5)
+    assert (mesh.grad_sum_size, mesh.state_shards) == (30, 15)
+
+
+TOY_ROW = """    MeshAxis(
+        "uly",
+        "sequence parallelism by heads",
+        ("sequence",),
+        sums_grads=True,
+        shards_state=True,
+        sends="all-to-all of heads against positions, around every attention",
+        source="arXiv:2309.14509",
+        supported=False,
+    ),
+"""
+TOY_AXIS = {
+    "spec/mesh_axes.py": ('    MeshAxis(\n        "tp",', TOY_ROW + '    MeshAxis(\n        "tp",'),
+    "spec/plan.py": ("    cp: PositiveInt = 1\n", "    cp: PositiveInt = 1\n    uly: PositiveInt = 1\n"),
+    "layout/mesh.py": ("    cp: int\n", "    cp: int\n    uly: int\n"),
+}
+"""Changes of a new axis: file → (text, text in its place)."""
+TOY_CHECKS = """
+from muster.layout.mesh import coordinates_of, rank_at
+from muster.spec.legality import plan_violations
+from muster.spec.model import ModelSpec
+from muster.spec.nearest_plans import nearest_plans
+from muster.spec.plan_name import format_plan_name, parse_plan_name
+from muster.spec.supported import unsupported_features
+from muster.spec.workload import Workload
+
+model = ModelSpec(vocab_size=37, hidden_size=8, num_layers=4, num_heads=4, intermediate_size=12)
+plan = parse_plan_name("dp2-uly2-cp2-mb1")
+mesh = plan.mesh(0)
+assert format_plan_name(plan) == "dp2-cp2-uly2-mb1-bf16", format_plan_name(plan)
+assert (plan.world_size, mesh.sequence_shards, mesh.grad_sum_size, mesh.dp_size) == (8, 4, 8, 2)
+assert [rank_at(plan, coordinates_of(plan, rank)) for rank in range(8)] == list(range(8))
+assert coordinates_of(plan, 1).uly == 1
+assert "is not a multiple of 8" in plan_violations(plan, model, Workload(seq_len=12, global_batch_size=2), 8)[0]
+assert not plan_violations(plan, model, Workload(seq_len=16, global_batch_size=2), 8)
+assert "sequence parallelism by heads (uly > 1) can't be run yet" in unsupported_features(plan)
+near = nearest_plans(plan, model, Workload(seq_len=16, global_batch_size=8), 8)
+assert near and not any(one.uly > 1 for one in near)
+"""
+
+
+def test_a_new_axis_touches_three_files(tmp_path):
+    shutil.copytree(ROOT / "muster", tmp_path / "muster", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (old, new) in TOY_AXIS.items():
+        path = tmp_path / "muster" / name
+        text = path.read_text()
+        assert old in text, name
+        path.write_text(text.replace(old, new))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", TOY_CHECKS], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr

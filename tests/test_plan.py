@@ -289,7 +289,7 @@ def test_an_override_past_the_last_layer_is_a_problem():
 def test_chunked_overlap_wants_sp():
     plan = Plan(tp=2, default_strategy=LayerStrategy(tp_overlap="async_tp"))
     assert plan_violations(plan, MODEL, WORKLOAD, 2) == [
-        "tp_overlap async_tp sends parts of the sequence, which only sp cuts: add sp or leave it at none"
+        "tp_overlap async_tp sends chunks of the sequence, which only sp cuts: add sp or leave it at none"
     ]
 
 
@@ -327,11 +327,11 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         (Plan(default_strategy=LayerStrategy(offload="all")), "offload of the optimizer's state"),
         (
             Plan(overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(zero="z1")),)),
-            "a sharding level of its own",
+            "another ZeRO level for some layers",
         ),
         (
             Plan(tp=2, overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(sp=True)),)),
-            "an sp or tp_overlap of its own",
+            "another sp or tp_overlap for some layers",
         ),
         (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),

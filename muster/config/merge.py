@@ -15,10 +15,11 @@ from muster.plugins.loader import PluginFile, load_plugins, resolve_plugin
 from muster.spec.config_errors import ConfigSchema, config_error
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
+from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 
-AUTO_FIELDS = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "etp", "stages")
+AUTO_FIELDS = (*DEGREE_FIELDS, "vpp", "stages")
 """The fields of a plan that `auto` chooses."""
 
 _KEPT = ("micro_batch_size", "precision")

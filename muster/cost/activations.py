@@ -53,7 +53,7 @@ def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_i
     """Of a stage's `tp_index`-th tensor-parallel rank, the first of which never has less than another; context
     parallelism cuts every sequence (arXiv:2310.01889)."""
     mesh = plan.mesh(stage)
-    tokens = plan.local_micro_batch_size(stage) * workload.seq_len // mesh.cp
+    tokens = plan.local_micro_batch_size(stage) * workload.seq_len // mesh.sequence_shards
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
     own, hidden_tokens = _local_model(spec, mesh.tp, tp_index), tokens // mesh.tp if sp else tokens
     return PassSizes(own, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)

@@ -64,7 +64,7 @@ def build_program(
     }
     lowering = LoweringOptions(
         zero=plan.default_strategy.zero,
-        data_ranks=tuple(plan.mesh(stage).dp_size * plan.mesh(stage).cp for stage in stages),
+        data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
         tp_replicated_weights=any(tp_partial_grad_copies(model, names, tp, sp) for tp, sp in tensor_axes),
         tied_embeddings=model.tied_embeddings and not plan.vocab_parallel,
         vocab_times=_vocab_times(plan, model) if plan.vocab_parallel else None,

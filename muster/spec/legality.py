@@ -217,16 +217,15 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
             yield f"tp {mesh.tp} doesn't cut the model's {heads}: legal are {', '.join(map(str, legal))}"
         if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
             yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} words"
-        chunks = mesh.cp * (
-            2 if mesh.cp > 1 else 1
-        )  # each rank takes an early and a late one: the causal mask's halves
+        # Each cp rank takes an early and a late chunk, so that all have equal work under the causal mask.
+        chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
         if workload.seq_len % chunks:
             yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each of {mesh.cp} cp ranks)"
         if mesh.ep * mesh.etp > 1 and model.moe is None:
             yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
         if model.moe is not None and model.moe.num_experts % mesh.ep:
             yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
-        if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.cp):
+        if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
             yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
 from muster.spec.former_names import current_plan_part, report_rename
+from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
@@ -19,6 +20,10 @@ _RECOMPUTE: dict[str, Recompute] = {
 }
 _OFFLOAD: dict[str, Offload] = {"act": "activations", "opt": "optimizer", "all": "all"}
 _DEFAULTS = Plan()
+
+_NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
+_PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp"))
+"""Axes that a name says as the axis and its degree alone, such as `cp2`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,7 @@ _NAME_PARTS = (
     _degree("tp", "tp"),
     _NamePart("sp", "sp", lambda: {"sp": True}),
     _NamePart("ppN or ppNvK", r"pp(\d{1,9})(?:v(\d{1,9}))?", lambda pp, vpp: {"pp": int(pp), "vpp": int(vpp or 1)}),
-    _degree("cp", "cp"),
-    _degree("ep", "ep"),
-    _degree("etp", "etp"),
+    *(_degree(axis, axis) for axis in _PLAIN_AXES),
     _degree("micro_batch_size", "mb"),
     _NamePart(
         "unevenA.B",
@@ -132,9 +135,7 @@ def _format_parts(plan: Plan) -> list[str]:
         data: plan.dp_replicate * plan.dp_shard > 1,
         f"tp{plan.tp}" + ("-sp" if strategy.sp else ""): plan.tp > 1 or strategy.sp,
         f"pp{plan.pp}" + (f"v{plan.vpp}" if plan.vpp > 1 else ""): plan.num_stages > 1,
-        f"cp{plan.cp}": plan.cp > 1,
-        f"ep{plan.ep}": plan.ep > 1,
-        f"etp{plan.etp}": plan.etp > 1,
+        **{f"{axis}{getattr(plan, axis)}": getattr(plan, axis) > 1 for axis in _PLAIN_AXES},
     }
     rest = {
         f"mb{plan.micro_batch_size}": True,
@@ -226,5 +227,5 @@ def _suggestion(token: str) -> str:
         *get_args(Precision),
     ]
     fixed += ["s" + word for word in _schedule_names()]
-    numbered = [word + (number[0] if number else "N") for word in ("dp", "tp", "pp", "cp", "ep", "etp", "mb")]
+    numbered = [word + (number[0] if number else "N") for word in ("dp", *_NAMED_AXES, "mb")]
     return did_you_mean(token.lower(), fixed) or did_you_mean(token.lower(), numbered)

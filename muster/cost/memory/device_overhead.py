@@ -33,5 +33,5 @@ def device_overhead(device: DeviceSpec, plan: Plan, pp_rank: int, transient_byte
 def communicator_sizes(plan: Plan, pp_rank: int) -> list[int]:
     """The sizes of a rank's groups, those alone left out: data, tensor, context and expert ranks, and the world."""
     mesh = plan.mesh(pp_rank)
-    sizes = [mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.tp, mesh.cp, mesh.ep, plan.pp]
+    sizes = [mesh.dp_replicate, mesh.state_shards, mesh.tp, mesh.cp, mesh.ep, plan.pp]
     return [size for size in sizes if size > 1]

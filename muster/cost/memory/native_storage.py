@@ -37,7 +37,7 @@ class NativeStorage:
         self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage)
         self.layers = list(plan.layers(stage, spec.num_layers))
         mesh = plan.mesh(stage)
-        self.is_single_rank = mesh.dp_size * mesh.cp == 1
+        self.is_single_rank = mesh.grad_sum_size == 1
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
         """Not sharded at all: gradients are added up where they are made."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero

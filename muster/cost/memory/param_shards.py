@@ -111,12 +111,12 @@ def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...])
     sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer)."""
     if ".experts." in name:
         numel = prod(shape) // (mesh.ep * mesh.etp)
-        ranks = max(1, mesh.dp_shard * mesh.cp * mesh.tp // (mesh.ep * mesh.etp))
+        ranks = max(1, mesh.state_shards * mesh.tp // (mesh.ep * mesh.etp))
         return ParamShard(numel, ceil(numel / ranks), numel)
     size = list(shape)
     _shard_by_tp(spec, name, size, mesh.tp)
     rows, *others = size
-    return ParamShard(prod(size), ceil(rows / (mesh.dp_shard * mesh.cp)) * prod(others), prod(size))
+    return ParamShard(prod(size), ceil(rows / mesh.state_shards) * prod(others), prod(size))
 
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:

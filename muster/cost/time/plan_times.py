@@ -237,7 +237,7 @@ def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] 
 
 def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
     split = mesh.tp if sp or setting.framework.split_p2p else 1
-    tokens = setting.rows(source) * setting.workload.seq_len / mesh.cp / split
+    tokens = setting.rows(source) * setting.workload.seq_len / mesh.sequence_shards / split
     size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
     return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))
 
@@ -246,7 +246,7 @@ def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTi
     """Between stages that may cut a micro-batch differently: a rank may send to several, and receive from several, over
     one way out and one way in. All of it has to come through the busiest of these."""
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
-    position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).cp
+    position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
     for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
         pair, size = setting.pair(message.source, message.target), message.box.numel * position_bytes
         wire_s = size / _link_bytes_per_s(pair)

@@ -324,7 +324,7 @@ class MemoryBudget:
     def _orders_by_rank(self, plan: Plan, offloads: frozenset[int]) -> tuple[AllocationOrder, ...]:
         """If these stages offload."""
         key, zero = self._schedule_key(plan), plan.default_strategy.zero
-        shares = plan.mesh(0).dp_size * plan.cp > 1
+        shares = plan.mesh(0).grad_sum_size > 1
         ends = shares and zero != "z3", shares and zero == "z1"
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
