@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from muster.config.load_config import load_plan, load_run_config
+from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.train.data import open_dataset
 from muster.train.trainer import Trainer
-from muster.train.worker import exit_process, rank_main
 
 WARM_UP_STEPS = 2
 

@@ -29,6 +29,8 @@ from muster.config.load_config import ResolvedConfig, load_run_config
 from muster.config.local_machine import with_num_ranks
 from muster.config.run_config import RunConfig
 from muster.launch.launcher import launch, rank_command
+from muster.launch.rank_process import exit_process
+from muster.launch.rank_process import rank_main as join
 from muster.planner.auto import request_of_config
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
@@ -36,8 +38,6 @@ from muster.planner.search import search
 from muster.probe.contention import time_steps
 from muster.spec.cluster import ClusterSpec
 from muster.spec.plan_name import format_plan_name
-from muster.train.worker import exit_process
-from muster.train.worker import rank_main as join
 
 MODELS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "tiny": ("tiny", ()),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from muster.cli import main as cli
 from muster.data.dataset import Dataset
+from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.stage import DecoderStage
 from muster.train import worker
 from muster.train.trainer import Trainer
@@ -33,7 +34,7 @@ def main() -> int:
         seed_fault(fault, step)
     if under_torchrun:
         return cli.main(sys.argv[1:])
-    return worker.rank_main(far_away if fault == "network" else worker.run_rank)
+    return rank_main(far_away if fault == "network" else worker.run_rank)
 
 
 def far_away(run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
@@ -95,4 +96,4 @@ def seed_fault(fault: str, step: int) -> None:
 
 
 if __name__ == "__main__":
-    worker.exit_process(main())
+    exit_process(main())

@@ -185,7 +185,7 @@ PREPARE = f"""
 import sys
 from pathlib import Path
 from muster.config.load_config import load_run_config
-from muster.train.run import TrainOptions, prepare
+from muster.train.prepare import TrainOptions, prepare
 from muster.planner.auto import choose_plan
 changes = [("train.steps", "400"), ("parallel", sys.argv[2]), ("{AT_ONCE[0][2:]}", "{AT_ONCE[1]}")]
 resolved = load_run_config("tiny", None, changes)

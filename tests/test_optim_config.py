@@ -11,7 +11,7 @@ from muster.config.step_law import step_law_values as derive
 from muster.optim.lr import learning_rate, lr_at_step
 from muster.planner.auto import choose_plan, resolve_plan
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.train.run import TrainOptions, prepare
+from muster.train.prepare import TrainOptions, prepare
 from tests.optim_ranks import SPEC
 
 # --- learning rates ---

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from muster.checkpoint.manifest import MANIFEST, read_manifest
-from muster.config.yaml_writer import fsync_directory
+from muster.config.yaml_writer import fsync_directory, write_durably
 from muster.spec.errors import ConfigError, MusterError
 
 LATEST = "latest"
@@ -160,16 +160,6 @@ def remove_incomplete(root: Path) -> None:
     """Remove incomplete checkpoints that killed runs left."""
     for path in root.glob("*.tmp"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file atomically and durably: afterwards it has all of `text` or, if that fails, stays as it was."""
-    tmp_path = path.with_name(path.name + ".tmp")
-    with open(tmp_path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp_path, path)
 
 
 def _read_latest(root: Path) -> str | None:

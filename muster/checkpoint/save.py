@@ -16,7 +16,6 @@ from muster.checkpoint.checkpoint_dir import (
     prune,
     publish,
     remove_incomplete,
-    write_durably,
 )
 from muster.checkpoint.local_shard import LocalShard, dtype_name
 from muster.checkpoint.manifest import MANIFEST, Manifest, TensorIndex, dump_manifest, merge_indexes
@@ -28,6 +27,7 @@ from muster.checkpoint.rank_file import (
     sort_for_file,
     write_rank_file,
 )
+from muster.config.yaml_writer import write_durably
 from muster.layout.tensor_layout import slices_within
 from muster.spec.errors import MusterError
 from muster.version import __version__

@@ -79,7 +79,7 @@ def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "
     if nodes is None:
         chosen = choose_plan(resolved, nproc)
     else:
-        from muster.launch.nodes.handshake import ranks_per_node
+        from muster.train.config_consistency import ranks_per_node
 
         chosen = choose_plan(
             resolved, ranks_per_node(resolved, nproc, nodes.num_nodes) * nodes.num_nodes, nodes.num_nodes

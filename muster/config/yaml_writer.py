@@ -51,6 +51,16 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file atomically and durably: afterwards it has all of `text` or, if that fails, stays as it was."""
+    tmp_path = path.with_name(path.name + ".tmp")
+    with open(tmp_path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(tmp_path, path)
+
+
 def fsync_directory(folder: Path) -> None:
     """Makes the names within a folder durable."""
     handle = os.open(folder, os.O_RDONLY)

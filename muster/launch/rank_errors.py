@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from muster.checkpoint.checkpoint_dir import write_durably
+from muster.config.yaml_writer import write_durably
 from muster.spec.errors import MusterError
 
 EXIT_STOPPED = 75

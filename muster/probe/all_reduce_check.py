@@ -19,9 +19,9 @@ from muster.launch.exit_status import ExitStatus
 from muster.launch.launcher import launch, rank_command
 from muster.launch.nodes.launcher_group import LauncherGroup
 from muster.launch.rank_errors import log_path
+from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.spec.plan import Plan
-from muster.train.worker import exit_process, rank_main
 
 MESSAGE_BYTES, ROUNDS = 1 << 24, 5
 _FOUND = "found.json"

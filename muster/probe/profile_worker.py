@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from muster.config.yaml_writer import write_atomically
+from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world
 from muster.probe.collectives import BYTES, QUICK_BYTES, CollectiveTimes, ranks_per_core_of, time_collectives
 from muster.probe.contention import contention_factors, contention_runs, time_steps
@@ -18,7 +19,6 @@ from muster.probe.runtime_overhead import profile_run, runtime_overheads, tiny_r
 from muster.probe.timer import KernelTimer
 from muster.spec.machine_rates import KernelRates, MachineRates
 from muster.spec.plan import Plan, Precision
-from muster.train.worker import exit_process, rank_main
 
 RATES_FILE, QUICK_FILE = "rates.json", "quick"
 QUICK_RUNS = 2

@@ -3,17 +3,54 @@
 import json
 import socket
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
+from muster.config.load_config import ResolvedConfig
+from muster.config.local_machine import nvidia_gpu_names
 from muster.config.run_config import RunConfig
-from muster.launch.nodes.handshake import config_differences
-from muster.spec.errors import MusterError
+from muster.launch.nodes.handshake import config_differences, software_versions
+from muster.spec.errors import InfeasibleError, MusterError
+from muster.spec.legality import required_world_size
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
+from muster.spec.units import pluralize
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
-def require_same_config(config: RunConfig, plan: Plan, data: str, store: dist.Store, rank: int) -> None:
+def training_facts(resolved: ResolvedConfig, ranks: int) -> dict[str, Any]:
+    """What a launcher that trains says of itself."""
+    config, plan = resolved.config, resolved.config.parallel
+    return {
+        **software_versions(),
+        "job": "train",
+        "ranks": pluralize(ranks, "rank"),
+        "plan": f"auto ({plan.hash})" if resolved.plan_is_auto else f"{format_plan_name(plan)} ({plan.hash})",
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> int:
+    """The processes of each node: as asked for; else an equal share of the plan's; for `auto` one for each GPU, or one.
+
+    Raises InfeasibleError for a plan that the nodes can't share equally.
+    """
+    if nproc is not None:
+        return nproc
+    if resolved.plan_is_auto:
+        return max(1, len(nvidia_gpu_names()))
+    size = required_world_size(resolved.config.parallel)
+    if size % nodes:
+        name = format_plan_name(resolved.config.parallel)
+        raise InfeasibleError(
+            f"{name} has {pluralize(size, 'process')}, which {nodes} nodes can't share equally: expected a plan with a"
+            f" multiple of {nodes}, such as {nodes * max(1, size // nodes)}"
+        )
+    return size // nodes
+
+
+def require_same_config(config: RunConfig, plan: Plan, data: str, store: "dist.Store", rank: int) -> None:
     """Raises MusterError on a rank that has another plan, configuration, PyTorch or data (by their fingerprint) than
     rank 0. All ranks call it."""
     own = {

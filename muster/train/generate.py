@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from muster.launch.launcher import launch, rank_command
+from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.world import open_world, pick_device
 from muster.spec.errors import ConfigError, MusterError
 from muster.train.text_generation import GenerationRequest, generate_texts
-from muster.train.worker import exit_process, rank_main
 
 REQUEST_FILE, TEXTS_FILE = "request.json", "texts.json"
 """What a launch's folder holds: what the ranks are to do, and what came of it."""

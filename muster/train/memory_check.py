@@ -28,6 +28,7 @@ from muster.config.run_config import DataConfig, RunConfig, TrainConfig
 from muster.cost.memory.native_memory import GPU_LOSS_CHUNK_LOGITS, KernelWorkspace
 from muster.data.dataset import Batch, SampleStream
 from muster.launch.launcher import launch, rank_command
+from muster.launch.rank_process import exit_process, rank_main
 from muster.model.loss import large_chunks
 from muster.parallel.offload import ActivationOffload, HostBufferPool, OffloadedStorages
 from muster.parallel.stage import DecoderStage
@@ -40,7 +41,6 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 from muster.train.prefetch import LocalBatch
 from muster.train.trainer import Trainer
-from muster.train.worker import exit_process, rank_main
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,17 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 from muster.config.load_config import ResolvedConfig, load_plan
-from muster.launch.nodes.handshake import ranks_per_node, require_same, training_facts
+from muster.launch.nodes.handshake import require_same
 from muster.launch.nodes.launcher_group import JobEnded, LauncherGroup, error_for_code
 from muster.launch.nodes.rendezvous import rendezvous
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.launch.shared_filesystem import require_marker, write_marker
 from muster.planner.auto import choose_plan
+from muster.train.config_consistency import ranks_per_node, training_facts
 from muster.train.data import open_dataset
-from muster.train.run import PREPARE_TIMEOUT, WORKER, TrainOptions, locked_run_dir, prepare, require_device
+from muster.train.prepare import PREPARE_TIMEOUT, WORKER, TrainOptions, prepare, require_device
+from muster.train.run_directory import locked_run_dir
 
 _DATA_TIMEOUT = timedelta(hours=2)
 """How long the other nodes may take to open the data, which they may have to build on disks of their own."""

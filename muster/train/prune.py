@@ -17,7 +17,7 @@ from muster.checkpoint.checkpoint_dir import (
 from muster.checkpoint.in_memory.directory import candidate_directories, find_orphaned
 from muster.config.load_config import load_run_config
 from muster.spec.errors import ConfigError
-from muster.train.run import locked_run_dir
+from muster.train.run_directory import locked_run_dir
 
 
 def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:

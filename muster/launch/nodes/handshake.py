@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import muster
-from muster.config.load_config import ResolvedConfig
-from muster.config.local_machine import nvidia_gpu_names
 from muster.launch.nodes.launcher_group import LauncherGroup, NodeInfo
-from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legality import required_world_size
-from muster.spec.plan_name import format_plan_name
-from muster.spec.units import pluralize
+from muster.spec.errors import ConfigError
 from muster.version import __version__
 
 
@@ -30,37 +25,6 @@ def software_versions() -> dict[str, Any]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch,
     }
-
-
-def training_facts(resolved: ResolvedConfig, ranks: int) -> dict[str, Any]:
-    """What a launcher that trains says of itself."""
-    config, plan = resolved.config, resolved.config.parallel
-    return {
-        **software_versions(),
-        "job": "train",
-        "ranks": pluralize(ranks, "rank"),
-        "plan": f"auto ({plan.hash})" if resolved.plan_is_auto else f"{format_plan_name(plan)} ({plan.hash})",
-        "config": config.model_dump(mode="json"),
-    }
-
-
-def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> int:
-    """The processes of each node: as asked for; else an equal share of the plan's; for `auto` one for each GPU, or one.
-
-    Raises InfeasibleError for a plan that the nodes can't share equally.
-    """
-    if nproc is not None:
-        return nproc
-    if resolved.plan_is_auto:
-        return max(1, len(nvidia_gpu_names()))
-    size = required_world_size(resolved.config.parallel)
-    if size % nodes:
-        name = format_plan_name(resolved.config.parallel)
-        raise InfeasibleError(
-            f"{name} has {pluralize(size, 'process')}, which {nodes} nodes can't share equally: expected a plan with a"
-            f" multiple of {nodes}, such as {nodes * max(1, size // nodes)}"
-        )
-    return size // nodes
 
 
 def require_same(group: LauncherGroup) -> None:

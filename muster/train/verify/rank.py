@@ -16,6 +16,7 @@ from muster.config.load_config import load_plan, load_run_config
 from muster.config.run_config import RunConfig
 from muster.data.dataset import SampleStream
 from muster.data.dp_slice import samples_of_micro_batch
+from muster.launch.rank_process import exit_process, rank_main
 from muster.layout.tensor_layout import tp_shard
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World, open_world
@@ -26,7 +27,6 @@ from muster.train.trainer import Trainer
 from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.sketch import Sketches, hook_outputs
 from muster.train.verify.trace import GRADIENTS_FOLDER, UPDATED_FOLDER, Trace
-from muster.train.worker import exit_process, rank_main
 
 
 def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:

@@ -17,7 +17,7 @@ from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.plan import Plan, Precision
 from muster.spec.plan_name import format_plan_name
 from muster.train.data import open_dataset
-from muster.train.run import require_device
+from muster.train.prepare import require_device
 from muster.train.verify.compare import compare
 from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.reference import Reference

@@ -1,0 +1,58 @@
+"""The run directory for the launcher: locked for one job, cleared of earlier results, its errors explained."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from muster.checkpoint.in_memory.directory import IDENTITY_FILE
+from muster.checkpoint.remote_lock import hold_remote_lock
+from muster.launch.rank_errors import error_path
+from muster.spec.errors import MusterError
+from muster.train.tracking import TENSORBOARD, WANDB
+
+
+@contextmanager
+def locked_run_dir(run_dir: Path, remote_checkpoint_dir: str | None = None) -> Iterator[None]:
+    """Lock the run directory, and the remote checkpoint directory if there is one, for one job.
+
+    Raises MusterError when another job holds one of them.
+    """
+    with explain_write_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MusterError(f"another job is running in {run_dir}: wait for it or choose another --run") from None
+        with hold_remote_lock(remote_checkpoint_dir, run_dir):
+            yield
+
+
+@contextmanager
+def explain_write_errors(run_dir: Path) -> Iterator[None]:
+    """Turn an OSError into a MusterError that says that the run directory can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MusterError(
+            f"can't write the run directory {run_dir}: {error.strerror}; choose another with --run"
+        ) from error
+
+
+def remove_previous_results(run_dir: Path, everything: bool) -> None:
+    """Remove the final results of an earlier attempt or, with `everything`, all files that an earlier run left.
+
+    Files that Muster didn't write stay.
+    """
+    doomed = [run_dir / name for name in ("exit.json", "report.html", "result.json", "timeline.json")]
+    doomed += error_path(run_dir, 0).parent.glob("rank-*.error.json")
+    if everything:
+        doomed += [run_dir / name for name in ("metrics.jsonl", "samples.sha256", IDENTITY_FILE)]
+        for folder in ("checkpoints", "failed", "logs", TENSORBOARD, WANDB):
+            if (run_dir / folder).exists():
+                shutil.rmtree(run_dir / folder)
+    for path in doomed:
+        path.unlink(missing_ok=True)
