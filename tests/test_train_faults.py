@@ -141,7 +141,7 @@ def fresh_without_data(run: Path) -> tuple:
 def truncated_store(run: Path) -> tuple:
     cache = copy_of(run.with_name(".data"), f"{run.name}-cache")
     cut(next(cache.glob("*/tokens-00000.bin")))
-    return ("--train.steps", "22", "--data.cache", cache), 2, "bytes where store.json says"
+    return ("--train.steps", "22", "--data.cache", cache), 2, "bytes, but store.json says"
 
 
 def other_data(run: Path) -> tuple:
