@@ -1,4 +1,4 @@
-"""Predictions against published measurements as a page of documentation."""
+"""Markdown page of predictions against published measurements (docs/accuracy.md)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,25 +63,25 @@ Above 0 the second is predicted too slow beside the first, in so many of the pai
 
 
 def write_markdown(path: Path, summary: Summary) -> None:
-    """Writes the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    """Write the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     write_page(path, accuracy_markdown(summary))
 
 
 def accuracy_markdown(summary: Summary) -> str:
-    """The page as text."""
+    """Return the page as text."""
     shown = [markdown_section(section, _WORDS.get(section.title, "")) for section in sections(summary)]
     parts = [_INTRODUCTION, *shown, _reasons(summary)]
     return "\n".join(part for part in parts if part)
 
 
 def markdown_section(section: Section, words: str = "", level: int = 2) -> str:
-    """A title, words about what the table says, the table, and its sentence."""
+    """Return a section: title, explanation, table and summary sentence."""
     parts = (f"{'#' * level} {section.title}\n", words, _table(section.rows), section.sentence)
     return "\n".join(part for part in parts if part).rstrip("\n") + "\n"
 
 
 def _table(rows: Sequence[Cells]) -> str:
-    """A Markdown table; numbers stand on the right."""
+    """Return a Markdown table with its numbers right-aligned."""
     head = f"| {' | '.join(map(_cell, rows[0]))} |\n|---|{'---:|' * (len(rows[0]) - 1)}\n"
     return head + "".join(f"| {' | '.join(map(_cell, row))} |\n" for row in rows[1:])
 
@@ -91,7 +91,7 @@ def _cell(text: str) -> str:
 
 
 def _reasons(summary: Summary) -> str:
-    """What each source is taken to have run, and why its errors are what they are."""
+    """Return the notes on each source: what it is assumed to have run, and reasons of its errors."""
     lines = []
     for name in summary.by_source:
         source = source_of(name)

@@ -1,4 +1,4 @@
-"""Predictions against published measurements as one HTML file that opens anywhere."""
+"""Self-contained HTML page of predictions against published measurements."""
 
 from pathlib import Path
 
@@ -26,16 +26,16 @@ from muster.validate.comparison import RowResult
 from muster.validate.summary import Summary
 
 _MARGIN = 0.1
-"""Where the dashed lines lie: the error that is aimed at."""
+"""Relative error marked by the dashed lines, which is the target."""
 
 
 def write_accuracy_page(path: Path, summary: Summary) -> None:
-    """Writes the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    """Write the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     write_page(path, accuracy_page(summary))
 
 
 def accuracy_page(summary: Summary) -> str:
-    """The page as text."""
+    """Return the page as text."""
     found = [result for result in summary.results if result.is_predicted]
     parts = [
         section("How far off each source is", html_table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
@@ -50,7 +50,7 @@ def accuracy_page(summary: Summary) -> str:
 
 
 def _columns(rows: list[Cells], *columns: int) -> list[Cells]:
-    """Those that a narrow page has room for; the terminal and the documentation have all."""
+    """Return some columns of a table, as many as a narrow page holds; terminal and Markdown show all."""
     return [tuple(row[column] for column in columns) for row in rows]
 
 
@@ -59,7 +59,7 @@ def _joined(row: Cells) -> str:
 
 
 def _titled(title: str, rows: list[Cells]) -> Html:
-    """A section with a table; none without rows."""
+    """Return a section with a table, or nothing where the table has no rows."""
     return section(title, html_table(rows)) if len(rows) > 1 else Html("")
 
 

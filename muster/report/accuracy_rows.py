@@ -1,4 +1,4 @@
-"""The tables of a validation, as cells: the same for the terminal, the page and the documentation."""
+"""Table cells of a validation, shared by terminal, HTML page and Markdown."""
 
 import re
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from muster.validate.sweeps import Sweep
 
 Cells = tuple[str, ...]
 _NAME = 46
-"""Letters of a source's name that are shown."""
+"""Longest name of a source, in characters."""
 _PLACES = 4
-"""So many places of rows that share a reason are named."""
+"""Most row locations listed for one reason."""
 
 
 _SWEEPS = 20
-"""Where there are more, those with few layouts are summed up only."""
+"""Most sweeps listed one by one; with more, small sweeps are only summarized."""
 
 
 def format_percent(value: float | None, sign: bool = False) -> str:
-    """`7.3 %`, with a sign `−1.2 %`."""
+    """Format per cents as `7.3 %`, with a sign as `−1.2 %`."""
     if value is None:
         return NOT_AVAILABLE
     return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
@@ -35,7 +35,7 @@ SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Tilts within sweeps", "The wo
 
 
 class Section(NamedTuple):
-    """A table with its title, and a sentence that sums it up where there is one."""
+    """Table with its title, and a summary sentence where there is one."""
 
     title: str
     rows: list[Cells]
@@ -43,7 +43,7 @@ class Section(NamedTuple):
 
 
 def sections(summary: Summary) -> list[Section]:
-    """All tables that have rows, in the order in which they are shown."""
+    """Return all tables that have rows, in display order."""
     every = summary.overall.every
     found = [
         Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
@@ -73,7 +73,7 @@ def _left_out_words(summary: Summary) -> str:
 
 
 def error_rows(summary: Summary) -> list[Cells]:
-    """A header, one row for each source, and one for all."""
+    """Return a header, a row for each source, and a row for all."""
     head = ("source", "rows", "predicted", "error", "median", "bias", "left out", "Calculon", "here")
     return [head, *(_error_row(name, group) for name, group in _groups(summary))]
 
@@ -85,7 +85,7 @@ def _error_row(name: str, group: GroupScores) -> Cells:
 
 
 def specified_rows(summary: Summary) -> list[Cells]:
-    """The same, apart: rows that leave nothing open, and those that do with the interval over their choices."""
+    """Return a header and a row for each source that part fully specified rows from rows with open choices."""
     head = ("source", "stated", "error", "median", "bias", "open", "error", "width", "inside")
     return [head, *(_specified_row(name, group) for name, group in _groups(summary))]
 
@@ -97,13 +97,13 @@ def _specified_row(name: str, group: GroupScores) -> Cells:
 
 
 def _groups(summary: Summary) -> list[tuple[str, GroupScores]]:
-    """Those with rows, and all."""
+    """Return the sources that have rows, then all rows together."""
     shown = [(short_source_name(name), group) for name, group in summary.by_source.items() if group.every.rows]
     return [*shown, ("all", summary.overall)]
 
 
 def short_source_name(source: str) -> str:
-    """A source's name; a long one without what stands in parentheses."""
+    """Return a source's name, shortened to `_NAME` characters; parentheses go first."""
     name = source.removeprefix("NVIDIA ")
     if len(name) > _NAME:
         name = re.sub(r"\s*\(.*?\)", "", name)
@@ -115,8 +115,10 @@ def _errors(errors: ErrorScores) -> Cells:
 
 
 def outcome_rows(summary: Summary) -> list[Cells]:
-    """A header and one row for each source of runs that are known to have worked or failed; near: within 5 % of the
-    capacity, not in the counts; undecided: what the row leaves open decides."""
+    """Return a header and a row for each source with runs that are known to have worked or failed.
+
+    Near: rows within 5 % of the capacity, which aren't counted; undecided: rows whose open choices decide.
+    """
     head = ("source", "OOM: said", "missed", "success: said", "missed", "balanced", "near", "undecided")
     rows = []
     for name, group in _groups(summary):
@@ -130,7 +132,7 @@ def outcome_rows(summary: Summary) -> list[Cells]:
 
 
 def sweep_rows(summary: Summary) -> list[Cells]:
-    """A header and one row for each sweep."""
+    """Return a header and a row for each sweep."""
     head = (
         "sweep",
         "layouts",
@@ -156,13 +158,13 @@ def sweep_rows(summary: Summary) -> list[Cells]:
 
 
 def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
-    """The smaller ones too, where they aren't many."""
+    """Return the sweeps listed one by one: with small ones, unless there are too many."""
     every = (*summary.sweeps, *summary.small_sweeps)
     return every if len(every) <= _SWEEPS else summary.sweeps
 
 
 def sweeps_sentence(summary: Summary) -> str:
-    """The sweeps' scores in a sentence, and those of smaller ones in another; empty without sweeps."""
+    """Return the scores of sweeps in a sentence, those of small sweeps in another; empty without sweeps."""
     words = [_sweeps_words(summary.sweeps)] if summary.sweeps else []
     if small := summary.small_sweeps:
         fewest, most = (pick(sweep.layouts for sweep in small) for pick in (min, max))
@@ -198,7 +200,7 @@ def _sweeps_words(sweeps: Sequence[Sweep]) -> str:
 
 
 def axis_bias_rows(summary: Summary) -> list[Cells]:
-    """A header and one row for each change of an axis."""
+    """Return a header and a row for each change of an axis."""
     head = ("axis", "from → to", "pairs", "tilt", "too slow in")
     return [
         head,
@@ -210,7 +212,7 @@ def axis_bias_rows(summary: Summary) -> list[Cells]:
 
 
 def worst_rows(summary: Summary) -> list[Cells]:
-    """A header and one row for each of the rows that are furthest off."""
+    """Return a header and a row for each of the worst predictions."""
     rows: list[Cells] = [("row", "model", "devices", "plan", "measured", "predicted", "error", "open")]
     for result in summary.worst:
         assert result.inputs is not None
@@ -227,12 +229,12 @@ def worst_rows(summary: Summary) -> list[Cells]:
 
 
 def short_plan_name(plan: Plan) -> str:
-    """A plan's short name without the hash that stands for what a name can't say."""
+    """Return a plan's short name without the hash of settings that names can't express."""
     return format_plan_name(plan).partition("+")[0]
 
 
 def unpredicted_rows(summary: Summary) -> list[Cells]:
-    """A header and one row for each reason."""
+    """Return a header and a row for each reason why rows weren't predicted."""
     rows: list[Cells] = [("reason", "rows", "which")]
     for reason, places in places_by_reason(summary.unpredicted).items():
         more = f", … {len(places) - _PLACES} more" if len(places) > _PLACES else ""
@@ -241,5 +243,5 @@ def unpredicted_rows(summary: Summary) -> list[Cells]:
 
 
 def reason_rows(summary: Summary) -> list[Cells]:
-    """`unread_rows` without the places."""
+    """Return `unpredicted_rows` without the locations."""
     return [cells[:2] for cells in unpredicted_rows(summary)]

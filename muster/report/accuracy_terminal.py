@@ -1,4 +1,4 @@
-"""Predictions against published measurements in the terminal."""
+"""Terminal tables of predictions against published measurements."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from muster.validate.summary import Summary
 
 
 def accuracy_text(summary: Summary, width: int = DEFAULT_WIDTH) -> Lines:
-    """All scores, the worst rows, and what couldn't be predicted."""
+    """Return all scores, the worst rows, and the rows that weren't predicted; sentences are wrapped at `width`."""
     return section_text(sections(summary), width)
 
 
 def section_text(shown: Sequence[Section], width: int = DEFAULT_WIDTH) -> Lines:
-    """Tables with their titles and sentences."""
+    """Return tables with their titles and summary sentences, which are wrapped at `width`."""
     lines: list[Text | Table] = []
     for title, rows, sentence in shown:
         lines += [Text(("\n" if lines else "") + title, "bold"), _table(rows)]

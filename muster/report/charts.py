@@ -1,7 +1,7 @@
-"""Line charts: values by step, as inline SVG that keeps its text size at every width.
+"""Line charts of values by step, as inline SVG that keeps its text size at every width.
 
-The box of the SVG's content is the plot itself and grows with the page; lines lie in a stretched inner SVG, words and
-ticks are placed in per cent around it.
+The content box of the SVG is the plot itself and grows with the page. Lines lie in a stretched inner SVG; labels and
+ticks are placed around it in per cent.
 """
 
 import json
@@ -15,16 +15,16 @@ from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale
 
 _SPAN = 10_000
-"""Width and height of the inner SVG's own units."""
+"""Width and height of the inner SVG in its own units."""
 LINE_STYLES = ("", " dashed", " dotted")
-"""Kinds of line, in the words of the style sheet."""
+"""Line styles, as class names of the style sheet."""
 _DOTS_UP_TO = 40
-"""Curves with so few points show each of them."""
+"""Most points of a curve that are drawn as dots too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve; `colour` counts the runs of the chart, a faint curve lies behind the others."""
+    """One curve. `colour` is the run's number in the chart; a faint curve lies behind the others."""
 
     label: str
     points: Sequence[Point]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What one chart shows. `key` is its id on the page."""
+    """Contents of one chart. `key` is its id on the page."""
 
     key: str
     title: str
@@ -43,11 +43,11 @@ class Chart:
     from_zero: bool = False
     allow_log: bool = False
     x_label: str = "step"
-    """What a point's `step` counts here."""
+    """Quantity on the horizontal axis, which `Point.step` counts."""
 
 
 def draw_chart(chart: Chart) -> Html:
-    """The chart as a figure with a caption; without a single value the figure says so in words."""
+    """Return the chart as a figure with a caption; without any finite value the figure says so."""
     values = [value for series in chart.series for value in finite_values(series.points)]
     caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _broken_key(chart.series))
     if not values:
@@ -77,7 +77,7 @@ def draw_chart(chart: Chart) -> Html:
 
 
 def draw_legend(all_series: Sequence[Series]) -> Html:
-    """The names of curves with a piece of each, for charts that show the same runs."""
+    """Return a legend with a piece of each curve, for charts that show the same runs."""
     entries = []
     for series in all_series:
         style = f"swatch line {_style(series)}"
@@ -86,7 +86,7 @@ def draw_legend(all_series: Sequence[Series]) -> Html:
 
 
 def describe_chart(chart: Chart) -> str:
-    """The chart in one or two sentences, for those who don't see it."""
+    """Return a text alternative of one or two sentences for screen readers."""
     sentences = []
     for series in chart.series:
         known = [point for run in line_segments(series.points) for point in run]
@@ -102,7 +102,7 @@ def describe_chart(chart: Chart) -> str:
 
 
 def _step_scale(first: float, last: float) -> Scale:
-    """Steps need no air around them, and ticks only at whole steps."""
+    """Return an axis of steps without margins, with ticks at whole steps only."""
     scale = fit_scale([first, last])
     if first == last:
         return Scale(first - 1, first + 1, (first,))
@@ -126,7 +126,7 @@ def _grid(x: Scale, y: Scale, across: str) -> Html:
 
 
 def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
-    """Every run of points as one line; a point alone becomes a dot, which is a line of no length with round ends."""
+    """Return each segment as a line. A single point becomes a dot: a line of length 0 with round ends."""
 
     def place(point: Point) -> str:
         assert point.value is not None
@@ -146,13 +146,13 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
 
 
 def _style(series: Series) -> str:
-    """A colour, and with more curves than colours another kind of line."""
+    """Return the classes of a curve: a colour, and another line style once all colours are used."""
     turn, colour = divmod(series.colour, len(SERIES))
     return f"run-{colour}" + LINE_STYLES[turn % len(LINE_STYLES)] + (" faint" if series.faint else "")
 
 
 def _broken(all_series: Sequence[Series], x: Scale) -> Html:
-    """A cross above every step at which a value was NaN or infinite."""
+    """Return a cross above each step whose value was NaN or infinite."""
     steps = {step for series in all_series for step in non_finite_steps(series.points)}
     return join(
         *(
@@ -163,7 +163,7 @@ def _broken(all_series: Sequence[Series], x: Scale) -> Html:
 
 
 def _broken_key(all_series: Sequence[Series]) -> Html:
-    """What the crosses mean, where there are some."""
+    """Return the legend of the crosses, where there are any."""
     if not any(non_finite_steps(series.points) for series in all_series):
         return Html("")
     return element("span", element("b", "×", class_="broken"), " NaN or infinite", class_="unit")
@@ -174,7 +174,7 @@ def _unit(unit: str) -> Html:
 
 
 def _hover_data(drawn: Sequence[tuple[Series, Sequence[Point]]], x: Scale, across: str) -> Html:
-    """What the pointer reads: the ends of the axis and, per curve, its name, steps and values in words."""
+    """Return the pointer's data as JSON: ends of the axis and, per curve, its label, steps and formatted values."""
     curves = []
     for series, points in drawn:
         known = [point for point in points if point.value is not None]

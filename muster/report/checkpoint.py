@@ -1,4 +1,4 @@
-"""What `muster checkpoint` says to people, from what it says in JSON."""
+"""Text output of `muster checkpoint`, from its JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ KINDS = {
     "unknown": "directory",
 }
 SHOWN = 10
-"""Tensors of which a difference is shown."""
+"""Most tensors listed in a difference."""
 
 
 def converted_lines(facts: Facts) -> list[str]:
-    """After `convert`."""
+    """Return the lines printed by `convert`."""
     source, target = facts["source"], facts["target"]
     step = "" if source["step"] is None else f" of step {source['step']}"
     lines = [
@@ -33,7 +33,7 @@ def converted_lines(facts: Facts) -> list[str]:
 
 
 def described_lines(facts: Facts) -> list[str]:
-    """After `inspect`."""
+    """Return the lines printed by `inspect`."""
     lines = [f"{facts['path']}: a {KINDS[facts['format']]}"]
     if facts["step"] is not None:
         lines.append(f"step      {facts['step']}")
@@ -67,7 +67,7 @@ def _statistics_lines(name: str, found: Facts) -> list[str]:
 
 
 def verified_lines(facts: Facts) -> list[str]:
-    """After `verify`."""
+    """Return the lines printed by `verify`."""
     lines = []
     for found in facts["directories"]:
         what = f"{found['pieces']} pieces, all checksums right" if found["checksums"] else "all can be read"
@@ -80,7 +80,7 @@ def verified_lines(facts: Facts) -> list[str]:
 
 
 def diff_lines(facts: Facts) -> list[str]:
-    """After `diff`."""
+    """Return the lines printed by `diff`."""
     lines = [f"{key}: {pair[0]} → {pair[1]}" for key, pair in facts["facts"].items()]
     for side in ("a", "b"):
         for group in facts[side]["not_compared"]:
@@ -107,7 +107,7 @@ def diff_lines(facts: Facts) -> list[str]:
 
 
 def pruned_lines(facts: Facts) -> list[str]:
-    """After `prune`."""
+    """Return the lines printed by `prune`."""
     verb = "would be removed" if facts["dry_run"] else "removed"
     lines = [f"{path}: {verb}" for path in facts["removed"]]
     lines += [f"{path}: could not be removed" for path in facts["failed"]]

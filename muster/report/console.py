@@ -1,4 +1,4 @@
-"""Consoles for standard output: tables of any width, and the width for prose and pictures."""
+"""Consoles for standard output: tables of any width, and the width of prose and pictures."""
 
 import shutil
 import sys
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 DEFAULT_WIDTH = 80
 """Columns of prose and pictures where standard output is no terminal."""
 _UNBOUNDED_WIDTH = 10_000
-"""Columns that no table reaches."""
+"""Width that no table reaches, in columns."""
 
 
 def table_console() -> "Console":

@@ -1,27 +1,27 @@
-"""Curves out of metrics rows: points, smoothing, and fewer points that look the same."""
+"""Curves from rows of metrics: points, smoothing and downsampling."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_BUCKETS = 400
-"""A curve keeps the smallest and the largest value of each of so many equal parts of its steps."""
+"""Buckets of a downsampled curve; each keeps its smallest and its largest value."""
 
 MAX_DRAWN = 1e100
-"""What is larger counts as infinite: the run has overflowed, and an axis up to there shows nothing."""
+"""Largest value that is drawn. Larger ones count as infinite: the run has overflowed, and no axis could show both."""
 
 
 class Point(NamedTuple):
-    """A value at a step; NaN or infinite where the run produced that, None where it logged nothing."""
+    """Value at a step: NaN or infinite where the run produced that, None where it logged nothing."""
 
     step: float
     value: float | None
 
 
 def metric_points(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    """One metric by step, in order; of rows with the same step the last one counts.
+    """Return the points of one metric, sorted by step; of several rows of a step the last one counts.
 
-    A null stands for a number that was not finite, as JSON has no other word for it.
+    A null stands for a number that wasn't finite, since JSON has none.
     """
     values = {}
     for row in rows:
@@ -31,17 +31,16 @@ def metric_points(rows: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def finite_values(points: Iterable[Point]) -> list[float]:
-    """The values that can be drawn."""
+    """Return the values that can be drawn."""
     return [point.value for point in points if point.value is not None and math.isfinite(point.value)]
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """The mean over a centred window of a twentieth of the points, so that nothing lags.
+    """Return the trimmed mean over a centred window of a twentieth of the points.
 
-    Near the start the window shrinks to both sides, as curves are steep there; at the end only its later half is cut.
-    The highest and the lowest quarter of a window and what is not finite are left out, so that one spike moves nothing;
-    a wide window is looked at in two hundred places.
-    Returns at most 2 × MAX_BUCKETS + 1 points.
+    A centred window doesn't lag. Near the start, where curves are steep, it shrinks on both sides; at the end only its
+    later half is cut. The highest and the lowest quarter of a window and non-finite values are left out, so that a
+    spike moves nothing. A wide window is sampled at two hundred points. Returns at most 2 × MAX_BUCKETS + 1 points.
     """
     half, last = len(points) // 40, len(points) - 1
     stride, window_stride = -(-len(points) // (2 * MAX_BUCKETS)) or 1, 1 + half // 100
@@ -54,7 +53,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:
-    """At most 2 × MAX_BUCKETS + 2 points that keep every peak and both ends; gaps wider than a bucket stay gaps."""
+    """Return at most 2 × MAX_BUCKETS + 2 points, with every peak and both ends; gaps wider than a bucket stay gaps."""
     if len(points) <= 2 * MAX_BUCKETS:
         return list(points)
     kept = {points[0].step: points[0]}
@@ -67,13 +66,13 @@ def downsample(points: Sequence[Point]) -> list[Point]:
 
 
 def non_finite_steps(points: Sequence[Point]) -> list[float]:
-    """The steps at which the value was NaN or infinite, thinned to at most MAX_BUCKETS."""
+    """Return the steps whose value was NaN or infinite, at most MAX_BUCKETS of them."""
     steps = [point.step for point in points if point.value is not None and not math.isfinite(point.value)]
     return steps[:: -(-len(steps) // MAX_BUCKETS) or 1]
 
 
 def line_segments(points: Sequence[Point]) -> list[list[Point]]:
-    """The stretches of neighbouring points that have values: each is drawn as one line."""
+    """Return the stretches of neighbouring finite points; each is drawn as one line."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if finite_values([point]):
@@ -84,7 +83,7 @@ def line_segments(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _middle_mean(values: list[float]) -> float:
-    """The mean of the values without their highest and lowest quarter."""
+    """Return the mean of the values without their highest and lowest quarter."""
     cut = (len(values) + 1) // 4
     kept = sorted(values)[cut : len(values) - cut]
     return math.fsum(kept) / len(kept)

@@ -1,4 +1,4 @@
-"""Numbers for people: the same words in the terminal and on the page."""
+"""Numbers for people, formatted alike in terminal and pages."""
 
 import math
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 Unit = Literal["s", "bytes", "fraction"]
 
 NOT_AVAILABLE = "n/a"
-"""What stands where a value is not known."""
+"""Placeholder for an unknown value."""
 
 LARGE_ERROR = 0.2
-"""A prediction that is further off than this part of the measurement deserves a second look."""
+"""Relative error from which a prediction is marked."""
 
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -17,7 +17,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def format_seconds(seconds: float | None) -> str:
-    """`12.3 ms`, `1.23 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format seconds as `12.3 ms`, `1.23 s`, `3 min 05 s` or `2 h 07 min`."""
     if seconds is None or not math.isfinite(seconds):
         return _not_finite(seconds)
     size = abs(seconds)
@@ -30,7 +30,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """`512 B`, `1.50 MiB`, `12.3 GiB`."""
+    """Format bytes as `512 B`, `1.50 MiB` or `12.3 GiB`."""
     if count is None or not math.isfinite(count):
         return _not_finite(count)
     for scale, unit in _BYTES:
@@ -40,7 +40,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """`87`, `412k`, `1.25M`, `7.24B`: three digits and a letter."""
+    """Format a count with three digits and a letter: `87`, `412k`, `1.25M`, `7.24B`."""
     if count is None or not math.isfinite(count):
         return _not_finite(count)
     for scale, unit in _COUNTS:
@@ -50,14 +50,14 @@ def format_count(count: float | None) -> str:
 
 
 def format_fraction(fraction: float | None) -> str:
-    """A part of one as per cent: `12.3 %`."""
+    """Format a fraction as per cents: `12.3 %`."""
     if fraction is None or not math.isfinite(fraction):
         return _not_finite(fraction)
     return f"{100 * fraction:.1f} %"
 
 
 def format_number(value: float | None) -> str:
-    """Four significant digits, with a power of ten where the number is very small or large."""
+    """Format with four significant digits, and a power of ten for very small or large numbers."""
     if value is None or not math.isfinite(value):
         return _not_finite(value)
     if value and not 1e-3 <= abs(value) < 1e5:
@@ -67,14 +67,14 @@ def format_number(value: float | None) -> str:
 
 
 def format_value(value: float | None, unit: Unit) -> str:
-    """A value of a comparison in its unit."""
+    """Format a value in its unit."""
     return {"s": format_seconds, "bytes": format_bytes, "fraction": format_fraction}[unit](value)
 
 
 def format_error(predicted: float | None, measured: float | None, unit: Unit) -> str:
-    """How far the prediction is from the measurement, relative to the measurement: `+3.1 %`.
+    """Format the error of a prediction relative to the measurement, such as `+3.1 %`.
 
-    Two fractions differ in percentage points. Without both values, or with nothing to divide by, there is no error.
+    Fractions differ in percentage points. There is no error without both values, or relative to 0.
     """
     if predicted is None or measured is None or not math.isfinite(predicted) or not math.isfinite(measured):
         return NOT_AVAILABLE
@@ -86,7 +86,7 @@ def format_error(predicted: float | None, measured: float | None, unit: Unit) ->
 
 
 def is_large_error(predicted: float | None, measured: float | None, unit: Unit) -> bool:
-    """Whether a prediction is more than FAR off: as a part of the measurement, or of the whole for a fraction."""
+    """Tell if a prediction is off by more than LARGE_ERROR of the measurement, or of 1 for a fraction."""
     if predicted is None or measured is None:
         return False
     return abs(predicted - measured) > LARGE_ERROR * (1.0 if unit == "fraction" else abs(measured))

@@ -1,7 +1,7 @@
-"""Timelines as pictures: a row for each rank, in it a band for each lane, on one time axis for all of them.
+"""Timelines as pictures: a row for each rank with a band for each lane, on one common time axis.
 
-A box is a piece of a thick line, so that one short path holds all boxes of a lane that share a colour: the page stays
-small, and the pointer's read-out finds times and names in the path itself.
+A box is a piece of a thick line. So one short path holds all boxes of a lane that share a colour, which keeps the page
+small, and the pointer reads times and names from the path itself.
 """
 
 import json
@@ -18,11 +18,11 @@ from muster.schedule.action import KINDS, Lane
 from muster.simulate.timeline import Event, Timeline
 
 _SPAN = 100_000
-"""Width of a picture in its own units; times are rounded to as many parts of the axis."""
+"""Width of a picture in its own units; times are rounded to that many parts of the axis."""
 _DIGIT_PX = 7
 _MIN_WIDTH_PX, _MAX_WIDTH_PX = 560, 3200
 _TALL_UP_TO = 16
-"""With more ranks than these, rows are low and have no numbers."""
+"""Most ranks that are drawn in tall rows with numbers."""
 _LANE_NAMES: dict[Lane, str] = {
     "compute": "compute",
     "p2p": "sends and receives",
@@ -33,7 +33,7 @@ _LANE_NAMES: dict[Lane, str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The common time axis, and the least width at which it is shown."""
+    """Common time axis, and its minimum width."""
 
     length_s: float
     width_px: int
@@ -50,14 +50,14 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Where a lane lies in a row: its upper edge and its thickness in pixels."""
+    """Position of a lane within a row: upper edge and thickness in pixels."""
 
     top: int
     thick: int
 
 
 def draw_timelines(*timelines: Timeline) -> Html:
-    """The timelines one above the other on the same time axis, in one box that scrolls sideways where it must."""
+    """Return the timelines one above the other on a common time axis, in a box that scrolls sideways."""
     all_rows = [timeline_rows(timeline) for timeline in timelines]
     length_s = max((rows.length_s for rows in all_rows), default=0.0)
     if not length_s:
@@ -78,7 +78,7 @@ def draw_timelines(*timelines: Timeline) -> Html:
 
 
 def _width_px(length_s: float, all_rows: Sequence[TimelineRows]) -> int:
-    """Wide enough for two digits in a typical box where boxes have numbers, within bounds."""
+    """Return a width with room for two digits in a typical numbered box, within bounds."""
     pass_s = median_pass_s(all_rows)
     box_px = 2 * _DIGIT_PX + 4 if any(len(rows.ranks) <= _TALL_UP_TO for rows in all_rows) else 3
     wanted = length_s / pass_s * box_px if pass_s else 0.0
@@ -86,7 +86,7 @@ def _width_px(length_s: float, all_rows: Sequence[TimelineRows]) -> int:
 
 
 def _legend(all_rows: Sequence[TimelineRows]) -> Html:
-    """The colours that occur, and what lies where in a row."""
+    """Return the colours that occur, and the order of lanes within a row."""
     found = {event.action.kind for rows in all_rows for events in rows.events.values() for event in events}
     paints = [paint for paint in PAINTS if any(paint_of(kind) is paint for kind in found)]
     entries = [element("span", element("i", class_=f"swatch on-{p.key}"), p.label) for p in paints]
@@ -97,7 +97,7 @@ def _legend(all_rows: Sequence[TimelineRows]) -> Html:
 
 
 def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
-    """One timeline: caption, names of the rows, picture."""
+    """Return one timeline: caption, row names and picture."""
     bands, row_px = _bands(rows)
     height_px = row_px * len(rows.ranks)
     title, key = f"{rows.source.capitalize()} timeline", f"timeline-{rows.source}"
@@ -132,7 +132,7 @@ def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
 
 
 def _bands(rows: TimelineRows) -> tuple[dict[Lane, _Band], int]:
-    """The bands of a row, and the height of the row with the air below it."""
+    """Return the band of each lane, and the height of a row with the space below it."""
     compute, other, air = (20, 5, 9) if len(rows.ranks) <= _TALL_UP_TO else (8, 2, 3)
     bands, top = {}, 0
     for lane in rows.lanes:
@@ -142,7 +142,7 @@ def _bands(rows: TimelineRows) -> tuple[dict[Lane, _Band], int]:
 
 
 def _row_name(name: str, row_px: int, compute: _Band) -> Html:
-    """A name beside the compute band of its row."""
+    """Return a row's name, placed beside its compute band."""
     return element("div", name, style=f"height:{row_px}px;line-height:{max(10, compute.thick)}px")
 
 
@@ -158,7 +158,7 @@ def _time_axis(frame: _Frame, height_px: int) -> Html:
 
 
 def _row(rows: TimelineRows, rank: int, top: int, bands: dict[Lane, _Band], frame: _Frame) -> Html:
-    """The boxes of one rank upon the track that shows where nothing is computed."""
+    """Return the boxes of one rank, on a track that shows idle time."""
     compute = bands["compute"]
     middle = top + compute.thick / 2
     track = element("path", d=f"M0 {middle:g}h{frame.units(rows.length_s)}", stroke_width=compute.thick, class_="idle")
@@ -170,7 +170,7 @@ def _row(rows: TimelineRows, rank: int, top: int, bands: dict[Lane, _Band], fram
 
 
 def _boxes(events: Sequence[Event], start_s: float, top: int, thick: int, frame: _Frame) -> list[Html]:
-    """One path for each colour, and thin lines where a wide box begins."""
+    """Return one path for each colour, and thin lines at the start of wide boxes."""
     pieces: dict[Paint, list[tuple[str, str]]] = defaultdict(list)
     edges = []
     for event in events:
@@ -195,7 +195,7 @@ def _boxes(events: Sequence[Event], start_s: float, top: int, thick: int, frame:
 
 
 def _numbers(rows: TimelineRows, band: _Band, row_px: int, frame: _Frame) -> Html:
-    """The micro-batch in each box of the compute lane that is wide enough for it."""
+    """Return the micro-batch numbers of compute boxes that are wide enough for them."""
     words: dict[Paint, list[Html]] = defaultdict(list)
     for index, rank in enumerate(rows.ranks):
         middle = f"{index * row_px + band.top + band.thick / 2 + 4:g}"

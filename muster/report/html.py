@@ -1,17 +1,17 @@
-"""HTML as values: what is not markup already is escaped, so no caller can forget to."""
+"""HTML as values: plain text is always escaped, so no caller can forget to."""
 
 from html import escape
 
 
 class Html(str):
-    """Text that is markup; every other string is plain text."""
+    """Markup; any other string is plain text."""
 
 
 _VOID = {"meta", "br"}
 
 
 def element(name: str, /, *children: str, **attributes: str | float | bool | None) -> Html:
-    """One element. `class_` and `stroke_width` are the attributes class and stroke-width; None leaves one out."""
+    """Return an element. `class_` and `stroke_width` stand for class and stroke-width; None leaves an attribute out."""
     parts = [f"<{name}"]
     for key, value in attributes.items():
         if value is None or value is False:
@@ -24,7 +24,7 @@ def element(name: str, /, *children: str, **attributes: str | float | bool | Non
 
 
 def join(*children: str) -> Html:
-    """Children one after the other, plain text escaped."""
+    """Return the concatenated children, plain text escaped."""
     return Html("".join(child if isinstance(child, Html) else escape(child) for child in children))
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: one file that opens anywhere, with no network."""
+"""Report of a run: one HTML file that opens offline."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ from muster.report.style import SCRIPT, style_sheet
 from muster.spec.errors import MusterError
 
 MIN_POINTS_TO_SMOOTH = 40
-"""Curves with fewer points are shown as they are."""
+"""Points from which a curve is smoothed."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def write_report(path: Path, data: ReportData) -> None:
-    """Writes the report to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    """Write the report to `path`, whole or not at all. Raises MusterError where it can't be written."""
     write_page(path, render_report(data))
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes a page to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    """Write a page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="replace")
@@ -43,7 +43,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def render_report(data: ReportData) -> str:
-    """The page as text."""
+    """Return the page as text."""
     version = f" {data.facts.muster_version}" if data.facts.muster_version else ""
     return page(
         data.title,
@@ -59,7 +59,7 @@ def render_report(data: ReportData) -> str:
 
 
 def page(title: str, *parts: str) -> str:
-    """A whole page as text: it opens offline and loads nothing."""
+    """Return a whole page as text; it opens offline and loads nothing."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -75,12 +75,12 @@ def page(title: str, *parts: str) -> str:
 
 
 def section(title: str, content: Html) -> Html:
-    """A part of a page under a heading."""
+    """Return a part of a page under a heading."""
     return element("section", element("h2", title), content)
 
 
 def _header(data: ReportData) -> Html:
-    """The title, the plan, and the few numbers that people look for first."""
+    """Return the title, the plan and the headline figures."""
     figures = {
         "training loss, last step": _last(data, "train/loss"),
         "validation loss": None if data.validation_loss is None else format_number(data.validation_loss),
@@ -96,7 +96,7 @@ def _header(data: ReportData) -> Html:
 
 
 def description_list(values: dict[str, str | None], style: str) -> Html:
-    """Names with values as a description list; None leaves a pair out."""
+    """Return names and values as a description list; a value of None leaves its pair out."""
     known = [(name, value) for name, value in values.items() if value is not None]
     return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in known), class_=style)
 
@@ -139,7 +139,7 @@ def _comparison(rows: Sequence[PredictedVsMeasured]) -> Html:
 
 
 def _comparison_row(row: PredictedVsMeasured) -> Html:
-    """What is far off is set in bold."""
+    """Return a table row; a large error is bold."""
     far = is_large_error(row.predicted, row.measured, row.unit)
     return element(
         "tr",

@@ -1,7 +1,7 @@
-"""Colours: one set for the page and the terminal, told apart by people who see red and green alike.
+"""Colours of pages and terminal, distinguishable for people who confuse red and green.
 
-The hues are those of Okabe and Ito ("Color Universal Design", 2008), calmed; the tests measure the distances under
-simulated colour blindness and the contrast of the text upon them.
+The hues are those of Okabe and Ito ("Color Universal Design", 2008), softened. Tests measure their distances under
+simulated colour blindness and the contrast of the text on them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Paint:
-    """A group of instruction kinds that share a colour; the colours on light and on dark paper, each with its text."""
+    """Colours of a group of instruction kinds on light and dark backgrounds, each with its text colour."""
 
     key: str
     label: str
@@ -21,12 +21,12 @@ class Paint:
 
     @property
     def pale_colour(self) -> str:
-        """Half way from the colour on light paper to white; text upon it is `PALE_TEXT`."""
+        """Colour halfway between the one on light background and white; its text is `PALE_TEXT`."""
         return mix(self.light, "#ffffff")
 
 
 def mix(one: str, other: str) -> str:
-    """The colour half way between two."""
+    """Return the colour halfway between two colours such as `#3274b5`."""
     return "#" + "".join(f"{(int(one[i : i + 2], 16) + int(other[i : i + 2], 16)) // 2:02x}" for i in (1, 3, 5))
 
 
@@ -52,9 +52,9 @@ PAINTS = (
 _BY_KIND = {kind: paint for paint in PAINTS for kind in paint.kinds}
 
 SERIES = (("#3274b5", "#6aa5dc"), ("#b8600b", "#e0aa4c"), ("#1d7360", "#4fb39a"), ("#a8487a", "#e6a9c6"))
-"""Colours of the runs of a chart, on light and on dark paper."""
+"""Colours of a chart's runs on light and on dark background."""
 
 
 def paint_of(kind: str) -> Paint:
-    """How a kind of instruction is painted; kinds without a colour of their own share one."""
+    """Return the paint of an instruction kind; kinds without their own share one."""
     return _BY_KIND.get(kind, PAINTS[-1])

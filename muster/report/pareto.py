@@ -1,4 +1,4 @@
-"""The front of plans and what-if tables, for people and for programs."""
+"""Pareto fronts and what-if tables, for people and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from muster.report.scatter import SCRIPT, STYLE, Dot, draw_xy_plot
 from muster.spec.units import pluralize
 
 _ROWS = 14
-"""Lines of the picture in the terminal."""
+"""Lines of the terminal's picture."""
 _MARKS = "123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -27,7 +27,7 @@ _MARKS = "123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def front_lines(found: ParetoFront) -> list[str]:
-    """A line for each plan, numbered as in the table and the picture."""
+    """Return a line for each plan, numbered as in table and picture."""
     return [
         f"{_mark(index)} "
         f" {point.evaluated.name}{' *' if point.evaluated.unsupported else ''}{unnamed_settings(point.evaluated.plan)}"
@@ -36,7 +36,7 @@ def front_lines(found: ParetoFront) -> list[str]:
 
 
 def front_table(found: ParetoFront) -> Table:
-    """A row of figures for each plan."""
+    """Return a table with the figures of each plan."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"):
         shown.add_column(head, justify="right", no_wrap=True)
@@ -57,13 +57,13 @@ def _cells(point: ParetoPoint) -> tuple[str, ...]:
 
 
 def usd_per_billion(point: ParetoPoint) -> float | None:
-    """Dollars for 10⁹ tokens; None where a price is unknown."""
+    """Return dollars per 10⁹ tokens; None where a price is unknown."""
     cost = point.usd_per_step
     return None if cost is None else cost / point.evaluated.prediction.workload.tokens_per_step * 1e9
 
 
 def front_picture(found: ParetoFront, width: int = 80) -> list[str]:
-    """Memory of a device over the time of a step, both logarithmic: a plan is the figure that stands before it."""
+    """Return a picture of memory per device over step time, both logarithmic; each plan is its number."""
     columns = min(width, 100) - 12
     x, y = _scales(found)
     grid = [[" "] * columns for _ in range(_ROWS)]
@@ -80,7 +80,7 @@ def front_picture(found: ParetoFront, width: int = 80) -> list[str]:
 
 
 def front_page(found: ParetoFront, title: str) -> str:
-    """The front as one HTML file that opens anywhere."""
+    """Return the front as a self-contained HTML page."""
     sizes = sorted({point.devices for point in found.points}, reverse=True)
     dots = [
         Dot(
@@ -131,7 +131,7 @@ def _mark(index: int) -> str:
 
 
 def front_json(found: ParetoFront) -> dict[str, Any]:
-    """Plain data; null where a value is unknown."""
+    """Return plain data for JSON; null where a value is unknown."""
     return {
         "version": 1,
         "proven": found.proven,
@@ -161,7 +161,7 @@ def front_json(found: ParetoFront) -> dict[str, Any]:
 
 
 def what_if_table(cases: Sequence[WhatIfCase]) -> Table:
-    """A row for each case: the best plan's figures, and what the plan without the change would take there."""
+    """Return a table with the best plan of each case, and the step time of the unchanged plan there."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("what if", overflow="fold")
     for head in ("devices", "step", "speed", "memory", "1B tokens", "same plan"):
@@ -189,7 +189,7 @@ def what_if_table(cases: Sequence[WhatIfCase]) -> Table:
 
 
 def what_if_lines(cases: Sequence[WhatIfCase]) -> list[str]:
-    """The plan of each case, or why there is none."""
+    """Return the plan of each case, or the reason why there is none."""
     return [f"{case.change or 'as it is'}: {_plan_or_why_not(case)}" for case in cases]
 
 
@@ -201,7 +201,7 @@ def _plan_or_why_not(case: WhatIfCase) -> str:
 
 
 def what_if_json(cases: Sequence[WhatIfCase]) -> dict[str, Any]:
-    """Plain data; null where a value is unknown."""
+    """Return plain data for JSON; null where a value is unknown."""
     return {"version": 1, "cases": [_case_json(case) for case in cases]}
 
 

@@ -1,4 +1,4 @@
-"""How a plan's training compares with the reference, in numbers and in words."""
+"""Result of `muster verify`: a plan's training compared with the reference, as numbers and sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,29 +11,30 @@ from rich.text import Text
 from muster.report.formatting import NOT_AVAILABLE
 
 Phase = Literal["forward", "loss", "backward", "norm", "update", "later"]
-"""Where a step goes wrong first; `later`: not in the first step."""
+"""Part of a step that differs first; `later`: after the first step."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a plan first differs from the reference."""
+    """First place where a plan differs from the reference."""
 
     phase: Phase
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     where: str
-    """The part of the model, or the parameter."""
+    """Part of the model, or parameter."""
     size: float
-    """Relative to the reference."""
+    """Difference relative to the reference."""
     factor: float | None = None
-    """What all gradients are multiplied by, where they differ by one factor alone."""
+    """Common factor of all gradients, where they differ by that alone."""
     copy: str | None = None
-    """Which of the parameter's copies it is, where the others are right."""
+    """Copy of the parameter that differs, where the others are right."""
 
 
 @dataclass(frozen=True)
 class ParityResult:
-    """One plan beside the reference. All differences are relative; of tensors, in the Euclidean norm."""
+    """Comparison of one plan with the reference. All differences are relative; those of tensors in the Euclidean
+    norm."""
 
     plan: str
     precision: str
@@ -43,39 +44,39 @@ class ParityResult:
     grad_norms: Sequence[float] = ()
     reference_grad_norms: Sequence[float] = ()
     hidden: Mapping[str, float] = field(default_factory=dict)
-    """Outputs of the first step's forward, by part of the model, in its order."""
+    """Differences of the first forward's outputs, by part of the model in its order."""
     gradients: Mapping[str, float] = field(default_factory=dict)
-    """The first step's, before clipping, by parameter; the worst copy."""
+    """Differences of the first step's gradients before clipping, by parameter; of several copies the worst."""
     updates: Mapping[str, float] = field(default_factory=dict)
-    """Parameters after the first step, against what the optimizer makes of the plan's own gradients."""
+    """Differences of the parameters after the first step from the optimizer's update with the plan's own gradients."""
     first: FirstDifference | None = None
     failure: str | None = None
-    """Why the plan could not be run to the end."""
+    """Reason why the plan could not be run to the end."""
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """True where nothing differs by more than the tolerance."""
         return self.first is None and self.failure is None
 
     @property
     def loss_difference(self) -> float | None:
-        """The largest of all steps."""
+        """Largest difference of a loss over all steps."""
         return _worst(self.losses, self.reference_losses)
 
     @property
     def norm_difference(self) -> float | None:
-        """That of the first step: later ones magnify rounding."""
+        """Difference of the first gradient norm; later ones magnify rounding."""
         return _worst(self.grad_norms[:1], self.reference_grad_norms[:1])
 
     @property
     def worst_parameter(self) -> tuple[str, float] | None:
-        """The parameter whose gradient or update differs most, and by how much."""
+        """Parameter whose gradient or update differs most, and its difference."""
         found = [(name, size) for sizes in (self.gradients, self.updates) for name, size in sizes.items()]
         return max(found, key=lambda pair: _order(pair[1]), default=None)
 
 
 def parity_table(verdicts: Sequence[ParityResult]) -> Table:
-    """A row for each plan; what is beyond its tolerance is bold."""
+    """Return a table with a row for each plan; values beyond the tolerance are bold."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("plan", overflow="fold")
     for name in ("loss", "grad norm"):
@@ -93,7 +94,7 @@ def parity_table(verdicts: Sequence[ParityResult]) -> Table:
 
 
 def parity_sentence(verdict: ParityResult) -> str:
-    """Where the plan goes wrong first, in words."""
+    """Return a sentence on the first place where the plan differs."""
     plan, first = verdict.plan, verdict.first
     if verdict.failure is not None:
         return f"{plan} could not be run: {verdict.failure}"
@@ -124,7 +125,7 @@ def parity_sentence(verdict: ParityResult) -> str:
 
 
 def parity_json(verdict: ParityResult) -> dict[str, Any]:
-    """Plain data; a number that is not finite becomes null."""
+    """Return plain data for JSON; a non-finite number becomes null."""
     fields = {name: getattr(verdict, name) for name in verdict.__dataclass_fields__ if name != "first"}
     first = None if verdict.first is None else vars(verdict.first)
     return _plain({"agrees": verdict.agrees, **fields, "first": first})
@@ -158,5 +159,5 @@ def _order(size: float) -> float:
 
 
 def relative_difference(value: float, reference: float) -> float:
-    """The difference as a part of the reference."""
+    """Return the difference relative to the reference."""
     return 0.0 if value == reference else abs(value - reference) / abs(reference) if reference else inf

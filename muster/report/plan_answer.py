@@ -1,4 +1,4 @@
-"""The answer of `muster plan`, for people and for programs."""
+"""Answer of `muster plan`, for people and as JSON."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from muster.spec.units import pluralize
 
 
 def print_answer(answer: PlanAnswer, explain: bool) -> None:
-    """Prints everything."""
+    """Print the whole answer."""
     request, found, console = answer.request, answer.found, table_console()
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
@@ -49,7 +49,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
 
 
 def _arrangement(arranged: PlanSearch) -> list[str]:
-    """Where nodes differ: their order, and what it gains."""
+    """Return the order of unequal nodes, and the gain from it."""
     if arranged.node_order is None:
         return []
     lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.node_order))}"]
@@ -62,7 +62,7 @@ def _arrangement(arranged: PlanSearch) -> list[str]:
 
 
 def _naive_cost(arranged: PlanSearch) -> str:
-    """What that plan costs, where prices are known."""
+    """Return the cost of the naive plan, where prices are known."""
     price, tokens = arranged.request.cluster.usd_per_hour, arranged.request.workload.tokens_per_step
     if price is None or arranged.naive_step_s is None:
         return ""
@@ -88,7 +88,7 @@ def _searched(found: SearchResult) -> str:
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
-    """Plain data; null where a value is unknown."""
+    """Return plain data for JSON; null where a value is unknown."""
     request, found = answer.request, answer.found
     footprints = answer.training_costs or [None] * len(found.best)
     plain = {

@@ -1,4 +1,4 @@
-"""Ranked plans for people and for programs."""
+"""Ranked plans, for people and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from muster.spec.plan_name import settings_beyond_name
 
 
 def plan_table(plans: Sequence[EvaluatedPlan]) -> Table:
-    """A row of figures for each plan, best first; the names stand above it (`plan_names`), or 80 columns don't hold
-    them."""
+    """Return a table with the figures of each plan, best first. Names stand above it (`plan_names`): a row of 80
+    columns has no room for them."""
     table = _table("step", "tokens/s/device", "MFU", "memory", "left", "bubble", "waiting")
     for number, verdict in enumerate(plans, 1):
         one = verdict.prediction
@@ -33,7 +33,7 @@ def plan_table(plans: Sequence[EvaluatedPlan]) -> Table:
 
 
 def plan_names(plans: Sequence[EvaluatedPlan]) -> list[str]:
-    """A line for each plan; `*` marks what can't be run yet."""
+    """Return a line for each plan; `*` marks plans that can't be run yet."""
     return [
         f"{number} "
         f" {one.name}{' *' if one.unsupported else ''}{unnamed_settings(one.plan, ' ' * (2 + len(str(number))))}"
@@ -42,13 +42,13 @@ def plan_names(plans: Sequence[EvaluatedPlan]) -> list[str]:
 
 
 def unnamed_settings(plan: Plan, indent: str = "   ") -> str:
-    """What stands for `+` and a hash at the end of a plan's name, on a line of its own; empty where a name says all."""
+    """Return the settings behind the hash in a plan's name, on a line of their own; empty where the name says all."""
     said = settings_beyond_name(plan)
     return f"\n{indent}+ {'; '.join(said)}" if said else ""
 
 
 def footprint_table(footprints: Sequence[TrainingCost]) -> Table:
-    """What the whole training takes under each plan."""
+    """Return a table with steps, days, cost, energy and CO₂ of the whole training under each plan."""
     table = _table("steps", "days", "cost", "energy", "CO₂")
     for number, whole in enumerate(footprints, 1):
         table.add_row(
@@ -63,7 +63,7 @@ def footprint_table(footprints: Sequence[TrainingCost]) -> Table:
 
 
 def _days(days: float) -> str:
-    """`0.012`, `3.4`, `1,930`."""
+    """Format days as `0.012`, `3.4` or `1,930`."""
     return f"{days:,.0f}" if days >= 99.5 else f"{days:.3g}" if days >= 0.01 else "< 0.01"
 
 
@@ -75,7 +75,7 @@ def _table(*heads: str) -> Table:
 
 
 def memory_headroom(prediction: Prediction) -> float | None:
-    """The part of the fullest device's memory that is left; None where a device's memory is unknown."""
+    """Return the free fraction of the fullest device's memory; None where a device's memory is unknown."""
     rooms = []
     for rank in prediction.memory:
         limit = prediction.cluster.group_of(rank.rank).device.memory_bytes
@@ -86,12 +86,12 @@ def memory_headroom(prediction: Prediction) -> float | None:
 
 
 def exposed_communication_s(prediction: Prediction) -> float:
-    """Seconds of a step in which ranks stand still for what travels."""
+    """Return the seconds of a step in which ranks stall for communication."""
     return sum(prediction.parts.communication_s.values())
 
 
 def plan_json(number: int, verdict: EvaluatedPlan, footprint: TrainingCost | None) -> dict[str, Any]:
-    """Plain data; null where a value is unknown."""
+    """Return plain data for JSON; null where a value is unknown."""
     one = verdict.prediction
     whole: Mapping[str, Any] = (
         {}

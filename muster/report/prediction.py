@@ -1,4 +1,4 @@
-"""A prediction for people: what the terminal shows, and the page."""
+"""Prediction for people, in the terminal and as a page."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ TableRow = tuple[str, ...]
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
-    """Step, parts, memory and cost as aligned lines."""
+    """Return step, breakdown, memory and cost as aligned lines."""
     figures = [f"{name:9} {text}" for name, text in headline_figures(prediction)]
     rows = [("", "time", "of the step"), *time_breakdown_rows(prediction)]
     shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
@@ -27,7 +27,7 @@ def prediction_lines(prediction: Prediction) -> list[str]:
 
 
 def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """The numbers that people look for first, each in words."""
+    """Yield the headline figures with their names."""
     one = prediction
     per_device = f"{format_count(one.tokens_per_s_per_device)} per device"
     yield "step", f"{format_seconds(one.step_time_s)}, {format_fraction(one.bubble_fraction)} of it bubble"
@@ -65,7 +65,7 @@ def _fits(one: Prediction) -> str:
 
 
 def _memory_fixes(one: Prediction) -> Iterator[tuple[str, str]]:
-    """Of a plan that doesn't fit: what takes most, and what to change."""
+    """Yield the largest memory terms and possible changes of a plan that doesn't fit."""
     if one.fits is not False:
         return
     terms = ", ".join(
@@ -88,7 +88,7 @@ def _cost(one: Prediction) -> str:
 
 
 def time_breakdown_rows(prediction: Prediction) -> list[TableRow]:
-    """The parts of a step with their seconds and their shares."""
+    """Return the parts of a step with their seconds and shares."""
     return [(name, format_seconds(time_s), format_fraction(share)) for name, time_s, share in _shares(prediction)]
 
 
@@ -101,7 +101,7 @@ def _shares(prediction: Prediction) -> list[tuple[str, float, float]]:
 
 
 def memory_rows(prediction: Prediction) -> list[TableRow]:
-    """A head, then a row for each pipeline rank, of very many some."""
+    """Return a header and a row for each pipeline rank, or for some of very many."""
     memory = prediction.memory
     shown = [memory[index] for index in evenly_spaced(len(memory), _SHOWN_RANKS)]
     terms = [term for term in memory[0].terms if any(rank.terms[term] for rank in memory)]
@@ -121,7 +121,7 @@ def _bar(share: float) -> str:
 
 
 def align_columns(rows: Sequence[TableRow]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Return the rows with the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -133,7 +133,7 @@ def align_columns(rows: Sequence[TableRow]) -> list[str]:
 
 
 def prediction_page(prediction: Prediction, title: str) -> str:
-    """The prediction as one HTML file that opens anywhere."""
+    """Return the prediction as a self-contained HTML page."""
     header = element("header", element("h1", title), description_list(dict(headline_figures(prediction)), "figures"))
     return page(
         title,
@@ -145,7 +145,7 @@ def prediction_page(prediction: Prediction, title: str) -> str:
 
 
 def html_table(rows: Sequence[TableRow]) -> Html:
-    """A head and the rows under it."""
+    """Return an HTML table from a header row and the rows below it."""
     head = element("tr", *(element("th", word, scope="col") for word in rows[0]))
     body = (
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
@@ -155,5 +155,5 @@ def html_table(rows: Sequence[TableRow]) -> Html:
 
 
 def _scrolling_table(rows: Html) -> Html:
-    """A table with many columns, in a box that scrolls sideways where it must."""
+    """Return a table with many columns in a box that scrolls sideways."""
     return element("div", rows, class_="wide", tabindex="0", role="region", aria_label="Memory by rank")

@@ -1,4 +1,4 @@
-"""Published recipes beside the planner's as a page of documentation."""
+"""Markdown page of published recipes beside the planner's plans (docs/recipes.md)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +19,11 @@ recipe in the recipe's software.
 
 
 def write_recipes(path: Path, found: Sequence[RecipeResult]) -> None:
-    """Writes the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
+    """Write the page to `path`, whole or not at all. Raises MusterError where it can't be written."""
     write_page(path, recipes_markdown(found))
 
 
 def recipes_markdown(found: Sequence[RecipeResult]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     notes = "".join(f"* **{name}**: {words}\n" for name, words in recipe_notes(found))
     return f"{markdown_section(recipe_section(found), _WORDS, level=1)}\n{notes}"

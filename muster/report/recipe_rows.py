@@ -1,4 +1,4 @@
-"""Published recipes beside their predictions and the planner's own plans, for the terminal and as a page."""
+"""Table cells of published recipes, their predictions and the planner's plans."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _HEAD = ("run", "devices", "legal", "memory", "published", "predicted", "error",
 
 
 def recipe_section(results: Sequence[RecipeResult]) -> Section:
-    """The table, and a sentence that sums it up."""
+    """Return the table with a summary sentence."""
     return Section(TITLE, [_HEAD, *map(_row, results)], _sentence(results))
 
 
@@ -49,7 +49,7 @@ def _sentence(found: Sequence[RecipeResult]) -> str:
 
 
 def recipe_notes(found: Sequence[RecipeResult]) -> list[tuple[str, str]]:
-    """(name, its plan and the planner's, its source, what that leaves open, why they differ) of each recipe."""
+    """Return for each recipe its name and a note: plans, source, illegality, open choices, reason of differences."""
     notes = []
     for one in found:
         recipe = one.job.recipe
@@ -62,7 +62,7 @@ def recipe_notes(found: Sequence[RecipeResult]) -> list[tuple[str, str]]:
 
 
 def recipes_json(found: Sequence[RecipeResult]) -> list[dict[str, object]]:
-    """Plain data: seconds, shares of the memory, errors and claims in percent; null where nothing is known."""
+    """Return plain data for JSON: seconds, fractions of memory, errors and gains in per cent; null where unknown."""
     return [
         {
             "name": one.job.recipe.name,

@@ -1,4 +1,4 @@
-"""What a report is made of: plain data, gathered by whoever ran the training."""
+"""Data of a run's report, gathered by the program that ran the training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from muster.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class PredictedVsMeasured:
-    """One quantity, predicted and measured, in the same unit; None where it is not known."""
+    """Predicted and measured value of one quantity, in the same unit; None where unknown."""
 
     label: str
     predicted: float | None
@@ -21,30 +21,30 @@ class PredictedVsMeasured:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What ran, where and when; None leaves a fact out."""
+    """Subject, place and time of a run; None leaves a fact out."""
 
     num_parameters: int | None = None
     num_ranks: int | None = None
     num_tokens: int | None = None
-    """Tokens trained on."""
+    """Tokens that were trained on."""
     device: str | None = None
     seed: int | None = None
     started: str | None = None
     finished: str | None = None
     muster_version: str | None = None
     num_epochs: float | None = None
-    """How often the training samples were gone through."""
+    """Passes over the training samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """Everything that the page of one run shows."""
+    """Everything on the page of one run."""
 
     title: str
     plan_name: str
     facts: RunInfo
     metrics: Sequence[Mapping[str, Any]]
-    """The rows of metrics.jsonl; where a resumed run wrote a step again, the later row counts."""
+    """Rows of metrics.jsonl. Where a resumed run wrote a step again, the later row counts."""
     predicted: Timeline
     measured: Timeline
     comparison: Sequence[PredictedVsMeasured] = ()
@@ -55,7 +55,7 @@ class ReportData:
 
     @property
     def validation_perplexity(self) -> float | None:
-        """exp of the loss, None without one."""
+        """exp of the loss; None without one."""
         if self.validation_loss is None:
             return None
         return math.inf if self.validation_loss > 700 else math.exp(self.validation_loss)

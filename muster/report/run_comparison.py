@@ -1,4 +1,4 @@
-"""Several runs side by side: their final figures, and what differs in their configurations and plans."""
+"""Comparison of several runs: final figures, and differences of their configurations and plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,22 +13,22 @@ from muster.spec.plan_name import format_plan_name
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """What a run came to; None where it is not known."""
+    """Final figures of a run; None where unknown."""
 
     loss: float | None
-    """Of the last logged step; None where it was not finite."""
+    """Training loss of the last logged step; None where it was not finite."""
     loss_at_common_tokens: float | None
-    """Smoothed, after the most tokens that all the runs have seen."""
+    """Smoothed training loss at the largest token count that all runs have reached."""
     validation_loss: float | None
-    """At the end, or the last one before."""
+    """Validation loss at the end, or the last one before it."""
     tokens_per_s: float | None
-    """Median over the steps, all ranks."""
+    """Median over the steps, all ranks together."""
     step_s: float | None
     """Median over the steps."""
     memory_bytes: float | None
-    """Of the fullest rank: parameters, gradients, optimizer and activations as counted at the end."""
+    """Memory of the fullest rank at the end: parameters, gradients, optimizer state and activations."""
     tokens: int | None
-    """Trained on."""
+    """Tokens that were trained on."""
     steps: int
     skipped: int | None
     ranks: int
@@ -36,7 +36,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class ConfigDifference:
-    """A key of config or plan that not all runs have the same value of; None where a run has none."""
+    """Key of configuration or plan that differs between runs; a value of None where a run has none."""
 
     key: str
     values: tuple[Any, ...]
@@ -44,16 +44,16 @@ class ConfigDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Runs, their figures in the same order, and what differs."""
+    """Runs, their figures in the same order, and their differences."""
 
     runs: tuple[RunRecord, ...]
     figures: tuple[RunFigures, ...]
     differences: tuple[ConfigDifference, ...]
     common_tokens: float | None
-    """The most tokens that all runs have seen."""
+    """Largest token count that all runs have reached."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `muster report --json` prints."""
+        """Return the object printed by `muster report --json`."""
         runs = [
             {"name": run.name, "directory": str(run.directory), "plan": format_plan_name(run.plan), **asdict(figures)}
             for run, figures in zip(self.runs, self.figures, strict=True)
@@ -63,20 +63,20 @@ class RunComparison:
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> RunComparison:
-    """Compares runs, of which there is at least one."""
+    """Compare at least one run."""
     ends = [last.step for run in runs if (last := next(reversed(loss_by_tokens(run)), None)) is not None]
     common = min(ends) if len(ends) == len(runs) else None
     return RunComparison(tuple(runs), tuple(_figures(run, common) for run in runs), differences(runs), common)
 
 
 def loss_by_tokens(run: RunRecord) -> list[Point]:
-    """The training loss over the tokens seen, in place of the steps made."""
+    """Return the training loss by tokens seen instead of steps."""
     tokens = {point.step: point.value for point in metric_points(run.metrics, "train/tokens")}
     return [Point(at, p.value) for p in metric_points(run.metrics, "train/loss") if (at := tokens[p.step]) is not None]
 
 
 def differences(runs: Sequence[RunRecord]) -> tuple[ConfigDifference, ...]:
-    """The keys of configuration and plan in which the runs differ, in the order of the files."""
+    """Return the keys of configuration and plan that differ, in file order."""
     trees = [{**run.config, **_plan_values(run)} for run in runs]
     found = []
     for key in dict.fromkeys(key for tree in trees for key in tree):
@@ -87,7 +87,7 @@ def differences(runs: Sequence[RunRecord]) -> tuple[ConfigDifference, ...]:
 
 
 def _plan_values(run: RunRecord) -> dict[str, Any]:
-    """A plan by dotted key. What was searched for follows from the rest, and is no choice of anybody's."""
+    """Return a plan by dotted key, without the pinned schedule: it follows from the rest and is nobody's choice."""
     tree = run.plan.model_dump(mode="json", exclude={"pinned_schedule"})
     return dict(flatten(tree, "parallel."))
 
@@ -114,7 +114,7 @@ def _loss_at(run: RunRecord, tokens: float) -> float | None:
 
 
 def _validation_loss(run: RunRecord) -> float | None:
-    """result.json says that of the end; before it there may be one in the metrics."""
+    """Return the loss in result.json, or else the last one in the metrics."""
     ended: Mapping[str, Any] = run.result.get("metrics", {})
     return ended["eval/loss"] if "eval/loss" in ended else _last(run, "eval/loss")
 

@@ -1,4 +1,4 @@
-"""The comparison of several runs as one HTML file that opens anywhere, and as lines of a terminal."""
+"""Comparison of several runs as a self-contained HTML page and as terminal lines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from muster.report.run_comparison import RunComparison, RunFigures, loss_by_toke
 from muster.spec.plan_name import format_plan_name
 
 _LONGEST = 60
-"""Letters of a value that are shown."""
+"""Most characters shown of a value."""
 
 Formatter = Callable[[Any], str]
 
 
 def comparison_page(found: RunComparison) -> str:
-    """The page as text."""
+    """Return the page as text."""
     title = "One run" if len(found.runs) == 1 else f"{len(found.runs)} runs compared"
     plans: dict[str, str | None] = {str(run.directory): format_plan_name(run.plan) for run in found.runs}
     return page(
@@ -33,7 +33,7 @@ def comparison_page(found: RunComparison) -> str:
 
 
 def figure_rows(found: RunComparison) -> list[TableRow]:
-    """A head and the final figures, a column for each run; what no run knows is left out."""
+    """Return a header and the final figures, a column for each run; figures that no run has are left out."""
     at = f"loss, smoothed, at {format_count(found.common_tokens)} tokens"
     shown: tuple[tuple[str, str, Formatter], ...] = (
         ("training loss, last step", "loss", format_number),
@@ -53,13 +53,13 @@ def figure_rows(found: RunComparison) -> list[TableRow]:
 
 
 def difference_rows(found: RunComparison) -> list[TableRow]:
-    """A head and a row for each key that differs, a column for each run."""
+    """Return a header and a row for each key that differs, a column for each run."""
     rows = [(one.key, *map(_word, one.values)) for one in found.differences]
     return [("", *(run.name for run in found.runs)), *rows]
 
 
 def _chart(found: RunComparison) -> Html:
-    """Each run's curve in a colour of its own; those of many steps are smoothed."""
+    """Return each run's curve in its own colour; long curves are smoothed."""
     curves = [loss_by_tokens(run) for run in found.runs]
     lines = [
         Series(run.name, smooth(points) if len(points) >= MIN_POINTS_TO_SMOOTH else points, number)
@@ -81,7 +81,7 @@ def _differences(found: RunComparison) -> Html:
 
 
 def _wide(rows: Sequence[TableRow], label: str) -> Html:
-    """With many runs the table scrolls sideways within its box."""
+    """Return a table that scrolls sideways within its box where there are many runs."""
     return element("div", html_table(rows), class_="wide", tabindex="0", role="region", aria_label=label)
 
 

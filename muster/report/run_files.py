@@ -1,4 +1,4 @@
-"""What a run directory says of its run, read without PyTorch."""
+"""Contents of a run directory, read without PyTorch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,29 +16,30 @@ from muster.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its directory tells it."""
+    """Run as recorded in its directory."""
 
     name: str
-    """The shortest end of its path that no other run of the comparison has."""
+    """Shortest end of its path that no other run of the comparison has."""
     directory: Path
     plan: Plan
-    """What the last attempt ran."""
+    """Plan of the last attempt."""
     config: Mapping[str, Any]
     """config.yaml by dotted key, without its plan."""
     metrics: Sequence[Mapping[str, Any]]
-    """The rows of metrics.jsonl, at least one."""
+    """Rows of metrics.jsonl, at least one."""
     result: Mapping[str, Any]
-    """result.json; empty where the training has not ended."""
+    """Contents of result.json; empty while the training has not ended."""
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """The runs, each under a name of its own. Raises ConfigError for what is no run, has no steps or is given twice."""
+    """Read runs and give each a distinct name. Raises ConfigError for a directory that is no run, has no steps or is
+    given twice."""
     names = _names([path.resolve() for path in directories])
     return [_read(path, name) for path, name in zip(directories, names, strict=True)]
 
 
 def report_path(run_dir: Path) -> Path:
-    """The page of a run. Raises ConfigError where it has none."""
+    """Return the path of a run's page. Raises ConfigError where it has none."""
     _require_folder(run_dir)
     path = run_dir / "report.html"
     if not path.exists():
@@ -47,7 +48,7 @@ def report_path(run_dir: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a line that a kill cut short is passed over."""
+    """Return the rows of a metrics file; a line cut short by a kill is skipped."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -89,7 +90,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _result(directory: Path) -> Mapping[str, Any]:
-    """Only a run that has ended has one, and only since Muster writes it."""
+    """Read result.json: runs that have not ended, and runs of early versions, have none."""
     try:
         found = json.loads((directory / "result.json").read_text())
     except FileNotFoundError:
@@ -102,7 +103,7 @@ def _result(directory: Path) -> Mapping[str, Any]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """For each path its last parts, as many as tell it from the others."""
+    """Return the last parts of each path, as many as distinguish it from the others."""
     if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
         raise ConfigError(f"{twice[0]} is given twice; expected different runs")
     for parts in range(1, max(len(path.parts) for path in paths) + 1):

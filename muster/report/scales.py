@@ -1,4 +1,4 @@
-"""From values to places: axis ranges, ticks and their words."""
+"""Axes: ranges, ticks and tick labels."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from muster.report.formatting import format_number
 
 MIN_LOG_RATIO = 100.0
-"""A positive quantity that spans more than this is drawn on a logarithmic axis, where the chart allows it."""
+"""Ratio of a positive quantity's extremes from which its axis is logarithmic, where the chart allows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An axis: its range and its ticks, all within the range."""
+    """Axis: its range, and ticks within the range."""
 
     low: float
     high: float
@@ -20,7 +20,7 @@ class Scale:
     log: bool = False
 
     def fraction(self, value: float) -> float:
-        """Where a value lies on the axis, 0 at the low end and 1 at the high end; values beyond lie on the end."""
+        """Return the position of a value, 0 at the low end and 1 at the high end; values beyond are clamped."""
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, 1e-300))
@@ -28,12 +28,12 @@ class Scale:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The words of the ticks."""
+        """Texts of the ticks."""
         return tuple(map(format_number, self.ticks)) if self.log else tick_labels(self.ticks)
 
 
 def fit_scale(values: Sequence[float], from_zero: bool = False, allow_log: bool = False, ticks: int = 5) -> Scale:
-    """An axis for finite values, with some air around them; none give the axis from 0 to 1."""
+    """Return an axis for finite values with margins; from 0 to 1 for no values."""
     if not values:
         return Scale(0.0, 1.0, (0.0, 0.5, 1.0))
     low, high = min(values), max(values)
@@ -50,7 +50,8 @@ def fit_scale(values: Sequence[float], from_zero: bool = False, allow_log: bool 
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
-    """At most `most` round numbers at equal distances within a range: steps of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return at most `most` round numbers at equal distances within a range, in steps of 1, 2, 2.5 or 5 times a
+    power of ten."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 2.5, 5, 10, 20) if f * power > rough)
@@ -59,7 +60,8 @@ def nice_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Words for equally spaced ticks: as many decimals as their distance needs, `k`, `M` or a power of ten for all."""
+    """Return labels for equally spaced ticks: with the decimals that their distance needs, and one suffix (`k`, `M`,
+    a power of ten) for all."""
     step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else abs(ticks[0])
     largest = max(map(abs, ticks))
     unit, suffix = 1.0, ""
@@ -73,13 +75,13 @@ def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
 
 
 def time_labels(ticks_s: Sequence[float]) -> tuple[str, ...]:
-    """Words for equally spaced times, all in one unit."""
+    """Return labels for equally spaced times, all in one unit."""
     scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if ticks_s[-1] >= s), (1e-9, "ns"))
     return tuple(f"{label} {unit}" for label in tick_labels([tick / scale for tick in ticks_s]))
 
 
 def log_scale(low: float, high: float) -> Scale:
-    """A logarithmic axis; both ends are above 0."""
+    """Return a logarithmic axis; both ends are above 0."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     stride = max(1, len(exponents) // 6)
     marks = (1, 2, 5) if len(exponents) <= 4 else (1,)

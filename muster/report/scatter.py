@@ -1,4 +1,4 @@
-"""Dots on two axes, and dots on one axis by row, as inline SVG that keeps its text size at every width."""
+"""Scatter plots on two axes, and strip plots by row, as inline SVG that keeps its text size at every width."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale, log_scale
 
 _SPAN = 10_000
-"""Width and height of the inner SVG's own units."""
+"""Width and height of the inner SVG in its own units."""
 _ROW_PX = 26
-"""Height of one row of a strip."""
+"""Height of one row of a strip plot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """One dot; `words` say what it is when the pointer is near."""
+    """Dot with a `label` that is shown when the pointer is near."""
 
     x: float
     y: float
@@ -26,8 +26,8 @@ class Dot:
 
 
 def draw_predicted_vs_measured(key: str, title: str, description: str, dots: Sequence[Dot], margin: float) -> Html:
-    """Predicted over measured on logarithmic axes of one range, with the line of equality and, dashed, those of
-    `margin` above and below. `dots` must not be empty; their values are positive."""
+    """Return predicted over measured values on logarithmic axes of one range, with the line of equality and, dashed,
+    lines at `margin` above and below it. `dots` must not be empty; values are positive."""
     values = [value for dot in dots for value in (dot.x, dot.y)]
     scale = log_scale(min(values) / 1.2, max(values) * 1.2)
     places = [(scale.fraction(dot.x), 1 - scale.fraction(dot.y)) for dot in dots]
@@ -41,7 +41,7 @@ def draw_predicted_vs_measured(key: str, title: str, description: str, dots: Seq
 
 
 def draw_xy_plot(key: str, title: str, description: str, dots: Sequence[Dot], x: Scale, y: Scale) -> Html:
-    """Dots on two axes of their own."""
+    """Return dots on two independent axes."""
     places = [(x.fraction(dot.x), 1 - y.fraction(dot.y)) for dot in dots]
     grid = [_x_tick(x, tick, label) for tick, label in zip(x.ticks, x.labels, strict=True)]
     grid += [_y_tick(y, tick, label) for tick, label in zip(y.ticks, y.labels, strict=True)]
@@ -49,7 +49,7 @@ def draw_xy_plot(key: str, title: str, description: str, dots: Sequence[Dot], x:
 
 
 def draw_strip_plot(key: str, title: str, description: str, names: Sequence[str], dots: Sequence[Dot]) -> Html:
-    """A row for each name; a dot's `y` is the index of its row. A line stands at 0."""
+    """Return a row of dots for each name; `y` of a dot is the index of its row. A line stands at 0."""
     scale = fit_scale([*(dot.x for dot in dots), 0.0])
     count = len(names)
     places = [(scale.fraction(dot.x), (dot.y + 0.5) / count) for dot in dots]
@@ -102,13 +102,13 @@ def _figure(
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], scale: Scale, style: str) -> Html:
-    """A straight line in the axes' own values; what lies outside is cut off by the frame."""
+    """Return a straight line in axis values; the frame cuts off the rest."""
     points = [f"{_SPAN * _free(scale, x):.0f} {_SPAN * (1 - _free(scale, y)):.0f}" for x, y in (start, end)]
     return element("path", d="M" + "L".join(points), class_=style, vector_effect="non-scaling-stroke")
 
 
 def _free(scale: Scale, value: float) -> float:
-    """A value's place on a logarithmic axis, which may lie beyond its ends."""
+    """Return the position of a value on a logarithmic axis, unclamped."""
     return math.log(value / scale.low) / math.log(scale.high / scale.low)
 
 

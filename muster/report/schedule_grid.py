@@ -1,4 +1,4 @@
-"""A schedule as a grid of letters: a row for each rank, time from left to right, page under page where it is long."""
+"""Schedule as a grid of letters: a row for each rank, time from left to right, long schedules in several pages."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,10 +14,11 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
 MAX_LINES = 60
-"""A schedule that takes more is shown on one page, in letters alone: each is what runs at the middle of its column."""
+"""Most lines of a grid with names. A longer schedule gets one page of single letters: each is the pass in the middle
+of its column."""
 MAX_RANKS = 32
 _FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
-"""What the rest of a box is filled with, so that the kinds can be told apart without colour."""
+"""Filling of a box after its name, which distinguishes kinds without colour."""
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -31,7 +32,7 @@ _NAMES = {
 
 
 def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
-    """What the schedule is and takes, in four lines."""
+    """Return size, makespan, bubble and peak activations in four lines."""
     text = Text(f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches")
     text.append(f", {schedule.chunks} stages per rank" if schedule.chunks > 1 else "")
     text.append(f", {schedule.replicas} replicas" if schedule.replicas > 1 else "")
@@ -42,7 +43,7 @@ def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
 
 
 def schedule_comparison(made: Sequence[tuple[Schedule, Timing]]) -> Table:
-    """Schedules beside each other, in the order given."""
+    """Return a table of schedules in the given order."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     for name in ("stages per rank", "makespan", "bubble", "part", "peak"):
@@ -60,7 +61,7 @@ def _bubble_part(timing: Timing) -> str:
 
 
 def _each(values: Sequence[float]) -> str:
-    """The values of all ranks, the range where there are many."""
+    """Return the values of all ranks, or their range where there are many."""
     words = [f"{round(value, 9):.6g}" for value in values]
     if len(set(words)) == 1:
         return f"{words[0]} on each"
@@ -69,18 +70,21 @@ def _each(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How time becomes columns."""
+    """Mapping of time to columns."""
 
     columns_per_s: float
     page_columns: int
     num_pages: int
     in_full: bool
-    """Whether every pass is wide enough for its name."""
+    """True where every pass is wide enough for its name."""
 
 
 def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
-    """The grid at most `width` columns wide. A box says its kind and micro-batch (`F0`, `B0==`), a letter alone where
-    that doesn't fit; small letters are the second, fourth … stage of their rank; where a rank waits there are dots."""
+    """Return the grid, at most `width` columns wide.
+
+    A box has its kind and micro-batch (`F0`, `B0==`), or a letter alone where that doesn't fit. Lower case marks the
+    second, fourth … stage of a rank, dots are idle time.
+    """
     ranks = evenly_spaced(len(schedule.ranks), MAX_RANKS)
     indent = len(str(ranks[-1])) + 1
     scale = _scale_of(schedule, timing, max(8, width - indent), MAX_LINES // (len(ranks) + 2))
@@ -102,7 +106,7 @@ def grid_text(schedule: Schedule, timing: Timing, width: int = 80) -> Text:
 
 
 def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) -> _Scale:
-    """The shortest pass is as wide as its name, where that doesn't take too many pages."""
+    """Return a scale that gives the shortest pass room for its name, unless that takes too many pages."""
     name = len(f"F{schedule.num_micro_batches - 1}")
     durations_s = (
         end_s - begin_s
@@ -118,7 +122,7 @@ def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) 
 
 
 def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], scale: _Scale) -> Text:
-    """One rank; a column shows what runs at its middle."""
+    """Return the row of one rank; a column shows the pass in its middle."""
     held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     begins, ends = timing.begin_s[rank], timing.end_s[rank]
     passes = []
@@ -150,7 +154,7 @@ def _box(kind: str, name: str, odd: bool, length: int) -> Text:
 
 
 def _legend(schedule: Schedule) -> Text:
-    """The letters that occur."""
+    """Return the letters that occur, with their meanings."""
     found = {action.kind for order in schedule.ranks for action in order}
     text = Text()
     for kind, name in _NAMES.items():

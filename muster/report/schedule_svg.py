@@ -1,4 +1,4 @@
-"""A schedule as an SVG picture that stands by itself."""
+"""Schedule as a self-contained SVG picture."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _MIN_WIDTH_PX, _MAX_WIDTH_PX = 640, 12_000
 
 
 def schedule_svg(schedule: Schedule, timing: Timing) -> str:
-    """The picture: a row for each rank with what it waits and keeps at its end. Boxes carry their micro-batch; those of
-    a rank's second, fourth … stage are lighter."""
+    """Return the picture: a row for each rank, with its idle time and peak activations at the end. Boxes carry their
+    micro-batch; those of a rank's second, fourth … stage are lighter."""
     scale_px = _scale_px(schedule, timing)
     width_px, height_px = round(timing.makespan_s * scale_px), _ROW_PX * len(schedule.ranks)
     title = f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches"
@@ -38,7 +38,7 @@ def schedule_svg(schedule: Schedule, timing: Timing) -> str:
 
 
 def _scale_px(schedule: Schedule, timing: Timing) -> float:
-    """Pixels per second: the shortest pass is wide enough for its number, within bounds for the whole."""
+    """Return pixels per second that give the shortest pass room for its number, within bounds for the whole."""
     wanted_px = _DIGIT_PX * len(str(schedule.num_micro_batches - 1)) + 8
     passes = (one for rank in range(len(schedule.ranks)) for one in _passes(schedule, timing, rank))
     shortest_s = min((end_s - begin_s for _, begin_s, end_s in passes), default=1.0)
@@ -49,7 +49,7 @@ def _scale_px(schedule: Schedule, timing: Timing) -> float:
 
 
 def _passes(schedule: Schedule, timing: Timing, rank: int) -> Iterator[tuple[Action, float, float]]:
-    """The passes of a rank that take any time, with begin and end."""
+    """Yield the passes of a rank that take time, with start and end."""
     for action, begin_s, end_s in zip(schedule.ranks[rank], timing.begin_s[rank], timing.end_s[rank], strict=True):
         if end_s - begin_s > 1e-9 * timing.makespan_s:
             yield action, begin_s, end_s
@@ -82,7 +82,7 @@ def _axis(timing: Timing, scale_px: float, height_px: int) -> Html:
 
 
 def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html:
-    """One path for each colour, gaps of half a pixel between boxes, and the numbers upon them."""
+    """Return a path for each colour, with gaps between boxes, and the numbers on them."""
     held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     top_px = _TOP_PX + _ROW_PX * rank
     middle_px, width_px = top_px + _ROW_PX / 2, timing.makespan_s * scale_px

@@ -1,7 +1,7 @@
-"""An SVG picture that stands by itself: legible on light and on dark paper, whichever the reader's screen has.
+"""Self-contained SVG pictures, legible on light and dark backgrounds.
 
-Colours are said twice: as attributes, which every program knows, for light paper, and by class, in a rule that browsers
-follow where the reader wants dark paper.
+Colours are given twice: as attributes for light background, which every program understands, and by class in a rule
+that browsers follow where the reader prefers dark.
 """
 
 import re
@@ -23,7 +23,7 @@ _DARK = (
 
 
 def standalone_svg(title: str, facts: str, body: str, width_px: float, height_px: float) -> Html:
-    """The whole picture, with a name and a description for those who can't see it."""
+    """Return the whole picture, with a title and a description for screen readers."""
     return element(
         "svg",
         element("title", title),
@@ -40,17 +40,17 @@ def standalone_svg(title: str, facts: str, body: str, width_px: float, height_px
 
 
 def stroke_attributes(paint: Paint, pale: bool = False) -> dict[str, str]:
-    """Attributes of a line in a colour."""
+    """Return attributes of a line in a colour."""
     return {"stroke": paint.pale_colour if pale else paint.light, "class_": f"mark s-{_name(paint, pale)}"}
 
 
 def fill_attributes(paint: Paint, pale: bool = False) -> dict[str, str]:
-    """Attributes of an area in a colour."""
+    """Return attributes of an area in a colour."""
     return {"fill": paint.pale_colour if pale else paint.light, "class_": f"mark f-{_name(paint, pale)}"}
 
 
 def text_attributes(paint: Paint, pale: bool = False, style: str = "") -> dict[str, str]:
-    """Attributes of words upon a colour; `style` are further classes."""
+    """Return attributes of text on a colour; `style` is for further classes."""
     fill = PALE_TEXT if pale else paint.light_text
     return {"fill": fill, "class_": f"t-{_name(paint, pale)} {style}".rstrip()}
 
@@ -60,7 +60,7 @@ def _name(paint: Paint, pale: bool) -> str:
 
 
 def _dark_rules(body: str) -> str:
-    """Those of the classes in the picture."""
+    """Return the dark-mode rules of the classes used in the picture."""
     used = set(re.findall(r"\b[sft]-[a-z]+(?:-pale)?", " ".join(re.findall(r'class="([^"]*)"', body))))
     rules = []
     for paint in PAINTS:

@@ -1,4 +1,4 @@
-"""The page's style sheet and script."""
+"""Style sheet and script of pages."""
 
 from muster.report.palette import PAINTS, SERIES
 
@@ -117,7 +117,7 @@ _DARK = {
 
 
 def style_sheet() -> str:
-    """The whole style: colours by name for light and for dark paper, then the rules that use the names."""
+    """Return the style sheet: colours as variables for light and dark mode, then the rules."""
     light, dark = dict(_LIGHT), dict(_DARK)
     rules = []
     for paint in PAINTS:

@@ -1,4 +1,4 @@
-"""What the terminal shows: the plan in words, predicted beside measured, a timeline as a grid of letters."""
+"""Terminal output: plan, predicted beside measured values, timeline as a grid of letters."""
 
 from collections.abc import Sequence
 
@@ -26,11 +26,11 @@ from muster.spec.workload import Workload
 
 _STAGES_IN_FULL = 8
 _FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
-"""What the rest of a box is filled with, so that the kinds can be told apart without colour."""
+"""Filling of a box after its name, which distinguishes kinds without colour."""
 
 
 def comparison_table(rows: Sequence[PredictedVsMeasured]) -> Table:
-    """Predicted beside measured with the relative error; what is far off is bold."""
+    """Return a table of predicted and measured values with relative errors; large errors are bold."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("")
     for name in ("predicted", "measured", "error"):
@@ -48,7 +48,8 @@ def comparison_table(rows: Sequence[PredictedVsMeasured]) -> Table:
 
 
 def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches: int) -> str:
-    """The plan in a few aligned lines: name and hash, ranks, stages with their layers, micro-batches, storage."""
+    """Return the plan in a few aligned lines: name and hash, ranks, stages with their layers, micro-batches,
+    storage."""
     size = format_count(model.num_parameters)
     lines = [
         ("plan", f"{format_plan_name(plan)}  ({plan.hash})"),
@@ -74,7 +75,7 @@ def _degrees(plan: Plan) -> str:
 
 
 def _shares(plan: Plan, most: int) -> str:
-    """The micro-batches of all data-parallel ranks, in runs that have as many."""
+    """Return the numbers of micro-batches of all data-parallel ranks, by groups with equal numbers."""
     ranks, part = plan.mesh(0).dp_size, most // max(plan.uneven_micro_batches)
     width = ranks // len(plan.uneven_micro_batches)
     counts = ", ".join(str(part * n) for n in plan.uneven_micro_batches)
@@ -82,7 +83,7 @@ def _shares(plan: Plan, most: int) -> str:
 
 
 def _stages(plan: Plan, num_layers: int) -> list[str]:
-    """One line for each stage; of very many the first and the last ones."""
+    """Return a line for each stage; of very many the first and last ones."""
     lines = [_stage(plan, stage, num_layers) for stage in range(plan.num_stages)]
     if len(lines) <= _STAGES_IN_FULL:
         return lines
@@ -107,7 +108,7 @@ def _stage(plan: Plan, stage: int, num_layers: int) -> str:
 
 
 def _storage(plan: Plan, num_layers: int) -> str:
-    """How layers are stored and computed, in the words of a plan's name where they are all alike."""
+    """Return storage and recompute of the layers, in the terms of plan names."""
     ways = sorted({_strategy(plan.strategy(layer)) for layer in range(num_layers)})
     return f"{plan.precision} compute; " + " or, by layer, ".join(ways)
 
@@ -129,10 +130,10 @@ def _plural(count: int, word: str, ending: str) -> str:
 
 
 def gantt_text(timeline: Timeline, width: int = 80) -> Text:
-    """The compute lanes as a grid at most `width` columns wide, a row for each rank; readable without colour too.
+    """Return the compute lanes as a grid at most `width` columns wide, a row for each rank; readable without colour.
 
-    A box says its kind and micro-batch as far as they fit (`F0--`, `B0====`); where a rank waits there are dots, or the
-    small letters of a collective that it waits for.
+    A box has its kind and micro-batch as far as they fit (`F0--`, `B0====`). Dots are idle time, lower-case letters a
+    collective that the rank waits for.
     """
     rows = timeline_rows(timeline)
     if not rows.length_s:
@@ -152,7 +153,7 @@ def gantt_text(timeline: Timeline, width: int = 80) -> Text:
 
 
 def _grid_row(rows: TimelineRows, rank: int, columns: int) -> Text:
-    """One row of the grid: stretches of columns that belong to the same event."""
+    """Return one row of the grid: stretches of columns that belong to the same event."""
     compute = _owners(rows.events.get((rank, "compute"), []), rows, columns)
     waiting_for = _owners(rows.events.get((rank, "collective"), []), rows, columns)
     text, column = Text(), 0
@@ -167,7 +168,7 @@ def _grid_row(rows: TimelineRows, rank: int, columns: int) -> Text:
 
 
 def _owners(events: Sequence[Event], rows: TimelineRows, columns: int) -> list[Event | None]:
-    """For each column the event that takes most of it; None where less than half of it is taken."""
+    """Return for each column the event that fills most of it; None where less than half is filled."""
     owners: list[Event | None] = [None] * columns
     largest, taken = [0.0] * columns, [0.0] * columns
     scale = columns / rows.length_s

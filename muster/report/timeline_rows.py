@@ -1,4 +1,4 @@
-"""A timeline made ready to be drawn: which ranks, which lanes, how long, how much bubble."""
+"""Timelines prepared for drawing: ranks, lanes, length and bubble."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,33 +11,33 @@ from muster.simulate.timeline import Event, Timeline
 
 MAX_EVENTS = 30_000
 MAX_RANKS = 64
-"""A timeline with more events or ranks is shown for some of its ranks only: a report stays a small file to look at."""
+"""Most ranks that are drawn. A timeline with more ranks or events is sampled by rank, so that a report stays small."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineRows:
-    """The part of a timeline that is drawn, its times counted from the first start of any rank."""
+    """Drawn part of a timeline; times count from the first start on any rank."""
 
     source: str
     num_ranks: int
     ranks: tuple[int, ...]
-    """The ranks shown: all of them, or some at even distances with the first and the last."""
+    """Ranks shown: all, or some at even distances with the first and the last."""
     lanes: tuple[Lane, ...]
-    """The lanes on which anything happened, the compute lane first."""
+    """Lanes on which anything happened, the compute lane first."""
     events: dict[tuple[int, Lane], list[Event]]
     start_s: float
     length_s: float
     bubble: float
-    """The part of the ranks' time in which they wait for others to compute."""
+    """Fraction of the ranks' time spent waiting for others to compute."""
 
     @property
     def row_name(self) -> str:
-        """What a row stands for: the simulator's rank or the executor's."""
+        """Name of a row: rank of the simulator or of the executor."""
         return "pipeline rank" if self.source == "predicted" else "world rank"
 
 
 def timeline_rows(timeline: Timeline) -> TimelineRows:
-    """The timeline in rows; instructions that took no time are left out."""
+    """Return the timeline in rows, without instructions that took no time."""
     events = [event for event in timeline.events if event.end_s > event.start_s]
     most = min(MAX_RANKS, timeline.num_ranks * MAX_EVENTS // max(1, len(events)))
     ranks = evenly_spaced(timeline.num_ranks, max(2, most))
@@ -58,7 +58,7 @@ def timeline_rows(timeline: Timeline) -> TimelineRows:
 
 
 def median_pass_s(all_rows: Sequence[TimelineRows]) -> float:
-    """The median time of a pass with a micro-batch number, over several timelines; 0 without any."""
+    """Return the median time of passes with a micro-batch number over several timelines; 0 without any."""
     times = [
         event.duration_s
         for rows in all_rows
@@ -70,7 +70,7 @@ def median_pass_s(all_rows: Sequence[TimelineRows]) -> float:
 
 
 def evenly_spaced(count: int, most: int) -> tuple[int, ...]:
-    """All of `count` ranks, or `most` of them at even distances, the first and the last among them."""
+    """Return all of `count` ranks, or `most` of them at even distances with the first and the last."""
     if count <= most:
         return tuple(range(count))
     return tuple(sorted({round(i * (count - 1) / (most - 1)) for i in range(most)}))

@@ -1,11 +1,11 @@
-"""Token stores in words."""
+"""Token stores as text."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def store_lines(facts: Mapping[str, Any]) -> list[str]:
-    """What `muster data inspect` and `prepare` print of a store."""
+    """Return the lines printed by `muster data inspect` and `prepare`."""
     lengths, tokens = facts["document_tokens"], facts["tokens"]
     lines = [
         f"store       {facts['store']}",
@@ -24,13 +24,13 @@ def store_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def skipped_rows_text(skipped: Mapping[str, int]) -> str:
-    """`3 bad rows (2 json, 1 empty)`."""
+    """Format skipped rows as `3 bad rows (2 json, 1 empty)`."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
     return f"{_counted(sum(skipped.values()), 'bad row')} ({kinds})"
 
 
 def check_lines(facts: Mapping[str, Any]) -> list[str]:
-    """What `muster data check` prints."""
+    """Return the lines printed by `muster data check`."""
     what = facts.get("store") or facts["source"]
     size = f"{_counted(facts['documents'], 'document')}, {facts['tokens']:,} tokens"
     if not facts.get("bad"):

@@ -6,8 +6,8 @@ from muster.simulate.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
-    """The Trace Event Format that Perfetto (ui.perfetto.dev) and chrome://tracing open: a thread for each rank and
-    lane; times in microseconds."""
+    """Return a trace in the Trace Event Format of Perfetto (ui.perfetto.dev) and chrome://tracing: a thread for each
+    rank and lane, times in microseconds."""
     lanes = sorted({(event.rank, event.lane) for event in timeline.events})
     threads = {place: number for number, place in enumerate(lanes, 1)}
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": name}}]

@@ -210,6 +210,11 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
     raise ConfigError(f"plan name '{text}': unknown part '{token}'{_suggestion(token)} (the parts are {known})")
 
 
+def name_parts() -> list[str]:
+    """Return the parts of a plan's short name as people are shown them, such as `tpN`."""
+    return [part.shown for part in _NAME_PARTS]
+
+
 def _suggestion(token: str) -> str:
     others = (word for word in _NAME_PARTS if word is not _SCHEDULE_PART)
     is_schedule = token[:1] in "sS" and token[1:].lower() in _schedule_names()
