@@ -33,7 +33,7 @@ from muster.parallel.axis import TensorAxis
 from muster.parallel.offload import ActivationOffload
 from muster.parallel.p2p import PendingReceive
 from muster.parallel.stage import DecoderStage
-from muster.parallel.vocab_parallel import CombinedLoss, hidden_gradient
+from muster.parallel.vocab_loss import CombinedLoss, hidden_gradient
 from muster.parallel.weight_grad_store import WeightGradStore
 from muster.parallel.world import open_world
 from muster.schedule.resolve import resolve_schedule
@@ -381,7 +381,7 @@ def wrong_recompute() -> Iterator[None]:
 @contextmanager
 def wrong_divisor() -> Iterator[None]:
     """Gradients are divided by twice the number of tokens."""
-    with _changed_feed(lambda feeder, share: replace(share, num_valid_tokens=share.num_valid_tokens * 2)):
+    with _changed_feed(lambda feeder, share: replace(share, num_valid=share.num_valid * 2)):
         yield
 
 
@@ -395,7 +395,7 @@ def ranks_alike() -> Iterator[None]:
             if share.batch is None
             else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
         )
-        return replace(share, num_valid_tokens=own)
+        return replace(share, num_valid=own)
 
     with _changed_feed(change):
         yield

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.layout.tensor_layout import chunk_bounds
-from muster.parallel.vocab_parallel import (
+from muster.parallel.vocab_loss import (
     combine_stats,
     embed_local_rows,
     head_gradient,

@@ -43,6 +43,36 @@ class LossSums(NamedTuple):
     near zero, where low precisions are exact (PaLM, arXiv:2204.02311 §5; there the coefficient is 1e-4)."""
 
 
+def masked_sums(nll: Tensor, log_z: Tensor | None, valid: Tensor, z_loss_coefficient: float) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy and the z-loss, summed over the positions where `valid` is 1 (elsewhere it is 0).
+
+    `nll` is minus the log-probability of the label, `log_z` the log-sum-exp of the logits, which a coefficient of 0
+    doesn't need; all have the shape of the positions.
+    """
+    cross_entropy = (nll * valid).sum()
+    if log_z is None or not z_loss_coefficient:
+        return cross_entropy, torch.zeros_like(cross_entropy)
+    return cross_entropy, z_loss_coefficient * (log_z.square() * valid).sum()
+
+
+def z_loss_factor(log_z: Tensor, z_loss_coefficient: float) -> Tensor:
+    """Return the factor of the softmax in the gradient of cross-entropy plus z-loss.
+
+    d(−log p[label]) / d logits = p − onehot(label), and d(log Z) / d logits = p.
+    """
+    return 1 + 2 * z_loss_coefficient * log_z
+
+
+def softmax_gradient_(p_NV: Tensor, factor_N: Tensor | None, row_N: Tensor, label_weight_N: Tensor) -> Tensor:
+    """Turn p into factor · p − label_weight · onehot(row), in place: the gradient of the logits.
+
+    p is the softmax, or another multiple of exp(logits) whose `factor_N` makes up for it; None stands for 1.
+    """
+    if factor_N is not None:
+        p_NV *= factor_N.unsqueeze(1)
+    return p_NV.scatter_add_(1, row_N.unsqueeze(1), -label_weight_N.unsqueeze(1))
+
+
 class _LossSums(torch.autograd.Function):
     """Goes over the logits once, some rows at a time, and leaves their gradient (for a loss counted once) behind.
 
@@ -52,28 +82,30 @@ class _LossSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, z_coefficient: float) -> LossSums:
-        dtype, device = accumulation_dtype(logits_NV.dtype), logits_NV.device
-        counts_N1 = (labels_N != IGNORE_INDEX).to(dtype).unsqueeze(1)
-        target_N1 = labels_N.clamp(min=0).unsqueeze(1)
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float) -> LossSums:
+        dtype = accumulation_dtype(logits_NV.dtype)
+        device = logits_NV.device
+        valid_N = (labels_N != IGNORE_INDEX).to(dtype)
+        target_N = labels_N.clamp(min=0)
         grad_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
-        loss, z_loss = (torch.zeros((), dtype=dtype, device=device) for _ in range(2))
+        loss = torch.zeros((), dtype=dtype, device=device)
+        z_loss = torch.zeros((), dtype=dtype, device=device)
         rows = max(1, _CHUNK_ELEMENTS.get(device.type, _DEFAULT_CHUNK_ELEMENTS) // logits_NV.shape[1])
         for start in range(0, len(logits_NV), rows):
-            part = slice(start, start + rows)
-            log_p_RV = torch.log_softmax(logits_NV[part], dim=-1, dtype=dtype)
-            log_target_R1 = log_p_RV.gather(1, target_N1[part])
-            loss -= (log_target_R1 * counts_N1[part]).sum()
-            if z_coefficient:
-                log_z_R1 = logits_NV[part].gather(1, target_N1[part]) - log_target_R1
-                z_loss += z_coefficient * (log_z_R1.square() * counts_N1[part]).sum()
+            chunk = slice(start, start + rows)
+            target_R, valid_R = target_N[chunk], valid_N[chunk]
+            log_p_RV = torch.log_softmax(logits_NV[chunk], dim=-1, dtype=dtype)
+            nll_R = -log_p_RV.gather(1, target_R.unsqueeze(1)).squeeze(1)
+            log_z_R = None
+            if z_loss_coefficient:
+                log_z_R = logits_NV[chunk].gather(1, target_R.unsqueeze(1)).squeeze(1) + nll_R
+            chunk_loss, chunk_z_loss = masked_sums(nll_R, log_z_R, valid_R, z_loss_coefficient)
+            loss += chunk_loss
+            z_loss += chunk_z_loss
             if grad_NV is not None:
-                # d(−log p[target]) / d logits = p − onehot(target), and d(log Z) / d logits = p
-                p_RV = log_p_RV.exp_()
-                if z_coefficient:
-                    p_RV *= 1 + 2 * z_coefficient * log_z_R1
-                p_RV.scatter_add_(1, target_N1[part], -torch.ones_like(counts_N1[part]))
-                torch.mul(p_RV, counts_N1[part], out=grad_NV[part])
+                factor_R = None if log_z_R is None else z_loss_factor(log_z_R, z_loss_coefficient)
+                softmax_gradient_(log_p_RV.exp_(), factor_R, target_R, torch.ones_like(valid_R))
+                torch.mul(log_p_RV, valid_R.unsqueeze(1), out=grad_NV[chunk])
         ctx.save_for_backward(grad_NV)
         ctx.mark_non_differentiable(loss, z_loss)
         return LossSums(loss + z_loss, loss, z_loss)

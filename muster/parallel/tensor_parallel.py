@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from muster.model.decoder import Decoder
 from muster.model.kernels import accumulation_dtype
-from muster.model.loss import IGNORE_INDEX, LossSums
+from muster.model.loss import LossSums, softmax_gradient_
 from muster.model.plugin_layer import PROJECT_IN, PROJECT_OUT
 from muster.parallel.axis import PendingTensor, TensorAxis
+from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_loss
 from muster.parallel.weight_grad_store import WeightGradStore
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -183,27 +184,18 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorAxis, first_row: int, logits_NV: Tensor, labels_N: Tensor, z_coefficient: float
+        ctx: Any, axis: TensorAxis, vocab_start: int, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float
     ) -> LossSums:
         x_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype))
-        row_N = labels_N - first_row
-        mine_N = (row_N >= 0) & (row_N < x_NV.shape[1])
-        row_N1 = row_N.where(mine_N, 0).unsqueeze(1)
-        counts_N = (labels_N != IGNORE_INDEX).to(x_NV.dtype)
-        most_N = axis.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX).wait()
-        x_NV = x_NV - most_N.unsqueeze(1)
-        target_N = x_NV.gather(1, row_N1).squeeze(1) * mine_N
-        p_NV = x_NV.exp_()
-        sums_2N = axis.all_reduce(torch.stack((p_NV.sum(1), target_N))).wait()
-        loss = ((sums_2N[0].log() - sums_2N[1]) * counts_N).sum()
-        log_z_N = sums_2N[0].log() + most_N
-        z_loss = z_coefficient * (log_z_N.square() * counts_N).sum()
-        # d(−log p[target]) / d logits = p − onehot(target), and d(log Z) / d logits = p
-        p_NV *= ((1 + 2 * z_coefficient * log_z_N) / sums_2N[0]).unsqueeze(1)
-        p_NV.scatter_add_(1, row_N1, -mine_N.to(p_NV.dtype).unsqueeze(1))
-        ctx.save_for_backward(p_NV.mul_(counts_N.unsqueeze(1)).to(logits_NV.dtype))
-        ctx.mark_non_differentiable(loss, z_loss)
-        return LossSums(loss + z_loss, loss, z_loss)
+        row_N, is_local_N = local_rows(labels_N, vocab_start, x_NV.shape[1])
+        max_N = axis.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX).wait()
+        exp_NV, sum_N, label_N = exp_and_sums(x_NV, max_N, row_N, is_local_N)
+        sum_N, label_N = axis.all_reduce(torch.stack((sum_N, label_N))).wait()
+        whole = whole_vocab_loss(max_N, sum_N, label_N, labels_N, z_loss_coefficient)
+        grad_NV = softmax_gradient_(exp_NV, whole.factor_N, row_N, is_local_N.to(exp_NV.dtype))
+        ctx.save_for_backward(grad_NV.mul_(whole.valid_N.unsqueeze(1)).to(logits_NV.dtype))
+        ctx.mark_non_differentiable(whole.losses.cross_entropy, whole.losses.z_loss)
+        return whole.losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
