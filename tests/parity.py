@@ -390,11 +390,7 @@ def ranks_alike() -> Iterator[None]:
     """Each data-parallel rank takes the mean of its own tokens, and all means count the same, however many tokens."""
 
     def change(feeder: BatchLoader, share: LocalBatch) -> LocalBatch:
-        own = (
-            share.num_valid_tokens
-            if share.batch is None
-            else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
-        )
+        own = share.num_valid if share.batch is None else share.batch.num_valid_tokens * feeder.plan.mesh(0).dp_size
         return replace(share, num_valid=own)
 
     with _changed_feed(change):

@@ -100,7 +100,7 @@ def _run_case(
         return {
             "digest": digest.hexdigest(),
             "steps": [result.step for result in results],
-            "told": [[result.loss, result.grad_norm, result.learning_rate, result.skipped] for result in results],
+            "told": [[result.loss, result.grad_norm, result.learning_rate, result.skip_reason] for result in results],
             "taken_back": trainer.post_validation.num_rollbacks if trainer.post_validation else None,
             "finite": all(bool(torch.isfinite(local).all()) for local in trainer.parameters.values()),
         }

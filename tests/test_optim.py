@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from muster.checkpoint.load import load
 from muster.checkpoint.save import save, single_rank_exchange
 from muster.config.optim_config import OptimConfig
-from muster.config.optimizer_state import optimizer_state_numel, skips_weight_decay
-from muster.config.optimizers import is_layer_matrix
+from muster.config.optimizer_state import (
+    mean_state_bytes,
+    mean_update_bytes,
+    optimizer_state_bytes,
+    optimizer_state_numel,
+    skips_weight_decay,
+    update_flops,
+)
+from muster.config.optimizers import OPTIMIZERS, is_layer_matrix
+from muster.cost.comm_volume import step_comm_bytes
+from muster.cost.memory.rank_memory import rank_memory
 from muster.layout import matrix_owners
 from muster.layout.matrix_owners import OwnedMatrix, assign_owners, sent_numel
 from muster.layout.tensor_layout import Box, TensorLayout, rank_layouts
@@ -18,9 +27,12 @@ from muster.optim.build import build_optimizer
 from muster.optim.muon import orthogonalize
 from muster.spec.errors import MusterError
 from muster.spec.model import parameter_shapes
+from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
 from tests.optim_ranks import LR, SPEC, cut, draw, local_params, pieces, plain, run_members, walk, whole
 from tests.ranks import run_ranks
+from tests.toy_optimizer import ENTRY
 
 CONFIGS = {
     "adamw": OptimConfig(lr=LR),
@@ -234,3 +246,60 @@ def test_matrices_are_dealt_evenly(shapes, members):
 
 def test_a_member_with_a_large_matrix_gets_no_small_ones():
     assert assign_owners({"large": (9, 9), "b": (2, 2), "a": (2, 2)}, 2) == [{"large": 0, "a": 1, "b": 1}]
+
+
+# --- a new optimizer: one file and one registry entry ---
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "toy", ENTRY)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_new_optimizer_is_configured_and_resumes_by_its_entry_alone(toy, momentum, tmp_path):
+    config = OptimConfig(name="toy", lr=LR, momentum=momentum)
+    assert config.eps == 1e-10
+    with pytest.raises(ValueError, match="beta1 0.8 is for adamw and muon and lion, but toy is chosen"):
+        OptimConfig(name="toy", lr=LR, beta1=0.8)
+    first, other = make_whole(config), make_whole(config)
+    walk(first, WHOLE, range(1, 3))
+    folder = save(
+        tmp_path, 2, pieces(first, WHOLE), {"plan": {}, "model": {}, "counters": {}}, 0, 1, single_rank_exchange
+    )
+    other.step_count = load(folder, pieces(other, WHOLE)).step
+    for optimizer in (first, other):
+        walk(optimizer, WHOLE, range(3, 5))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces(first, WHOLE), pieces(other, WHOLE), strict=True))
+
+
+def test_a_new_optimizers_memory_and_traffic_follow_from_its_declared_state(toy):
+    config = OptimConfig(name="toy", lr=LR, momentum=0.5)
+    layouts = {layout.name: layout for layout in rank_layouts(SPEC, parse_plan_name("dp4"), 2)}
+    params = {name: param.float() for name, param in local_params(layouts).items()}
+    state = build_optimizer(config, params, layouts).state()
+    stored = sum(tensor.nbytes for _, tensor in state.values())
+    assert stored == optimizer_state_bytes(config, layouts.values(), master_bytes=4)
+    assert stored == sum(param.numel() for param in params.values()) * (4 + 2)
+    plan, workload = Plan(dp_shard=4), Workload(seq_len=8, global_batch_size=4)
+    terms = rank_memory(SPEC, plan, workload, 2, 1, config)
+    assert terms.optimizer == stored
+    shapes = dict(parameter_shapes(SPEC))
+    assert mean_state_bytes(config, shapes, 4) == 6
+    assert mean_update_bytes(config, shapes, 4, 2) == 2 * (4 + 4 + 2) + 4 + 2
+    assert not update_flops(config, shapes)
+    assert "optimizer" not in step_comm_bytes(SPEC, plan, workload, 2, config)
+
+
+def test_declared_costs_of_the_optimizers():
+    """30 bytes an element for AdamW (arXiv:1711.05101, algorithm 2); Muon exchanges and multiplies whole matrices."""
+    shapes = dict(parameter_shapes(SPEC))
+    moved = {name: mean_update_bytes(config, shapes, 4, 2) for name, config in CONFIGS.items()}
+    assert moved == {**moved, "adamw": 30, "sgd": 22, "sgd, no momentum": 14, "lion": 22}
+    assert moved["lion"] < moved["muon"] < moved["adamw"]
+    assert mean_update_bytes(None, shapes, 4, 2) == 30
+    assert mean_state_bytes(None, shapes, 4) == 8
+    matrices = [shape for name, shape in shapes.items() if is_layer_matrix(name, shape)]
+    assert update_flops(CONFIGS["muon"], shapes) == sum(
+        5 * 2 * min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in matrices
+    )
