@@ -45,12 +45,12 @@ def main() -> None:
         workload = Workload(seq_len=seq_len, global_batch_size=batch)
         request = PlanRequest(load_model(model), load_cluster(cluster), workload, precision=precision)
         begin_s = process_time()
-        found = find_best_plans(request, args.top, args.limit).found
+        found = find_best_plans(request, args.top, args.limit).result
         used_s = process_time() - begin_s
         end = "proven" if found.proven else f"may be better by {found.gap:.1%}"
         best = f"{found.best[0].name}, {found.best[0].prediction.step_time_s:.3f} s" if found.best else "nothing found"
         print(f"{model} on {cluster}: {found.seconds:.2f} s, {used_s:.2f} s of a processor, {end}; {best}", flush=True)
-        print("    " + ", ".join(f"{count:,} {kind}" for kind, count in found.seen.items()), flush=True)
+        print("    " + ", ".join(f"{count:,} {kind}" for kind, count in found.counts.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,10 @@ def main() -> None:
             for fixed in (even | {"axis_order": MESH_AXES}, even)
         )
         found = find_best_plans(request, 1, args.limit)
-        if not equal or not listed or not found.found.best:
+        if not equal or not listed or not found.result.best:
             print(f"{case['name']:24}{'nothing fits':>24}")
             continue
-        best = found.found.best[0]
+        best = found.result.best[0]
         listed_s = listed[0].prediction.step_time_s
         any_s = min(listed_s, equal[0].prediction.step_time_s)
         judge = PlanEvaluator(replace(request, fixed=even))

@@ -105,7 +105,7 @@ def contestants(case: Case) -> list[Contestant]:
     request = PlanRequest(config.model, cluster_of(case), config.workload, precision="fp32", runnable=True)
     naive = search(replace(request, fixed={"stages": ()}), 1).best[0]
     found = find_best_plans(request, 1)
-    best = found.found.best[0]
+    best = found.result.best[0]
     listed = tuple(range(len(case.machines)))
     return [
         Contestant("as listed", naive.plan, listed, naive.prediction.step_time_s),

@@ -166,13 +166,13 @@ def _hues(count: int) -> list[Paint]:
 def search() -> str:
     """Every plan for a small cluster: time of a step against memory, and the one that the search answers."""
     from muster.planner.plan_evaluator import PlanEvaluator
-    from muster.planner.request import parse_request
+    from muster.planner.request import build_request
     from muster.planner.search import exhaustive_search
     from muster.planner.search import search as best_of
 
     model, cluster = load_model("gpt2-xl"), load_cluster("4xh100")
-    request = parse_request(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True).request
-    found = list(exhaustive_search(request, PlanEvaluator(request)))
+    request = build_request(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True)
+    found = list(exhaustive_search(PlanEvaluator(request)))
     best = best_of(request).best[0]
     dots = [(one.prediction.step_time_s, one.peak_bytes / 2**30) for one in found]
     dots = [dot for dot in dots if dot[0] <= 2.5 * min(dots)[0]]

@@ -9,17 +9,19 @@ from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
 from muster.planner.answer import _adopt_better_neighbours
 from muster.planner.explain import families
+from muster.planner.frontier import Frontier
 from muster.planner.heterogeneous import PlanSearch, find_best_plans
 from muster.planner.neighbours import Neighbour, neighbour_plans, neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.search import Frontier, search
+from muster.planner.search import search
+from muster.planner.search_phases import local_search, probe
 from muster.spec.workload import Workload
 
 
 def _why(model: str, cluster: str, **asked) -> tuple[PlanSearch, dict[str, Neighbour]]:
-    arranged = plan(model, cluster, **asked).answer.arranged
-    return arranged, {one.change: one for one in neighbours(arranged.found.best[0], arranged.judge)}
+    arranged = plan(model, cluster, **asked).answer.search
+    return arranged, {one.change: one for one in neighbours(arranged.result.best[0], arranged.evaluator)}
 
 
 def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -> PlanRequest:
@@ -38,8 +40,8 @@ def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -
 )
 def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, asked):
     arranged, found = _why("llama3-8b", cluster, **asked)
-    best, request = arranged.found.best[0], arranged.request
-    assert arranged.found.proven
+    best, request = arranged.result.best[0], arranged.request
+    assert arranged.result.proven
     assert len(found) >= 4
     for one in found.values():
         alone = predict(
@@ -50,7 +52,7 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
             seq_len=request.workload.seq_len,
         )
         if one.slowdown is None:
-            limits = [arranged.judge.memory_budget.limit_bytes(rank.rank) or 0 for rank in alone.memory]
+            limits = [arranged.evaluator.memory_budget.limit_bytes(rank.rank) or 0 for rank in alone.memory]
             assert any(rank.total > limit for rank, limit in zip(alone.memory, limits, strict=True)), one.sentence
             assert "doesn't fit" in one.sentence
         else:
@@ -61,7 +63,7 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
 def test_another_schedule_keeps_the_layers_where_they_suit_it():
     arranged, found = _why("llama3-8b", "7xh100", global_batch=112, fix="pp7-mb2", top=2, memory="71GiB")
     first, second = search(arranged.request, 2).best
-    assert first.plan == arranged.found.best[0].plan
+    assert first.plan == arranged.result.best[0].plan
     assert first.plan.stages
     assert second.plan.stages
     assert second.plan.schedule != first.plan.schedule
@@ -71,7 +73,7 @@ def test_another_schedule_keeps_the_layers_where_they_suit_it():
 
 def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
     arranged, found = _why("llama3-8b", "8xh100", global_batch=1, fix="tp4")
-    best = arranged.found.best[0].plan
+    best = arranged.result.best[0].plan
     assert best.tp == 4
     assert best.mesh(0).dp_size == 1
     assert all(one.plan.world_size == 8 for one in found.values())
@@ -81,7 +83,7 @@ def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
 def test_what_does_not_fit_is_compared_with_the_recompute_that_it_needs():
     arranged, found = _why("llama3-8b", "7xh100", global_batch=256, fix="pp7-mb2", top=1, memory="71GiB")
     deeper = found["schedule interleaved"]
-    assert not arranged.found.best[0].plan.overrides
+    assert not arranged.result.best[0].plan.overrides
     assert deeper.slowdown is not None
     assert deeper.slowdown > 0
     assert "with what makes it fit" in deeper.sentence
@@ -95,51 +97,51 @@ def test_where_memory_is_what_counts_its_difference_is_said():
 
 def test_changes_that_there_is_no_time_for_are_named():
     arranged, known = _why("tiny", "4xh100", seq_len=256, global_batch=16)
-    late = neighbours(arranged.found.best[0], arranged.judge, limit_s=0.0)
+    late = neighbours(arranged.result.best[0], arranged.evaluator, limit_s=0.0)
     assert known.keys() <= {one.change for one in late}
     assert all(one.evaluated is None and one.sentence.endswith("not looked at within --time-limit") for one in late)
 
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
     request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
-    run = Frontier(request, judge := PlanEvaluator(request), 5, 5, inf)
-    run.expand(inf)
-    run.probe(0.0)
-    first = run.best[0]
-    run.local_search(inf)
-    best = run.best[0]
+    frontier = Frontier(judge := PlanEvaluator(request), 5, 5, inf)
+    frontier.expand(inf)
+    probe(frontier, 0.0)
+    first = frontier.best[0]
+    local_search(frontier, inf)
+    best = frontier.best[0]
     assert best.value < 0.97 * first.value, "what is tried first is not the best, or this shows nothing"
     assert all(judge.evaluate(plan).value >= best.value for plan in neighbour_plans(best.plan, judge))
 
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
     request = _request("tiny", "4xh100", 256, 16)
-    run = Frontier(request, PlanEvaluator(request), 5, 5, inf)
-    run.expand(inf)
-    run.probe(0.0)
-    run.best = run.best[-1:]
-    assert run._is_promising(run.best[0].plan, run.best[0].value / 2)
-    assert not run._is_promising(run.best[0].plan, run.best[0].value)
+    frontier = Frontier(PlanEvaluator(request), 5, 5, inf)
+    frontier.expand(inf)
+    probe(frontier, 0.0)
+    frontier.best = frontier.best[-1:]
+    assert frontier._is_promising(frontier.best[0].plan, frontier.best[0].value / 2)
+    assert not frontier._is_promising(frontier.best[0].plan, frontier.best[0].value)
 
 
 def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
     found = plan("tiny", "4xh100", seq_len=256, global_batch=16).answer
-    slow = found.arranged.found.best[-1]
+    slow = found.search.result.best[-1]
     said = families(found.request, slow)
     assert [one for one in said if one.best and one.best.value < slow.value]
     assert not [one.sentence for one in said if one.sentence.endswith("is the best of all")]
     assert any("better than the first" in one.sentence for one in said)
-    fast = families(found.request, found.arranged.found.best[0])
+    fast = families(found.request, found.search.result.best[0])
     assert sum(one.sentence.endswith("is the best of all") for one in fast) == 1
 
 
 def test_a_stopped_search_takes_the_better_plans_beside_its_first():
     request = _request("tiny", "4xh100", 256, 16)
     arranged = find_best_plans(request, 2, 1e-6)
-    first = arranged.found.best[0]
-    assert not arranged.found.proven
-    _adopt_better_neighbours(arranged, 2)
-    best = arranged.found.best
+    first = arranged.result.best[0]
+    assert not arranged.result.proven
+    best = _adopt_better_neighbours(arranged.result, 2).best
+    assert arranged.result.best[0] == first, "the result that was given stays as it is"
     assert len(best) == 2
     assert len({one.plan for one in best}) == 2
     assert best[0].value < first.value

@@ -12,7 +12,7 @@ from muster.planner.answer import answer_request
 from muster.planner.explain import explain_no_plan
 from muster.planner.neighbours import neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
-from muster.planner.request import parse_request, round_batch
+from muster.planner.request import build_request, round_batch
 from muster.planner.search import search
 from muster.planner.search_result import SearchResult
 from muster.planner.space import MeshShape, make_plan
@@ -30,26 +30,24 @@ def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(ca
 
 
 def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_none(monkeypatch) -> None:
-    asked = parse_request(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
-    judge = PlanEvaluator(asked.request)
-    closest = make_plan(asked.request, MeshShape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
-    stopped = SearchResult([], 1.0, closest)
+    asked = build_request(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
+    judge = PlanEvaluator(asked)
+    closest = make_plan(asked, MeshShape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
+    stopped = SearchResult(judge, [], 1.0, closest)
     assert not stopped.proven
-    assert "not all were looked at" in explain_no_plan(asked.request, stopped, judge)
-    assert explain_no_plan(asked.request, SearchResult([], inf, closest), judge).startswith(
-        "no plan fits: the smallest, tp8-"
-    )
+    assert "not all were looked at" in explain_no_plan(stopped)
+    assert explain_no_plan(SearchResult(judge, [], inf, closest)).startswith("no plan fits: the smallest, tp8-")
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
-    asked = parse_request(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
-    best = search(asked.request, 1).best[0].plan
+    asked = build_request(load_model("tiny"), load_cluster("2xh100"), 256, 8, fix="vocab-pp2-oact-pv")
+    best = search(asked, 1).best[0].plan
     assert best.vocab_parallel
     assert best.post_validation
     assert best.default_strategy.offload == "activations"
-    one_copy = parse_request(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2").request
+    one_copy = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 8, fix="dp2")
     assert {plan.plan.dp_replicate for plan in search(one_copy, 5).best} == {1}
-    copies = parse_request(load_model("tiny"), load_cluster("8xh100"), 256, 8, fix="dp4x2-z2").request
+    copies = build_request(load_model("tiny"), load_cluster("8xh100"), 256, 8, fix="dp4x2-z2")
     assert format_plan_name(search(copies, 1).best[0].plan).startswith("dp4x2-mb1-z2")
 
 
@@ -65,7 +63,7 @@ def test_an_interrupted_search_says_so(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("muster.planner.answer.answer_to", interrupted)
+    monkeypatch.setattr("muster.planner.answer.answer_request", interrupted)
     assert main(["plan", "--model", "tiny", "--cluster", "2xh100"]) == 130
     assert capsys.readouterr().err.startswith("muster: interrupted before there was an answer")
 
@@ -90,18 +88,18 @@ def test_what_pareto_does_not_go_with_is_named(capsys):
 
 
 def test_a_precision_that_devices_lack_is_said() -> None:
-    asked = parse_request(load_model("tiny"), load_cluster("8xv100"), 256, 8)
+    asked = build_request(load_model("tiny"), load_cluster("8xv100"), 256, 8)
     assert asked.derived_lines[-1] == "v100-32-sxm is not known to compute in bf16: times are those of fp16"
     assert not any(
         "known to compute" in line
-        for line in parse_request(load_model("tiny"), load_cluster("8xh100"), 256, 8).derived_lines
+        for line in build_request(load_model("tiny"), load_cluster("8xh100"), 256, 8).derived_lines
     )
 
 
 def test_changes_without_time_stand_in_one_line(capsys) -> None:
-    asked = parse_request(load_model("tiny"), load_cluster("4xh100"), 256, 16)
+    asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16)
     answer = answer_request(asked, 1, 60.0)
-    answer.__dict__["why"] = neighbours(answer.found.best[0], answer.arranged.judge, limit_s=0.0)
+    answer.__dict__["neighbours"] = neighbours(answer.result.best[0], answer.search.evaluator, limit_s=0.0)
     print_answer(answer, explain=False)
     shown = capsys.readouterr().out
     assert shown.count("not looked at within --time-limit") == 1

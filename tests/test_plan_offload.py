@@ -79,7 +79,7 @@ def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
         own = PlanEvaluator(replace(request, memory_limit_bytes=int(limit)))
         found = search(own.request, 1, evaluator=own).best[0]
         for plan, its_over in over.items():
-            if its_over <= least + part * (most - least) and own.bound(plan) < found.value:
+            if its_over <= least + part * (most - least) and own.bounds.of_plan(plan) < found.value:
                 assert own.evaluate(plan).value >= found.value * (1 - 1e-9), (part, plan, found.plan)
         chosen.append(found.plan)
     assert any(map(offloads, chosen))
@@ -131,18 +131,18 @@ def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) 
     judge = PlanEvaluator(request)
     found = search(request, 1, evaluator=judge)
     plan, value = found.best[0].plan, found.best[0].value
-    (lean,) = trim_offload(found, judge).best
+    (lean,) = trim_offload(found).best
     assert copied(wide, lean.plan) < copied(wide, plan)
     assert lean.value == pytest.approx(value, rel=1e-9)
     assert judge.memory_budget.fits(lean.plan)
-    assert trim_offload(replace(found, best=[lean]), judge).best == [lean]
+    assert trim_offload(replace(found, best=[lean])).best == [lean]
     for other in choices(with_policy(plan, LayerPolicy("none"))):
         if copied(wide, other) < copied(wide, lean.plan) and judge.memory_budget.fits(other):
             assert judge.evaluate(other).value > value * (1 + 1e-9), other
     for same in (replace(request, objective="memory"), replace(request, fixed={**request.fixed, "offload": "none"})):
         own = PlanEvaluator(same)
         before = search(same, 1, evaluator=own)
-        assert trim_offload(before, own).best == before.best
+        assert trim_offload(before).best == before.best
 
 
 def copied(model: ModelSpec, plan: Plan) -> int:
@@ -222,9 +222,9 @@ def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
         found = forecast_memory(model, own, WORK, judge.request.cluster, program)
         assert judge.memory_budget.excess_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
         verdict = judge.evaluate(own)
-        assert judge.bound(own) <= verdict.value * (1 + 1e-9)
+        assert judge.bounds.of_plan(own) <= verdict.value * (1 + 1e-9)
         assert (
-            judge.memory_budget.offload_bound_s(own, judge.pass_times(own)) > 0.4 * verdict.value
+            judge.memory_budget.offload_bound_s(own, judge.costs.pass_times(own)) > 0.4 * verdict.value
             or host_bytes_per_s > 5e9
         )
 
@@ -240,7 +240,7 @@ def test_offload_that_is_asked_for_is_in_every_plan(capsys) -> None:
 def test_search_and_enumeration_agree_where_plans_offload() -> None:
     request = tight(pipeline(), 0.5)
     request = replace(request, fixed={"cp": 1, "tp": 1, "pp": 2, "schedule": "gpipe"})
-    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:3]
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(PlanEvaluator(request))})[:3]
     found = search(request, 3)
     assert [verdict.sort_key for verdict in found.best] == expected
     assert any(offloads(one.plan) for one in found.best)
@@ -273,7 +273,7 @@ def lacking(model: ModelSpec, plan: Plan, host: ClusterSpec, work: Workload) -> 
         if not isinstance(begun, PendingFit):
             continue
         for fitting in judge.memory_budget.finish_fit(begun):
-            assert judge.bound_with_added(plan, begun.added_s) <= judge.evaluate(fitting).value * (1 + 1e-9), (
+            assert judge.bounds.with_added(plan, begun.added_s) <= judge.evaluate(fitting).value * (1 + 1e-9), (
                 part,
                 fitting,
             )
@@ -300,7 +300,7 @@ def test_a_host_is_filled_where_head_room_is_given_up() -> None:
     judge = PlanEvaluator(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
     plan = parse_plan_name("pp2-sgpipe-oact-bf16")
     kept = judge.memory_budget.host_excess_bytes(plan)
-    judge.memory_budget.head_room = 0.0
+    judge = judge.without_head_room()
     assert judge.memory_budget.host_excess_bytes(plan) < kept
 
 

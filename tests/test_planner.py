@@ -23,7 +23,9 @@ from muster.config.load_config import load_plan
 from muster.config.named_model import load_model
 from muster.cost.memory.forecast import MEMORY_HEADROOM, forecast_memory
 from muster.planner.balance import RankLoad, balance_layers, min_busiest_rank_s, rank_loads
+from muster.planner.bounds.lower_bounds import LowerBounds
 from muster.planner.bounds.step_bound import max_warmup_forwards
+from muster.planner.frontier import _evenly_spread
 from muster.planner.heterogeneous import find_best_plans
 from muster.planner.launch_files import LAUNCHERS, LaunchSpec, check_launch, launch_spec_of, render_launch_files
 from muster.planner.memory.budget import PendingFit
@@ -33,7 +35,7 @@ from muster.planner.memory.knapsack import Option, cheapest_choice
 from muster.planner.node_order import anneal, block_orders, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.search import complete_draft, exhaustive_search, search
+from muster.planner.search import exhaustive_search, search
 from muster.planner.search_result import SearchResult
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.build import build_program, schedule_for_plan
@@ -77,9 +79,7 @@ def assert_search_finds_the_best(seed: int) -> None:
 
 def assert_finds_the_best(request: PlanRequest, name: str) -> None:
     judge = PlanEvaluator(request)
-    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, judge)})[
-        :3
-    ]  # some ways lead to one plan
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(judge)})[:3]  # some ways lead to one plan
     found = search(request, 3)
     assert [verdict.sort_key for verdict in found.best] == expected, name
     quick = search(request, 3, exact=1)
@@ -111,9 +111,10 @@ def test_plans_leave_head_room_where_any_does() -> None:
         device = request.cluster.device.model_copy(update={"memory_bytes": int(least / part)})
         groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
         own = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}), objective="time")
-        judge = PlanEvaluator(own)
-        found = search(own, 5, evaluator=judge)
-        assert judge.memory_budget.head_room == room
+        evaluator = PlanEvaluator(own)
+        found = search(own, 5, evaluator=evaluator)
+        assert found.evaluator.memory_budget.head_room == room
+        assert evaluator.memory_budget.head_room == MEMORY_HEADROOM, "the caller's evaluator stays as it is"
         assert found.best
         assert all(one.peak_bytes <= (1 - room) * least / part for one in found.best)
 
@@ -122,11 +123,12 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
     request = PlanRequest(SMALL, load_cluster("2xh100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 1})
     real: Any = planner_search._search
 
-    def in_time(*arguments) -> SearchResult:
+    def in_time(evaluator, *arguments) -> SearchResult:
         """The first search finds nothing in its time, the second has all that it wants."""
-        *others, limit_s, ceiling = arguments
-        found = real(*others, inf, ceiling)
-        return SearchResult([], 0.0, None) if others[1].room.head_room else found
+        *others, _, ceiling = arguments
+        if evaluator.memory_budget.head_room:
+            return SearchResult(evaluator, [], 0.0, None)
+        return real(evaluator, *others, inf, ceiling)
 
     monkeypatch.setattr(planner_search, "_search", in_time)
     found = search(request, 1, 30.0)
@@ -139,7 +141,7 @@ def test_what_is_tried_before_the_search_counts_as_searched() -> None:
     """On unequal nodes, in a search that ends at once."""
     request = PlanRequest(SMALL, load_cluster("2xh100+2xa100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 2})
     found = search(request, 1, 0.0)
-    assert found.seen["drafts"] >= found.seen["simulated"] > 0
+    assert found.counts["drafts"] >= found.counts["simulated"] > 0
 
 
 def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
@@ -149,14 +151,12 @@ def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
     groups = tuple(group.model_copy(update={"device": device}) for group in request.cluster.groups)
     tight = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}))
     both, alone = search(tight, 1), []
-    for room in (MEMORY_HEADROOM, 0.0):
-        judge = PlanEvaluator(tight)
-        judge.memory_budget.head_room = room
-        alone.append(planner_search._search(tight, judge, (1, 1), (), inf, inf))
+    for evaluator in (PlanEvaluator(tight), PlanEvaluator(tight).without_head_room()):
+        alone.append(planner_search._search(evaluator, 1, 1, (), inf, inf))
     assert not alone[0].best
-    assert both.seen["simulated"] == sum(one.seen["simulated"] for one in alone)
-    assert both.seen["drafts"] == sum(one.seen["drafts"] for one in alone)
-    assert both.seen["shapes"] == alone[1].seen["shapes"]
+    assert both.counts["simulated"] == sum(one.counts["simulated"] for one in alone)
+    assert both.counts["drafts"] == sum(one.counts["drafts"] for one in alone)
+    assert both.counts["shapes"] == alone[1].counts["shapes"]
 
 
 def test_plans_without_time_to_offload_are_passed_over() -> None:
@@ -216,12 +216,12 @@ def assert_bounds_hold(request: PlanRequest) -> None:
     for shape in mesh_shapes(request):
         for order in schedule_choices(request, shape):
             for draft in draft_plans(request, order):
-                plan = complete_draft(judge, draft, order)
+                plan = judge.complete_draft(draft, order)
                 if plan is not None:
                     time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                    bounds = [judge.choice_bound(order), judge.unsharded_bound(order), judge.bound(plan)]
-                    bounds.append(judge.comm_bound(shape, split))
+                    bounds = [judge.bounds.of_choice(order), judge.bounds.unsharded(order), judge.bounds.of_plan(plan)]
+                    bounds.append(judge.bounds.communication(shape, split))
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
@@ -239,11 +239,11 @@ def test_no_bound_of_what_makes_plans_fit_is_above_a_simulated_time() -> None:
             order for shape in mesh_shapes(judge.request) for order in schedule_choices(judge.request, shape)
         ):
             for plan in filter(
-                None, (complete_draft(judge, draft, order) for draft in draft_plans(judge.request, order))
+                None, (judge.complete_draft(draft, order) for draft in draft_plans(judge.request, order))
             ):
                 begun, _ = judge.memory_budget.start_fit(plan)
                 if isinstance(begun, PendingFit):
-                    least_s = judge.bound_with_added(plan, begun.added_s)
+                    least_s = judge.bounds.with_added(plan, begun.added_s)
                     for fitting in judge.memory_budget.finish_fit(begun):
                         known += any(begun.added_s)
                         assert least_s <= judge.evaluate(fitting).prediction.step_time_s * (1 + 1e-9), plan
@@ -310,8 +310,8 @@ def test_no_rank_does_more_forwards_of_its_first_stage_at_once_than_bounds_assum
 
 
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PlanEvaluator.bound
-    monkeypatch.setattr(PlanEvaluator, "bound", lambda self, plan: real(self, plan) * (1.5 if plan.pp > 1 else 1))
+    real = LowerBounds.of_plan
+    monkeypatch.setattr(LowerBounds, "of_plan", lambda self, plan: real(self, plan) * (1.5 if plan.pp > 1 else 1))
 
     def check_all() -> None:
         for seed in range(100, 103):
@@ -384,12 +384,12 @@ def test_layers_go_to_the_faster_devices() -> None:
         order for shape in mesh_shapes(request) for order in schedule_choices(request, shape) if order.balances_layers
     )
     plan = next(draft_plans(request, order))
-    moved = balance_layers(plan, 12, judge.pass_times)
+    moved = balance_layers(plan, 12, judge.costs.pass_times)
     assert moved is not None
     assert moved.stages[0].layers > moved.stages[1].layers
     assert (
-        max(load.layer_s for load in rank_loads(plan, 12, judge.pass_times))
-        > 2 * rank_loads(plan, 12, judge.pass_times)[0].layer_s
+        max(load.layer_s for load in rank_loads(plan, 12, judge.costs.pass_times))
+        > 2 * rank_loads(plan, 12, judge.costs.pass_times)[0].layer_s
     )
 
 
@@ -416,7 +416,7 @@ def test_nodes_with_fast_links_are_put_together(tmp_path) -> None:
     assert found.node_order is not None
     assert set(found.node_order[:2]) in ({0, 2}, {1, 3})
     assert found.naive_step_s is not None
-    assert found.found.best[0].prediction.step_time_s < found.naive_step_s
+    assert found.result.best[0].prediction.step_time_s < found.naive_step_s
 
 
 def test_annealing_finds_the_best_order_of_few_nodes() -> None:
@@ -582,16 +582,16 @@ def test_a_search_ends_at_its_limit_before_all_orders_have_a_bound(monkeypatch) 
     model, cluster = load_model("llama3-8b"), load_cluster("32xh100")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256))
     every = set(mesh_shapes(request))
-    assert set(planner_search._evenly_spread(list(every))) == every
-    monkeypatch.setattr(planner_search, "LEAST_FILL_S", 0.0)
+    assert set(_evenly_spread(list(every))) == every
+    monkeypatch.setattr(planner_search, "MIN_EXPAND_S", 0.0)
     found = search(request, 2, limit_s=0.02)
-    assert 0 < found.seen["shapes"] < len(every)
+    assert 0 < found.counts["shapes"] < len(every)
     assert found.best
     assert (found.proven, found.gap) == (False, 1.0)
     # Where nothing fits among those, the others are looked at too.
     nothing = search(replace(request, memory_limit_bytes=2**20), 2, limit_s=0.001)
     assert nothing.best == []
-    assert nothing.seen["shapes"] == len(every)
+    assert nothing.counts["shapes"] == len(every)
 
 
 def test_an_unproven_search_says_what_may_be_missed() -> None:

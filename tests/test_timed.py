@@ -86,19 +86,19 @@ def request_of_sites() -> PlanRequest:
 def test_sites_gain_by_an_order_for_their_own_times(request_of_sites: PlanRequest) -> None:
     """The plan that is found beats the best with a schedule out of a book, fits, and is kept whole."""
     found = find_best_plans(request_of_sites, 2)
-    best = found.found.best[0]
-    plain = [one.value for one in found.found.best if one.plan.pinned_schedule is None]
+    best = found.result.best[0]
+    plain = [one.value for one in found.result.best if one.plan.pinned_schedule is None]
     assert best.plan.pinned_schedule is not None
     assert not plain or best.value < 0.95 * min(plain)
     assert best.plan.pinned_schedule.times == "predicted"
-    assert found.judge.memory_budget.fits(best.plan)
+    assert found.evaluator.memory_budget.fits(best.plan)
     assert not best.unsupported
     check(best.prediction.program)
     assert Plan.model_validate(best.plan.model_dump(mode="json")) == best.plan
     again = PlanEvaluator(found.request).evaluate(best.plan)
     assert again.prediction.step_time_s == pytest.approx(best.value, rel=1e-12)
-    assert not found.found.proven
-    compared = {one.change: one for one in neighbours(best, found.judge, 1)}
+    assert not found.result.proven
+    compared = {one.change: one for one in neighbours(best, found.evaluator, 1)}
     assert (compared["schedule zb-h1"].slowdown or 0) > 0
 
 

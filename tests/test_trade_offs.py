@@ -28,7 +28,7 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans()
         )
     for cluster in sub_clusters(request.cluster):
         own = replace(request, cluster=cluster)
-        fastest = min(verdict.prediction.step_time_s for verdict in exhaustive_search(own, PlanEvaluator(own)))
+        fastest = min(verdict.prediction.step_time_s for verdict in exhaustive_search(PlanEvaluator(own)))
         assert min(point.step_time_s for point in found.points if point.devices <= cluster.num_devices) <= fastest
     shown = thin_front(found.points)
     assert shown

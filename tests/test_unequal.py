@@ -22,7 +22,7 @@ from muster.planner.heterogeneous import find_best_plans
 from muster.planner.launch_files import LAUNCHERS, launch_spec_of, render_launch_files
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
-from muster.planner.search import complete_draft, exhaustive_search, search
+from muster.planner.search import exhaustive_search, search
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.planner.uneven_batch import fastest_split
 from muster.schedule.registry import make_schedule
@@ -115,9 +115,9 @@ def test_bounds_of_plans_with_shares_hold() -> None:
     for shape in mesh_shapes(REQUEST):
         for order in schedule_choices(REQUEST, shape):
             for draft in draft_plans(REQUEST, order) if order.uneven_batch else ():
-                if (plan := complete_draft(judge, draft, order)) is not None:
+                if (plan := judge.complete_draft(draft, order)) is not None:
                     time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
-                    assert max(judge.choice_bound(order), judge.bound(plan)) <= time_s, plan
+                    assert max(judge.bounds.of_choice(order), judge.bounds.of_plan(plan)) <= time_s, plan
                     shared += bool(plan.uneven_micro_batches)
     assert shared > 10
 
@@ -125,7 +125,7 @@ def test_bounds_of_plans_with_shares_hold() -> None:
 def test_the_search_finds_the_best_shares() -> None:
     """What simulating everything finds; and pipelines within a kind of device get data as these are fast."""
     request = replace(REQUEST, fixed={"cp": 1, "pp": 1, "tp": 1})
-    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:3]
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(PlanEvaluator(request))})[:3]
     found = search(request, 3)
     assert [verdict.sort_key for verdict in found.best] == expected
     best = found.best[0].plan
@@ -173,21 +173,21 @@ def test_bounds_over_slow_links_hold_and_bind() -> None:
     for shape in mesh_shapes(request):
         for order in schedule_choices(request, shape):
             for draft in draft_plans(request, order):
-                if (plan := complete_draft(judge, draft, order)) is not None:
+                if (plan := judge.complete_draft(draft, order)) is not None:
                     time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     count = plan.num_micro_batches(request.workload)
-                    trips_s = latency_bound_s(plan, judge.pass_times(plan), count)
-                    passes_s = step_bound_s(plan, judge.pass_times(plan), [count])
-                    assert max(trips_s, passes_s, judge.choice_bound(order), judge.unsharded_bound(order)) <= time_s, (
-                        plan
-                    )
+                    trips_s = latency_bound_s(plan, judge.costs.pass_times(plan), count)
+                    passes_s = step_bound_s(plan, judge.costs.pass_times(plan), [count])
+                    assert (
+                        max(trips_s, passes_s, judge.bounds.of_choice(order), judge.bounds.unsharded(order)) <= time_s
+                    ), plan
                     binding += trips_s > passes_s
     assert binding > 5
 
 
 def test_what_is_tried_first_over_slow_links_does_not_hide_the_best() -> None:
     request = slow_links()
-    expected = sorted({verdict.sort_key for verdict in exhaustive_search(request, PlanEvaluator(request))})[:2]
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(PlanEvaluator(request))})[:2]
     assert [verdict.sort_key for verdict in search(request, 2).best] == expected
 
 
@@ -228,7 +228,7 @@ def test_bounds_of_shares_hold_where_links_differ() -> None:
     cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
     plan = parse_plan_name("dp2-pp4-z1-uneven15.1").model_copy(update={"axis_order": INSIDE})
     judge = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
-    assert judge.bound(plan) <= judge.evaluate(plan).prediction.step_time_s
+    assert judge.bounds.of_plan(plan) <= judge.evaluate(plan).prediction.step_time_s
 
 
 def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
@@ -237,7 +237,7 @@ def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
     groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
     judge = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
     plan = parse_plan_name("dp4-z1-uneven1.3")
-    bound = max(judge.bound(plan), judge.batch_splitter.order_bound_s(next(mesh_shapes(judge.request))))
+    bound = max(judge.bounds.of_plan(plan), judge.batch_splitter.order_bound_s(next(mesh_shapes(judge.request))))
     assert bound <= judge.evaluate(plan).prediction.step_time_s
 
 
@@ -301,7 +301,7 @@ def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:
     """Where time is short, what is tried first sends over the line no more than each stage's ends and gradients."""
     model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
-    found = find_best_plans(request, 1, 0.0).found
+    found = find_best_plans(request, 1, 0.0).result
     line = next(tier.link for tier in cluster.tiers if tier.link is not None)
     once_s = 256 * 4096 * model.hidden_size * 2 / line.bandwidth_bytes_per_s
     assert found.best[0].prediction.step_time_s < 2 * once_s

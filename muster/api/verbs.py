@@ -15,7 +15,7 @@ from muster.api.inputs import (
     resolve_plan_input,
 )
 from muster.planner.answer import PlanAnswer, answer_request
-from muster.planner.request import OBJECTIVES, Objective, ParsedRequest, parse_request
+from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
@@ -35,7 +35,7 @@ class PlanResults:
     @property
     def plans(self) -> list[Plan]:
         """The best first."""
-        return [one.plan for one in self.answer.found.best]
+        return [one.plan for one in self.answer.result.best]
 
     @property
     def best(self) -> Plan:
@@ -44,7 +44,7 @@ class PlanResults:
     @property
     def predictions(self) -> list[Prediction]:
         """Of each plan."""
-        return [one.prediction for one in self.answer.found.best]
+        return [one.prediction for one in self.answer.result.best]
 
     def to_json(self, explain: bool = False) -> dict[str, Any]:
         """What `muster plan --json` prints."""
@@ -99,7 +99,7 @@ def plan_request(
     fix: str,
     memory: int | str | None,
     runnable: bool,
-) -> ParsedRequest:
+) -> PlanRequest:
     """What `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
         hint = did_you_mean(str(objective), OBJECTIVES)
@@ -108,7 +108,7 @@ def plan_request(
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
     spec = resolve_model(model)
-    return parse_request(
+    return build_request(
         spec,
         resolve_cluster(cluster),
         default_seq_len(seq_len, spec),

@@ -13,7 +13,7 @@ from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
     from muster.planner.answer import PlanAnswer
-    from muster.planner.request import ParsedRequest
+    from muster.planner.request import PlanRequest
     from muster.spec.plan import Plan
 
 
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
         return _what_if(args)
     asked = _asked(args)
     if args.launch:
-        check_launch(args.launch, asked.request.cluster)
+        check_launch(args.launch, asked.cluster)
     answer = answer_request(asked, args.top, args.time_limit)
     written = _write(args, answer)
     if args.json:
@@ -120,7 +120,7 @@ def _pareto(args: argparse.Namespace) -> int:
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = pareto_front(_asked(args).request, args.time_limit)
+    found = pareto_front(_asked(args), args.time_limit)
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
     if args.json:
@@ -146,7 +146,7 @@ def _what_if(args: argparse.Namespace) -> int:
     from muster.report.console import table_console
     from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
-    cases = what_if(_asked(args).request, args.what_if, args.time_limit)
+    cases = what_if(_asked(args), args.what_if, args.time_limit)
     if args.json:
         print(json.dumps(what_if_json(cases), indent=2))
         return 0
@@ -155,7 +155,7 @@ def _what_if(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(args: argparse.Namespace) -> "ParsedRequest":
+def _asked(args: argparse.Namespace) -> "PlanRequest":
     from muster.api.verbs import plan_request
 
     return plan_request(
@@ -187,7 +187,7 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     if not (args.output or args.launch):
         return []
     plan_file = args.output or Path("plan.yaml")
-    _write_plan(plan_file, answer.found.best[0].plan)
+    _write_plan(plan_file, answer.result.best[0].plan)
     return [plan_file, *(_launch(args, answer) if args.launch else ())]
 
 
@@ -206,9 +206,9 @@ def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     from muster.planner.launch_files import launch_spec_of, write_launch_files
 
     plan_file = args.output or Path("plan.yaml")
-    plan, cluster = answer.found.best[0].plan, answer.request.cluster
+    plan, cluster = answer.result.best[0].plan, answer.request.cluster
     name, run_file = f"muster-{answer.request.model.name}", args.run_file or "run.yaml"
-    job = launch_spec_of(plan, cluster, name, run_file, str(plan_file), answer.arranged.node_order)
+    job = launch_spec_of(plan, cluster, name, run_file, str(plan_file), answer.search.node_order)
     try:
         return write_launch_files(args.launch, job, plan_file.parent)
     except OSError as error:

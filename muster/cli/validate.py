@@ -81,7 +81,7 @@ def _preferred(job: "RecipeJob") -> "Plan | None":
     from muster.planner.request import PlanRequest
 
     request = PlanRequest(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.fixed_fields)
-    best = find_best_plans(request, 1, SEARCH_S).found.best
+    best = find_best_plans(request, 1, SEARCH_S).result.best
     return best[0].plan if best else None
 
 

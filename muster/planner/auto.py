@@ -19,7 +19,6 @@ from muster.config.run_config import RunConfig
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
-from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
 from muster.planner.search_result import SearchResult
@@ -106,11 +105,10 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
         request = request_of_config(resolved, machine.cluster)
-        judge = PlanEvaluator(request)
-        found = trim_offload(search(request, 1, SEARCH_LIMIT_S, judge), judge)
+        found = trim_offload(search(request, 1, SEARCH_LIMIT_S))
         if not found.best:
-            refusal = refusal or _explain_refusal(request, found, judge)
-        elif (own := (not judge.memory_budget.head_room, found.best[0].prediction.step_time_s)) < standing:
+            refusal = refusal or _explain_refusal(request, found)
+        elif (own := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < standing:
             best, standing = (found.best[0], machine), own
         if best is not None and measured is None:
             break
@@ -208,15 +206,15 @@ def _machine(count: int, nodes: int, measured: ClusterSpec | None) -> _Machine:
     return _Machine(cluster, f"{cores}{where}, times of the catalogue ('muster profile' measures this machine)")
 
 
-def _explain_refusal(request: PlanRequest, result: SearchResult, evaluator: PlanEvaluator) -> InfeasibleError:
+def _explain_refusal(request: PlanRequest, result: SearchResult) -> InfeasibleError:
     """What binds."""
     plan = _data_parallel(request)
-    if result.nearest_miss is None and not result.seen["too_large"]:
+    if result.nearest_miss is None and not result.counts["too_large"]:
         try:
             require_runnable(plan, request.model, request.workload, request.cluster.num_devices)
         except InfeasibleError as error:
             return error
-    return InfeasibleError(explain_no_plan(request, result, evaluator))
+    return InfeasibleError(explain_no_plan(result))
 
 
 def _data_parallel(request: PlanRequest) -> Plan:

@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from muster.planner.bounds.step_bound import PassTimes
+from muster.planner.bounds.pass_times import PassTimes
 from muster.spec.plan import Plan, StageSpec
 
 

@@ -7,8 +7,8 @@ from math import inf, prod
 from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
 from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.memory.budget import MemoryBudget
 from muster.planner.neighbours import largest_difference
-from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search import search
 from muster.planner.search_result import SearchResult
@@ -53,9 +53,8 @@ def _explain_family(
     request: PlanRequest, axes: tuple[str, ...], winner: EvaluatedPlan | None, limit_s: float
 ) -> PlanFamily:
     name = " × ".join(("data", *axes)) if axes else "data alone"
-    judge = PlanEvaluator(request)
     own = winner is not None and request.axes == used_axes(winner.plan)
-    found = search(request, 1, limit_s, judge, seeds=[winner.plan] if winner and own else ())
+    found = search(request, 1, limit_s, seeds=[winner.plan] if winner and own else ())
     if found.best:
         best = found.best[0]
         if winner is not None and best.value < winner.value and best.plan != winner.plan:
@@ -64,7 +63,7 @@ def _explain_family(
                 name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (--time-limit)"
             )
         if winner is None or best.value <= winner.value:
-            fuller = not judge.memory_budget.head_room and request.memory_limit_bytes is None
+            fuller = not found.leaves_head_room and request.memory_limit_bytes is None
             room = f", but leaves less than {MEMORY_HEADROOM:.0%} of the memory free" if fuller else ""
             return PlanFamily(name, best, f"{best.name} is the best of all{room}")
         slower = best.value / winner.value - 1
@@ -73,7 +72,7 @@ def _explain_family(
     if not found.proven:
         return PlanFamily(name, None, f"not settled within {limit_s:g} s")
     if found.nearest_miss is not None:
-        why = f"doesn't fit: {describe_nearest_miss(judge, judge.evaluate(found.nearest_miss))}"
+        why = f"doesn't fit: {describe_nearest_miss(found)}"
         return PlanFamily(name, None, why + _explain_offload(request, limit_s))
     return PlanFamily(name, None, f"no legal plan: {explain_illegal(request, axes)}")
 
@@ -109,14 +108,15 @@ def _explain_offload(request: PlanRequest, limit_s: float) -> str:
     return f"; offload would make it fit {against[0]}: {found[0].name}" if found else ""
 
 
-def describe_nearest_miss(evaluator: PlanEvaluator, evaluated: EvaluatedPlan) -> str:
+def describe_nearest_miss(result: SearchResult) -> str:
     """What the plan that is over by the least takes, with its largest terms."""
-    fullest = max(
-        evaluated.prediction.memory, key=lambda rank: rank.total / (evaluator.memory_budget.limit_bytes(rank.rank) or 1)
-    )
+    evaluator = result.evaluator
+    evaluated = evaluator.evaluate(result.nearest_miss)
+    budget = evaluator.memory_budget
+    fullest = max(evaluated.prediction.memory, key=lambda rank: rank.total / (budget.limit_bytes(rank.rank) or 1))
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
     shown = " and ".join(f"{_size(size)} of {name.replace('_', ' ')}" for size, name in terms)
-    limit = evaluator.memory_budget.limit_bytes(fullest.rank)
+    limit = budget.limit_bytes(fullest.rank)
     of = f" of {_size(limit)}" if limit else ""
     return f"the smallest, {evaluated.name}, takes {_size(fullest.total)}{of} ({shown})"
 
@@ -168,11 +168,13 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     return f"{asked} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
-def explain_no_plan(request: PlanRequest, result: SearchResult, evaluator: PlanEvaluator) -> str:
+def explain_no_plan(result: SearchResult) -> str:
     """Why a search found nothing: which limit binds, and what would relax it."""
+    request = result.evaluator.request
+    budget = result.evaluator.memory_budget
     world = request.cluster.num_devices
     if result.nearest_miss is not None:
-        small = describe_nearest_miss(evaluator, evaluator.evaluate(result.nearest_miss))
+        small = describe_nearest_miss(result)
         if not result.proven:
             return (
                 f"no plan that fits was found in {result.seconds:.0f} s, and not all were looked at: of those that"
@@ -180,8 +182,8 @@ def explain_no_plan(request: PlanRequest, result: SearchResult, evaluator: PlanE
                 f" {small}; more seconds (--time-limit) may find one, or {suggest_relief(request)}"
             )
         return f"no plan fits: {small}; {suggest_relief(request)}"
-    if result.seen["too_large"] and _has_plans(request):
-        state, together = training_state_bytes(request), evaluator.memory_budget.usable_bytes
+    if result.counts["too_large"] and _has_plans(request):
+        state, together = training_state_bytes(request), budget.usable_bytes
         if state > together:
             of = "all of it that may be used" if _limits_memory(request) else "all memory together"
             least = -(-state * world // together) if together else None
@@ -189,7 +191,7 @@ def explain_no_plan(request: PlanRequest, result: SearchResult, evaluator: PlanE
                 f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_size(state)},"
                 f" {of} is {_size(together)}; {suggest_relief(request, least)}"
             )
-        return f"no plan fits: {_describe_smallest(request, evaluator)}; {suggest_relief(request)}"
+        return f"no plan fits: {_describe_smallest(request, budget)}; {suggest_relief(request)}"
     devices = pluralize(world, "device")
     return f"no plan is legal for {devices}: {explain_illegal(request, ())}{suggest_legal(request)}"
 
@@ -217,15 +219,15 @@ def _has_plans(request: PlanRequest) -> bool:
     return any(next(draft_plans(request, order), None) is not None for order in islice(each, 300))
 
 
-def _describe_smallest(request: PlanRequest, evaluator: PlanEvaluator) -> str:
+def _describe_smallest(request: PlanRequest, budget: MemoryBudget) -> str:
     """What the plans take whose ranks hold least, even with one micro-batch under way and all of it recomputed."""
     held = [
-        (evaluator.memory_budget.min_bytes(shape, split), make_plan(request, shape, split))
+        (budget.min_bytes(shape, split), make_plan(request, shape, split))
         for shape in mesh_shapes(request)
         for split in data_shardings(request, shape)
     ]
     size, plan = min(held, key=lambda pair: (pair[0], format_plan_name(pair[1])))
-    limit = max(evaluator.memory_budget.group_limits_bytes)
+    limit = max(budget.group_limits_bytes)
     return f"the smallest, {format_plan_name(plan)}, takes at least {_size(size)} of {_size(limit)} on a device"
 
 

@@ -236,7 +236,7 @@ def _rebalanced(winner: Plan, plan: Plan, evaluator: PlanEvaluator) -> Plan:
         # The judge knows the times of plans that recompute nothing; where layers lie best hardly depends on it.
         even = _without_fitting(plan, request).model_copy(update={"stages": ()})
         moved = evaluator.with_balanced_layers(even)
-        if moved is not None and evaluator.bound(moved) < evaluator.bound(even):
+        if moved is not None and evaluator.bounds.of_plan(moved) < evaluator.bounds.of_plan(even):
             plan = plan.model_copy(update={"stages": moved.stages})
         else:
             plan = plan.model_copy(update={"stages": ()})

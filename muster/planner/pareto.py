@@ -69,14 +69,13 @@ def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
     for number, cluster in enumerate(sub_clusters(request.cluster)):
         own = replace(request, cluster=cluster, objective="time")
         end_s = begin_s + limit_s * (1 - 0.5 ** (number + 1))  # the more devices, the more plans there are
-        judge = PlanEvaluator(own)
-        found = search(own, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50), judge)
-        looked_at += found.seen["simulated"]
+        found = search(own, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50))
+        looked_at += found.counts["simulated"]
         proven = proven and found.proven
         if found.best:
-            points += _explore(ParetoPoint(found.best[0], cluster), judge, end_s)
+            points += _explore(ParetoPoint(found.best[0], cluster), found.evaluator, end_s)
         else:
-            refusal = refusal or InfeasibleError(explain_no_plan(own, found, judge))
+            refusal = refusal or InfeasibleError(explain_no_plan(found))
     if refusal is not None and not points:
         raise refusal
     looked_at += len(points)

@@ -41,6 +41,10 @@ class PlanRequest:
     """Whether only plans are wanted that `muster train` runs today."""
     template: Plan | None = None
     """What all candidates have where it isn't searched for: compile, buckets and the like."""
+    tokens: float | None = None
+    """Tokens of the whole training, where they are known: its cost is shown then."""
+    derived_lines: tuple[str, ...] = ()
+    """Line for each value that was left out and derived from others."""
 
     @property
     def base(self) -> Plan:
@@ -68,18 +72,7 @@ DEFAULT_BATCH_TOKENS = 4 * 2**20
 """Of a step where nobody says otherwise: that of Llama 3's first phase."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """A request, and what is said beside it."""
-
-    request: PlanRequest
-    tokens: float | None
-    """Of the whole training."""
-    derived_lines: list[str]
-    """A line for each value that was left out and follows from the tokens."""
-
-
-def parse_request(
+def build_request(
     model: ModelSpec,
     cluster: ClusterSpec,
     seq_len: int,
@@ -91,7 +84,7 @@ def parse_request(
     fix: str = "",
     memory_limit_bytes: int | None = None,
     runnable: bool = False,
-) -> ParsedRequest:
+) -> PlanRequest:
     """The request that people make, with what they leave out: a step's sequences from the number of tokens by the Step
     Law, the precision from the devices.
 
@@ -108,7 +101,7 @@ def parse_request(
             f" it to the plan that is found (--parallel.schedule {schedule})"
         )
     kind = _resolve_precision(precision, fixed, fix, cluster)
-    request = PlanRequest(
+    return PlanRequest(
         model,
         cluster,
         Workload(seq_len=seq_len, global_batch_size=batch),
@@ -119,8 +112,9 @@ def parse_request(
         memory_limit_bytes,
         runnable=runnable,
         template=_template(fixed, kind),
+        tokens=tokens,
+        derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
     )
-    return ParsedRequest(request, tokens, [*derived, *_substituted_peaks(cluster, kind)])
 
 
 def _substituted_peaks(cluster: ClusterSpec, precision: Precision) -> list[str]:

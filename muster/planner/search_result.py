@@ -1,4 +1,4 @@
-"""What a search for plans came to."""
+"""The result of a search for plans."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,40 +6,50 @@ from dataclasses import dataclass, field
 from math import inf
 
 from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.plan_evaluator import PlanEvaluator
 from muster.spec.plan import Plan
 
 ROUNDING_TOLERANCE = 1e-9
-"""A bound that is above a time by no more may be one of the same length, added up in another order."""
+"""Relative difference below which two values may be the same sum, added in another order."""
 
 
 COUNTERS = ("shapes", "orders", "opened", "drafts", "too_large", "plans", "fit", "simulated")
-"""What a search counts."""
+"""Counters of a search, as `muster plan --json` prints them: shapes of the mesh; their schedule choices, and those that
+were expanded; drafts of plans, and shardings that are too large for memory; plans with a bound; fitting plans, and
+simulated ones."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search came to."""
+    """The best plans that a search found, and what it can say of all others."""
 
+    evaluator: PlanEvaluator
+    """Evaluator of the plans, with the memory budget that they keep."""
     best: list[EvaluatedPlan]
-    """The best plans that fit, best first; equal ones by short name."""
+    """Plans that fit, best first; equal ones by short name."""
     open_bound: float
-    """The least value that a plan not yet looked at may have; infinite where none is left."""
+    """Least value that a plan may have that was not simulated; infinite where none is left."""
     nearest_miss: Plan | None
-    """Of the plans that can't be made to fit, the one that is over by the least."""
-    seen: Counter[str] = field(default_factory=Counter)
-    """How many of each of `SEEN` were looked at."""
+    """Plan with the least excess, of all that can't be made to fit."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Nodes that the search looked at, for each of `COUNTERS`."""
     seconds: float = 0.0
-    cut: bool = False
-    """Whether head-room was given up before all plans that might leave it were looked at."""
+    gave_up_head_room_early: bool = False
+    """True if head-room was given up before all plans that might leave it were looked at."""
+
+    @property
+    def leaves_head_room(self) -> bool:
+        """True if the plans leave the head-room of each device's memory free."""
+        return bool(self.evaluator.memory_budget.head_room)
 
     @property
     def proven(self) -> bool:
-        """Whether nothing that was not simulated can be better than the best."""
-        return not self.cut and self._is_settled and not self.has_custom_schedule
+        """True if no plan can be better than the best."""
+        return not self.gave_up_head_room_early and self._is_settled and not self.has_custom_schedule
 
     @property
     def has_custom_schedule(self) -> bool:
-        """Whether the best has an order of passes for its own times: those that may be are not bounded."""
+        """True if the best plan's schedule was found for its own times: such plans have no bound."""
         return bool(self.best) and self.best[0].plan.pinned_schedule is not None
 
     @property
@@ -50,12 +60,12 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """The part by which the best may at most be improved."""
+        """Largest relative improvement of the best value that is still possible."""
         return 0.0 if self._is_settled or not self.best else 1 - self.open_bound / self.best[0].value
 
 
 def total_counts(last: SearchResult, results: Sequence[SearchResult]) -> Counter[str]:
-    """What several searches looked at in all, of shapes what the `last` one did: they are the same in each."""
-    seen = sum((one.seen for one in results), Counter[str]())
-    seen["shapes"] = last.seen["shapes"]
-    return seen
+    """Return the summed counts of several searches; shapes, which are the same in each, as the `last` one has them."""
+    counts = sum((result.counts for result in results), Counter[str]())
+    counts["shapes"] = last.counts["shapes"]
+    return counts

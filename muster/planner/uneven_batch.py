@@ -10,7 +10,8 @@ from heapq import heapify, heapreplace
 
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan
 from muster.cost.time.rank_placement import PlacedPlan
-from muster.planner.bounds.step_bound import PassTimes, pass_times_of_placed, step_bound_s
+from muster.planner.bounds.pass_times import PassTimes, pass_times_of_placed
+from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.request import PlanRequest
 from muster.planner.space import MeshShape, is_admitted
 from muster.spec.cluster import ClusterSpec, NodeGroup

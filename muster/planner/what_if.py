@@ -57,9 +57,9 @@ def _evaluate_case(
     gap = 0.0
     try:
         arranged = find_best_plans(request, 1, limit_s)
-        gap = arranged.found.gap
-        why_not = "" if arranged.found.best else explain_no_plan(arranged.request, arranged.found, arranged.judge)
-        best, cluster = next(iter(arranged.found.best), None), arranged.request.cluster
+        gap = arranged.result.gap
+        why_not = "" if arranged.result.best else explain_no_plan(arranged.result)
+        best, cluster = next(iter(arranged.result.best), None), arranged.request.cluster
     except InfeasibleError as error:
         best, cluster, why_not = None, request.cluster, str(error)
     if best is None and may_drop_nodes and request.cluster.num_nodes > 1:
@@ -74,9 +74,8 @@ def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:
     if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
         return None
     try:
-        judge = PlanEvaluator(request)
-        judge.memory_budget.head_room = 0.0
-        return judge.evaluate(plan).prediction.step_time_s if judge.memory_budget.fits(plan) else None
+        evaluator = PlanEvaluator(request).without_head_room()
+        return evaluator.evaluate(plan).prediction.step_time_s if evaluator.memory_budget.fits(plan) else None
     except InfeasibleError:
         return None
 

@@ -16,17 +16,17 @@ from muster.spec.units import pluralize
 
 def print_answer(answer: PlanAnswer, explain: bool) -> None:
     """Print the whole answer."""
-    request, found, console = answer.request, answer.found, table_console()
+    request, found, console = answer.request, answer.result, table_console()
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
     print(f"cluster   {request.cluster.name}, {pluralize(request.cluster.num_devices, 'device')}")
     print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
-    for line in answer.derived_lines:
+    for line in request.derived_lines:
         print(f"          {line}")
     print(f"searched  {_searched(found)}")
-    for line in _arrangement(answer.arranged):
+    for line in _arrangement(answer.search):
         print(line)
-    if not answer.arranged.judge.memory_budget.head_room and request.memory_limit_bytes is None:
+    if not found.leaves_head_room and request.memory_limit_bytes is None:
         print(f"memory    no plan was found that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
     print()
     print("\n".join(plan_names(found.best)) + "\n")
@@ -54,7 +54,7 @@ def _arrangement(arranged: PlanSearch) -> list[str]:
         return []
     lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.node_order))}"]
     if arranged.naive_step_s is not None:
-        best = arranged.found.best[0].prediction
+        best = arranged.result.best[0].prediction
         gain = arranged.naive_step_s / best.step_time_s
         lines.append(f"          {gain:.2f} times as fast as the best plan for nodes as listed and equal stages,")
         lines.append(f"          which takes {format_seconds(arranged.naive_step_s)} a step{_naive_cost(arranged)}")
@@ -70,7 +70,7 @@ def _naive_cost(arranged: PlanSearch) -> str:
 
 
 def _searched(found: SearchResult) -> str:
-    seen = found.seen
+    seen = found.counts
     plans = pluralize(seen["drafts"], "plan")
     text = (
         f"{plans} of {pluralize(seen['shapes'], 'shape')} in {found.seconds:.1f} s,"
@@ -89,7 +89,7 @@ def _searched(found: SearchResult) -> str:
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
     """Return plain data for JSON; null where a value is unknown."""
-    request, found = answer.request, answer.found
+    request, found = answer.request, answer.result
     footprints = answer.training_costs or [None] * len(found.best)
     plain = {
         "version": 1,
@@ -99,13 +99,13 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "seq_len": request.workload.seq_len,
         "global_batch_size": request.workload.global_batch_size,
         "objective": request.objective,
-        "derived": answer.derived_lines,
+        "derived": list(request.derived_lines),
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)],
         "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],
-        "node_order": answer.arranged.node_order,
-        "naive_step_time_s": answer.arranged.naive_step_s,
+        "node_order": answer.search.node_order,
+        "naive_step_time_s": answer.search.naive_step_s,
         "search": {
-            **{name: found.seen[name] for name in COUNTERS},
+            **{name: found.counts[name] for name in COUNTERS},
             "seconds": found.seconds,
             "proven": found.proven,
             "gap": found.gap,

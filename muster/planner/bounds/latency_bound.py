@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from muster.planner.bounds.step_bound import PassTimes
+from muster.planner.bounds.pass_times import PassTimes
 from muster.spec.plan import Plan
 
 _MAX_IN_FLIGHT = {"1f1b": (1, 0), "zb-h1": (1, 0), "zb-h2": (2, -1), "zb-v": (1, 0)}
@@ -33,7 +33,7 @@ def latency_bound_s(plan: Plan, times: PassTimes, micro_batches: int) -> float:
     before = np.cumsum(times.forward_transfer_s + forward) - forward
     back = np.cumsum(times.backward_transfer_s + inputs) - inputs
     trip = forward + after + inputs
-    ends = before + micro_batches / under_way * trip + back + times.end[0]
+    ends = before + micro_batches / under_way * trip + back + times.reduce_grad_s[0]
     if plan.vpp == 1:
         delayed = _WEIGHT_GRAD_DELAY.get(plan.schedule, 0) * np.arange(plan.pp)
         follow = np.maximum(0, micro_batches - delayed)
@@ -44,6 +44,6 @@ def latency_bound_s(plan: Plan, times: PassTimes, micro_batches: int) -> float:
         lacking = np.minimum(rounds, -(-delayed[:-1] // ahead))
         pair = (forward + inputs)[:-1] + through[1:] + weights[:-1]
         first = before[:-1] + (np.minimum(begun[1:], micro_batches) - 1) * forward[:-1]
-        pairs = first + rounds * pair - lacking * weights[:-1] + (trip + back)[:-1] + times.end[0]
+        pairs = first + rounds * pair - lacking * weights[:-1] + (trip + back)[:-1] + times.reduce_grad_s[0]
         ends = np.maximum(ends, np.append(pairs, 0.0))
-    return float(np.max(ends)) + times.begin[0] + times.per_step_s
+    return float(np.max(ends)) + times.unshard_s[0] + times.per_step_s

@@ -1,7 +1,7 @@
 """Whether plans have room: what their ranks hold against what they may, and the recompute and offload that make them
 fit."""
 
-from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -12,15 +12,15 @@ from muster.cost.memory.device_overhead import FRAGMENTATION_SHARE, device_overh
 from muster.cost.memory.forecast import MEMORY_HEADROOM, StageMemoryCache, host_shares_bytes, peak_bytes_by_pp_rank
 from muster.cost.memory.liveness import AllocationOrder, allocation_orders, schedule_allocation_order
 from muster.cost.memory.native_storage import MemoryLowerBound, memory_lower_bound
-from muster.cost.time.plan_times import host_copy_s, place_plan
-from muster.planner.bounds.step_bound import PassTimes
+from muster.cost.time.plan_times import host_copy_s
+from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import RECOMPUTE_MODES, HostLink, LayerPolicy, MemoryFitter, stage_layers, with_policy
+from muster.planner.plan_costs import PlanCosts
 from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, make_plan, recompute_modes
 from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
-from muster.schedule.program import Program
 from muster.schedule.schedule import Schedule
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
@@ -48,10 +48,9 @@ class PendingFit:
 class MemoryBudget:
     """Weighs the plans of one request. It remembers orders of passes, which many plans share."""
 
-    def __init__(
-        self, request: PlanRequest, pass_times: Callable[[Plan], PassTimes], program: Callable[[Plan], Program]
-    ) -> None:
-        self.request, self.pass_times, self.program = request, pass_times, program
+    def __init__(self, request: PlanRequest, costs: PlanCosts) -> None:
+        self.request = request
+        self.costs = costs
         self.head_room = MEMORY_HEADROOM if request.memory_limit_bytes is None else 0.0
         """The part of a device's memory that plans must leave free; a search gives it up where none does."""
         self._schedules: dict[tuple, Schedule] = {}
@@ -59,6 +58,12 @@ class MemoryBudget:
         self._rank_orders: dict[tuple, AllocationOrder] = {}
         self._overlapped_passes: dict[tuple, tuple[CopyOverlaps, ...]] = {}
         self._min_stages: dict[tuple, tuple[MemoryLowerBound, int]] = {}
+
+    def without_head_room(self) -> "MemoryBudget":
+        """Return a budget whose plans may fill all memory that may be used; it shares this one's caches."""
+        budget = copy(self)
+        budget.head_room = 0.0
+        return budget
 
     @cached_property
     def _group_ranks(self) -> list[int]:
@@ -198,7 +203,7 @@ class MemoryBudget:
         both = own.offload == "none" and "offload" not in request.fixed and host is not None
         ways = [LayerPolicy(*pair) for pair in product(modes, ("none", "activations") if both else (own.offload,))]
         orders = self._orders_of(plan)
-        stages = stage_layers(plan, request.model, request.workload, orders, self.pass_times, ways, host)
+        stages = stage_layers(plan, request.model, request.workload, orders, self.costs.pass_times, ways, host)
         return MemoryFitter(plan, request.model.num_layers, ways, stages), both
 
     def finish_fit(self, pending: "PendingFit") -> list[Plan]:
@@ -290,11 +295,11 @@ class MemoryBudget:
         beside = self._overlapped_passes_of(plan)
         if not any(beside):
             return None
-        setting = place_plan(request.model, plan, request.workload, request.cluster)
+        placed = self.costs.placed(plan)
         return HostLink(
             self._orders_by_rank(plan, frozenset(range(plan.stages_per_replica))),
             beside,
-            [partial(host_copy_s, setting.device(stage)) for stage in range(plan.stages_per_replica)],
+            [partial(host_copy_s, placed.device(stage)) for stage in range(plan.stages_per_replica)],
             self._host_shares_bytes(plan),
         )
 
@@ -307,7 +312,7 @@ class MemoryBudget:
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
         """Of the plan's Program, which need not be made for it."""
         if self._needs_program(plan):
-            return allocation_orders(self.program(plan))
+            return allocation_orders(self.costs.program(plan))
         offloads = self._offloading_stages(plan)
         copied = (stages for beside in (self._overlapped_passes_of(plan) if offloads else ()) for _, stages in beside)
         if offloads and not any(map(offloads.intersection, copied)):

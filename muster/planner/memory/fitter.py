@@ -15,7 +15,7 @@ from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.memory.forecast import stage_memory_key
 from muster.cost.memory.liveness import AllocationOrder
 from muster.cost.memory.native_storage import native_saved_per_micro_batch
-from muster.planner.bounds.step_bound import PassTimes
+from muster.planner.bounds.pass_times import PassTimes
 from muster.planner.memory.knapsack import Choice, Option, cheapest_choice
 from muster.schedule.offload import CopyOverlaps
 from muster.spec.model import ModelSpec
@@ -74,7 +74,9 @@ class HostLink:
         copy_s = {stage: self.copy_s[stage](size) for stage, size in copied_bytes.items()}
         columns = pass_times.by_kind()
         head_s = (
-            pass_times.begin[0] + np.cumsum(pass_times.forward_transfer_s + pass_times.forward_s) - pass_times.forward_s
+            pass_times.unshard_s[0]
+            + np.cumsum(pass_times.forward_transfer_s + pass_times.forward_s)
+            - pass_times.forward_s
         )
         best = 0.0
         for rank, beside in enumerate(self.overlapped_passes):

@@ -1,24 +1,26 @@
-"""What the best plan copies to its hosts for nothing stays on the device.
+"""Removal of offload that saves no time from the best plan.
 
-A search makes a plan fit by what takes least time, and of that by what leaves most room: so that layers are copied that
-need not be, as long as nothing waits for them. Of plans that take as long, people want the one that copies least.
+A search makes a plan fit by the choice that takes the least time, and of several such by the one that leaves the most
+memory: so layers are offloaded that need not be, as long as no pass waits for the copies. Of plans that take equally
+long, people want the one that copies least.
 """
 
 from dataclasses import replace
+from operator import attrgetter
 
 from muster.planner.memory.fitter import ROUNDING_TOLERANCE
-from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search_result import SearchResult
 
 
-def trim_offload(result: SearchResult, evaluator: PlanEvaluator) -> SearchResult:
-    """What was found, its first plan with as little offload as is no slower."""
+def trim_offload(result: SearchResult) -> SearchResult:
+    """Return the result with as little offload in its first plan as makes it no slower."""
     if not result.best:
         return result
+    evaluator = result.evaluator
     first, *others = result.best
     plan = evaluator.memory_budget.with_less_offload(first.plan)
-    lean = next((one for one in result.best if one.plan == plan), None) or evaluator.evaluate(plan)
-    if lean.value > first.value * (1 + ROUNDING_TOLERANCE):
+    trimmed = next((one for one in result.best if one.plan == plan), None) or evaluator.evaluate(plan)
+    if trimmed.value > first.value * (1 + ROUNDING_TOLERANCE):
         return result
     kept = [one for one in others if one.plan != plan]
-    return replace(result, best=sorted([lean, *kept], key=lambda one: one.sort_key))
+    return replace(result, best=sorted([trimmed, *kept], key=attrgetter("sort_key")))

@@ -1,0 +1,142 @@
+"""Times of a plan's passes and step ends, in columns by stage: the input of all lower bounds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.plan_times import example_p2p_times, p2p_times_are_alike, per_step_s, stage_p2p_times
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.cost.time.stage_times import example_stage_times
+from muster.schedule.action import Action
+from muster.spec.plan import Plan
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What bounds are made of: seconds by stage of all replicas, and once a step."""
+
+    forward_s: Column
+    backward_s: Column
+    """Of a backward, whole or for the inputs alone where the schedule splits it."""
+    weight_backward_s: Column
+    """Of the other part; 0 where backwards are whole."""
+    forward_transfer_s: Column
+    """The transfer to each stage from the one before; 0 within a rank."""
+    backward_transfer_s: Column
+    """That of the gradient, from each stage to the one before."""
+    unshard_s: Sequence[float]
+    """UNSHARD of the first stage of each replica, and REDUCE, where the step waits for them."""
+    reduce_grad_s: Sequence[float]
+    per_step_s: float
+    """STEP, and NORM where the step waits for it."""
+    core_load: Column
+    """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
+    every rank has a device of its own."""
+    is_additive: NDArray[np.bool_]
+    """Whether backwards of a stage take as much longer for each layer that is computed again."""
+
+    def without_sharding(self) -> "PassTimes":
+        """As if parameters were gathered and gradients reduced in no time."""
+        return replace(self, unshard_s=[0.0] * len(self.unshard_s), reduce_grad_s=[0.0] * len(self.reduce_grad_s))
+
+    def by_kind(self) -> dict[str, Column]:
+        """The passes' times by kind."""
+        return {"F": self.forward_s, "B": self.backward_s, "I": self.backward_s, "W": self.weight_backward_s}
+
+    def busy_s(self) -> Column:
+        """What a micro-batch takes on each stage."""
+        return self.forward_s + self.backward_s + self.weight_backward_s
+
+
+def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
+    """Of a plan on devices with data sheets."""
+    plan, zero = placed.plan, placed.plan.default_strategy.zero
+    examples, which = example_stage_times(placed), placed.stage_kinds.kind_by_stage
+    kinds = ("F", "I", "W") if plan.split_backward else ("F", "B")
+    passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
+    columns = passes[which].T
+    come, back = _transfer_columns(placed)
+    firsts = range(0, len(which), placed.stages_per_replica)
+    shared = [examples[which[first]] if plan.mesh(first).dp_size > 1 else None for first in firsts]
+    norm_s, step_s = per_step_s(placed, examples)
+    crowd = np.zeros(len(which))
+    if placed.cluster.device.shared_cores:
+        ranks = [placed.mesh(stage).num_ranks for stage in range(len(which))]
+        crowd = _core_load(ranks, placed.cluster.device.shared_cores * placed.cluster.num_nodes)
+    return PassTimes(
+        columns[0],
+        columns[1],
+        columns[2] if plan.split_backward else np.zeros(len(which)),
+        come,
+        back,
+        [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
+        [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
+        step_s + (0.0 if plan.post_validation else norm_s),
+        crowd,
+        np.array([at.recompute_is_additive for at in examples])[which],
+    )
+
+
+def _transfer_columns(placed: PlacedPlan) -> Column:
+    """What comes to each stage, and what goes back, in two rows."""
+    alike = p2p_times_are_alike(placed)
+    hops = example_p2p_times(placed) if alike else stage_p2p_times(placed)
+    columns = np.array([(0.0, 0.0) if pair is None else (pair[0].total_s, pair[1].total_s) for pair in hops])
+    return (columns[placed.p2p_kinds.kind_by_stage] if alike else columns).T
+
+
+def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
+    """Of a plan whose instructions were timed."""
+    placement, depth, zero = plan.placement, plan.stages_per_replica, plan.default_strategy.zero
+    stages = range(len(placement))
+
+    def column(kind: str) -> Column:
+        return np.array([op_times.duration_s(Action(kind, stage)) for stage in stages])
+
+    hops = [
+        (op_times.p2p_time(stage - 1, stage).total_s, op_times.p2p_time(stage, stage - 1).total_s)
+        if stage % depth and placement[stage] != placement[stage - 1]
+        else (0.0, 0.0)
+        for stage in stages
+    ]
+    firsts = range(0, len(placement), depth)
+    shared = [plan.mesh(first).dp_size > 1 for first in firsts]
+    ends = list(zip(firsts, shared, strict=True))
+    return PassTimes(
+        column("F"),
+        column("I" if plan.split_backward else "B"),
+        column("W") if plan.split_backward else np.zeros(len(placement)),
+        np.array([pair[0] for pair in hops]),
+        np.array([pair[1] for pair in hops]),
+        [op_times.duration_s(Action("UNSHARD", first)) if own and zero != "z3" else 0.0 for first, own in ends],
+        [op_times.duration_s(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
+        (0.0 if plan.post_validation else op_times.duration_s(Action("NORM", -1)))
+        + op_times.duration_s(Action("STEP", -1)),
+        _core_load(
+            [op_times.processes_per_rank[rank] if op_times.processes_per_rank else 1 for rank in placement],
+            op_times.cores,
+        ),
+        np.zeros(len(placement), bool),
+    )
+
+
+def _core_load(processes: Sequence[int], cores: int | None) -> Column:
+    return np.array(processes) / cores if cores else np.zeros(len(processes))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one micro-batch on devices that are alike: of a layer, and of the whole model, forward and backward.
+
+    The whole has embedding, head and loss too, and whatever a stage takes beside its layers counts once.
+    """
+
+    layer_forward_s: float
+    layer_backward_s: float
+    whole_forward_s: float
+    whole_backward_s: float

@@ -1,0 +1,112 @@
+"""Times and Programs of the plans of one request, computed once and shared by bounds, memory and evaluation."""
+
+from dataclasses import replace
+from functools import cached_property
+
+from muster.cost.time.op_times import OpTimes
+from muster.cost.time.plan_times import place_plan, plan_times
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.planner.bounds.pass_times import LayerTimes, PassTimes, pass_times_of_op_times, pass_times_of_placed
+from muster.planner.request import PlanRequest
+from muster.planner.space import MeshShape, make_plan, recompute_modes
+from muster.schedule.build import build_program
+from muster.schedule.program import Program
+from muster.spec.plan import Plan
+
+
+class PlanCosts:
+    """Cache of the times and Programs of one request's plans."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._op_times: dict[Plan, OpTimes] = {}
+        self._programs: dict[tuple, Program] = {}
+        self._last_pinned_program: tuple[tuple, Program] | None = None
+        """Program of the latest plan with a pinned schedule, which no other plan shares."""
+        self._layer_times: dict[tuple[int, ...], LayerTimes] = {}
+
+    def op_times(self, plan: Plan) -> OpTimes:
+        """Return the times of all instructions of a plan."""
+        if plan not in self._op_times:
+            self._op_times[plan] = plan_times(self.request.model, plan, self.request.workload, self.request.cluster)
+        return self._op_times[plan]
+
+    def pass_times(self, plan: Plan) -> PassTimes:
+        """Return the times of a plan's passes, far faster than all its `op_times` where devices have data sheets."""
+        if self.request.cluster.device.rates is not None:
+            return pass_times_of_op_times(plan, self.op_times(plan))
+        return pass_times_of_placed(self.placed(plan))
+
+    def placed(self, plan: Plan) -> PlacedPlan:
+        """Return a plan with its ranks laid on the cluster."""
+        return place_plan(self.request.model, plan, self.request.workload, self.request.cluster)
+
+    @cached_property
+    def has_uniform_layers(self) -> bool:
+        """True if all layers of the model take the same time."""
+        plan = make_plan(self.request, MeshShape(1, 1, 1, 1, 1, 1), (1, 1, "z1"))
+        return self.placed(plan).cache.layers_are_alike and not self.request.base.overrides
+
+    def layer_times(self, shape: MeshShape) -> LayerTimes:
+        """Return the times of one layer and of the whole model for a micro-batch.
+
+        They depend on neither data nor pipeline parallelism: a plan of one stage serves many shapes, and the difference
+        to a model with one layer fewer is one layer.
+        """
+        key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size
+        if key not in self._layer_times:
+            request = self.request
+            data = max(1, shape.ep // (shape.tp * shape.cp))
+            single_stage = replace(shape, data=data, pp=1)
+            plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
+            forward_s, backward_s = self._first_stage_s(plan)
+            shorter_s = self._one_layer_fewer._first_stage_s(plan) if request.model.num_layers > 1 else (0.0, 0.0)
+            self._layer_times[key] = LayerTimes(
+                forward_s - shorter_s[0], backward_s - shorter_s[1], forward_s, backward_s
+            )
+        return self._layer_times[key]
+
+    @cached_property
+    def _one_layer_fewer(self) -> "PlanCosts":
+        """Costs of the same model with one layer fewer."""
+        model = self.request.model
+        shorter = model.model_copy(update={"num_layers": max(1, model.num_layers - 1)})
+        return PlanCosts(replace(self.request, model=shorter))
+
+    def _first_stage_s(self, plan: Plan) -> tuple[float, float]:
+        """Return the seconds of the first stage's forward and backward."""
+        times = self.pass_times(plan)
+        return float(times.forward_s[0]), float(times.backward_s[0])
+
+    def program(self, plan: Plan) -> Program:
+        """Return the Program of a plan; plans that differ only in what a Program doesn't show share one."""
+        strategy = plan.default_strategy
+        num_layers = self.request.model.num_layers
+        key = (
+            plan.schedule,
+            plan.pp,
+            plan.vpp,
+            plan.num_micro_batches(self.request.workload),
+            strategy.zero,
+            plan.mesh(0).dp_size > 1,
+            plan.tp,
+            strategy.sp,
+            tuple(bool(plan.offloaded_layers(stage, num_layers)) for stage in range(plan.num_stages)),
+        )
+        if plan.pinned_schedule is not None:
+            pinned_key = (key, plan.pinned_schedule)
+            if self._last_pinned_program is None or self._last_pinned_program[0] != pinned_key:
+                self._last_pinned_program = pinned_key, self._build(plan)
+            return self._last_pinned_program[1]
+        if key not in self._programs:
+            self._programs[key] = self._build(plan)
+        return self._programs[key]
+
+    def _build(self, plan: Plan) -> Program:
+        return build_program(plan, self.request.model, self.request.workload)
+
+
+def whole_model_s(request: PlanRequest, shape: MeshShape) -> float:
+    """Return the seconds that the whole model takes for one micro-batch of a shape."""
+    times = PlanCosts(request).layer_times(shape)
+    return times.whole_forward_s + times.whole_backward_s
