@@ -80,7 +80,7 @@ def _searched(found: SearchResult) -> str:
         return text + "no other can be better than the first"
     if found.has_custom_schedule:
         return text + "the order of passes was found for the first one's own times: another order may be better"
-    if found.cut:
+    if found.gave_up_head_room_early:
         return text + f"stopped there: another may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if found.gap >= 1:  # nothing is known of what memory the others need
         return text + "stopped there: another may be better (--time-limit gives it longer)"
