@@ -58,7 +58,7 @@ def forget(place: Path) -> None:
     (place / "step-00000003/rank-00000.safetensors").unlink()
 
 
-@pytest.mark.parametrize(("harm", "words"), [(cut, "has 4 bytes instead of"), (forget, "doesn't answer as it should")])
+@pytest.mark.parametrize(("harm", "words"), [(cut, "has 4 bytes instead of"), (forget, "could not access")])
 def test_a_damaged_copy_is_one_sentence_and_leaves_nothing(
     harm: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
@@ -71,13 +71,13 @@ def test_a_damaged_copy_is_one_sentence_and_leaves_nothing(
 
 def test_what_is_no_place_for_copies_is_refused(tmp_path: Path) -> None:
     for url, words in (
-        ("bucket/run", "is no URL"),
-        ("memory://x", "would lie in the memory of one process"),
-        ("nowhere://x", "fsspec knows no nowhere:// URLs"),
+        ("bucket/run", "is not a URL"),
+        ("memory://x", "would be in the memory of one process"),
+        ("nowhere://x", "fsspec doesn't know nowhere:// URLs"),
     ):
         with pytest.raises(ConfigError, match=words):
             RemoteCheckpoints(url)
-    with pytest.raises(MusterError, match="doesn't answer as it should"):
+    with pytest.raises(MusterError, match="could not access"):
         upload_in_subprocess(tmp_path / "nothing", 1, (tmp_path / "there").as_uri())
 
 
@@ -96,13 +96,14 @@ def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: P
             (tmp_path / "there").write_text("no folder")
     saver.close()
     assert saver.on_disk
-    assert (saver.pop_error() or "").startswith("the checkpoint of step 2 was saved, but not copied: file:///")
+    assert (saver.pop_error() or "").startswith("the checkpoint of step 2 was saved, but not uploaded: could not access file:///")
     assert find_damage(checkpoint_path(tmp_path / "here", 2)) is None
 
 
 def test_a_mirror_is_one_run_s_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, lock = (tmp_path / "there").as_uri(), tmp_path / "there/lock.json"
-    taken = rf"{url} is the mirror of another job, of {tmp_path}/one on .*, which wrote there \d+ s ago: give another"
+    holder = rf"{tmp_path}/one on .*, which wrote there \d+ s ago: give another"
+    taken = rf"{url} is the remote checkpoint directory of another job, of {holder}"
     with hold_remote_lock(url, tmp_path / "one", recheck_after_s=0):
         said = json.loads(lock.read_text())
         with pytest.raises(MusterError, match=taken), hold_remote_lock(url, tmp_path / "two", recheck_after_s=0):
@@ -156,5 +157,5 @@ def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("no folder")
     third = train(*command, "--run", tmp_path / "one", "--train.steps", "3", "--parallel", "dp1-mb24")
     assert third.code == 0, third.err
-    assert "was saved, but not copied" in third.out
+    assert "was saved, but not uploaded" in third.out
     assert "step 3 is complete in the run directory" in third.out

@@ -1,9 +1,9 @@
-"""Saving beside the training: what changes the tensors waits until they are copied to host memory, and nothing else.
+"""Asynchronous saving: training continues while a checkpoint is written from a copy in host memory.
 
-They change only at the end of a step, so that the copy is made beside the next one's passes. It is written by a process
-of the rank's own, watched by a thread; the ranks agree through the launcher's store, so nothing here uses the
-communication of the training. A save that fails, or a writer that dies, is told to all ranks and leaves the training
-and the earlier checkpoints alone.
+Tensors change only at the end of a step, so they are copied (staged) during the next step's passes, and only the next
+update waits for the copy. The copy is written by a separate process of each rank, which a thread watches; ranks agree
+through the launcher's store, so saving uses none of the training's communication. A failed save, or a writer that dies,
+is reported to all ranks; training and earlier checkpoints are unaffected.
 """
 
 import contextlib
@@ -34,32 +34,32 @@ from muster.checkpoint.writer_process import make_job
 from muster.spec.errors import MusterError
 
 BARRIER_TIMEOUT = timedelta(minutes=30)
-"""How long a rank that has written its part waits for the others before it gives the save up."""
+"""Time for which a rank that has written its part waits for the others before it gives up the save."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be saved beside the tensors."""
+    """Destination and metadata of a save."""
 
     root: Path | None
-    """The folder of the checkpoints; None: only copies in memory are wanted."""
+    """Directory of the checkpoints; None: only an in-memory checkpoint is wanted."""
     step: int
     info: Mapping[str, Any]
     retention: RetentionPolicy
     remote_url: str | None = None
-    """The URL below which a copy is to lie."""
+    """URL of the remote checkpoint directory that receives a copy; None: none."""
     in_memory: bool = False
-    """Whether copies in memory are wanted."""
+    """True if an in-memory checkpoint is wanted."""
 
 
 class AsyncSaver:
-    """One rank's part in saving. All ranks call `begin` for the same steps, and only when all of them are idle."""
+    """One rank's part in saving. All ranks call `start` for the same steps, and only if none of them is saving."""
 
     def __init__(
         self, rank: int, world_size: int, store: dist.Store, in_memory: InMemoryCheckpointer | None = None
     ) -> None:
         self._rank, self._world_size, self._in_memory = rank, world_size, in_memory
-        # A connection of its own: waiting on it holds up nobody.
+        # A separate connection, so that waiting on it blocks nobody else.
         self._barrier = _StoreBarrier(store.clone(), world_size)  # type: ignore[attr-defined]
         self._staging: StagingBuffer | None = None
         self._writer: _WriterProcess | None = None
@@ -67,63 +67,68 @@ class AsyncSaver:
         self._staged = threading.Event()
         self._staged.set()
         self._error: str | None = None
-        """Why the last save failed; None while it is under way and when it succeeded."""
+        """Message of the last save's failure; None while it is under way and if it succeeded."""
         self._unreported: str | None = None
         self.on_disk = False
-        """Whether the last save is complete on disk, whatever becomes of its copy at the mirror."""
+        """True if the last save is complete on disk, whether or not its remote copy is."""
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way here."""
+        """True while a save is under way on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def error(self) -> str | None:
-        """Why the last save failed; None when it succeeded. Not to be asked while one is under way."""
+        """Message of the last save's failure; None if it succeeded. Undefined while one is under way."""
         return self._error
 
     def pop_error(self) -> str | None:
-        """Why a save failed, once for each that did."""
-        found, self._unreported = self._unreported, None
-        return found
+        """Return the message of a failed save, once for each."""
+        message = self._unreported
+        self._unreported = None
+        return message
 
     def preallocate(self, shards: Sequence[LocalShard]) -> None:
-        """Makes the host memory for copies of `pieces`, and starts the writer, ahead of the first save."""
-        with contextlib.suppress(OSError):  # the save itself will say so
+        """Allocate the staging buffer for `shards` and start the writer process, ahead of the first save."""
+        with contextlib.suppress(OSError):  # the save itself will report it
             self._writer = _WriterProcess(self._rank, self._staging_for(write_items(shards)).fd)
 
     def start(self, request: SaveRequest, shards: Sequence[LocalShard], stage: bool = True) -> None:
-        """Begins a save of `pieces`, which must not change before `wait_copied` has returned.
+        """Start a save of `shards`, which must not change before `wait_staged` has returned.
 
-        Without `copy` they are written from where they lie, and must not change before `wait` has returned.
+        Without `stage` they are written in place, and must not change before `wait` has returned.
         """
         self.wait()
-        self._error, self.on_disk = None, False
+        self._error = None
+        self.on_disk = False
         self._staged.clear()
-        ready = record_event(piece.tensor for piece in shards)
+        ready = record_event(shard.tensor for shard in shards)
         self._thread = threading.Thread(
             target=self._run, args=(request, shards, stage, ready), name="saver", daemon=True
         )
         self._thread.start()
 
     def wait_staged(self) -> None:
-        """Waits until the tensors may change: not at all where no copy is being made."""
+        """Wait until the tensors may change; return at once if none are being staged."""
         self._staged.wait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until no save is under way; False when one still is after `limit_s` seconds."""
+        """Wait until no save is under way; return False if one still is after `timeout_s` seconds."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return not self.is_saving
 
     def close(self) -> None:
-        """Ends the writer's process and lets the memory go."""
+        """End the writer process and free the staging buffer."""
         if self._writer is not None:
             self._writer.kill()
         self._staging = self._writer = None
 
     def _staging_for(self, items: Mapping[WriteItem, Tensor]) -> StagingBuffer:
-        """The buffer for these parts. A writer inherits it when it starts, so another buffer wants another writer."""
+        """Return the staging buffer for these items.
+
+        A writer inherits the buffer when it starts, so a new buffer needs a new writer.
+        """
         if self._staging is None or not self._staging.fits(items):
             self.close()
             self._staging = StagingBuffer(items)
@@ -132,19 +137,19 @@ class AsyncSaver:
     def _run(
         self, request: SaveRequest, shards: Sequence[LocalShard], stage: bool, ready: "torch.cuda.Event | None"
     ) -> None:
-        """One save to its end, from a copy of the pieces or from where they lie."""
-        lacking = self._stage(shards, ready) if stage else None
+        """Run one save to its end, from staged copies or in place."""
+        staging_error = self._stage(shards, ready) if stage else None
         self._staged.set()
 
-        def write(beside: Path, send_to: PeerAddress | None = None) -> None:
-            if lacking is not None:
-                raise MusterError(lacking)
+        def write(tmp_dir: Path, send_to: PeerAddress | None = None) -> None:
+            if staging_error is not None:
+                raise MusterError(staging_error)
             if stage:
-                self._write_staged(beside, send_to)
+                self._write_staged(tmp_dir, send_to)
                 return
-            write_local_shards(beside, self._rank, shards)
+            write_local_shards(tmp_dir, self._rank, shards)
             if send_to is not None:
-                send_to_partner(beside, self._rank, send_to)
+                send_to_partner(tmp_dir, self._rank, send_to)
 
         problems = []
         for save in (self._save_in_memory, self._save_on_disk):
@@ -153,15 +158,15 @@ class AsyncSaver:
                 save(request, write)
             except MusterError as error:
                 problems.append(str(error))
-            except Exception as error:  # the thread must end with a word, or the training would wait for it
+            except Exception as error:  # any error must be recorded, or training would wait for the thread
                 problems.append(f"the checkpoint of step {request.step} was not saved: {type(error).__name__}: {error}")
         self._error = self._unreported = "; ".join(problems) or None
 
     def _stage(self, shards: Sequence[LocalShard], ready: "torch.cuda.Event | None") -> str | None:
-        """Why no copy could be made; the other ranks must hear of it, or they wait in vain."""
+        """Copy the shards to the staging buffer; return an error message for all ranks if that fails."""
         try:
-            parts = write_items(shards)
-            self._staging_for(parts).copy_from(parts, ready)
+            items = write_items(shards)
+            self._staging_for(items).copy_from(items, ready)
         except OSError as error:
             return f"no host memory for a copy of the tensors: {error.strerror}"
         except Exception as error:
@@ -169,11 +174,15 @@ class AsyncSaver:
         return None
 
     def _save_in_memory(self, request: SaveRequest, write: Callable[[Path, PeerAddress | None], None]) -> None:
-        if not request.in_memory or (copies := self._in_memory) is None:
+        checkpointer = self._in_memory
+        if not request.in_memory or checkpointer is None:
             return
-        head, size = manifest_header(request.step, request.info), self._world_size
-        copies.save(
-            request.step, head, size, lambda beside: write(beside, copies.partner_address), self._barrier.exchange
+        checkpointer.save(
+            request.step,
+            manifest_header(request.step, request.info),
+            self._world_size,
+            lambda tmp_dir: write(tmp_dir, checkpointer.partner_address),
+            self._barrier.exchange,
         )
 
     def _save_on_disk(self, request: SaveRequest, write: Callable[[Path], None]) -> None:
@@ -194,7 +203,7 @@ class AsyncSaver:
             self._upload(folder, request, request.remote_url)
 
     def _upload(self, folder: Path, request: SaveRequest, url: str) -> None:
-        """Copies the checkpoint to the mirror: each rank its own file, and the manifest when all are there."""
+        """Upload the checkpoint: each rank its own file, and rank 0 the manifest once all files are there."""
 
         def together(action: Callable[[], None]) -> None:
             problem = None
@@ -203,12 +212,13 @@ class AsyncSaver:
             except MusterError as error:
                 problem = str(error)
             if problems := [text for text in self._barrier.exchange(problem) if text]:
-                raise MusterError(f"the checkpoint of step {request.step} was saved, but not copied: {problems[0]}")
+                raise MusterError(f"the checkpoint of step {request.step} was saved, but not uploaded: {problems[0]}")
 
-        own, first = folder / rank_file_name(self._rank), self._rank == 0
-        together(lambda: RemoteCheckpoints(url).begin_upload(request.step) if first else None)
-        together(lambda: upload_in_subprocess(own, request.step, url) if own.exists() else None)
-        together(lambda: RemoteCheckpoints(url).commit(folder, request.retention) if first else None)
+        rank_file = folder / rank_file_name(self._rank)
+        is_first = self._rank == 0
+        together(lambda: RemoteCheckpoints(url).begin_upload(request.step) if is_first else None)
+        together(lambda: upload_in_subprocess(rank_file, request.step, url) if rank_file.exists() else None)
+        together(lambda: RemoteCheckpoints(url).commit(folder, request.retention) if is_first else None)
 
     def _write_staged(self, tmp_dir: Path, send_to: PeerAddress | None) -> None:
         assert self._staging is not None
@@ -218,7 +228,7 @@ class AsyncSaver:
 
 
 class _WriterProcess:
-    """The rank's writing process, seen from the rank."""
+    """Handle of a rank's writer process (`muster.checkpoint.writer_process`)."""
 
     def __init__(self, rank: int, fd: int) -> None:
         self._process = subprocess.Popen(
@@ -234,7 +244,7 @@ class _WriterProcess:
         return self._process.poll() is None
 
     def write(self, folder: Path, staging: StagingBuffer, send_to: PeerAddress | None) -> None:
-        """Returns when the file is on disk. Raises MusterError when it could not be written."""
+        """Have the staged tensors written; return once the file is on disk. Raises MusterError if that fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = make_job(folder, staging.fd, staging.nbytes, staging.items, send_to)
@@ -260,24 +270,25 @@ class _WriterProcess:
 
 
 class _StoreBarrier:
-    """Where the ranks' savers meet, through the store: any thread may wait here, beside all other communication."""
+    """Barrier of the ranks' savers through the store, independent of all other communication."""
 
     def __init__(self, store: dist.Store, size: int) -> None:
         self._store, self._size = store, size
         self._attempt, self._count, self._previous = 0, 0, ""
 
     def start_round(self) -> None:
-        """The next save. Should a rank have given the last one up early, all count anew."""
-        self._attempt, self._count = self._attempt + 1, 0
+        """Begin the next save: barriers are counted anew, since a rank may have given up the last save early."""
+        self._attempt += 1
+        self._count = 0
 
     def exchange(self, text: str | None) -> list[str | None]:
-        """Waits for all ranks; what any of them has to say (one of the texts, if there are several)."""
+        """Wait for all ranks; return the error of one of those that have one."""
         self._count += 1
         key = f"checkpoint/{self._attempt}/{self._count}"
         if text is not None:
             self._store.set(f"{key}/problem", text)
         if self._store.add(f"{key}/arrived", 1) == self._size:
-            for word in ("arrived", "all", "problem"):  # of the meeting that all have left
+            for word in ("arrived", "all", "problem"):  # of the previous barrier, which all have left
                 self._store.delete_key(f"{self._previous}/{word}")
             self._store.set(f"{key}/all", "")
         self._previous = key

@@ -1,8 +1,7 @@
-"""Which bytes of a rank's tensors it writes, where in its file they lie, and how they get there; free of torch.
+"""Tensor file of one rank: the boxes that it writes, their layout in the file, and writing them; free of torch.
 
-A rank's file is a safetensors file with a tensor for each box that the rank writes. The manifest points to pieces of
-at most BLOCK_BYTES, each with a checksum of its own, so that whoever needs a part of a box reads and checks little
-more than that part.
+It is a safetensors file with a tensor for each box that the rank writes. The manifest refers to chunks of at most
+MAX_CHUNK_BYTES, each with its own checksum, so that a reader of part of a box reads and verifies little more than that.
 """
 
 import json
@@ -20,24 +19,24 @@ from muster.spec.checksum import crc32
 from muster.spec.errors import MusterError
 
 MAX_CHUNK_BYTES = 4 << 20
-"""The largest piece. A rank that needs one byte of a piece reads it all, for the checksum's sake."""
+"""Largest chunk. A rank that needs one byte of a chunk reads all of it, for its checksum."""
 WRITEBACK_BYTES = 16 << 20
-"""After so many the disk is asked to begin, so that not all is left to the end."""
+"""Interval at which writeback to the disk is started, so that not everything is left to the final fsync."""
 MIN_SPLIT_BYTES = 1 << 16
-"""Boxes smaller than this are written whole by one of the ranks that hold them; larger ones are cut among them."""
+"""Smallest box that the ranks holding it divide among themselves; a smaller one is written whole by one of them."""
 NUM_COLUMN_STRIPS = 16
 """Strips of columns that make up a matrix which tensor parallelism cuts by columns."""
 MIN_STRIP_BYTES = 256 << 10
-"""Boxes are cut into fewer strips where they would be smaller than this."""
+"""Smallest strip; a box is cut into fewer strips rather than smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A box that a rank writes, of the tensor `name` of the whole model."""
+    """Box of the global tensor `name` that a rank writes."""
 
     name: str
     key: str
-    """In the safetensors file."""
+    """Name in the safetensors file."""
     shape: tuple[int, ...]
     dtype: str
     box: Box
@@ -48,9 +47,9 @@ class WriteItem:
 
 
 def local_share(layout: TensorLayout, box: Box, dtype: str) -> Box | None:
-    """What of a box that several ranks hold this one writes: some of its rows, or all, or nothing (None).
+    """Return the part that this rank writes of a box held by several: some rows, all, or nothing (None).
 
-    All ranks that hold the box come to the same division without a word.
+    All ranks that hold the box arrive at the same division without communication.
     """
     if not box.numel or layout.copy_index >= layout.num_writers:
         return None
@@ -65,9 +64,9 @@ def local_share(layout: TensorLayout, box: Box, dtype: str) -> Box | None:
 
 
 def column_strips(layout: TensorLayout, box: Box, dtype: str) -> list[Box]:
-    """A box as it is laid out in the file: by columns first where other plans would want some of its columns only.
+    """Return a box as it is laid out in the file: as strips of columns where another plan may read only some columns.
 
-    The cuts are those of the whole tensor into STRIPS, or every second, fourth, … of them.
+    The cuts are those of the whole tensor into NUM_COLUMN_STRIPS, or every second, fourth, … of them.
     """
     if layout.tp_dim != 1 or len(box.size) != 2:
         return [box]
@@ -82,55 +81,58 @@ def column_strips(layout: TensorLayout, box: Box, dtype: str) -> list[Box]:
 
 
 def sort_for_file(items: Iterable[WriteItem]) -> list[WriteItem]:
-    """Wide types first, so that every tensor in the file is aligned and can be mapped into memory."""
-    return sorted(items, key=lambda part: -item_bytes(part.dtype))
+    """Sort items by dtype, wide ones first, so that every tensor in the file is aligned and can be memory-mapped."""
+    return sorted(items, key=lambda item: -item_bytes(item.dtype))
 
 
 def write_rank_file(folder: Path, rank: int, items: Sequence[WriteItem], data: Iterable[memoryview]) -> None:
-    """Writes this rank's tensor file (none when it has nothing to write), durably, and the list of what is in it.
+    """Write this rank's tensor file, durably, and its index; a rank with nothing to write has only an index.
 
-    `parts` are in file order, and `data` gives the bytes of each in turn.
+    `items` are in file order, and `data` gives the bytes of each in turn. Checksums are computed in a thread, while the
+    chunk is written.
     """
     name = rank_file_name(rank)
-    rows: dict[str, _ChunkTable] = {}
+    tables: dict[str, _ChunkTable] = {}
     files = {}
     if items:
-        head = _header(items)
+        header = _header(items)
         with open(folder / name, "wb", buffering=0) as out, ThreadPoolExecutor(1) as pool:
-            _write_all(out.fileno(), head)
-            offset = pushed = len(head)
-            for part, numbers in zip(items, data, strict=True):
-                columns = rows.setdefault(part.name, _ChunkTable(part))
-                for piece in split_into_chunks(part):
-                    block = numbers[: piece.numel * item_bytes(part.dtype)]
-                    numbers = numbers[len(block) :]
-                    columns.add(offset, pool.submit(crc32, block), piece)
-                    _write_all(out.fileno(), block)
-                    offset += len(block)
+            _write_all(out.fileno(), header)
+            offset = len(header)
+            pushed = offset
+            for item, item_data in zip(items, data, strict=True):
+                table = tables.setdefault(item.name, _ChunkTable(item))
+                start = 0
+                for box in split_into_chunks(item):
+                    chunk = item_data[start : start + box.numel * item_bytes(item.dtype)]
+                    start += len(chunk)
+                    table.add(offset, pool.submit(crc32, chunk), box)
+                    _write_all(out.fileno(), chunk)
+                    offset += len(chunk)
                     if offset - pushed >= WRITEBACK_BYTES:
                         _start_writeback(out.fileno(), pushed, offset - pushed)
                         pushed = offset
             os.fsync(out.fileno())
         files = {name: offset}
-    listed = TensorIndex(files=files, tensors={name: columns.finish() for name, columns in rows.items()})
-    rank_index_path(folder, rank).write_text(dump_manifest(listed))  # read once, and gone when the checkpoint is
+    index = TensorIndex(files=files, tensors={name: table.finish() for name, table in tables.items()})
+    rank_index_path(folder, rank).write_text(dump_manifest(index))  # not durable: merged before the checkpoint appears
 
 
 def rank_file_name(rank: int) -> str:
-    """Of a rank's tensors."""
+    """Return the name of a rank's tensor file."""
     return f"rank-{rank:05}.safetensors"
 
 
 def rank_index_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it wrote, until the manifest does."""
+    """Return the path of the index of a rank's file, which exists until it is merged in the manifest."""
     return folder / f"rank-{rank:05}.json"
 
 
 def split_into_chunks(item: WriteItem) -> Iterable[Box]:
-    """A box cut by rows into pieces, in the order in which they lie in the file.
+    """Yield a box cut by rows into chunks, in the order of the file.
 
-    So many rows go into one as BLOCK_BYTES hold of the whole tensor: the pieces of all strips of these rows together
-    aren't larger.
+    A chunk has as many rows as MAX_CHUNK_BYTES hold of the whole tensor. So the chunks of these rows in all strips of
+    columns together are no larger than that.
     """
     box, row_bytes = item.box, prod(item.shape[1:]) * item_bytes(item.dtype)
     if not box.size or box.size[0] * row_bytes <= MAX_CHUNK_BYTES:
@@ -145,7 +147,7 @@ def split_into_chunks(item: WriteItem) -> Iterable[Box]:
 
 
 class _ChunkTable:
-    """The pieces of one tensor as they are written."""
+    """Table of the chunks of one tensor as they are written."""
 
     def __init__(self, item: WriteItem) -> None:
         self._item = item
@@ -168,14 +170,14 @@ class _ChunkTable:
 
 
 def _header(items: Sequence[WriteItem]) -> bytes:
-    """The start of a safetensors file that holds `parts` in this order."""
+    """Return the start of a safetensors file that holds `items` in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for part in items:
-        start, end = end, end + part.nbytes
-        entries[part.key] = {
-            "dtype": SAFETENSORS_NAMES[part.dtype],
-            "shape": list(part.box.size),
+    for item in items:
+        start, end = end, end + item.nbytes
+        entries[item.key] = {
+            "dtype": SAFETENSORS_NAMES[item.dtype],
+            "shape": list(item.box.size),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -184,7 +186,7 @@ def _header(items: Sequence[WriteItem]) -> bytes:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """Writes all of `data`: one call may take less."""
+    """Write all of `data`; a single call may write less."""
     rest = memoryview(data)
     while rest:
         if not (count := os.write(fd, rest)):
@@ -193,7 +195,6 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _start_writeback(fd: int, start: int, count: int) -> None:
-    """Lets the kernel write these bytes to the disk while others are made: Linux does so when told that they are not
-    needed in memory."""
+    """Start writeback of these bytes: Linux does so when advised that they are not needed in memory."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)

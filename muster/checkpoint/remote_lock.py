@@ -1,8 +1,8 @@
-"""One run at a time below a mirror's URL, as far as a store of objects can say; free of torch.
+"""Lock of a remote checkpoint directory: one job at a time, as far as an object store allows; free of torch.
 
-`lock.json` there names who writes, and is written anew every minute. Stores have no operation that takes a lock at
-once: of two jobs that begin within the same second, on a store that shows new objects late, both may believe that they
-have it. A job that was killed leaves its lock, which counts as long as it may still be at work.
+`lock.json` names the job that writes there, and is rewritten every minute. Object stores have no atomic operation to
+take a lock: two jobs that start within the same second, on a store that shows new objects late, may both believe that
+they hold it. A killed job leaves its lock, which counts until it is stale.
 """
 
 import json
@@ -23,51 +23,61 @@ from muster.spec.errors import MusterError
 LOCK = "lock.json"
 HEARTBEAT_S = 60.0
 STALE_AFTER_S = 300.0
-"""A lock of another machine that was written so long ago is that of a job that is gone."""
+"""Age at which a lock of another machine is taken for that of a dead job."""
 RECHECK_AFTER_S = 1.0
-"""After so long the lock is read again: it must still be the own one."""
+"""Delay after which a new lock is read again: it must still be ours."""
 
 
 @contextmanager
 def hold_remote_lock(url: str | None, run_dir: Path, recheck_after_s: float = RECHECK_AFTER_S) -> Iterator[None]:
-    """Holds a mirror for the job in `run_dir`; nothing without a URL. Raises MusterError when another job has it."""
+    """Hold the lock at `url` for the job in `run_dir`; do nothing without a URL.
+
+    Raises MusterError if another job holds it.
+    """
     if url is None:
         yield
         return
-    mirror, own = RemoteCheckpoints(url), _new_lock(run_dir)
-    other = _read_lock(mirror)
-    if other is not None and _is_active(other, own):
-        raise MusterError(_refusal(mirror, other))
-    _write_lock(mirror, own)
+    remote = RemoteCheckpoints(url)
+    ours = _new_lock(run_dir)
+    other = _read_lock(remote)
+    if other is not None and _is_active(other, ours):
+        raise MusterError(_refusal(remote, other))
+    _write_lock(remote, ours)
     time.sleep(recheck_after_s)
-    other = _read_lock(mirror)
-    if other is not None and other["word"] != own["word"]:
-        raise MusterError(_refusal(mirror, other))
+    other = _read_lock(remote)
+    if other is not None and other["word"] != ours["word"]:
+        raise MusterError(_refusal(remote, other))
     done = threading.Event()
-    beat = threading.Thread(target=_heartbeat, args=(mirror, own, done), name="mirror lock", daemon=True)
-    beat.start()
+    heartbeat = threading.Thread(target=_heartbeat, args=(remote, ours, done), name="remote lock", daemon=True)
+    heartbeat.start()
     try:
         yield
     finally:
         done.set()
-        beat.join()
-        with suppress(MusterError):  # the next run in this directory takes it over
-            if (found := _read_lock(mirror)) is not None and found["word"] == own["word"]:
-                mirror.delete_file(LOCK)
+        heartbeat.join()
+        with suppress(MusterError):  # the next job in this run directory takes the lock over
+            if (found := _read_lock(remote)) is not None and found["word"] == ours["word"]:
+                remote.delete_file(LOCK)
 
 
 def _new_lock(run_dir: Path) -> dict[str, Any]:
-    word, host = secrets.token_hex(8), socket.gethostname()
-    return {"version": 1, "host": host, "run": str(run_dir.absolute()), "pid": os.getpid(), "word": word}
+    return {
+        "version": 1,
+        "host": socket.gethostname(),
+        "run": str(run_dir.absolute()),
+        "pid": os.getpid(),
+        "word": secrets.token_hex(8),
+    }
 
 
 def _heartbeat(remote: RemoteCheckpoints, ours: dict[str, Any], done: threading.Event) -> None:
-    """Shows every minute that this job is still at work, and says when another has taken its place."""
+    """Rewrite the lock every minute; print a message and stop if another job has replaced it."""
     while not done.wait(HEARTBEAT_S):
-        with suppress(MusterError):  # the copies will say that the store doesn't answer
+        with suppress(MusterError):  # uploads will report that the store fails
             found = _read_lock(remote)
             if found is not None and found["word"] != ours["word"]:
-                print(f"two jobs write to one mirror: {_refusal(remote, found)}", file=sys.stderr, flush=True)
+                message = f"two jobs write to one remote checkpoint directory: {_refusal(remote, found)}"
+                print(message, file=sys.stderr, flush=True)
                 return
             _write_lock(remote, ours)
 
@@ -77,7 +87,7 @@ def _write_lock(remote: RemoteCheckpoints, ours: dict[str, Any]) -> None:
 
 
 def _read_lock(remote: RemoteCheckpoints) -> dict[str, Any] | None:
-    """Who holds the lock; None where nobody does, or nobody can tell."""
+    """Return the content of the lock; None if there is none or it can't be read."""
     text = remote.read_text(LOCK)
     try:
         found = json.loads(text or "")
@@ -87,7 +97,10 @@ def _read_lock(remote: RemoteCheckpoints) -> dict[str, Any] | None:
 
 
 def _is_active(other: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether the job that wrote the lock may still be running. One in the same directory can't: that is locked."""
+    """Return True if the job that wrote the lock may still be running.
+
+    A job in the same run directory can't be: that directory is locked by this one.
+    """
     if other["host"] == ours["host"] and (other["run"] == ours["run"] or not _process_exists(other["pid"])):
         return False
     return time.time() - other["time"] < STALE_AFTER_S
@@ -106,7 +119,7 @@ def _process_exists(pid: int) -> bool:
 def _refusal(remote: RemoteCheckpoints, other: dict[str, Any]) -> str:
     age = max(0.0, time.time() - other["time"])
     return (
-        f"{remote.url} is the mirror of another job, of {other['run']} on {other['host']}, which wrote there"
-        f" {age:.0f} s ago: give another train.remote_checkpoint_dir; if that job is gone, wait until"
+        f"{remote.url} is the remote checkpoint directory of another job, of {other['run']} on {other['host']}, which"
+        f" wrote there {age:.0f} s ago: give another train.remote_checkpoint_dir; if that job has ended, wait until"
         f" {STALE_AFTER_S:.0f} s have passed"
     )

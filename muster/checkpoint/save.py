@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own boxes once, and the checkpoint appears as a whole or not at all."""
+"""Saving: every rank writes its share of the tensors, and the checkpoint appears as a whole or not at all."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ from muster.spec.errors import MusterError
 from muster.version import __version__
 
 ErrorExchange = Callable[[str | None], Sequence[str | None]]
-"""Hands a short text to every rank and returns the ranks' texts. It must wait with a time limit.
+"""Exchange of error messages: takes this rank's, or None, waits for all ranks with a timeout, and returns all.
 
-One that returns only the texts that some rank has given serves as well.
+It may leave out the ranks without an error.
 """
 
 
@@ -49,12 +49,12 @@ def save(
     exchange: ErrorExchange,
     retention: RetentionPolicy = KEEP_LAST_TWO,
 ) -> Path:
-    """Writes the checkpoint `root/step-…` together with all other ranks, and returns its folder.
+    """Write the checkpoint `root/step-…` together with all other ranks, and return its folder.
 
-    `pieces` are all that this rank holds: of a part that several hold, each writes its share. `info` holds the
-    manifest's `plan`, `model`, `counters` and, if there is one, `run`. Afterwards those checkpoints remain that `keep`
-    says. `root` must be the same folder for all ranks, and its parent must exist. When any rank fails, every rank
-    raises MusterError and earlier checkpoints are untouched.
+    `shards` are all that this rank holds; of a part that several ranks hold, each writes a share. `info` has the
+    manifest's `plan`, `model`, `counters` and, if there is one, `run`. Afterwards older checkpoints are removed as
+    `retention` says. `root` must be the same directory for all ranks, and its parent must exist. If any rank fails, all
+    raise MusterError, and earlier checkpoints are untouched.
     """
     write = partial(write_local_shards, rank=rank, shards=shards)
     return save_using(write, root, step, info, rank, world_size, exchange, retention)
@@ -70,31 +70,32 @@ def save_using(
     exchange: ErrorExchange,
     retention: RetentionPolicy,
 ) -> Path:
-    """As `save`, where `write` writes this rank's part into the folder that it is given."""
+    """Save as `save` does, with `write` to write this rank's part into the folder that it receives."""
     folder = checkpoint_path(root, step)
-    beside = folder.with_name(folder.name + ".tmp")
+    tmp_dir = folder.with_name(folder.name + ".tmp")
 
     def together(action: Callable[[], None], only_first_rank: bool = False) -> None:
         cause, problem = None, None
         if rank == 0 or not only_first_rank:
             try:
                 action()
-            except Exception as error:  # whatever it is, the others must hear of it or they wait in vain
-                cause, problem = error, f"{_format_error(error, beside)} (rank {rank})"
+            except Exception as error:  # any error: the other ranks must learn of it, or they wait in vain
+                cause = error
+                problem = f"{_format_error(error, tmp_dir)} (rank {rank})"
         if problems := [text for text in exchange(problem) if text]:
             raise MusterError(f"the checkpoint of step {step} was not saved: {problems[0]}") from cause
 
     def commit() -> None:
-        write_manifest(beside, step, info, world_size)
-        publish(beside, folder)
+        write_manifest(tmp_dir, step, info, world_size)
+        publish(tmp_dir, folder)
 
     try:
-        together(lambda: _make_tmp_dir(root, beside), only_first_rank=True)
-        together(lambda: write(beside))
+        together(lambda: _make_tmp_dir(root, tmp_dir), only_first_rank=True)
+        together(lambda: write(tmp_dir))
         together(commit, only_first_rank=True)
     except MusterError:
         if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(tmp_dir, ignore_errors=True)
         raise
     if rank == 0:
         prune(root, retention, folder)
@@ -102,49 +103,49 @@ def save_using(
 
 
 def single_rank_exchange(text: str | None) -> list[str | None]:
-    """The exchange of a run of one rank."""
+    """Return the exchange of a single rank's error."""
     return [text]
 
 
 def write_local_shards(folder: Path, rank: int, shards: Sequence[LocalShard]) -> None:
-    """Writes this rank's share of `pieces` and the list of what is in it, durably."""
+    """Write this rank's share of `shards` and its index, durably."""
     tensors = write_items(shards)
-    parts = sort_for_file(tensors)
-    write_rank_file(folder, rank, parts, (host_bytes(tensors[part]) for part in parts))
+    items = sort_for_file(tensors)
+    write_rank_file(folder, rank, items, (host_bytes(tensors[item]) for item in items))
 
 
 def write_items(shards: Iterable[LocalShard]) -> dict[WriteItem, Tensor]:
-    """What this rank writes of `pieces`, and the local tensors that hold it."""
-    parts = {}
-    for piece in shards:
-        dtype, layout = dtype_name(piece.tensor), piece.layout
+    """Return the boxes of `shards` that this rank writes, each with the local tensor that holds it."""
+    items = {}
+    for shard in shards:
+        dtype, layout = dtype_name(shard.tensor), shard.layout
         index = 0
-        for box, tensor in piece.box_views():
-            if (own := local_share(layout, box, dtype)) is None:
+        for box, tensor in shard.box_views():
+            if (local := local_share(layout, box, dtype)) is None:
                 continue
-            for strip in column_strips(layout, own, dtype):
-                key = f"{piece.name}#{index}" if index else piece.name
-                parts[WriteItem(piece.name, key, layout.shape, dtype, strip)] = tensor[slices_within(strip, box)]
+            for strip in column_strips(layout, local, dtype):
+                key = f"{shard.name}#{index}" if index else shard.name
+                items[WriteItem(shard.name, key, layout.shape, dtype, strip)] = tensor[slices_within(strip, box)]
                 index += 1
-    return parts
+    return items
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a tensor as bytes in row-major order; copied only from a device or from strided memory."""
+    """Return a tensor's elements as bytes in row-major order; copied only from a device or from strided memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _make_tmp_dir(root: Path, tmp_dir: Path) -> None:
-    root.mkdir(exist_ok=True)  # its parent must be there: one that vanished may be another disk
+    root.mkdir(exist_ok=True)  # not its parents: if one has vanished, a disk may have been unmounted
     remove_incomplete(root)
     tmp_dir.mkdir()
 
 
 def write_manifest(folder: Path, step: int, info: Mapping[str, Any], world_size: int) -> None:
-    """Makes the manifest of what so many ranks have listed in the folder, durably, and removes their lists."""
+    """Merge the indexes of all ranks in the folder into the manifest, durably, and remove them."""
     paths = [rank_index_path(folder, rank) for rank in range(world_size)]
     if missing := [path for path in paths if not path.exists()]:
-        raise MusterError(f"there is no {missing[0]}: checkpoints need a folder that all ranks share")
+        raise MusterError(f"{missing[0]} is missing: checkpoints need a directory that all ranks share")
     all_ranks = merge_indexes([TensorIndex.model_validate_json(path.read_bytes()) for path in paths])
     manifest = Manifest(**manifest_header(step, info), files=all_ranks.files, tensors=all_ranks.tensors)
     write_durably(folder / MANIFEST, dump_manifest(manifest))
@@ -153,7 +154,7 @@ def write_manifest(folder: Path, step: int, info: Mapping[str, Any], world_size:
 
 
 def manifest_header(step: int, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest says beside its files and tensors."""
+    """Return the fields of a manifest other than its files and tensors."""
     return {
         "step": step,
         "muster": __version__,
