@@ -228,8 +228,8 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
     for words, said in (
         ((tmp_path / "nowhere", target, "--to", "hf"), "there is no directory"),
         ((tmp_path / "file", target, "--to", "hf"), "there is no directory"),
-        ((tmp_path / "empty", target, "--to", "hf"), "no directory of a known kind: expected a run"),
-        ((run, tmp_path / "empty", "--to", "hf"), "is there already"),
+        ((tmp_path / "empty", target, "--to", "hf"), "a directory of an unknown format: expected a run"),
+        ((run, tmp_path / "empty", "--to", "hf"), "exists already"),
         ((run, target), "--to"),
         ((run, target, "--to", "gguf"), "invalid choice: 'gguf'"),
         ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "--max-shard-size: expected a size such as 70GB"),

@@ -209,7 +209,7 @@ def test_every_family_that_is_refused_names_one_that_is_read():
 def test_weights_that_lie_joined_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(READ_ONLY["phi3"]))
     safetensors.numpy.save_file({"model.norm.weight": np.ones(32, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(InfeasibleError, match="'phi3', whose joined weights have no map"):
+    with pytest.raises(InfeasibleError, match="'phi3', whose fused weights have no weight map"):
         model_weights(open_directory(tmp_path))
 
 

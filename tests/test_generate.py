@@ -204,4 +204,4 @@ def test_what_cannot_be_written_is_one_sentence(
 def test_a_run_without_a_checkpoint_is_one_sentence(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "config.yaml").write_text((whole / "config.yaml").read_text())
     assert main(["generate", str(tmp_path), "--prompt", "def"]) == 2
-    assert f"{tmp_path} has no finished checkpoint yet" in capsys.readouterr().err
+    assert f"{tmp_path} has no complete checkpoint yet" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_what_is_not_known_is_one_sentence(tmp_path: Path, capsys: pytest.Captur
     plain = write_torch_dist(tmp_path / "plain")
     (plain / "common.pt").unlink()
     said = error_message(capsys, 2, "convert", str(plain), str(tmp_path / "out"), "--to", "hf")
-    assert "doesn't say what model it holds: give --model" in said
+    assert "doesn't describe its model: give --model" in said
     (plain / "common.pt").write_bytes(b"nonsense")
     assert "common.pt is damaged" in error_message(capsys, 1, "inspect", str(plain))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")

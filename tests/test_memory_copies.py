@@ -114,7 +114,7 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
     (run / "config.yaml").write_text(
         config.replace("in_memory_checkpoint_dir: /dev/shm", f"in_memory_checkpoint_dir: {memory}")
     )
-    monkeypatch.setattr(doctor, "COPIES", memory)
+    monkeypatch.setattr(doctor, "IN_MEMORY_CHECKPOINT_DIR", memory)
     folder = InMemoryDirectory(memory, run, claim_run_id(run, "settings", resumes=False))
 
     def leave(step: int) -> None:

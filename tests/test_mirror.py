@@ -96,7 +96,9 @@ def test_a_saver_copies_beside_the_training_and_says_when_it_can_not(tmp_path: P
             (tmp_path / "there").write_text("no folder")
     saver.close()
     assert saver.on_disk
-    assert (saver.pop_error() or "").startswith("the checkpoint of step 2 was saved, but not uploaded: could not access file:///")
+    assert (saver.pop_error() or "").startswith(
+        "the checkpoint of step 2 was saved, but not uploaded: could not access file:///"
+    )
     assert find_damage(checkpoint_path(tmp_path / "here", 2)) is None
 
 

@@ -1,4 +1,7 @@
-"""One kind of directory made into another, a chunk of a tensor at a time; it appears as a whole or not at all."""
+"""Conversion of one format of model directory to another, a part of a tensor at a time.
+
+The new directory appears as a whole or not at all.
+"""
 
 import os
 import shutil
@@ -40,39 +43,39 @@ from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec
 
 AUXILIARY_FOLDER = "huggingface"
-"""In a Muster checkpoint that came from a Hugging Face directory: what lay there beside the weights."""
+"""Folder in a Muster checkpoint for the tokenizer and other files of the Hugging Face directory it came from."""
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How a directory is to be written."""
+    """Format and options of the directory to write."""
 
     target_format: Format
     dtype: str | None = None
-    """Of the weights, as torch calls it; None: as they are stored."""
+    """Torch name of the weights' dtype; None: as they are stored."""
     max_shard_bytes: int = 5_000_000_000
-    """Of one file; a single tensor may be larger in a Hugging Face directory."""
+    """Largest file; in a Hugging Face directory a single larger tensor still goes into one file."""
     tokenizer: Path | None = None
-    """A directory with the tokenizer files for a Hugging Face directory; None: the run's own, or what came along."""
+    """Directory with tokenizer files for a Hugging Face directory; None: those of the run or of the source."""
     model: ModelSpec | None = None
-    """What is in a directory that doesn't say it."""
+    """Model in a source directory that doesn't describe it."""
 
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What was written."""
+    """Facts of the directory that was written."""
 
     source: ModelDirectory
     tensors: int
     parameters: int
-    """Numbers in the model's weights."""
+    """Number of the model's parameters."""
     nbytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     dtype: str
-    """Of the weights."""
+    """Torch name of the weights' dtype."""
     files: tuple[str, ...]
     tokenizer: str | None
-    """Where the tokenizer files came from; None where there are none."""
+    """Origin of the tokenizer files; None if there are none."""
 
 
 def convert(
@@ -82,24 +85,24 @@ def convert(
     set_total: Callable[[int], None],
     progress: Callable[[int], None],
 ) -> ConversionResult:
-    """Writes what is at `source` as another kind of directory to `target`, which must not be there.
+    """Write the directory at `source` in another format to `target`, which must not exist.
 
-    `begin` receives the bytes that will be written, `progress` those of each chunk that was. Raises ConfigError for a
-    wrong request, InfeasibleError for a model that the other kind has no words for, MusterError where a file is damaged
-    or can't be written; `target` is then not there.
+    `set_total` receives the bytes to write, `progress` those of each part as it is written. Raises ConfigError for a
+    wrong request, InfeasibleError for a model that the other format can't express, MusterError if a file is damaged or
+    can't be written; then `target` doesn't exist.
     """
     if target.exists():
-        raise ConfigError(f"{target} is there already: expected a directory that is not, to write a new one")
+        raise ConfigError(f"{target} exists already: give a directory that doesn't")
     directory = open_directory(source, options.model)
     tensors = _tensors_to_write(directory, options)
     if not tensors.metas:
         raise MusterError(f"{source} holds no tensors")
     set_total(sum(meta.nbytes for meta in tensors.metas.values()))
-    with _atomic_folder(target) as beside:
+    with _atomic_folder(target) as tmp_dir:
         tokenizer = {"hf": _write_hf, "muster": _write_native, "dcp": _write_dcp}[options.target_format](
-            beside, directory, tensors, options, progress
+            tmp_dir, directory, tensors, options, progress
         )
-        files = tuple(sorted(path.relative_to(beside).as_posix() for path in beside.rglob("*") if path.is_file()))
+        files = tuple(sorted(path.relative_to(tmp_dir).as_posix() for path in tmp_dir.rglob("*") if path.is_file()))
     weights = {
         n: meta
         for n, meta in tensors.metas.items()
@@ -117,7 +120,7 @@ def convert(
 
 
 def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> TensorSource:
-    """What will be written, by the names that it will have."""
+    """Return the tensors to write, by their new names."""
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     if options.target_format == "hf":
         weights = model_weights(directory)
@@ -133,22 +136,22 @@ def _tensors_to_write(directory: ModelDirectory, options: ConversionOptions) -> 
 
 @contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, which becomes the target when all went well and is removed otherwise."""
-    beside = None
+    """Yield a temporary folder beside the target, which becomes the target on success and is removed on failure."""
+    tmp_dir = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-        beside.chmod(0o777 & ~_umask())
-        yield beside
-        fsync_directory(beside)
-        os.rename(beside, target)
+        tmp_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        tmp_dir.chmod(0o777 & ~_umask())
+        yield tmp_dir
+        fsync_directory(tmp_dir)
+        os.rename(tmp_dir, target)
         fsync_directory(target.parent)
     except OSError as error:
         where = target if error.filename is None else error.filename
         raise MusterError(f"could not write {where}: {error.strerror or error}") from error
     finally:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
+        if tmp_dir is not None:
+            shutil.rmtree(tmp_dir, ignore_errors=True)
 
 
 def _umask() -> int:
@@ -158,7 +161,7 @@ def _umask() -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The kinds
+# Formats
 
 
 def _write_native(
@@ -176,11 +179,11 @@ def _write_native(
         "run": manifest.run if manifest is not None else {},
     }
     write_checkpoint(folder, tensors, source.step or 0, info, options.max_shard_bytes, progress)
-    beside = _auxiliary_folder(source, options)
-    if beside is not None:
+    auxiliary = _auxiliary_folder(source, options)
+    if auxiliary is not None:
         (folder / AUXILIARY_FOLDER).mkdir()
-        _copy_auxiliary_files(beside, folder / AUXILIARY_FOLDER, (CONFIG_FILE, *AUXILIARY_FILES))
-    return None if beside is None else str(beside)
+        _copy_auxiliary_files(auxiliary, folder / AUXILIARY_FOLDER, (CONFIG_FILE, *AUXILIARY_FILES))
+    return None if auxiliary is None else str(auxiliary)
 
 
 def _write_dcp(
@@ -193,9 +196,9 @@ def _write_dcp(
     from muster.checkpoint.formats.dcp_write import write_dcp  # torch.distributed.checkpoint takes a second to import
 
     write_dcp(folder, tensors, buffer_bytes(options.max_shard_bytes), progress)
-    about = {"version": 1, "step": source.step or 0, "plan": source.plan, "counters": source.counters}
+    sidecar = {"version": 1, "step": source.step or 0, "plan": source.plan, "counters": source.counters}
     model = {"model": source.model.model_dump(mode="json")} if source.model else {}
-    write_json(folder / DCP_SIDECAR, about | model)
+    write_json(folder / DCP_SIDECAR, sidecar | model)
     return None
 
 
@@ -211,13 +214,14 @@ def _write_hf(
     context = source.model.max_positions or run.get("train", {}).get("seq_len")
     spec = source.model.model_copy(update={"max_positions": context})
     config = hf_config_from_spec(spec)
-    beside, tokenizer = _auxiliary_folder(source, options), None
-    if beside is not None:
-        tokenizer = str(beside)
-        _copy_auxiliary_files(beside, folder, AUXILIARY_FILES)
-        if (beside / CONFIG_FILE).exists() and (theirs := read_json(beside / CONFIG_FILE)).get("model_type") == config[
+    auxiliary = _auxiliary_folder(source, options)
+    tokenizer = None
+    if auxiliary is not None:
+        tokenizer = str(auxiliary)
+        _copy_auxiliary_files(auxiliary, folder, AUXILIARY_FILES)
+        if (auxiliary / CONFIG_FILE).exists() and (theirs := read_json(auxiliary / CONFIG_FILE)).get(
             "model_type"
-        ]:
+        ) == config["model_type"]:
             config = {key: value for key, value in theirs.items() if key not in _REPLACED_CONFIG_KEYS} | config
     elif run.get("data", {}).get("tokenizer") == "bytes":
         tokenizer = "bytes"
@@ -234,11 +238,11 @@ def _write_hf(
 
 
 _REPLACED_CONFIG_KEYS = ("rope_parameters", "quantization_config", "transformers_version")
-"""Keys of a config.json that is brought along which ours says in other words, or that are no longer true."""
+"""Keys of the source's config.json that aren't kept: ours expresses them otherwise, or they no longer hold."""
 
 
 def _run_config_of(source: ModelDirectory) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint; empty where there is none."""
+    """Return the configuration of the run that wrote a checkpoint; empty if there is none."""
     if source.manifest is not None and source.manifest.run:
         return dict(source.manifest.run)
     if source.run is None:
@@ -247,12 +251,10 @@ def _run_config_of(source: ModelDirectory) -> dict[str, Any]:
 
 
 def _auxiliary_folder(source: ModelDirectory, options: ConversionOptions) -> Path | None:
-    """Where the files of a Hugging Face directory that belong to the weights lie."""
+    """Return the folder with the tokenizer and other files for a Hugging Face directory; None if there is none."""
     if options.tokenizer is not None:
         if not any((options.tokenizer / name).exists() for name in AUXILIARY_FILES):
-            raise ConfigError(
-                f"there are no tokenizer files in {options.tokenizer}: expected tokenizer.json or the like"
-            )
+            raise ConfigError(f"{options.tokenizer} has no tokenizer files: expected tokenizer.json or the like")
         return options.tokenizer
     if source.format == "hf":
         return source.folder

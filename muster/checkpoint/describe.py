@@ -1,4 +1,4 @@
-"""What a directory with a model's weights holds, and whether it is whole."""
+"""Description and verification of directories with a model's weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,9 +17,9 @@ from muster.spec.suggest import did_you_mean
 
 
 def describe(path: Path, with_tensors: bool = False, names: Sequence[str] = ()) -> dict[str, Any]:
-    """What is at `path`, as JSON has it; with every tensor, or with statistics of those that are named.
+    """Return the facts of the directory at `path` as JSON, optionally with every tensor, or statistics of some.
 
-    Raises as `open_directory` does, and ConfigError for a tensor that isn't there.
+    Raises as `open_directory` does, and ConfigError for a tensor that doesn't exist.
     """
     directory = open_directory(path)
     metas = directory.stored.metas
@@ -60,7 +60,7 @@ def _files(directory: ModelDirectory) -> dict[str, int]:
 
 
 def _groups(metas: Mapping[str, TensorMeta]) -> dict[str, dict[str, Any]]:
-    """Tensors, numbers and bytes by the part before the name (`model`, `optim`), and by dtype within it."""
+    """Return tensors, elements and bytes by the first part of the name (`model`, `optim`), and by dtype within it."""
     groups: dict[str, dict[str, Any]] = {}
     for name, meta in metas.items():
         first = name.replace(".", "/").partition("/")[0]
@@ -78,28 +78,28 @@ def _tensor_facts(meta: TensorMeta) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whole or damaged
+# Verification
 
 
 @dataclass
 class VerifiedDirectory:
-    """What reading all of a directory found."""
+    """Result of reading all of a directory."""
 
     path: str
     format: str = "unknown"
     tensors: int = 0
     pieces: int = 0
-    """Parts that have a checksum of their own, or without checksums, tensors that could be read."""
+    """Number of chunks with a checksum; in a format without checksums, of tensors that could be read."""
     bytes: int = 0
     checksums: bool = False
     problems: list[str] = field(default_factory=list)
 
 
 def verify(path: Path, set_total: Callable[[int], None], progress: Callable[[int], None]) -> list[VerifiedDirectory]:
-    """Reads all tensors of the directory at `path`; of a run, those of each of its checkpoints.
+    """Read all tensors of the directory at `path`, or of each checkpoint of a run.
 
-    `begin` receives the bytes of each directory before it is read, `progress` those of each part. Raises ConfigError
-    when there is nothing to verify.
+    `set_total` receives the bytes of each directory before it is read, `progress` those of each part. Raises
+    ConfigError if there is nothing to verify.
     """
     folders = list_checkpoints(path / "checkpoints") or list_checkpoints(path) or [path]
     return [_verify_one(folder, set_total, progress) for folder in folders]
@@ -126,18 +126,20 @@ def _verify_one(folder: Path, set_total: Callable[[int], None], progress: Callab
 
 def _check_chunks(stored: NativeTensors, checked: VerifiedDirectory, progress: Callable[[int], None]) -> None:
     checked.checksums = True
-    wrong: dict[str, dict[str, str]] = {}  # by file, the tensors of which some piece is wrong, and how
+    damage: dict[str, dict[str, str]] = {}
+    """Damaged tensors of each file, with a message about one of their chunks."""
     for name in stored.metas:
-        for piece in stored.manifest.chunks(name):
-            if problem := stored.find_chunk_damage(name, piece):
-                wrong.setdefault(piece.file, {})[name] = problem
+        for chunk in stored.manifest.chunks(name):
+            if problem := stored.find_chunk_damage(name, chunk):
+                damage.setdefault(chunk.file, {})[name] = problem
             checked.pieces += 1
-            checked.bytes += piece.nbytes
-            progress(piece.nbytes)
-    for problems in wrong.values():
-        said, others = next(iter(problems.values())), len(problems) - 1
+            checked.bytes += chunk.nbytes
+            progress(chunk.nbytes)
+    for problems in damage.values():
+        first_problem = next(iter(problems.values()))
+        others = len(problems) - 1
         more = f"; {others} more of its tensors can't be read" if others else ""
-        checked.problems.append(f"{said}{more}")
+        checked.problems.append(f"{first_problem}{more}")
 
 
 def _check_readable(directory: ModelDirectory, checked: VerifiedDirectory, progress: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""A directory with a model's weights, of whatever kind: what it is, what lies in it, and its weights by our names."""
+"""Directories with a model's weights in any format: recognition, metadata, and weights by Muster's names."""
 
 import json
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
 Format = Literal["muster", "hf", "dcp"]
-"""What can be written."""
+"""Formats that can be written."""
 
 DCP_SIDECAR = "muster.json"
-"""Beside the files of a `torch.distributed.checkpoint` folder that Muster wrote: its step, plan and model."""
+"""File with step, plan and model in a `torch.distributed.checkpoint` folder that Muster wrote."""
 
 EXPECTED_FORMATS = (
     "expected a run (with config.yaml), a Muster checkpoint (manifest.json), a Hugging Face directory (config.json and"
@@ -44,27 +44,27 @@ EXPECTED_FORMATS = (
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """What lies in a directory."""
+    """Opened directory with a model's weights."""
 
     format: str
     """`muster`, `hf`, `dcp` or `megatron`."""
     folder: Path
-    """Where the tensors lie: of a run, its last good checkpoint."""
+    """Folder of the tensors; for a run, its last undamaged checkpoint."""
     stored: TensorSource
-    """As they lie there, by their own names."""
+    """Tensors under their stored names."""
     model: ModelSpec | None = None
     step: int | None = None
     plan: Mapping[str, Any] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     run: Path | None = None
-    """The run that a checkpoint belongs to."""
+    """Run directory that a checkpoint belongs to."""
 
 
 def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory:
-    """What lies at `path`; `model` is taken for the model that is there, where no file of Muster says which it is.
+    """Open the directory at `path`. `model` is the model in it, if no file of Muster describes it.
 
-    Raises ConfigError when it is of no known kind, MusterError when it is damaged.
+    Raises ConfigError if its format is unknown, MusterError if it is damaged.
     """
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}: {EXPECTED_FORMATS}")
@@ -78,17 +78,17 @@ def open_directory(path: Path, model: ModelSpec | None = None) -> ModelDirectory
         return _open_megatron(path, model) if is_torch_dist(path) else _open_dcp(path, model)
     if (path / CONFIG_FILE).exists():
         return ModelDirectory(format="hf", folder=path, stored=open_weights(path), model=model or load_hf_model(path))
-    raise ConfigError(f"{path} is no directory of a known kind: {EXPECTED_FORMATS}")
+    raise ConfigError(f"{path} is a directory of an unknown format: {EXPECTED_FORMATS}")
 
 
 def model_weights(directory: ModelDirectory) -> TensorSource:
-    """The parameters of the model by the names of `muster.spec.model.parameters`.
+    """Return the model's parameters by the names of `muster.spec.model.parameter_shapes`.
 
-    Raises ConfigError when it isn't known which model it is, MusterError when a parameter is missing or misshapen.
+    Raises ConfigError if the model is unknown, MusterError if a parameter is missing or has another shape.
     """
     spec = directory.model
     if spec is None:
-        raise ConfigError(f"{directory.folder} doesn't say what model it holds: give --model, such as --model tiny")
+        raise ConfigError(f"{directory.folder} doesn't describe its model: give --model, such as --model tiny")
     if directory.format == "hf":
         _refuse_fused_weights(directory.folder)
         return from_hf(directory.stored, spec, directory.folder)
@@ -103,9 +103,9 @@ def model_weights(directory: ModelDirectory) -> TensorSource:
 
 
 def state_tensors(directory: ModelDirectory) -> TensorSource:
-    """All that a directory holds, as a Muster checkpoint names it: `model/…` and, where it is there, `optim/…`.
+    """Return all tensors of a directory by their names in a Muster checkpoint: `model/…` and, if present, `optim/…`.
 
-    Raises as `weights_of` does.
+    Raises as `model_weights` does.
     """
     if directory.format == "muster":
         return directory.stored
@@ -119,21 +119,21 @@ def state_tensors(directory: ModelDirectory) -> TensorSource:
 
 
 def _refuse_fused_weights(folder: Path) -> None:
-    """Raises InfeasibleError where a Hugging Face directory holds its weights in a form that no map knows."""
-    kind = read_json(folder / CONFIG_FILE).get("model_type")
-    if kind in FAMILIES and FAMILIES[kind].fused:
+    """Raise InfeasibleError for a Hugging Face model type whose fused weights no weight map covers."""
+    model_type = read_json(folder / CONFIG_FILE).get("model_type")
+    if model_type in FAMILIES and FAMILIES[model_type].fused:
         raise InfeasibleError(
-            f"{folder} holds a model_type {kind!r}, whose joined weights have no map: it can be planned, predicted and"
-            " trained from the beginning, its weights are not read"
+            f"{folder} has the model_type {model_type!r}, whose fused weights have no weight map: it can be planned,"
+            " predicted and trained from scratch, but its weights can't be read"
         )
 
 
 _PARAMETER_PREFIX = {"muster": "model/", "dcp": "model."}
-"""Before the name of a parameter."""
+"""Prefix of a parameter's stored name, by format."""
 
 
 def _split_group(name: str) -> tuple[str, str]:
-    """`optim.layers.0.…` → (`optim`, `layers.0.…`); nothing for what is neither weights nor optimizer state."""
+    """Split `optim.layers.0.…` into (`optim`, `layers.0.…`); without `model` or `optim` the group is empty."""
     group, _, rest = name.partition(".")
     return (group, rest) if group in ("model", "optim") else ("", name)
 
@@ -143,8 +143,8 @@ def _latest_of_run(path: Path) -> Path:
     if (folder := find_latest(root, problems.append)) is not None:
         return folder
     if problems:
-        raise MusterError(f"{path} has no checkpoint that can be read: {'; '.join(problems)}")
-    raise ConfigError(f"{path} has no finished checkpoint yet: let it train to its end or to train.save_every")
+        raise MusterError(f"{path} has no readable checkpoint: {'; '.join(problems)}")
+    raise ConfigError(f"{path} has no complete checkpoint yet: train to the end or to train.save_every")
 
 
 def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
@@ -186,15 +186,15 @@ def _open_megatron(folder: Path, model: ModelSpec | None) -> ModelDirectory:
 
 
 def _checked_model(model: ModelSpec | None, stored: Mapping[str, Any], path: Path) -> ModelSpec:
-    """The model that a file describes. Raises ConfigError when another one is asked for."""
+    """Return the model that a file describes. Raises ConfigError if `model` is another one."""
     found = parse_model_spec(stored, path)
     if model is not None and model.model_copy(update={"name": found.name}) != found:
-        raise ConfigError(f"{path} says that the model is {found.name}, and --model is another one: leave --model out")
+        raise ConfigError(f"{path} describes the model {found.name}, but --model is another one: leave --model out")
     return found
 
 
 def parse_model_spec(fields: Mapping[str, Any], path: Path) -> ModelSpec:
-    """The model that a file describes. Raises MusterError."""
+    """Return the model that a file describes. Raises MusterError."""
     try:
         return ModelSpec.model_validate(fields)
     except ValidationError as error:
@@ -204,13 +204,13 @@ def parse_model_spec(fields: Mapping[str, Any], path: Path) -> ModelSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises MusterError."""
+    """Return the object in a JSON file. Raises MusterError."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise MusterError(f"could not read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise MusterError(f"{path} is damaged: it is no JSON") from error
+        raise MusterError(f"{path} is damaged: it is not JSON") from error
     if not isinstance(content, dict):
         raise MusterError(f"{path} is damaged: expected an object in JSON")
     return content

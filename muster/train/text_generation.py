@@ -70,9 +70,9 @@ def find_trained_model(path: Path) -> TrainedModel:
     problems: list[str] = []
     folder = path if is_checkpoint else find_latest(run_dir / "checkpoints", problems.append)
     if folder is None and problems:
-        raise MusterError(f"{run_dir} has no checkpoint that can be read: {'; '.join(problems)}")
+        raise MusterError(f"{run_dir} has no readable checkpoint: {'; '.join(problems)}")
     if folder is None:
-        raise ConfigError(f"{run_dir} has no finished checkpoint yet: let it train to its end or to train.save_every")
+        raise ConfigError(f"{run_dir} has no complete checkpoint yet: train to the end or to train.save_every")
     for problem in problems:
         print(f"muster: {problem}", file=sys.stderr)
     config, manifest = load_run_config(None, run_dir / "config.yaml", []).config, read_manifest(folder)
