@@ -144,7 +144,7 @@ def gpt(hidden: int, layers: int, heads: int) -> ModelSpec:
     )
 
 
-MEGATRON = FrameworkTraits(storage="megatron", attention="fused", dropout=True, gradient_bytes=4)
+MEGATRON = FrameworkTraits(storage="megatron", attention="fused", dropout=True, grad_bytes=4)
 SIZES = {"22B": (6144, 48, 64, 4), "175B": (12288, 96, 96, 1), "530B": (20480, 105, 128, 1), "1T": (25600, 128, 160, 1)}
 
 
@@ -225,10 +225,10 @@ def test_deepseek_s_layers_keep_what_its_report_lists():
     plan = Plan(
         dp_shard=64, ep=64, pp=4, precision="fp8", default_strategy=LayerStrategy(zero="z1", recompute="elementwise")
     )
-    software = FrameworkTraits(storage="megatron", compact=True, moment_bytes=2)
+    software = FrameworkTraits(storage="megatron", fp8_activations=True, moment_bytes=2)
     stage, usual = (
         megatron_stage_memory(spec, plan, workload, 1, one)
-        for one in (software, software.model_copy(update={"compact": False, "moment_bytes": 4}))
+        for one in (software, software.model_copy(update={"fp8_activations": False, "moment_bytes": 4}))
     )
     each = 2 * 7168 * 2 + (1536 + 512 + 64) * 2 + 128 * (128 * 1.5 + 4) + 256 * 4
     each += (8 * (7168 + 2 * 2048) + 2 * 2048) * (1 + 4 / 128)

@@ -94,9 +94,9 @@ def test_tokens_that_travel_beside_other_passes_or_once_for_each_node_wait_less(
         times = plan_times(spec, plan, WORKLOAD, cluster, FrameworkTraits.model_validate(software))
         return times.exposed_s["F", 0]["ep"]
 
-    assert waits(node_copies=True) < 0.5 * waits()  # to two nodes, not to eight experts
-    assert waits(overlap_experts=True) < waits()
-    assert waits(overlap_experts=True, node_copies=True) < 0.3 * waits()
+    assert waits(dispatch_once_per_node=True) < 0.5 * waits()  # to two nodes, not to eight experts
+    assert waits(overlap_expert_comm=True) < waits()
+    assert waits(overlap_expert_comm=True, dispatch_once_per_node=True) < 0.3 * waits()
 
 
 def test_a_plan_larger_than_the_cluster_is_refused():
@@ -115,15 +115,15 @@ def step_parts(software, plan, cluster, model=LLAMA):
 def test_a_program_that_runs_operation_by_operation_is_slower():
     plan = Plan()
     fused = step_parts(FrameworkTraits(), plan, "1xa100")[0]["B", 0]
-    norms = step_parts(FrameworkTraits(fused=False, fused_norms=True), plan, "1xa100")[0]["B", 0]
-    eager = step_parts(FrameworkTraits(fused=False), plan, "1xa100")[0]["B", 0]
+    norms = step_parts(FrameworkTraits(fused_elementwise=False, fused_norms=True), plan, "1xa100")[0]["B", 0]
+    eager = step_parts(FrameworkTraits(fused_elementwise=False), plan, "1xa100")[0]["B", 0]
     assert fused < norms < eager < 1.5 * fused
 
 
 def test_gradients_that_are_summed_by_passes_of_their_own_take_longer():
     plan = Plan()
     fused = step_parts(FrameworkTraits(), plan, "1xa100")[0]["W", 0]
-    apart = step_parts(FrameworkTraits(fused_gradients=False), plan, "1xa100")[0]["W", 0]
+    apart = step_parts(FrameworkTraits(fused_grad_accumulation=False), plan, "1xa100")[0]["W", 0]
     moved = 10 * (LLAMA.num_parameters - 2 * LLAMA.vocab_size * LLAMA.hidden_size)
     assert 0.5 < (apart - fused) / (moved / (2039e9 * 0.85)) < 1.0
 
@@ -131,20 +131,20 @@ def test_gradients_that_are_summed_by_passes_of_their_own_take_longer():
 def test_tensor_parallel_gradients_hide_beside_weights_only_where_the_program_does_so():
     plan = Plan(tp=8)
     hidden = step_parts(FrameworkTraits(), plan, "8xa100")[1]["B", 0]["tp"]
-    waited = step_parts(FrameworkTraits(overlap_tensor_gradients=False), plan, "8xa100")[1]["B", 0]["tp"]
+    waited = step_parts(FrameworkTraits(overlap_tp_grad_reduce=False), plan, "8xa100")[1]["B", 0]["tp"]
     assert waited > 2 * hidden
 
 
 def test_products_apart_add_up_their_input_s_gradient_each():
-    plan, apart = Plan(tp=8), FrameworkTraits(overlap_tensor_gradients=False, joint_inputs=False)
-    once = step_parts(FrameworkTraits(overlap_tensor_gradients=False), plan, "8xa100")[1]["I", 0]["tp"]
+    plan, apart = Plan(tp=8), FrameworkTraits(overlap_tp_grad_reduce=False, joint_input_grad_reduce=False)
+    once = step_parts(FrameworkTraits(overlap_tp_grad_reduce=False), plan, "8xa100")[1]["I", 0]["tp"]
     assert step_parts(apart, plan, "8xa100")[1]["I", 0]["tp"] == pytest.approx(1.5 * once, rel=0.02)
 
 
 def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
     plan = Plan(tp=8)
     own, whole = (
-        step_parts(FrameworkTraits(fused_loss=False, whole_logits=all_), plan, "8xa100") for all_ in (False, True)
+        step_parts(FrameworkTraits(fused_loss=False, gathered_logits=all_), plan, "8xa100") for all_ in (False, True)
     )
     tokens = 4096 * LLAMA.vocab_size
     assert whole[0]["F", 0] - own[0]["F", 0] > 30 * 7 / 8 * tokens / 2039e9
@@ -154,7 +154,8 @@ def test_logits_of_all_words_on_every_rank_cost_a_gather_and_a_whole_loss():
 def test_sends_that_block_hold_up_the_passes_before_them():
     plan = Plan(tp=8, pp=2)
     whole, split = (
-        step_parts(FrameworkTraits(overlap_p2p=False, split_p2p=cut), plan, "16xa100")[1] for cut in (False, True)
+        step_parts(FrameworkTraits(overlap_p2p=False, scatter_gather_p2p=cut), plan, "16xa100")[1]
+        for cut in (False, True)
     )
     free = step_parts(FrameworkTraits(), plan, "16xa100")[1]
     assert not any("pp" in waits for waits in free.values())
@@ -165,24 +166,24 @@ def test_sends_that_block_hold_up_the_passes_before_them():
 def test_collectives_in_parts_wait_less():
     plan = Plan(tp=8, default_strategy=LayerStrategy(sp=True))
     whole = step_parts(FrameworkTraits(), plan, "8xh100")[1]["F", 0]["tp"]
-    parts = step_parts(FrameworkTraits(overlap_tensor=True), plan, "8xh100")[1]["F", 0]["tp"]
+    parts = step_parts(FrameworkTraits(async_tp=True), plan, "8xh100")[1]["F", 0]["tp"]
     assert 0.1 * whole < parts < 0.6 * whole
 
 
 def test_gathering_rank_by_rank_grows_with_the_ranks():
     plan = Plan(dp_shard=64)
     whole = step_parts(FrameworkTraits(), plan, "64xa100")[1]["F", 0]["dp"]
-    parts = step_parts(FrameworkTraits(gathers_parts=True), plan, "64xa100")[1]["F", 0]["dp"]
+    parts = step_parts(FrameworkTraits(per_parameter_collectives=True), plan, "64xa100")[1]["F", 0]["dp"]
     copies = 64 * 6e-6 * 9 * LLAMA.num_layers
     assert parts > whole + copies
 
 
 def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
     plan = Plan(dp_shard=64, default_strategy=LayerStrategy(zero="z1"))
-    usual = FrameworkTraits(overlap_reduce=False, gradient_bytes=2)
+    usual = FrameworkTraits(overlap_grad_reduce=False, grad_bytes=2)
     parts, whole = (
         step_parts(usual.model_copy(update=how), plan, "64xa100")[0]["REDUCE", 0]
-        for how in ({}, {"reduces_whole": True})
+        for how in ({}, {"all_reduce_grads": True})
     )
     assert 4 * parts < whole < 6 * parts
 
@@ -190,7 +191,7 @@ def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
 def test_a_ring_without_balance_waits_for_its_last_rank():
     plan = Plan(cp=4)
     even = step_parts(FrameworkTraits(), plan, "4xh100")[0]["F", 0]
-    uneven = step_parts(FrameworkTraits(balanced_context=False), plan, "4xh100")[0]["F", 0]
+    uneven = step_parts(FrameworkTraits(balanced_cp=False), plan, "4xh100")[0]["F", 0]
     assert even < uneven < 1.75 * even
 
 
@@ -273,7 +274,7 @@ def test_what_is_kept_in_fp8_is_widened_again():
     mla = MlaSpec(q_lora_rank=1024, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
     spec, plan = LLAMA.model_copy(update={"mla": mla}), Plan(default_strategy=LayerStrategy(recompute="elementwise"))
     usual, compact = (
-        plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), FrameworkTraits(compact=compact)).seconds
+        plan_times(spec, plan, WORKLOAD, load_cluster("1xh100"), FrameworkTraits(fp8_activations=compact)).seconds
         for compact in (False, True)
     )
     device, heads = load_device("h100-sxm"), spec.num_heads

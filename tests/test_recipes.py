@@ -34,7 +34,7 @@ def test_every_recipe_is_legal_and_says_why_it_differs():
 def test_deepseek_fits_only_as_it_stores_what_it_computes():
     recipe = BY_NAME["DeepSeek-V3"]
     assert evaluate_recipe(recipe).fits
-    for usual in ({"compact": False}, {"moment_bytes": 4, "compact": False}):
+    for usual in ({"fp8_activations": False}, {"moment_bytes": 4, "fp8_activations": False}):
         assert not evaluate_recipe(
             recipe.model_copy(update={"software": recipe.software.model_copy(update=usual)})
         ).fits

@@ -331,14 +331,14 @@ def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
 )
 def test_a_program_is_known_by_what_a_row_cites(changes):
     case = row_inputs(row(**changes)).cases[0]
-    assert case.software.reduces_whole
-    assert not row_inputs(row(source="my sheet")).cases[0].software.reduces_whole
+    assert case.software.all_reduce_grads
+    assert not row_inputs(row(source="my sheet")).cases[0].software.all_reduce_grads
 
 
 def test_the_name_of_a_source_goes_before_what_its_rows_cite():
     case = row_inputs(row(source="InternEvo", url_or_repo="github:Aleph-Alpha/scaling")).cases[0]
     assert case.software.broadcast_updates
-    assert not case.software.reduces_whole
+    assert not case.software.all_reduce_grads
 
 
 @pytest.mark.parametrize("text", ["4x100Gb Omni-Path per node", "100 Gbps OPA", "Intel OmniPath 100Gb"])

@@ -185,7 +185,7 @@ def _case(
     strategy = LayerStrategy(
         zero=sharding.zero,
         sp=sp,
-        tp_overlap="async_tp" if software.overlap_tensor and sp else "none",
+        tp_overlap="async_tp" if software.async_tp and sp else "none",
         recompute=recompute,  # type: ignore[arg-type]
         attention="unfused" if software.attention in _WRITTEN else "flash",
     )
@@ -222,15 +222,15 @@ def _software(row: MeasurementRow, source: MeasurementSource, kernel: object) ->
     if re.search(r"\d", row.attn_kernel) or kernel in _WRITTEN:
         fields["attention"] = kernel  # the row itself says which generation
     if compiled := parse_yes_no(row.compile, "compile"):
-        fields["fused"] = True
+        fields["fused_elementwise"] = True
     elif compiled is False:
-        fields["fused"] = False
+        fields["fused_elementwise"] = False
     if "rms kernel" in row.attn_kernel.lower():
         fields["fused_norms"] = True
     if (chunked := parse_yes_no(row.async_tp, "async_tp")) is not None:
-        fields["overlap_tensor"] = chunked and "vanilla tp" not in row.notes.lower()
+        fields["async_tp"] = chunked and "vanilla tp" not in row.notes.lower()
     words = row.schedule.lower()
-    for phrase, field in (("tp-comm", "overlap_tensor"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_reduce")):
+    for phrase, field in (("tp-comm", "async_tp"), ("p2p", "overlap_p2p"), ("grad-reduce", "overlap_grad_reduce")):
         if f"no {phrase} overlap" in words:
             fields[field] = False
     return FrameworkTraits.model_validate(fields)

@@ -146,7 +146,7 @@ def job_of(recipe: Recipe) -> RecipeJob:
     strategy = plan.default_strategy.model_copy(
         update={
             "attention": recipe.attention,
-            "tp_overlap": "async_tp" if recipe.software.overlap_tensor and plan.default_strategy.sp else "none",
+            "tp_overlap": "async_tp" if recipe.software.async_tp and plan.default_strategy.sp else "none",
         }
     )
     return RecipeJob(

@@ -76,7 +76,7 @@ class _MegatronStage:
         buffers = self.plan.receives_activations(self.stage) + self.plan.sends_activations(self.stage)
         return MemoryTerms(
             parameters=weights + shard * _FP32_BYTES,
-            gradients=summed * self.framework.gradient_bytes,
+            gradients=summed * self.framework.grad_bytes,
             optimizer=shard * 2 * self.framework.moment_bytes,
             communication=buffers * self.sizes.hidden_bytes,
         )
@@ -89,10 +89,10 @@ class _MegatronStage:
         sizes, size = self.sizes, self.size
         if recompute == "full":
             return sizes.hidden_bytes
-        if recompute == "elementwise" and self.framework.compact:
+        if recompute == "elementwise" and self.framework.fp8_activations:
             return fp8_layer_activation_bytes(sizes, layer)
         total = 2 * self._norm_bytes() + attention_activation_bytes(sizes, layer) + mlp_activation_bytes(sizes, layer)
-        if not self.framework.fused:
+        if not self.framework.fused_elementwise:
             total += self._unfused_bytes(layer)
         if self.framework.dropout:
             total += 2 * sizes.hidden_bytes // size  # a mask of a byte after attention and MLP each
@@ -134,7 +134,7 @@ class _MegatronStage:
         what it has normalised, for the gradient of its weight."""
         sizes = self.sizes
         software = self.framework
-        fused = software.fused if software.fused_norms is None else software.fused_norms
+        fused = software.fused_elementwise if software.fused_norms is None else software.fused_norms
         if fused or self.spec.norm == "layer":
             return 2 * sizes.hidden_bytes
         return 2 * sizes.hidden_bytes + sizes.hidden_bytes // self.size * _FP32_BYTES
@@ -149,11 +149,11 @@ class _MegatronStage:
         if self.has_head:
             total += self._norm_bytes()
             each = self.size if self.framework.fused_loss else _FP32_BYTES
-            logits = self._logit_elements() * (self.size + 2 * _FP32_BYTES if self.framework.whole_logits else each)
+            logits = self._logit_elements() * (self.size + 2 * _FP32_BYTES if self.framework.gathered_logits else each)
         return MemoryTerms(activations=total, logits=logits)
 
     def _logit_elements(self) -> int:
-        words = self.spec if self.framework.whole_logits else self.sizes.local_model
+        words = self.spec if self.framework.gathered_logits else self.sizes.local_model
         return self.sizes.tokens * words.vocab_size * (1 + self.spec.mtp_layers)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class _MegatronStage:
         if self.has_head:
             head = (
                 0
-                if self.framework.fused_gradients
+                if self.framework.fused_grad_accumulation
                 else self.param_shards.vocab.unsharded_numel // (1 + self.has_embedding) * self.size
             )
             logits = self._logit_elements() * self.size  # their gradient, as the product takes it
-            if self.framework.whole_logits:
+            if self.framework.gathered_logits:
                 logits = self._gathered_logit_bytes() + 2 * self._logit_elements() * _FP32_BYTES
             moments.append(
                 PeakCandidate("head", MemoryTerms(logits=logits, workspace=head + 2 * sizes.full_hidden_bytes))
@@ -191,7 +191,7 @@ class _MegatronStage:
         if self.layers:
             last = self.layers[-1]
             inner = (3 if sizes.local_model.gated else 2) * mlp_inner_bytes(sizes, last)
-            if not self.framework.fused:
+            if not self.framework.fused_elementwise:
                 inner += mlp_inner_bytes(sizes, last)
             work = self._recomputed_bytes(last) + max(inner, self._score_workspace(last)) + 2 * sizes.full_hidden_bytes
             extra = MemoryTerms(workspace=work + self._weight_grad_bytes(), logits=-kept.logits)
@@ -201,7 +201,7 @@ class _MegatronStage:
     def _loss_workspace(self) -> int:
         """Beside what is kept: the logits, and a float32 copy before it becomes the softmax. Composed: kept are logits,
         copy and log-softmax; in the backward come the gradients of the last two."""
-        if self.framework.whole_logits:
+        if self.framework.gathered_logits:
             return self._gathered_logit_bytes()
         return self._logit_elements() * (self.size if self.framework.fused_loss else self.size + _FP32_BYTES)
 
@@ -232,6 +232,6 @@ class _MegatronStage:
 
     def _weight_grad_bytes(self) -> int:
         """A matrix's gradient before it is added to the buffer."""
-        if self.framework.fused_gradients:
+        if self.framework.fused_grad_accumulation:
             return 0
         return self.sizes.local_model.intermediate_size * self.spec.hidden_size * self.size

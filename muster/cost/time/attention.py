@@ -27,12 +27,14 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
     part.add_linear(at, tokens, q_width + 2 * kv_width, model.hidden_size)
     rotated = tokens * (q_width + kv_width)
     if model.position == "rope":
-        forward, backward = (2 * at.element_bytes, 2 * at.element_bytes) if at.framework.fused else EAGER_ROPE_BYTES
-        part.add_elementwise(at, forward * rotated, backward * rotated, 2 if at.framework.fused else 10)
+        forward, backward = (
+            (2 * at.element_bytes, 2 * at.element_bytes) if at.framework.fused_elementwise else EAGER_ROPE_BYTES
+        )
+        part.add_elementwise(at, forward * rotated, backward * rotated, 2 if at.framework.fused_elementwise else 10)
     if model.qk_norm:
         forward, backward = norm_bytes(at, "rms")
         part.add_elementwise(at, forward * rotated, backward * rotated, 2)
-    if not at.framework.fused:
+    if not at.framework.fused_elementwise:
         laid = 2 * tokens * (q_width + kv_width)
         part.add_elementwise(at, HEAD_TRANSPOSE_BYTES[0] * laid, HEAD_TRANSPOSE_BYTES[1] * laid, 4)
     _add_scores(at, part, model.num_heads / tp, model.head_dim, model.head_dim, window, kv_width)
@@ -118,7 +120,7 @@ def _add_scores(
     else:
         forward_s, backward_s = _unfused_scores_s(at, heads, qk_dim, kernel)
         kernels = 4.0 if kernel == "fused" else 8.0
-    if not at.framework.balanced_context:
+    if not at.framework.balanced_cp:
         # The last rank's queries see all keys of the others, and half of its own; on average they see half of all.
         forward_s, backward_s = ((2 - 1 / at.cp.size) * seconds for seconds in (forward_s, backward_s))
     part.forward.add(forward_s, kernels)

@@ -61,8 +61,10 @@ def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner:
     part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts)
     numbers = tokens * inner * at.element_bytes
     forward, backward = (3, 5) if gated else (2, 3)
-    extra = 1.0 if at.framework.fused else 5 / 3
-    part.add_elementwise(at, forward * extra * numbers, backward * extra * numbers, 1 if at.framework.fused else 2)
+    extra = 1.0 if at.framework.fused_elementwise else 5 / 3
+    part.add_elementwise(
+        at, forward * extra * numbers, backward * extra * numbers, 1 if at.framework.fused_elementwise else 2
+    )
     part.add_linear(at, tokens, at.model.hidden_size, inner, experts)
 
 
@@ -94,12 +96,12 @@ def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: Subla
     own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
     # Experts of a group lie on one node; a token crosses the network once for each node (§3.2.2).
     reached = min(moe.top_groups, at.ep.num_domains) if moe.num_groups > 1 else min(moe.top_k, at.ep.num_domains)
-    crossing = min(1.0, reached / moe.top_k) if software.node_copies else 1.0
+    crossing = min(1.0, reached / moe.top_k) if software.dispatch_once_per_node else 1.0
     exchange_s = 2 * all_to_all_s(at.ep, own * moe.top_k * at.model.hidden_size * at.element_bytes, crossing)
     backward_s = sum(one.compute_s for part in (attention, mlp) for one in (part.input_grads, part.weight_grads))
     passes = ((mlp.forward, attention.forward.compute_s + mlp.forward.compute_s), (mlp.input_grads, backward_s))
     for spent, compute_s in passes:
-        if software.overlap_experts:
+        if software.overlap_expert_comm:
             spent.add_overlapped("ep", exchange_s, compute_s)
         else:
             spent.add_exposed("ep", exchange_s)
@@ -110,11 +112,11 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
     match at.strategy.recompute:
         case "full":
             whole = attention.forward + mlp.forward
-            return whole + mlp.last_matmul * -1 if at.framework.stops_recompute else whole
+            return whole + mlp.last_matmul * -1 if at.framework.early_stop_recompute else whole
         case "core_attention":
             return attention.attention_core
         case "elementwise":
-            latent = attention.latent_up_projections if at.framework.compact else PassCost()
+            latent = attention.latent_up_projections if at.framework.fp8_activations else PassCost()
             return attention.elementwise + mlp.elementwise + latent
         case "every_second_matmul":
             return attention.elementwise + mlp.elementwise + (attention.matmuls + mlp.matmuls) * 0.5
@@ -136,12 +138,10 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
     wide, tokens = at.high_precision, at.tokens
     part.forward.add(matmul_s(at.device, tokens, vocab_rows, hidden, wide))
     part.input_grads.add(matmul_s(at.device, tokens, hidden, vocab_rows, wide))
-    part.weight_grads.add(
-        matmul_s(at.device, vocab_rows, hidden, tokens, wide, out_bytes=2 * at.framework.gradient_bytes)
-    )
-    composed = at.framework.whole_logits or not at.framework.fused_loss
+    part.weight_grads.add(matmul_s(at.device, vocab_rows, hidden, tokens, wide, out_bytes=2 * at.framework.grad_bytes))
+    composed = at.framework.gathered_logits or not at.framework.fused_loss
     scored = tokens * vocab_rows
-    if at.framework.whole_logits:
+    if at.framework.gathered_logits:
         scored *= at.tp.size
         _add_logit_gather(at, part, scored)
     elif at.tp.size > 1:
@@ -167,6 +167,6 @@ def embedding_passes(at: LayerContext) -> LayerPasses:
     ranks each know some of the words, and add up."""
     part, numbers = SublayerCost(), at.tokens * at.model.hidden_size
     part.forward.add(stream_s(at.device, 2 * numbers * at.element_bytes))
-    part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.gradient_bytes)), 3)
+    part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.grad_bytes)), 3)
     add_tp_exit(at, part)
     return LayerPasses(part.forward, part.input_grads, part.weight_grads, PassCost())

@@ -77,7 +77,7 @@ class ParamCommunication:
             numel = self._layer_numel(kind)
             if self.zero == "z3":
                 gather_s += count * (all_gather_s(self.data, numel * self.element_bytes) + self._per_tensor_s())
-            size = numel * self.framework.gradient_bytes
+            size = numel * self.framework.grad_bytes
             replicas_s = all_reduce_s(self.replicas, size / self.data.size)
             reduce_s += count * (reduce_scatter_s(self.data, size) + replicas_s + self._per_tensor_s())
         return gather_s, reduce_s
@@ -85,7 +85,7 @@ class ParamCommunication:
     def _per_tensor_s(self) -> float:
         """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
         a collective for each."""
-        if not self.framework.gathers_parts:
+        if not self.framework.per_parameter_collectives:
             return 0.0
         tensors = sum(1 for _ in layer_parameter_shapes(self.model, 0))
         return tensors * (self.data.size * self.groups.device.launch_s + all_gather_s(self.data, 1.0))
@@ -93,25 +93,25 @@ class ParamCommunication:
     def per_step_times(self, passes_s: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         """(kind, seconds) of what travels once a step, beside passes that take `passes_s`."""
         software = self.framework
-        gradients = self.numel * software.gradient_bytes
+        gradients = self.numel * software.grad_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
-        if software.reduces_whole:
+        if software.all_reduce_grads:
             reduce_s = self._unsharded_reduce_s()
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
         gather_s = gather(self.data, self.numel * self.element_bytes)
         buckets = max(1, len(self.layers))
-        beside_s = passes_s["B"] if software.overlap_reduce else 0.0
+        beside_s = passes_s["B"] if software.overlap_grad_reduce else 0.0
         yield "REDUCE", _exposed_s(reduce_s, beside_s, buckets)
-        yield "UNSHARD", _exposed_s(gather_s, passes_s["F"] if software.overlap_gather else 0.0, buckets)
+        yield "UNSHARD", _exposed_s(gather_s, passes_s["F"] if software.overlap_param_gather else 0.0, buckets)
         norms = 2 * self.model.hidden_size * (len(self.layers) + 1)
-        yield "SYNC", all_reduce_s(self.groups.tp, norms * software.gradient_bytes)
+        yield "SYNC", all_reduce_s(self.groups.tp, norms * software.grad_bytes)
 
     def _unsharded_reduce_s(self) -> float:
         """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and
         copied to where they came from."""
         if self.data.size * self.replicas.size == 1:
             return 0.0
-        numel, size = self.numel, self.framework.gradient_bytes
+        numel, size = self.numel, self.framework.grad_bytes
         copies_s = stream_s(self.groups.device, numel * (6 * size + 2 * (size + _FP32_BYTES)))
         return (
             copies_s + all_reduce_s(self.data, numel * _FP32_BYTES) + all_reduce_s(self.replicas, numel * _FP32_BYTES)

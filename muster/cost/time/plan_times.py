@@ -157,7 +157,7 @@ def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:
 def _stage_sums(setting: PlacedPlan, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
     """(kind, seconds) of what a stage adds up with another once a step: where gradients are reduced before, each rank
     adds up the part that is then its own."""
-    plan, gradient_bytes = setting.plan, setting.framework.gradient_bytes
+    plan, gradient_bytes = setting.plan, setting.framework.grad_bytes
     parts = at.mesh.dp_shard if setting.framework.storage == "muster" else 1
     words = setting.model.vocab_size * setting.model.hidden_size / (at.mesh.tp * parts)
     other = plan.tied_embedding_peer(stage)
@@ -236,7 +236,7 @@ def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] 
 
 
 def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
-    split = mesh.tp if sp or setting.framework.split_p2p else 1
+    split = mesh.tp if sp or setting.framework.scatter_gather_p2p else 1
     tokens = setting.rows(source) * setting.workload.seq_len / mesh.sequence_shards / split
     size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
     return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))

@@ -37,7 +37,7 @@ class StageTimes:
         self.layers = setting.layers[stage % setting.stages_per_replica]
         self.groups = place = setting.stage_groups(stage)
         self.device, self.data, self.replicas = place.device, place.data_parallel, place.replicas
-        self.launch_s = 0.0 if setting.framework.graphs else self.device.launch_s
+        self.launch_s = 0.0 if setting.framework.cuda_graphs else self.device.launch_s
         self.strategy = plan.strategy(self.layers.start)
         self.zero = self.strategy.zero
 
@@ -133,7 +133,7 @@ class StageTimes:
             backward = again + inputs + weights
         yield "F", self._with_data_parallel(forward, gather_s)
         # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.
-        gathers = 1 + (self.setting.framework.gathers_parts and again.compute_s > 0)
+        gathers = 1 + (self.setting.framework.per_parameter_collectives and again.compute_s > 0)
         yield "B", self._with_data_parallel(backward, gathers * gather_s + reduce_s)
         yield "I", self._with_data_parallel(again + inputs, gathers * gather_s)
         yield "W", self._with_data_parallel(weights, reduce_s)
@@ -204,7 +204,7 @@ class StageTimes:
         if travels_s <= 0:
             return spent
         total = spent + PassCost()
-        if self.setting.framework.gathers_parts:
+        if self.setting.framework.per_parameter_collectives:
             total.add_exposed("dp", travels_s)
             return total
         first_s = travels_s / max(1, len(self.layers))
@@ -218,7 +218,7 @@ class StageTimes:
         if pair is None:
             return total
         size, tp = self.layer_context.hidden_bytes, self.layer_context.tp
-        split = tp.size if self.layer_context.strategy.sp or self.setting.framework.split_p2p else 1
+        split = tp.size if self.layer_context.strategy.sp or self.setting.framework.scatter_gather_p2p else 1
         total.add_exposed("pp", p2p_s(pair, size / split))
         if split > 1 and not self.layer_context.strategy.sp:
             total.add_exposed("tp", all_gather_s(tp, size))

@@ -110,8 +110,8 @@ class SublayerCost:
         self.matmuls.add(forward_s)
         self.last_matmul = PassCost(forward_s, 1)
         self.input_grads.add(grouped_matmul_s(device, tokens, in_features, out_features, precision, groups))
-        summed, once = 2 * at.framework.gradient_bytes, at.strategy.zero != "z1" and at.is_data_parallel
-        into_sum = at.framework.fused_gradients and not once
+        summed, once = 2 * at.framework.grad_bytes, at.strategy.zero != "z1" and at.is_data_parallel
+        into_sum = at.framework.fused_grad_accumulation and not once
         out_bytes = float(summed if into_sum else at.element_bytes)
         self.weight_grads.add(
             matmul_s(device, out_features, in_features, tokens / groups, precision, batch=groups, out_bytes=out_bytes)
@@ -137,13 +137,13 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
-    hides_s = _overlapping_matmul_s(at) if at.framework.overlap_tensor_gradients else 0.0
+    hides_s = _overlapping_matmul_s(at) if at.framework.overlap_tp_grad_reduce else 0.0
     if at.strategy.sp:
         gather_s, scatter_s = all_gather_s(at.tp, size), reduce_scatter_s(at.tp, size)
         _add_tp_collective(at, part.forward, gather_s)
         part.input_grads.add_overlapped("tp", gather_s + scatter_s, 2 * hides_s)
     else:
-        times = 1 if at.framework.joint_inputs else num_matmuls
+        times = 1 if at.framework.joint_input_grad_reduce else num_matmuls
         part.input_grads.add_overlapped("tp", times * all_reduce_s(at.tp, size), hides_s)
 
 
@@ -163,7 +163,7 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
 def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> None:
     """A collective before or after a product: in parts beside it where the plan or the software does so, all but the
     first."""
-    if at.framework.overlap_tensor or at.strategy.tp_overlap == "async_tp":
+    if at.framework.async_tp or at.strategy.tp_overlap == "async_tp":
         first_s = seconds / at.tp.size
         spent.add_exposed("tp", first_s)
         spent.add_overlapped("tp", seconds - first_s, _overlapping_matmul_s(at))
@@ -183,7 +183,7 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
     Dropout keeps a byte for each number."""
     numbers = at.norm_tokens * at.model.hidden_size
     forward, backward = norm_bytes(at, at.model.norm)
-    kept = numbers * (1 if at.framework.fused else 6) if at.framework.dropout else 0.0
+    kept = numbers * (1 if at.framework.fused_elementwise else 6) if at.framework.dropout else 0.0
     part.add_elementwise(at, forward * numbers, backward * numbers, 1 if forward < EAGER_NORM_BYTES[0] else 8)
     part.add_elementwise(at, 3 * numbers * at.element_bytes + kept, 3 * numbers * at.element_bytes + kept)
 
@@ -192,7 +192,7 @@ def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:
     """Bytes for each number, forward and backward: read and written; its gradient and itself read, and written, and
     both read once more for the weight's gradient. torch has a kernel for LayerNorm, not for RMSNorm."""
     software = at.framework
-    fused = software.fused if software.fused_norms is None else software.fused_norms
-    if norm == "rms" and not software.fused:
+    fused = software.fused_elementwise if software.fused_norms is None else software.fused_norms
+    if norm == "rms" and not software.fused_elementwise:
         return CAST_NORM_BYTES if fused else EAGER_NORM_BYTES
     return (2 * at.element_bytes, 5 * at.element_bytes)
