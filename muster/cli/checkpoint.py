@@ -1,4 +1,4 @@
-"""`muster checkpoint`: what a directory with a model's weights holds, and how it becomes one of another kind."""
+"""`muster checkpoint`: inspect, verify, compare, prune and convert directories of weights."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def run(arguments: list[str]) -> int:
-    """Does what one of the verbs below says. Returns the exit code."""
+    """Run one of the subcommands below. Returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same with null where a number is not finite, which JSON has no word for."""
+    """Return the value with null in place of non-finite numbers, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -47,7 +47,7 @@ def _without_nan(value: Any) -> Any:
 
 
 SubcommandOutput = tuple[dict[str, Any], list[str], int]
-"""JSON, lines for people, exit code."""
+"""JSON object, lines for people, exit code."""
 
 
 def _convert(args: argparse.Namespace) -> SubcommandOutput:

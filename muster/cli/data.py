@@ -1,4 +1,4 @@
-"""`muster data`: from texts and tables to a token store, and what a store or a source holds."""
+"""`muster data`: make, inspect and check token stores."""
 
 import argparse
 import json
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from muster.data.prepare import PrepareOptions
 
 SubcommandOutput = tuple[dict[str, Any], list[str], int]
-"""JSON, lines for people, exit code."""
+"""JSON object, lines for people, exit code."""
 
 
 def run(arguments: list[str]) -> int:
-    """Does what one of the verbs below says. Returns the exit code."""
+    """Run one of the subcommands below. Returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
 
 
 def keys_as_flags(sentence: str, **extra: str) -> str:
-    """A sentence about keys of a run file, in the words of a verb that has flags for them; `own`: names of its own."""
+    """Return an error sentence with run-file keys replaced by this verb's flags; `extra` has further names."""
     return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | extra).get(key[1], key[0]), sentence)
 
 

@@ -1,4 +1,4 @@
-"""`muster doctor`: whether this machine can train."""
+"""`muster doctor`: check that this machine can train."""
 
 import json
 from dataclasses import asdict
@@ -11,7 +11,7 @@ _MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
 
 
 def run(arguments: list[str]) -> int:
-    """Examines. Returns 0 when all is well, 1 otherwise."""
+    """Check the machine. Returns 0 when all is well, 1 otherwise."""
     parser = Parser(
         "doctor",
         "Look at this machine before training: versions, memory, disk, clocks, ports, ranks, bandwidth.",

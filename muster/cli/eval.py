@@ -1,4 +1,4 @@
-"""`muster eval`: the loss and the perplexity of a trained model."""
+"""`muster eval`: loss and perplexity of a trained model."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
 DEFAULT_SAMPLES = 256
-"""Of each source, where nobody says how many."""
+"""Samples of each source, if not given."""
 
 
 def run(arguments: list[str]) -> int:
-    """Evaluates and prints. Returns the exit code."""
+    """Evaluate and print. Returns the exit code."""
     args = _parse(arguments)
     if args.tasks is not None:
         return _run_tasks(args)

@@ -1,4 +1,4 @@
-"""`muster generate`: text that a trained model writes."""
+"""`muster generate`: text from a trained model."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Makes text and prints it. Returns the exit code."""
+    """Generate and print text. Returns the exit code."""
     args = _parse(arguments)
     from muster.spec.plan import Plan
     from muster.spec.plan_name import format_plan_name, parse_plan_name

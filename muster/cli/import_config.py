@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Reads the file and writes or prints the run file. Returns the exit code."""
+    """Convert the file, and write or print the run file. Returns the exit code."""
     parser = Parser(
         "import-config",
         "Turn a configuration of Megatron-LM (a script or a file of arguments), torchtitan (.toml) or nanotron (.yaml)"

@@ -1,4 +1,4 @@
-"""The `muster` command: finds the verb and turns errors into sentences and exit codes.
+"""The `muster` command: dispatch to verbs; errors become sentences and exit codes.
 
 Imports nothing heavy, so that --help answers at once; a verb imports what it needs when it runs.
 """
@@ -29,13 +29,13 @@ VERBS = {
     "import-config": "turn a configuration of Megatron-LM, torchtitan or nanotron into a run file",
     "report": "show the report of a run, or compare several",
 }
-"""Each verb's module in this package has its name (with _ for -), and a function `run(arguments) -> exit code`."""
+"""Verbs and their summaries. Each has a module of its name here (_ for -) with `run(arguments) -> exit code`."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line (None: this process's own) and returns the exit code.
+    """Run one command line (None: this process's own) and return the exit code.
 
-    0: done; 1: failed; 2: the request is wrong; 3: it can't be run as asked; 130: interrupted.
+    0: done; 1: failed; 2: wrong request; 3: can't be run as asked; 130: interrupted.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)

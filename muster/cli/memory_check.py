@@ -1,4 +1,4 @@
-"""`muster memory-check`: the memory forecast of a plan beside what PyTorch counts of the same plan."""
+"""`muster memory-check`: the memory forecast of a plan compared with PyTorch's accounting."""
 
 import argparse
 import json
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from muster.spec.workload import Workload
 
 TOLERANCE = 0.03
-"""Relative difference that is allowed."""
+"""Allowed relative difference."""
 DEFAULT_MICRO_BATCHES = 2
-"""For each pipeline rank, where their number isn't given."""
+"""Micro-batches per pipeline rank, if not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankComparison:
-    """One rank."""
+    """Forecast and count of one rank."""
 
     rank: int
     at: str
@@ -37,7 +37,7 @@ class RankComparison:
 
 
 def run(arguments: list[str]) -> int:
-    """Compares. Returns the exit code: 1 when a rank differs by more than the tolerance."""
+    """Compare. Returns the exit code: 1 when a rank differs by more than the tolerance."""
     args = _parse(arguments)
     from muster.config.named_model import load_model
     from muster.spec.nearest_plans import require_runnable

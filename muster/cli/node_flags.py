@@ -1,4 +1,4 @@
-"""The flags of a command that is started once on each of several nodes."""
+"""Flags of commands that are started once on each of several nodes."""
 
 import argparse
 import re
@@ -28,12 +28,12 @@ OTHER_LAUNCHERS_FLAGS = {
     "--nproc-per-node": "--nproc",
     "--num-processes": "--nproc",
 }
-"""What other launchers call the same."""
+"""Flags of other launchers with the same meaning."""
 _FORM = "--nodes N --node-rank R --rendezvous HOST[:PORT]"
 
 
 def add_node_flags(parser: Parser) -> None:
-    """The flags. `nodes_of` reads them."""
+    """Add the flags, which `nodes_request` reads."""
     parser.foreign_flags |= OTHER_LAUNCHERS_FLAGS
     add = parser.add_argument
     add("--nodes", type=positive_int, metavar="N", help="machines, on each of which this command is started")
@@ -49,7 +49,8 @@ def add_node_flags(parser: Parser) -> None:
 
 
 def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
-    """What they say; None where there is one node. Raises ConfigError where one is missing or contradicts another."""
+    """Return the rendezvous that the flags describe; None for one node. Raises ConfigError for missing or
+    contradictory flags."""
     given = [f"--{flag}" for flag in _FLAGS if getattr(args, flag.replace("-", "_")) is not None]
     if args.nodes in (None, 1) and given in ([], ["--nodes"]):
         return None
@@ -78,7 +79,7 @@ _FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "rendezvous-timeout")
 
 
 def _place(text: str, usual_port: int) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `[fd00::1]:PORT`."""
+    """Parse `HOST`, `HOST:PORT` or `[fd00::1]:PORT`."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/\s]+))(?::(\d+))?", text)
     if found is None or not 0 < int(found[3] or usual_port) < 1 << 16:
         raise ConfigError(f"--rendezvous {text}: expected HOST or HOST:PORT, such as node-0:{usual_port}")

@@ -1,4 +1,4 @@
-"""Arguments of a verb: flags of its own, and any key of a run file as `--section.key VALUE`."""
+"""Arguments of a verb: its flags, and any key of a run file as `--section.key VALUE`."""
 
 import argparse
 import re
@@ -9,16 +9,16 @@ from muster.spec.errors import ConfigError
 from muster.spec.suggest import closest_match, did_you_mean
 
 Override = tuple[str, Any]
-"""A dotted key and the text, or the value, given for it."""
+"""Dotted key with its text or value."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
+    """Argument parser whose errors are ConfigErrors."""
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
         super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
         self.foreign_flags: dict[str, str] = {}
-        """Flags of other programs, and ours that do the same."""
+        """Flags of other programs → Muster's flags with the same meaning."""
         self.add_argument(
             "--plugins",
             action="append",
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ('{self.prog} --help' explains)")
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
-        """The arguments, all of which must be known; `keys` gives the dotted keys that may have been meant."""
+        """Parse arguments, all of which must be known; `keys` returns dotted keys for suggestions."""
         args, unknown = self.parse_known_args(self._joined(map(self._renamed, arguments)))
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -62,15 +62,14 @@ class Parser(argparse.ArgumentParser):
         return f"{today}{equals}{value}"
 
     def _former_flags(self) -> dict[str, str]:
-        """Former flags of this verb, which are still read, and today's."""
+        """Return the former flags of this verb, which are still read, with today's names."""
         from muster.config.migrations import FLAGS
 
         former = FLAGS["*"] | FLAGS.get(self.prog.removeprefix("muster "), {})
         return {old: new for old, new in former.items() if new in self._option_string_actions}
 
     def _joined(self, arguments: Iterable[str]) -> list[str]:
-        """The arguments with `--flag -4x` as `--flag=-4x`: argparse takes such a value for a flag, and says something
-        else of it."""
+        """Return the arguments with `--flag -4x` joined to `--flag=-4x`, which argparse would take for two flags."""
         joined: list[str] = []
         for argument in arguments:
             action = self._option_string_actions.get(joined[-1]) if joined else None
@@ -82,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_file_keys() -> list[str]:
-    """Every dotted key of a run file."""
+    """Return every dotted key of a run file."""
     from muster.config.run_config import RunConfig
     from muster.spec.config_errors import ConfigSchema
 
@@ -90,7 +89,7 @@ def run_file_keys() -> list[str]:
 
 
 def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[Override]]:
-    """The arguments without, and the pairs of, `--section.key VALUE` and `--section.key=VALUE`."""
+    """Split off the pairs given as `--section.key VALUE` or `--section.key=VALUE`. Returns the rest and the pairs."""
     rest: list[str] = []
     overrides: list[Override] = []
     remaining = iter(arguments)
@@ -108,7 +107,7 @@ def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[Override]
 
 
 def positive_int(text: str) -> int:
-    """A number of processes or steps."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got '{text}'")
     return int(text)
@@ -118,7 +117,7 @@ Verb = TypeVar("Verb")
 
 
 def find_subcommand(group: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> tuple[Verb, list[str]]:
-    """What one of a verb's own verbs stands for, and the arguments after it. Raises ConfigError for another word."""
+    """Return the entry of a subcommand, and the arguments after it. Raises ConfigError for an unknown one."""
     verb, *rest = arguments
     if verb not in verbs:
         raise ConfigError(f"unknown verb '{group} {verb}'{did_you_mean(verb, verbs)} (there are {', '.join(verbs)})")

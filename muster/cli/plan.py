@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Searches. Returns the exit code."""
+    """Search and print. Returns the exit code."""
     args = _parse(arguments)
     try:
         return _run(args)
@@ -183,7 +183,7 @@ def _seconds(text: str) -> float:
 
 
 def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
-    """Writes what is wanted as files, and returns where."""
+    """Write the requested files and return their paths."""
     if not (args.output or args.launch):
         return []
     plan_file = args.output or Path("plan.yaml")
@@ -202,7 +202,7 @@ def _write_plan(path: Path, plan: "Plan") -> None:
 
 
 def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
-    """Writes the plan and the files that start it, beside each other."""
+    """Write the launch files beside the plan."""
     from muster.planner.launch_files import launch_spec_of, write_launch_files
 
     plan_file = args.output or Path("plan.yaml")

@@ -1,4 +1,4 @@
-"""What `muster plan` and `muster predict` are asked about: a model, a cluster, a step."""
+"""Flags that `muster plan` and `muster predict` share: model, cluster and step."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from muster.spec.errors import ConfigError
 
 
 def add_planning_flags(parser: Parser, default_batch: str) -> None:
-    """The flags of a model, a cluster and a step; `usual_batch`: what a step is where nobody says."""
+    """Add the flags of model, cluster and step; `default_batch` describes the step if none is given."""
     add = parser.add_argument
     add(
         "--model",
@@ -31,7 +31,7 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
 
 
 def require_flags(args: argparse.Namespace, examples: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first flag that is missing, with its example."""
+    """Raise ConfigError for the first missing flag, with its example."""
     for flag, example in examples.items():
         if getattr(args, flag) is None:
             raise ConfigError(f"--{flag} is missing: expected for example --{flag} {example}")

@@ -1,4 +1,4 @@
-"""`muster predict`: how long a step of a plan takes on a cluster, where its time goes, and what each rank holds."""
+"""`muster predict`: step time of a plan on a cluster, its breakdown, and memory by rank."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from muster.simulate.predict import Prediction
 
 MAX_DRAWN_EVENTS = 20_000
-"""Of a larger program no picture is drawn: its passes are far narrower than a letter."""
+"""Most events of a program that is drawn; passes of larger ones are far narrower than a letter."""
 
 
 def run(arguments: list[str]) -> int:
-    """Predicts. Returns the exit code: that of what is infeasible, where the plan doesn't fit in memory."""
+    """Predict. Returns the exit code: 3, for infeasible, where the plan doesn't fit in memory."""
     args = _parse(arguments)
     prediction = _predict(args)
     if args.trace:

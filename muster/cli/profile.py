@@ -1,4 +1,4 @@
-"""`muster profile`: measures the machine that it runs on, and writes a cluster file for `muster predict`."""
+"""`muster profile`: measure this machine, and write a cluster file for `muster predict`."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from muster.cli.parser import Parser, positive_int
 
 
 def run(arguments: list[str]) -> int:
-    """Measures and writes. Returns the exit code."""
+    """Measure and write. Returns the exit code."""
     parser = Parser(
         "profile",
         "Measure this machine for a minute or two: matrix products by shape and type, memory, collectives, overheads.",

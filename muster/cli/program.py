@@ -8,7 +8,7 @@ from muster.spec.errors import ConfigError, InfeasibleError
 
 
 def run(arguments: list[str]) -> int:
-    """Prints or checks a program. Returns the exit code."""
+    """Print or check a program. Returns the exit code."""
     parser = Parser(
         "program",
         "Print what each pipeline rank does in one step of a plan, or check a program.",

@@ -1,11 +1,11 @@
-"""A progress bar for work that is counted in bytes: in a terminal, on standard error; elsewhere nothing."""
+"""Progress bar for work counted in bytes, on the standard error of a terminal."""
 
 import sys
 from types import TracebackType
 
 
 class ByteProgress:
-    """Shows how many of the announced bytes are done; a context manager."""
+    """Progress over the announced bytes; a context manager."""
 
     def __init__(self, label: str) -> None:
         self._bar = None
@@ -30,12 +30,12 @@ class ByteProgress:
             self._bar.stop()
 
     def add_total(self, nbytes: int) -> None:
-        """So many bytes more are to be done."""
+        """Announce further bytes."""
         if self._bar:
             self._total += nbytes
             self._bar.update(self._task, total=self._total)
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Report bytes as done."""
         if self._bar:
             self._bar.advance(self._task, nbytes)

@@ -1,4 +1,4 @@
-"""`muster report`: where the report of a run lies, and several runs compared in one page."""
+"""`muster report`: the report of a run, or several runs compared in one page."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from muster.report.run_comparison import RunComparison
 
 MAX_RUNS = 12
-"""Colours times kinds of line that a picture tells apart."""
+"""Most runs of a comparison: colours times line styles that are distinguishable."""
 
 
 def run(arguments: list[str]) -> int:
-    """Shows the report. Returns the exit code."""
+    """Show the report. Returns the exit code."""
     parser = Parser("report", "Show the report of a run, or compare several runs in one page.")
     add = parser.add_argument
     add("runs", type=Path, metavar="RUN", nargs="+", help="a run directory, such as runs/demo; several are compared")

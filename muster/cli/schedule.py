@@ -1,4 +1,4 @@
-"""`muster schedule`: a pipeline schedule drawn, timed and written out; all of them listed or compared."""
+"""`muster schedule`: draw, time and export a pipeline schedule; list or compare all of them."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Shows what is asked for. Returns the exit code."""
+    """Show the requested schedules. Returns the exit code."""
     args = _parse(arguments)
     if args.list:
         _list()
@@ -87,7 +87,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _join_negative(arguments: list[str]) -> list[str]:
-    """`--times -1,1,1` as one word, so that it is refused as a negative time, not as an unknown flag."""
+    """Join `--times -1,1,1` to one argument, so that it is refused as a negative time instead of an unknown flag."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] in ("--times", "--p2p-time", "--memory-limit") and argument[:1] == "-":
@@ -98,10 +98,10 @@ def _join_negative(arguments: list[str]) -> list[str]:
 
 
 _MOST_DRAWN, _SLOW = 1_000_000, 200_000
-"""Ranks × micro-batches × chunks beyond which a schedule is refused (it would take minutes and many GiB), and beyond
-which the wait for it is announced."""
+"""Ranks × micro-batches × chunks beyond which a schedule is refused (minutes and many GiB), and beyond which the
+wait is announced."""
 _LONGEST_S = 1e100
-"""Sums of times beyond it are no numbers any more."""
+"""Largest total of times; sums beyond it overflow."""
 
 
 def _times(text: str) -> tuple[float, float, float]:
@@ -150,7 +150,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
 
 
 def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, OptimalityGap | None]":
-    """The schedule, its timing and, where that is known, how good it is."""
+    """Return the schedule, its timing and, where known, its distance from the optimum."""
     from dataclasses import replace
 
     from muster.schedule.auto import optimality_gap

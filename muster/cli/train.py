@@ -1,4 +1,4 @@
-"""`muster train`: a run from a preset, a run file and the command line."""
+"""`muster train`: a run from preset, run file and command line."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Trains. Returns the exit code."""
+    """Train. Returns the exit code."""
     args, overrides = _parse(arguments)
     nodes = nodes_request(args)
     from muster.config.load_config import load_run_config

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from muster.validate.summary import Summary
 
 SEARCH_S = 12.0
-"""After so long the planner's search for a recipe stops with the best that it has."""
+"""Time limit of the planner's search for each recipe."""
 
 
 def run(arguments: list[str]) -> int:
-    """Predicts a table's rows and prints the errors. Returns the exit code."""
+    """Predict a table's rows and print the scores. Returns the exit code."""
     parser = Parser("validate", "Predict published measurements, and say how far off the predictions are.")
     add = parser.add_argument
     add("--csv", type=Path, metavar="FILE", help="a table of your own (default: those that come with Muster)")
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _recipes(as_json: bool, markdown: Path | None) -> int:
-    """Judges the published recipes. Returns the exit code."""
+    """Evaluate the published recipes. Returns the exit code."""
     from muster.report.recipe_rows import recipe_notes, recipe_section, recipes_json
     from muster.validate.recipes import evaluate_recipes
 
@@ -76,7 +76,7 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
 
 
 def _preferred(job: "RecipeJob") -> "Plan | None":
-    """The planner's first choice for a recipe's model, devices and batch."""
+    """Return the planner's best plan for a recipe's model, devices and batch."""
     from muster.planner.heterogeneous import find_best_plans
     from muster.planner.request import PlanRequest
 
@@ -86,7 +86,7 @@ def _preferred(job: "RecipeJob") -> "Plan | None":
 
 
 def _refuse_nothing(summary: "Summary", path: Path | None) -> None:
-    """Raises ConfigError where nothing of a table was predicted, with the first reason."""
+    """Raise ConfigError where no row of a table was predicted, with the first reason."""
     if any(result.predictions for result in summary.results):
         return
     reasons = [result for result in summary.results if result.reason]

@@ -1,4 +1,4 @@
-"""`muster verify`: whether plans train as one process does, and where they first differ from it."""
+"""`muster verify`: comparison of plans with training on one process, down to the first difference."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> int:
-    """Compares plans with one process. Returns the exit code: 1 when one of them differs."""
+    """Compare plans with one process. Returns the exit code: 1 when one differs."""
     args, overrides = _parse(arguments)
     from muster.config.load_config import load_run_config
     from muster.planner.auto import resolve_plan
@@ -70,7 +70,7 @@ def _tolerance(text: str) -> float:
 
 
 def _run_dir(file: Path | None, preset: str | None) -> Path:
-    """Where the run lies or would lie, so that its token store is found again."""
+    """Return the directory of the run, existing or not, so that its token store is found again."""
     if file is None:
         return Path("runs") / str(preset)
     return file.parent if (file.parent / "plan.yaml").exists() else Path("runs") / file.stem

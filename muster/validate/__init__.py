@@ -1,1 +1,1 @@
-"""Predictions held against published measurements: tables, what a row means, scores. Imports no torch."""
+"""Comparison of predictions with published measurements: tables, meaning of their rows, scores. Imports no torch."""

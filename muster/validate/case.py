@@ -1,7 +1,7 @@
-"""What a row says as the values that a prediction takes: model, devices, batch and plan.
+"""Inputs of a prediction read from a row: model, devices, batch and plan.
 
-Where a row leaves something open, every choice is a case of its own. The first case is the usual choice; which of the
-cases stands for the row is decided by what fits the memory (`muster.validate.comparison`).
+Each choice that a row leaves open is a case of its own, the default choice first. The memory decides which case
+represents the row (`muster.validate.comparison`): a run recomputes only as much as it must.
 """
 
 import re
@@ -36,38 +36,38 @@ from muster.validate.term_parsing import (
 )
 
 _WITHOUT_SCORES_FROM = 16_384
-"""Positions beyond which attention that writes its scores is no choice: they alone would fill a device."""
+"""Sequence length from which attention that writes its scores is no choice: they alone would fill a device."""
 _MOST_PASSES = 10**6
-"""Of a pipeline's stages over its micro-batches, forward and backward: simulating more takes minutes."""
+"""Most passes (stages × micro-batches, forward and backward) of a simulated case; more would take minutes."""
 _SPREAD = ("vocab-1", "vocab-2")
 _WRITTEN: tuple[AttentionKernel, ...] = ("fused", "unfused")
 
 
 @dataclass(frozen=True)
 class RowCase:
-    """One way to read a row."""
+    """One interpretation of a row."""
 
     plan: Plan
     software: FrameworkTraits
     chosen: tuple[tuple[str, str], ...] = ()
-    """What was chosen for the columns that the row leaves open."""
+    """Choices made for the columns that the row leaves open."""
 
 
 @dataclass(frozen=True)
 class RowInputs:
-    """A row as values."""
+    """Typed inputs of a prediction, from one row."""
 
     model: ModelSpec
     cluster: ClusterSpec
     workload: Workload
     cases: tuple[RowCase, ...]
-    """From the usual choice on; among them recompute rises from none to full."""
+    """Cases from the default choice on, with recompute rising from none to full."""
     unstated: tuple[str, ...]
     """Columns that the row leaves open."""
 
 
 def row_inputs(row: MeasurementRow) -> RowInputs:
-    """A row as values. Raises UnreadableError, one sentence, where it can't be had."""
+    """Parse a row into inputs of a prediction. Raises UnpredictableRowError with a sentence for the first obstacle."""
     source, row = source_of_row(row), with_facts(row)
     model = model_from_row(row)
     if source.tied is not None:
@@ -102,7 +102,7 @@ class _Degrees:
 
 
 def _degrees(row: MeasurementRow) -> _Degrees:
-    """An empty cp or ep is 1, and an empty dp follows from the others; they must multiply to n_gpus."""
+    """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others. Their product must be n_gpus."""
     if row.tp is None or row.pp is None or row.n_gpus is None:
         raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
     cp, ep = row.cp or 1, row.ep or 1
@@ -120,7 +120,7 @@ def _degrees(row: MeasurementRow) -> _Degrees:
 def _open(
     row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees
 ) -> Iterator[tuple[str, Sequence[object]]]:
-    """For each column that a plan needs its choices, the usual one first; one alone where the row states it."""
+    """Yield for each column that a plan needs its choices, the default first; a single one where the row states it."""
     assert row.global_batch is not None
     pipeline = parse_schedule(row.schedule)
     yield "attn_kernel", _kernels(row)
@@ -145,7 +145,7 @@ def _open(
 
 
 def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
-    """None is the fastest that the device has."""
+    """Return the choices of an attention kernel; None is the fastest one of the device."""
     assert row.seq_len is not None
     if row.attn_kernel:
         return (parse_attention_kernel(row.attn_kernel),)
@@ -153,7 +153,8 @@ def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
 
 
 def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: _Degrees) -> Sequence[int]:
-    """Where they aren't stated: one, and the most that there can be; interleaved: the fewest and the most."""
+    """Return the stated chunks per rank, or else 1 and the maximum; for interleaved schedules the minimum above 1
+    and the maximum."""
     if at.pp == 1:
         return (1,)
     if row.vpp is not None:
@@ -217,7 +218,7 @@ def _plan(**fields: object) -> Plan:
 
 
 def _software(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
-    """That of the source, with what the row says of kernels, compilation and overlap."""
+    """Return the source's framework traits, changed by the row's kernels, compilation and overlap."""
     fields: dict[str, object] = {"attention": kernel, **source.software}
     if re.search(r"\d", row.attn_kernel) or kernel in _WRITTEN:
         fields["attention"] = kernel  # the row itself says which generation
@@ -239,7 +240,7 @@ def _software(row: MeasurementRow, source: MeasurementSource, kernel: object) ->
 def _vocabulary(
     row: MeasurementRow, source: MeasurementSource, pipeline: ScheduleTerms, model: ModelSpec
 ) -> dict[str, object]:
-    """How layers, embedding and head lie on the pipeline: in the plan's words."""
+    """Return the plan fields for the placement of layers, embedding and head on the pipeline."""
     how = pipeline.vocabulary
     if how in ("", "baseline"):
         return _dealt(model.num_layers, row.pp or 1) if source.deals_ends else {}
@@ -254,7 +255,8 @@ def _vocabulary(
 
 
 def _dealt(num_layers: int, pp: int) -> dict[str, object]:
-    """Layers of each stage where the embedding is dealt before them, and the last norm and the head after them."""
+    """Return the layers of each stage where the embedding counts as a layer before them, and the last norm and the
+    head as two after them."""
     least, over = divmod(num_layers + 3, pp)
     counts = [least + (stage < over) for stage in range(pp)]
     counts[0] -= 1
@@ -265,7 +267,7 @@ def _dealt(num_layers: int, pp: int) -> dict[str, object]:
 
 
 def _wrong(plan: Plan, model: ModelSpec, workload: Workload, row: MeasurementRow) -> str:
-    """Why the plan can't be the row's; empty where it can."""
+    """Return the reason why the plan can't be the row's; empty where it can."""
     for problem in plan_violations(plan, model, workload, plan.world_size):
         return problem
     try:

@@ -1,4 +1,4 @@
-"""From the words of a row to a cluster of the catalogue."""
+"""Cluster of the catalogue from the cells of a row."""
 
 import re
 
@@ -18,7 +18,7 @@ _GBIT_PER_S = 1e9 / 8
 _RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE)
 _NETWORK_NAMES = ("infiniband", "roce", "omni-path", "ethernet")
 _NETWORKS = r"infiniband|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink|^(none|n/?a|-)$"
-"""Kinds of network that a cell may name without a rate; the device's usual rate is taken then."""
+"""Networks that a cell may name without a rate; the device's default rate applies then."""
 _BY_RATE = {
     "infiniband": {100: "ib-edr", 200: "ib-hdr", 400: "ib-ndr", 800: "ib-xdr"},
     "roce": {100: "roce-100g", 200: "roce-200g", 400: "roce-400g"},
@@ -28,10 +28,11 @@ _BY_RATE = {
 
 
 def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> ClusterSpec:
-    """The devices of a row, in nodes of `gpus_per_node`; a network that it doesn't state is the device's usual one.
+    """Return the devices of a row in nodes of `gpus_per_node`, with the device's default network where the row states
+    none.
 
-    `usual_device`: the name in the catalogue, where the source's facts know better than the row's words.
-    Raises UnreadableError.
+    `usual_device` is a catalogue name that replaces the row's `gpu` where the source's facts are more exact. Raises
+    UnpredictableRowError.
     """
     device = parse_device(row.gpu) if usual_device is None else load_device(usual_device)
     if row.n_gpus is None:
@@ -55,7 +56,7 @@ def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> Cl
 
 
 def parse_device(text: str) -> DeviceSpec:
-    """The catalogue's device for words such as `A100-80GB (Selene)`. Raises UnreadableError."""
+    """Return the catalogue's device for a text such as `A100-80GB (Selene)`. Raises UnpredictableRowError."""
     if not text:
         raise UnpredictableRowError("gpu is empty")
     for name in (text, *_names(text)):
@@ -71,7 +72,7 @@ def parse_device(text: str) -> DeviceSpec:
 
 
 def _names(text: str) -> list[str]:
-    """What the catalogue may call it, the most exact first: family, memory, form."""
+    """Return candidate names in the catalogue, the most specific first: family, memory, form factor."""
     lower = text.lower()
     family = _FAMILY.search(lower)
     if not family:
@@ -85,7 +86,7 @@ def _names(text: str) -> list[str]:
 
 
 def _usual_nics(device: DeviceSpec, per_node: int) -> Nics | None:
-    """The cards of the device's usual node, as many for each device in a node of `per_node`."""
+    """Return the network cards of the device's default node, with as many cards per device in a node of `per_node`."""
     if device.node is None or device.node.nics is None:
         return None
     count = max(1, round(device.node.nics.count * per_node / device.node.devices))
@@ -93,9 +94,9 @@ def _usual_nics(device: DeviceSpec, per_node: int) -> Nics | None:
 
 
 def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
-    """The cards that words such as `8x200Gb HDR IB per node` or `1600 Gbps/node RoCE` say; `usual` where they say none.
+    """Parse network cards such as `8x200Gb HDR IB per node` or `1600 Gbps/node RoCE`; `usual` where no rate is stated.
 
-    A rate without a count is of a whole node if the words say so, else of each device.
+    A rate without a count holds for a whole node if the text says so, otherwise for each device.
     """
     found = _RATE.search(text)
     if not found:
@@ -121,7 +122,7 @@ def _require_network(text: str) -> None:
 
 
 def _network(text: str, gbit_per_s: float, usual: Nics | None) -> LinkSpec:
-    """The catalogue's link of that kind with the nearest rate, at the rate that is stated."""
+    """Return the catalogue's link of that kind with the nearest rate, set to the stated rate."""
     kind = "infiniband"
     if "roce" in text or "rdma" in text:
         kind = "roce"

@@ -1,4 +1,4 @@
-"""A table's rows with their predictions beside them."""
+"""Rows of a table together with their predictions."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ from muster.validate.sources import MeasurementSource, source_of_row, with_facts
 from muster.validate.table import MeasurementRow
 
 NEAR_CAPACITY = 0.05
-"""Of the capacity: so near to it, other things than the plan decide."""
+"""Relative distance from the memory capacity within which the outcome is open: details beyond the plan decide."""
 MIN_MFU, MAX_MFU = 0.002, 1.0
-"""A measured time outside has another unit, or is of another job."""
+"""Plausible range of MFU. A measured time outside it has another unit or belongs to another job."""
 
 
 @dataclass(frozen=True)
 class CasePrediction:
-    """What was predicted for one case."""
+    """Prediction of one case."""
 
     step_time_s: float
     peak_bytes: float
-    """Of the rank that holds the most."""
+    """Peak memory of the fullest rank."""
     capacity_bytes: float | None
     fits: bool | None
 
@@ -40,22 +40,22 @@ Predictor = Callable[[RowInputs, RowCase], CasePrediction]
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row, read and predicted as far as that can be."""
+    """A row with its inputs and predictions, as far as it could be read."""
 
     row: MeasurementRow
     reason: str = ""
-    """Why it isn't predicted or isn't scored; empty where it is."""
+    """Reason why the row isn't predicted or scored; empty where it is."""
     inputs: RowInputs | None = None
     measured_s: float | None = None
-    """None for outcomes and memory."""
+    """Measured step time; None for outcomes and memory."""
     predictions: tuple[CasePrediction, ...] = ()
-    """By case."""
+    """Predictions, one for each case."""
     chosen: int = 0
-    """The case that stands for the row."""
+    """Index of the case that represents the row."""
 
     @property
     def is_timed(self) -> bool:
-        """Whether it counts as a row: a step time, a throughput, or FLOP/s that a shipped formula turns into one."""
+        """True for a step time, a throughput, or FLOP/s that a shipped formula turns into a time."""
         metric = self.row.metric
         if metric in FLOP_METRICS:
             return source_of_row(self.row).formula is not None
@@ -63,7 +63,7 @@ class RowResult:
 
     @property
     def prediction(self) -> CasePrediction | None:
-        """The prediction that stands for the row."""
+        """Prediction of the representative case."""
         return self.predictions[self.chosen] if self.predictions else None
 
     @property
@@ -83,7 +83,7 @@ class RowResult:
 
     @property
     def interval_s(self) -> tuple[float, float]:
-        """The least and the most over the choices that the row leaves open."""
+        """Shortest and longest predicted step time over the choices that the row leaves open."""
         times = [answer.step_time_s for answer in self.predictions]
         return min(times), max(times)
 
@@ -93,7 +93,7 @@ class RowResult:
 
     @property
     def succeeded(self) -> bool | None:
-        """Whether the run worked: a row with a time did; None where that isn't known."""
+        """True if the run worked (a row with a time did), False if it failed, None if unknown."""
         if self.row.metric == "outcome":
             return "oom" not in self.row.outcome.lower() and "memory" not in self.row.outcome.lower()
         return True if self.is_timed and self.row.value is not None else None
@@ -102,9 +102,9 @@ class RowResult:
 def predict_rows(
     rows: Iterable[MeasurementRow], predictor: Predictor | None = None, uncalibrated: bool = False
 ) -> list[RowResult]:
-    """Each row with its prediction; identical configurations are predicted once.
+    """Predict each row; identical configurations are predicted once.
 
-    `left_out`: with the constants as they stand without the help of the row's own source.
+    With `uncalibrated`, constants are used as they were before the row's own source contributed to them.
     """
     ask = predictor or predict_case
     known: dict[str, CasePrediction | str] = {}
@@ -132,7 +132,7 @@ def _result(row: MeasurementRow, ask: Predictor, known: dict[str, CasePrediction
 
 
 def _uncalibrated(setting: RowInputs, source: MeasurementSource) -> RowInputs:
-    """With the devices' constants as they would be without the source's help."""
+    """Return the inputs with the devices' constants as they would be without the source's contribution."""
     groups = []
     for group in setting.cluster.groups:
         fields = source.without.get(group.device.name, {})
@@ -160,15 +160,14 @@ def _remembered(
 
 
 def _standing(setting: RowInputs, answers: tuple[CasePrediction, ...]) -> int:
-    """The case that stands for the row: of those with the usual choices, the first recompute that fits the memory; a
-    run recomputes what it must."""
+    """Return the index of the representative case: with default choices, the least recompute that fits the memory."""
     usual = _without_recompute(setting.cases[0])
     candidates = [index for index, case in enumerate(setting.cases) if _without_recompute(case) == usual]
     return next((index for index in candidates if _may_fit(answers[index])), candidates[-1])
 
 
 def _may_fit(answer: CasePrediction) -> bool:
-    """Whether it fits, or is too near the capacity to say that it doesn't."""
+    """Tell if a case fits, or is too close to the capacity to rule it out."""
     if answer.fits is not False or answer.capacity_bytes is None:
         return answer.fits is not False
     return answer.peak_bytes <= (1 + NEAR_CAPACITY) * answer.capacity_bytes
@@ -179,7 +178,8 @@ def _without_recompute(case: RowCase) -> tuple[tuple[str, str], ...]:
 
 
 def _measured_s(row: MeasurementRow, setting: RowInputs) -> float:
-    """Raises UnreadableError where it can't be a step of this model on these devices."""
+    """Return the measured step time. Raises UnpredictableRowError where it is implausible for this model and these
+    devices."""
     device = setting.cluster.device
     peaks = device.peak_flops_per_s
     mfu_peak = device.flops_per_s("bf16") or 0.0
@@ -198,7 +198,7 @@ def _measured_s(row: MeasurementRow, setting: RowInputs) -> float:
 
 
 def minimum_flops(model: ModelSpec, workload: Workload) -> float:
-    """FLOPs of a step that no implementation can save: 6 for each parameter that takes part in a token."""
+    """Return the FLOPs of a step that no implementation can avoid: 6 per parameter that takes part in a token."""
     return 6.0 * (model.num_active_parameters - model.vocab_size * model.hidden_size) * workload.tokens_per_step
 
 
@@ -208,7 +208,7 @@ def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
 
 
 def predict_case(setting: RowInputs, case: RowCase) -> CasePrediction:
-    """What `muster predict` says of a case."""
+    """Predict a case as `muster predict` does."""
     # The order of work is the same whatever is recomputed, and however attention is computed.
     strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
     program = _program(

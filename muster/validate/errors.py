@@ -1,5 +1,5 @@
-"""What a row can't be read as."""
+"""Error of a row that can't be predicted."""
 
 
 class UnpredictableRowError(Exception):
-    """One sentence: why a row can't be predicted, with what was expected."""
+    """A sentence on why a row can't be predicted, with what was expected."""

@@ -1,4 +1,4 @@
-"""From what a source prints to the seconds of a step: rates, and FLOP/s by the formula that the source counts with."""
+"""Step times from published metrics: rates, and FLOP/s by the formula that the source uses."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from muster.validate.table import MeasurementRow
 TIME_METRICS = (
     *("iteration_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "samples_per_s_per_gpu", "samples_per_s_total"),
 )
-"""Step times and throughputs: every source means the same by them."""
+"""Step times and throughputs, which all sources define alike."""
 FLOP_METRICS = ("TFLOPs_per_gpu", "model_TFLOPs_per_gpu", "MFU_pct")
-"""What depends on how FLOPs are counted."""
+"""Metrics that depend on how FLOPs are counted."""
 UNTIMED_METRICS = ("outcome", "peak_memory_gb")
-"""Of a run, but not of its speed."""
+"""Metrics of a whole run other than its speed."""
 OTHER_METRICS = (
     "activation_memory_pct_of_TP_baseline",
     "single_layer_forward_time_ms",
@@ -23,11 +23,11 @@ OTHER_METRICS = (
     "activation_GiB_no_recompute",
     "activation_GiB_present_work",
 )
-"""Of a part of a step: not scored."""
+"""Metrics of a part of a step, which are not scored."""
 
 
 def sc21_flops(model: ModelSpec, workload: Workload) -> float:
-    """FLOPs of a step with full recompute, all scores counted: 96·B·s·l·h²·(1 + s/6h + V/16lh).
+    """Return the FLOPs of a step with full recompute, all attention scores counted: 96·B·s·l·h²·(1 + s/6h + V/16lh).
 
     Megatron-LM (arXiv:2104.04473, appendix). The forward counts twice, whatever was recomputed.
     """
@@ -36,7 +36,7 @@ def sc21_flops(model: ModelSpec, workload: Workload) -> float:
 
 
 def korthikanti_flops(model: ModelSpec, workload: Workload) -> float:
-    """Model FLOPs of a step, all scores counted: 72·B·s·l·h²·(1 + s/6h + V/12lh).
+    """Return the model FLOPs of a step, all attention scores counted: 72·B·s·l·h²·(1 + s/6h + V/12lh).
 
     Reducing Activation Recomputation (arXiv:2205.05198, appendix A), equation 7.
     """
@@ -45,10 +45,11 @@ def korthikanti_flops(model: ModelSpec, workload: Workload) -> float:
 
 
 def megatron_flops(model: ModelSpec, workload: Workload) -> float:
-    """Model FLOPs of a step as Megatron-LM logs them, all scores counted (`num_floating_point_operations` in
-    megatron/training/training.py, core r0.7 on): 12·B·s·l·h²·((1 + g/a + s/h)·q + f/h·m + V/2lh).
+    """Return the model FLOPs of a step as Megatron-LM logs them, all attention scores counted.
 
-    g key/value heads of a heads, q the queries' width over h, f the inner width, m 3/2 with a gate and 1 without.
+    `num_floating_point_operations` in megatron/training/training.py, core r0.7 on: 12·B·s·l·h²·((1 + g/a + s/h)·q +
+    f/h·m + V/2lh) with g key/value heads of a heads, q the queries' width over h, f the inner width, m 3/2 for a gated
+    MLP and 1 otherwise.
     """
     h, layers, s = model.hidden_size, model.num_layers, workload.seq_len
     queries = model.num_heads * model.head_dim / h
@@ -59,16 +60,21 @@ def megatron_flops(model: ModelSpec, workload: Workload) -> float:
 
 
 def vocabulary_parallel_flops(model: ModelSpec, workload: Workload) -> float:
-    """Model FLOPs of a step as Vocabulary Parallelism counts them (artifact of arXiv:2411.05288,
-    show_result_full_exp.py): 3·B·(2shV + l·(8sh² + 4s²h + 4sh·f))."""
+    """Return the model FLOPs of a step as Vocabulary Parallelism counts them: 3·B·(2shV + l·(8sh² + 4s²h + 4sh·f)).
+
+    Artifact of arXiv:2411.05288, show_result_full_exp.py.
+    """
     h, s = model.hidden_size, workload.seq_len
     layer = 8 * s * h * h + 4 * s * s * h + 4 * s * h * model.intermediate_size
     return 3 * workload.global_batch_size * (2 * s * h * model.vocab_size + model.num_layers * layer)
 
 
 def mpt_flops(model: ModelSpec, workload: Workload) -> float:
-    """Model FLOPs of a step as llm-foundry counts them (scripts/train/benchmarking/README.md): (6·N + 12·l·h·s) per
-    token, with all scores counted."""
+    """Return the model FLOPs of a step as llm-foundry counts them: (6·N + 12·l·h·s) per token, all attention scores
+    counted.
+
+    scripts/train/benchmarking/README.md of llm-foundry.
+    """
     per_token = 6 * model.num_parameters + 12 * model.num_layers * model.hidden_size * workload.seq_len
     return per_token * workload.tokens_per_step
 
@@ -85,9 +91,9 @@ FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
 def step_time_s(
     row: MeasurementRow, model: ModelSpec, workload: Workload, formula: str | None, peak_flops_per_s: float
 ) -> float:
-    """The measured seconds of a step. `peak_flops_per_s`: of one device, as the source's MFU takes it.
+    """Return the measured seconds of a step. `peak_flops_per_s` is that of one device, as the source's MFU takes it.
 
-    Raises UnreadableError for a hole, and for FLOP/s whose formula isn't shipped.
+    Raises UnpredictableRowError for an empty value, and for FLOP/s without a shipped formula.
     """
     assert row.n_gpus is not None
     if row.value is None:

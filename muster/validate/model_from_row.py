@@ -1,13 +1,15 @@
-"""From a row's widths to a model.
+"""Model from the widths of a row.
 
-The rule, in this order:
+Rules, in this order:
 
-1. A name that the catalogue knows (`LLAMA3-70B`, `Qwen/Qwen3-30B-A3B`) gives what the row's widths leave open: those
-   that are empty, norms, biases, the width of a head, experts' details. The row's own stand where both say one.
-2. Otherwise families are told apart by name. GPT's (GPT, GPT-2, GPT-3, OPT, BLOOM, Megatron) have LayerNorm, learned
-   positions, GELU, biases and a tied head; MPT's the same without biases; Nemotron's LayerNorm, rotary positions,
-   squared ReLU and no biases. What is left is Llama-style.
-3. A Llama-style name whose `params_b` is met better without a gate (by more than a twentieth of it) has none.
+1. A name in the catalogue (`LLAMA3-70B`, `Qwen/Qwen3-30B-A3B`) fills what the row leaves empty: widths, norms, biases,
+head width, details of experts. A width that the row states wins.
+
+2. Otherwise the name tells the family. GPT models (GPT, GPT-2, GPT-3, OPT, BLOOM, Megatron) have LayerNorm, learned
+positions, GELU, biases and a tied head; MPT the same without biases; Nemotron LayerNorm, rotary positions, squared ReLU
+and no biases. All others are Llama-style.
+
+3. A Llama-style model has no gate if its `params_b` is met better without one, by more than a twentieth of it.
 """
 
 import re
@@ -28,7 +30,7 @@ _MPT = re.compile(r"^mpt", re.IGNORECASE)
 _NEMOTRON = re.compile(r"^nemotron", re.IGNORECASE)
 
 _LATER = re.compile(r"^meta-|[-_ ](hf|base|instruct|chat|v\d(\.\d)?)\b", re.IGNORECASE)
-"""What owners put before and after the name of a shape."""
+"""Prefixes and suffixes that publishers add to the name of a model's shape."""
 
 _GPT_STYLE: dict[str, object] = {
     "norm": "layer",
@@ -45,7 +47,7 @@ _NEMOTRON_STYLE: dict[str, object] = {"norm": "layer", "activation": "relu", "ga
 
 
 def model_from_row(row: MeasurementRow) -> ModelSpec:
-    """The model of a row. Raises UnreadableError."""
+    """Return the model of a row. Raises UnpredictableRowError."""
     if row.seq_len is None:
         raise UnpredictableRowError("seq_len is empty")
     known = _known(row.model_name)
@@ -70,7 +72,7 @@ def model_from_row(row: MeasurementRow) -> ModelSpec:
 
 
 def _widths(row: MeasurementRow) -> dict[str, object]:
-    """What the row says of them."""
+    """Return the widths that the row states."""
     said = {
         "name": row.model_name,
         "vocab_size": row.vocab,
@@ -93,7 +95,7 @@ def _style(row: MeasurementRow) -> dict[str, object]:
 
 
 def _experts(row: MeasurementRow) -> dict[str, object]:
-    """Experts of every layer, each as wide as the row's `ffn_hidden`."""
+    """Return experts for every layer, each as wide as the row's `ffn_hidden`."""
     if not row.n_experts:
         return {}
     if not row.top_k:
@@ -111,8 +113,8 @@ def _made(fields: dict[str, object]) -> ModelSpec:
 
 @cache
 def _known(name: str) -> ModelSpec | None:
-    """The catalogue's model of that name, whatever its owner, its hyphens and dots, what stands in parentheses and what
-    it was trained for afterwards."""
+    """Return the catalogue's model of that name, regardless of publisher, hyphens, dots, parentheses and suffixes of
+    fine-tuning."""
     own = re.sub(r"\(.*?\)", "", name).strip().rpartition("/")[2]
     for words in (own, _LATER.sub("", own)):
         for entry in names("models"):

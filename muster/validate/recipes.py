@@ -1,4 +1,4 @@
-"""Published recipes of large runs: are they legal, do they fit, how fast are they, and does the planner know better?"""
+"""Published recipes of large runs: legality, memory, speed, and comparison with the planner's own plans."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -23,23 +23,23 @@ from muster.spec.workload import Workload
 from muster.validate.formulas import FORMULAS
 
 SPEED_TOLERANCE = 0.1
-"""How far a prediction may be from the published speed."""
+"""Relative error of the speed that counts as correct."""
 MAX_UNEXPLAINED_GAIN = 0.15
-"""By how much faster the planner's plan may be predicted than the recipe without a word on why."""
+"""Gain of the planner's plan over a recipe from which the recipe's `gap` must give a reason."""
 
 
 class PublishedSpeed(Frozen):
-    """The speed that a source states; one of the first three."""
+    """Speed as the source states it: one of the first three fields."""
 
     step_time_s: float | None = None
     tokens_per_s_per_device: float | None = None
     tflops_per_device: float | None = None
     formula: str | None = None
-    """By which `tflops_per_device` counts FLOPs."""
+    """Formula by which `tflops_per_device` counts FLOPs."""
 
 
 class Recipe(Frozen):
-    """One run as its source describes it; the file's first lines say what each key means."""
+    """Recipe as its source describes it; the first lines of the catalogue's file explain each key."""
 
     name: str
     model: str
@@ -58,7 +58,7 @@ class Recipe(Frozen):
 
 @dataclass(frozen=True)
 class RecipeJob:
-    """A recipe as values."""
+    """Typed inputs of a recipe."""
 
     recipe: Recipe
     model: ModelSpec
@@ -68,7 +68,7 @@ class RecipeJob:
 
     @cached_property
     def fixed_fields(self) -> dict[str, Any]:
-        """Fields of a plan, or of its default strategy, that the planner keeps too."""
+        """Fields of the plan or its default strategy that the planner keeps as well."""
         said = parse_name_parts(self.recipe.held) if self.recipe.held else {}
         if "recompute" in said:
             said["offload"] = "none"  # the software of its time had neither
@@ -76,7 +76,7 @@ class RecipeJob:
 
     @cached_property
     def published_s(self) -> float | None:
-        """The published step time, where a speed is known."""
+        """Published step time; None where no speed is known."""
         said, devices = self.recipe.published, self.cluster.num_devices
         if said is None:
             return None
@@ -89,7 +89,7 @@ class RecipeJob:
         return FORMULAS[said.formula](self.model, self.workload) / (said.tflops_per_device * 1e12 * devices)
 
     def predict(self, plan: Plan) -> Prediction:
-        """What a plan takes in the recipe's software and attention. Raises InfeasibleError where it can't hold."""
+        """Predict a plan in the recipe's framework and attention. Raises InfeasibleError where the plan is illegal."""
         computed = {"attention": self.plan.default_strategy.attention}
         plan = plan.model_copy(update={"default_strategy": plan.default_strategy.model_copy(update=computed)})
         return predict(self.model, plan, self.workload, self.cluster, framework=self.recipe.software)
@@ -97,16 +97,16 @@ class RecipeJob:
 
 @dataclass(frozen=True)
 class RecipeResult:
-    """What is thought of a recipe."""
+    """Evaluation of a recipe."""
 
     job: RecipeJob
     illegal: str = ""
-    """Why the plan can't hold; empty where it can."""
+    """Reason why the plan is illegal; empty where it is legal."""
     step_time_s: float | None = None
     peak_share: float | None = None
-    """Of the fullest device's memory."""
+    """Peak memory as a fraction of the fullest device's capacity."""
     planner_plan: Plan | None = None
-    """The planner's choice for the same job; None where it wasn't asked or found none."""
+    """Plan of the planner for the same job; None where it wasn't asked or found none."""
     planner_step_time_s: float | None = None
 
     @property
@@ -122,7 +122,7 @@ class RecipeResult:
 
     @property
     def claimed_gain(self) -> float | None:
-        """By how much more throughput the planner's plan is predicted to have than the recipe."""
+        """Predicted gain in throughput of the planner's plan over the recipe."""
         if self.step_time_s is None or self.planner_step_time_s is None:
             return None
         return self.step_time_s / self.planner_step_time_s - 1
@@ -132,7 +132,7 @@ PlanChooser = Callable[[RecipeJob], Plan | None]
 
 
 def recipes() -> list[Recipe]:
-    """All that the catalogue knows."""
+    """Return all recipes of the catalogue."""
     return [
         Recipe.model_validate(entry)
         for name in names("recipes")
@@ -141,7 +141,7 @@ def recipes() -> list[Recipe]:
 
 
 def job_of(recipe: Recipe) -> RecipeJob:
-    """A recipe as values. Raises ConfigError where it names what isn't known."""
+    """Return the typed inputs of a recipe. Raises ConfigError for an unknown model, cluster or plan."""
     plan = parse_plan_name(_spelled_out(recipe.plan))
     strategy = plan.default_strategy.model_copy(
         update={
@@ -159,12 +159,12 @@ def job_of(recipe: Recipe) -> RecipeJob:
 
 
 def _spelled_out(name: str) -> str:
-    """A plan's name in which `1x3` among the layers stands for `1.1.1`."""
+    """Return a plan's name with runs of layers such as `1x3` spelled out as `1.1.1`."""
     return re.sub(r"(\d+)x(\d+)(?=\.|$)", lambda run: ".".join([run[1]] * int(run[2])), name)
 
 
 def evaluate_recipe(recipe: Recipe, choose_plan: PlanChooser | None = None) -> RecipeResult:
-    """A recipe beside its prediction, and beside the plan that `prefer` chooses."""
+    """Evaluate a recipe: its prediction, and the plan chosen by `choose_plan`."""
     job = job_of(recipe)
     for problem in plan_violations(job.plan, job.model, job.workload, job.cluster.num_devices):
         return RecipeResult(job, problem)
@@ -179,5 +179,5 @@ def evaluate_recipe(recipe: Recipe, choose_plan: PlanChooser | None = None) -> R
 def evaluate_recipes(
     choose_plan: PlanChooser | None = None, chosen: Iterable[Recipe] | None = None
 ) -> list[RecipeResult]:
-    """All recipes, or those that were chosen."""
+    """Evaluate all recipes, or the chosen ones."""
     return [evaluate_recipe(recipe, choose_plan) for recipe in (recipes() if chosen is None else chosen)]

@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured."""
+"""Scores of predictions against measurements."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ _NOT_OF_THE_CONFIGURATION = (
 
 
 def configuration_of(row: MeasurementRow) -> tuple[object, ...]:
-    """What makes two rows the same configuration, whatever release of the software measured it."""
+    """Return the key of a row's configuration, the same for all releases of the software that measured it."""
     return tuple(
         getattr(row, name) for name in MeasurementRow.__dataclass_fields__ if name not in _NOT_OF_THE_CONFIGURATION
     )
@@ -30,7 +30,7 @@ def configuration_of(row: MeasurementRow) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class ErrorScores:
-    """Relative errors of the step time in percent; a family of equal configurations counts once."""
+    """Relative errors of the step time in per cent; equal configurations count once."""
 
     rows: int
     predicted: int
@@ -42,19 +42,19 @@ class ErrorScores:
 
 @dataclass(frozen=True)
 class IntervalScores:
-    """Rows that leave something open."""
+    """Scores of rows with open choices."""
 
     rows: int
     width: float | None
-    """Median of (most − least) / least over the choices, in percent."""
+    """Median of (longest − shortest) / shortest over the choices, in per cent."""
     coverage: float | None
-    """Of how many the measured time lies in it, in percent."""
+    """Percentage of rows whose measured time lies within the interval."""
 
 
 def score_errors(
     results: Iterable[RowResult], error: Callable[[RowResult], float | None] = lambda r: r.error
 ) -> ErrorScores:
-    """Of the timed ones among the results; `error` gives the relative error of one of them."""
+    """Score the timed results; `error` returns the relative error of one of them."""
     timed = [result for result in results if result.is_timed]
     found = [result for result in timed if result.is_predicted]
     families: dict[object, list[float]] = defaultdict(list)
@@ -73,7 +73,7 @@ def score_errors(
 
 
 def score_intervals(results: Iterable[RowResult]) -> IntervalScores:
-    """Of the rows that leave something open."""
+    """Score the rows with open choices."""
     found = [result for result in results if result.is_predicted and not result.is_fully_specified]
     widths, inside = [], 0
     for result in found:
@@ -86,7 +86,7 @@ def score_intervals(results: Iterable[RowResult]) -> IntervalScores:
 
 
 def worst_results(results: Iterable[RowResult], count: int) -> list[RowResult]:
-    """The predicted rows that are furthest off, one of each family."""
+    """Return the predicted rows with the largest errors, one for each configuration."""
     best: dict[object, RowResult] = {}
     for result in sorted((r for r in results if r.is_predicted), key=lambda r: -abs(r.error)):
         best.setdefault(configuration_of(result.row), result)
@@ -101,18 +101,18 @@ _SETTLED_BY_HABIT = ("sp",)
 
 @dataclass(frozen=True)
 class FitScores:
-    """Out of memory or not, predicted against what happened; rows near the capacity are counted apart."""
+    """Predicted against actual out-of-memory failures; rows near the capacity are counted apart."""
 
     oom_predicted_oom: int
     oom_predicted_fit: int
     success_predicted_fit: int
     success_predicted_oom: int
     balanced_accuracy: float | None
-    """Mean of both recalls, in percent, over the rows that aren't near the capacity; None unless both happened."""
+    """Mean of both recalls in per cent, without rows near the capacity; None unless both outcomes occurred."""
     near: tuple[RowResult, ...]
-    """Rows predicted within 5 % of the capacity, which aren't in the counts."""
+    """Rows predicted within 5 % of the capacity, which are not in the counts."""
     undecided: int
-    """Rows left out because what they don't state decides."""
+    """Number of rows left out because their open choices decide."""
 
     @property
     def wrong(self) -> int:
@@ -120,7 +120,7 @@ class FitScores:
 
 
 def score_fits(results: Iterable[RowResult]) -> FitScores:
-    """Over all results whose run is known to have worked or not."""
+    """Score all results with a known outcome."""
     counts: dict[tuple[bool, bool], int] = defaultdict(int)
     near, undecided = [], 0
     for result in results:
@@ -154,9 +154,9 @@ def score_fits(results: Iterable[RowResult]) -> FitScores:
 
 @dataclass(frozen=True)
 class MemoryScores:
-    """Relative errors of the peak memory in percent.
+    """Relative errors of the peak memory in per cent.
 
-    What sources call peak differs: allocated or reserved, in 10⁹ bytes or GiB; GiB is taken.
+    Sources mean different things by peak: allocated or reserved, in 10⁹ bytes or GiB; GiB is assumed.
     """
 
     rows: int
@@ -165,7 +165,7 @@ class MemoryScores:
 
 
 def score_memory(results: Sequence[RowResult]) -> MemoryScores:
-    """Of the fully specified rows that say their peak memory."""
+    """Score the fully specified rows that state their peak memory."""
     errors = []
     for result in results:
         said = result.row.peak_mem_gb or (result.row.value if result.row.metric == "peak_memory_gb" else None)

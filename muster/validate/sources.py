@@ -1,4 +1,4 @@
-"""What is known of a source of measurements beside its table (`catalog/measurements/sources.yaml`)."""
+"""Facts about sources of measurements that their tables lack (`catalog/measurements/sources.yaml`)."""
 
 import re
 from dataclasses import replace
@@ -16,36 +16,36 @@ NUMBER_COLUMNS = ("vpp", "micro_batch", "gpus_per_node")
 
 
 class MeasurementSource(Frozen):
-    """Facts, usual choices and the software of one source; the file's first lines say what each key means."""
+    """Facts, default choices and framework of one source; the first lines of the file explain each key."""
 
     match: str = ""
     also: str = ""
-    """Words that tell it in a row of another source: in `source`, `url_or_repo` or `software`."""
+    """Pattern that identifies the source in rows of other sources: in `source`, `url_or_repo` or `software`."""
     title: str = ""
     facts: dict[str, str] = {}
     usual: dict[str, str] = {}
     software: dict[str, bool | int | str] = {}
     formula: str | None = None
     device: dict[str, str] = {}
-    """What `gpu` means, where it names no memory or form."""
+    """Catalogue device for values of `gpu` that name no memory or form factor."""
     tied: bool | None = None
-    """Whether embedding and head are one weight, where that isn't the family's habit."""
+    """True where embedding and head share one weight, False where not; None: as usual for the model's family."""
     stages: dict[str, dict[int, tuple[int, ...]]] = {}
-    """Layers of each stage, by how the vocabulary lies and how large it is."""
+    """Layers of each stage, by placement and size of the vocabulary."""
     deals_ends: bool = False
-    """Whether embedding, last norm and head are dealt to the stages as layers are, the first stages taking what is
-    over; else stages have as many layers each."""
+    """True where embedding, last norm and head count as layers when stages are cut, the first stages taking the
+    remainder; False: stages have equal numbers of layers."""
     why: str = ""
     errs: str = ""
-    """Why predictions of its rows are off, where they are."""
+    """Reason why predictions of its rows are off, where they are."""
     calibrated: str = ""
     without: dict[str, dict[str, dict[str, Any]]] = {}
-    """Device → field → entries, as they would stand if nothing had been set with this source's help."""
+    """Device → field → entries as they would be without this source's contribution to the constants."""
 
 
 @cache
 def sources() -> tuple[MeasurementSource, ...]:
-    """All that the catalogue knows."""
+    """Return all sources of the catalogue."""
     text = (files("muster.catalog") / "measurements" / "sources.yaml").read_text(encoding="utf-8")
     try:
         return tuple(MeasurementSource.model_validate(entry) for entry in yaml.safe_load(text)["sources"])
@@ -55,12 +55,12 @@ def sources() -> tuple[MeasurementSource, ...]:
 
 @cache
 def source_of(name: str) -> MeasurementSource:
-    """The entry that serves a row's `source`; an empty one where there is none."""
+    """Return the entry for a row's `source`; an empty one where there is none."""
     return next((source for source in sources() if re.match(source.match, name)), MeasurementSource())
 
 
 def source_of_row(row: MeasurementRow) -> MeasurementSource:
-    """The entry that serves a row: that of its `source`, else the first whose program or publication it names."""
+    """Return the entry for a row: that of its `source`, or else the first whose program or publication it names."""
     return _source_of(row.source, row.url_or_repo, row.software)
 
 
@@ -74,7 +74,7 @@ def _source_of(name: str, *words: str) -> MeasurementSource:
 
 
 def with_facts(row: MeasurementRow) -> MeasurementRow:
-    """The row with the columns filled that its source states elsewhere."""
+    """Return the row with empty columns filled from the source's facts."""
     source = source_of_row(row)
     empty = {column: text for column, text in source.facts.items() if getattr(row, column) in ("", None)}
     return replace(row, **{column: int(text) if column in NUMBER_COLUMNS else text for column, text in empty.items()})

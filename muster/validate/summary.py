@@ -1,4 +1,4 @@
-"""All scores of a table, or of the shipped ones, as one value."""
+"""Scores of a whole table, or of all shipped tables."""
 
 import csv
 from collections import Counter
@@ -33,35 +33,36 @@ _WORST = 15
 
 @dataclass(frozen=True)
 class GroupScores:
-    """The scores of some rows."""
+    """Scores of a group of rows."""
 
     every: ErrorScores
-    """Of all rows; where something is left open, of the case that stands for the row."""
+    """Errors of all rows; rows with open choices count by their representative case."""
     specified: ErrorScores
-    """Of the rows that leave nothing open."""
+    """Errors of fully specified rows."""
     open: ErrorScores
-    """Of the others."""
+    """Errors of rows with open choices."""
     interval: IntervalScores
     outcome: FitScores
     memory: MemoryScores
     calculon: ErrorScores
-    """Calculon's errors, on the rows that it can express."""
+    """Calculon's errors on the rows that it can express."""
     beside_calculon: ErrorScores
-    """Muster's on the same rows."""
+    """Muster's errors on the same rows."""
     uncalibrated: ErrorScores | None
-    """Of all rows, each predicted without what was set with its own source's help; None where nothing was."""
+    """Errors of all rows predicted without their own source's contribution to the constants; None where there was
+    none."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The scores of all rows, and of each source's."""
+    """Scores of all rows and of each source."""
 
     results: tuple[RowResult, ...]
     overall: GroupScores
     by_source: dict[str, GroupScores]
     sweeps: tuple[Sweep, ...]
     small_sweeps: tuple[Sweep, ...]
-    """Those with fewer layouts than a sweep needs."""
+    """Sweeps with fewer layouts than a full sweep needs."""
     axis_biases: tuple[AxisBias, ...]
     worst: tuple[RowResult, ...]
 
@@ -73,12 +74,13 @@ class Summary:
 
     @property
     def not_scored(self) -> dict[str, int]:
-        """Metric → rows that are no step time, throughput or outcome, or whose FLOPs nobody says how to count."""
+        """Number of rows by metric that is no step time, throughput or outcome, or whose FLOPs have no known
+        formula."""
         return dict(Counter(r.row.metric for r in self.results if not r.is_timed and r.row.metric != "outcome"))
 
 
 def shipped_rows() -> list[MeasurementRow]:
-    """The rows of the tables that come with Muster."""
+    """Return the rows of the tables that come with Muster."""
     folder = files("muster.catalog") / "measurements"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".csv"))
     texts = ((name, (folder / name).read_text(encoding="utf-8")) for name in names if not name.startswith(_BASELINE))
@@ -86,7 +88,7 @@ def shipped_rows() -> list[MeasurementRow]:
 
 
 def validate_table(path: Path | None = None, predictor: Predictor | None = None) -> Summary:
-    """Predicts each row of a table, None: of the shipped ones, and scores the predictions.
+    """Predict and score each row of a table, or of the shipped tables.
 
     Raises ConfigError where the table can't be read.
     """
@@ -96,7 +98,8 @@ def validate_table(path: Path | None = None, predictor: Predictor | None = None)
 
 
 def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> Summary:
-    """The scores of some results; `left_out`: those of sources that constants were set with, predicted without that."""
+    """Return the scores of results; `uncalibrated` are results of calibration sources predicted without their
+    contribution."""
     names = dict.fromkeys(result.row.source for result in results)
     by_source = {name: score_group(_of_source(results, name), _of_source(uncalibrated, name)) for name in names}
     used = {result.row.source for result in uncalibrated}
@@ -113,7 +116,7 @@ def _of_source(results: Sequence[RowResult], name: str) -> list[RowResult]:
 
 
 def score_group(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = ()) -> GroupScores:
-    """The scores of some rows."""
+    """Return the scores of some rows."""
     known = [result for result in results if result.is_predicted and _calculon_error(result) is not None]
     return GroupScores(
         every=score_errors(results),
@@ -134,7 +137,7 @@ def score_group(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] 
 
 @cache
 def _baseline() -> dict[tuple[str, int], float]:
-    """(table, row) → Calculon's relative error of the step time."""
+    """Return Calculon's relative error of the step time by (table, row)."""
     text = (files("muster.catalog") / "measurements" / f"{_BASELINE}.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {(row["file"], int(row["data_row"])): float(row["rel_error"]) for row in rows if row["rel_error"]}
@@ -149,7 +152,7 @@ def _calculon_error(result: RowResult) -> float | None:
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
-    """Errors, widths and shares in percent; null where there is nothing to say."""
+    """Return plain data for JSON: errors, widths and fractions in per cent; null where there is nothing."""
     return {
         "version": 1,
         "overall": _group_json(summary.overall),
@@ -216,7 +219,7 @@ def _row_json(result: RowResult) -> dict[str, Any]:
 
 
 def places_by_reason(results: Iterable[RowResult]) -> dict[str, list[str]]:
-    """Reason → the rows that couldn't be predicted for it."""
+    """Return the locations of unpredicted rows by reason."""
     found: dict[str, list[str]] = {}
     for result in results:
         found.setdefault(result.reason, []).append(result.row.location)

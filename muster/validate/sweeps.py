@@ -1,4 +1,4 @@
-"""Sweeps: many layouts of one model on the same devices. Is the order right, and how good is what is ranked first?"""
+"""Sweeps: layouts of one model on the same devices, scored by their predicted ranking."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,32 +11,32 @@ from muster.validate.comparison import RowResult
 
 MIN_LAYOUTS = 6
 MIN_SMALL_LAYOUTS = 2
-"""Of a smaller sweep, which is reported apart: two layouts say whether the better one is known."""
+"""Minimum of a small sweep, which is reported apart: two layouts show if the better one is recognized."""
 
 _SAME = (
     *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
     *("attn_kernel", "compile", "async_tp", "software"),
 )
-"""What rows of a sweep have in common; recompute is part of a layout."""
+"""Columns that rows of a sweep have in common; recompute is part of a layout."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One sweep's scores."""
+    """Scores of one sweep."""
 
     name: str
     layouts: int
-    """Timed ones."""
+    """Number of timed layouts."""
     failed: int
-    """Layouts that ran out of memory: to rank one first is to reach nothing."""
+    """Number of layouts that ran out of memory; ranking one first scores 0."""
     rank_correlation: float
-    """Spearman's, of predicted and measured step times."""
+    """Spearman's rank correlation of predicted and measured step times."""
     first_reaches: float
-    """Throughput of the layout ranked first as a part of the best measured; 0 where it ran out of memory."""
+    """Throughput of the layout ranked first, as a fraction of the best measured; 0 where it ran out of memory."""
     first_timed_reaches: float
-    """The same among the layouts that ran."""
+    """Same, among the layouts that ran."""
     three_reach: float
-    """Of the best of the first three."""
+    """Throughput of the best of the first three, as a fraction of the best measured."""
 
     @property
     def best_in_first_three(self) -> bool:
@@ -44,13 +44,13 @@ class Sweep:
 
 
 def score_sweeps(results: Iterable[RowResult], least: int = MIN_LAYOUTS, most: float = inf) -> list[Sweep]:
-    """Every sweep with `least` to `most` timed layouts."""
+    """Score every sweep with `least` to `most` timed layouts."""
     groups = sweep_groups(results).items()
     return [sweep for key, group in groups if (sweep := _sweep(key, group, least, most)) is not None]
 
 
 def sweep_groups(results: Iterable[RowResult]) -> dict[tuple[object, ...], list[RowResult]]:
-    """The layouts of each sweep that ran or are known not to have."""
+    """Return the layouts of each sweep whose outcome is known."""
     groups: dict[tuple[object, ...], list[RowResult]] = defaultdict(list)
     for result in results:
         if result.prediction is not None and result.succeeded is not None:
@@ -78,7 +78,8 @@ def _sweep(key: tuple[object, ...], group: Sequence[RowResult], least: int, most
 
 
 def _rank(result: RowResult) -> tuple[bool, bool, float]:
-    """Layouts that fit come first, and of those the ones with the planner's head-room; then by their predicted time."""
+    """Return the sort key of a ranking: layouts with the planner's headroom first, then others that fit, each by
+    predicted time."""
     answer = result.prediction
     assert answer is not None
     full = answer.capacity_bytes is not None and answer.peak_bytes > (1 - MEMORY_HEADROOM) * answer.capacity_bytes
@@ -86,7 +87,7 @@ def _rank(result: RowResult) -> tuple[bool, bool, float]:
 
 
 def distinct_plans(results: Sequence[RowResult]) -> list[RowResult]:
-    """One row for each plan: of a layout measured twice, the first."""
+    """Return one row for each plan; of a layout measured twice the first."""
     found: dict[str, RowResult] = {}
     for result in results:
         assert result.inputs is not None
@@ -100,7 +101,7 @@ def _measured(result: RowResult) -> float:
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's rank correlation; equal values share their mean rank. 0 where either has no order."""
+    """Return Spearman's rank correlation, 0 where either side is constant. Equal values share their mean rank."""
     a, b = _ranks(one), _ranks(other)
     middle = mean(a)
     above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""Tables of measurements: one row is one published result and what its source says about how it was had."""
+"""Tables of measurements: a row is one published result with its configuration."""
 
 import csv
 import io
@@ -21,31 +21,31 @@ _WORDS = (
     *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "notes"),
 )
 REQUIRED_COLUMNS = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
-"""Columns that a table must have; a column that it lacks is one that no row states."""
+"""Columns that a table must have. A missing optional column counts as empty in every row."""
 COLUMNS = (
     *("source", "url_or_repo", "model_name", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads"),
     *("vocab", "seq_len", "n_experts", "top_k", "gpu", "n_gpus", "gpus_per_node", "intra_link", "inter_link"),
     *("tp", "pp", "vpp", "dp", "zero", "cp", "ep", "sp", "micro_batch", "global_batch", "recompute", "precision"),
     *("schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "value", "peak_mem_gb", "notes"),
 )
-"""All that a header may name, in their usual order; others are passed over."""
+"""Columns that a header may have, in their usual order; others are ignored."""
 
 _OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory", re.IGNORECASE)
 
 MAX_VALUE = 10**9
-"""No degree, width or batch of a table is larger."""
+"""Largest degree, width or batch in a table."""
 MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class MeasurementRow:
-    """One line of a table. Numbers are None and words are empty where the source doesn't say."""
+    """One line of a table. Where the source states nothing, numbers are None and texts empty."""
 
     file: str
     line: int
-    """In the file, counted from 1 with the header."""
+    """Line in the file, counted from 1 with the header."""
     number: int
-    """Of the row, counted from 1 without the header."""
+    """Number of the row, counted from 1 without the header."""
     source: str
     url_or_repo: str
     model_name: str
@@ -83,7 +83,7 @@ class MeasurementRow:
     software: str
     metric: str
     value: float | None
-    """None for an outcome, which is a word."""
+    """Measured value; None for an outcome, which is a text."""
     outcome: str
     peak_mem_gb: float | None
     notes: str
@@ -92,12 +92,12 @@ class MeasurementRow:
 
     @property
     def location(self) -> str:
-        """`torchtitan.csv:3`."""
+        """Location such as `torchtitan.csv:3`."""
         return f"{self.file}:{self.line}"
 
 
 def read_table(path: Path) -> list[MeasurementRow]:
-    """The rows of a table. Raises ConfigError, one sentence with file and line, where it can't be one."""
+    """Read the rows of a table. Raises ConfigError with file and line where the file is no such table."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -108,8 +108,11 @@ def read_table(path: Path) -> list[MeasurementRow]:
 
 
 def parse_table(text: str, file: str) -> list[MeasurementRow]:
-    """The rows of a table's text; `file` is its name in messages. Cells are parted by commas, or by what the header has
-    instead: semicolons or tabs."""
+    """Parse the rows of a table; `file` is its name in messages.
+
+    Cells are separated by commas, or by semicolons or tabs if the header is. A cell that can't be read marks its row
+    alone. Raises ConfigError for a wrong header.
+    """
     first = text.partition("\n")[0]
     delimiter = next((mark for mark in ",;\t" if mark in first), ",")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)

@@ -1,4 +1,4 @@
-"""What tables write in words: recompute, sharding, precision, schedules, kernels."""
+"""Parsers of the free-text cells: recompute, sharding, precision, schedules, kernels."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _RECOMPUTE: tuple[tuple[str, Recompute], ...] = (
     (r"elementwise", "elementwise"),
     (r"full\b.*|uniform|block|true|yes|1", "full"),
 )
-"""Patterns of the whole text; selective is Megatron-LM's (attention's core) unless it names torchtitan's SAC."""
+"""Patterns of the whole text. Plain `selective` is Megatron-LM's (attention core) unless it names torchtitan's SAC."""
 
 _PRECISION: tuple[tuple[str, Precision], ...] = (
     (r"fp8|float8", "fp8"),
@@ -37,11 +37,11 @@ _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
 )
 
 _KERNEL_CHOICES = ("flash1", "flash2", "flash3", "cudnn", "fused", "torch")
-"""Attention kernels as a table of one's own should name them."""
+"""Attention kernels, as one's own table should name them."""
 
 
 def parse_yes_no(text: str, column: str) -> bool | None:
-    """None where nothing is stated."""
+    """Parse yes or no; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
     if text.lower() in _YES:
@@ -52,7 +52,7 @@ def parse_yes_no(text: str, column: str) -> bool | None:
 
 
 def parse_recompute(text: str) -> Recompute | None:
-    """None where nothing is stated."""
+    """Parse a recompute mode; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
     for pattern, found in _RECOMPUTE:
@@ -62,7 +62,7 @@ def parse_recompute(text: str) -> Recompute | None:
 
 
 def parse_precision(text: str) -> Precision | None:
-    """Of the matrix products; None where nothing is stated."""
+    """Parse the precision of matmuls; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
     if re.search(r"fp4|int8|int4", text, re.IGNORECASE):
@@ -75,7 +75,7 @@ def parse_precision(text: str) -> Precision | None:
 
 
 def parse_attention_kernel(text: str) -> AttentionKernel | None:
-    """None where nothing is stated."""
+    """Parse an attention kernel; None for an empty cell. Raises UnpredictableRowError for another word."""
     if not text:
         return None
     for pattern, found in _KERNEL:
@@ -88,14 +88,14 @@ def parse_attention_kernel(text: str) -> AttentionKernel | None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How data-parallel ranks share: `group` of them hold one copy (None: all)."""
+    """Sharding over data-parallel ranks: `group` of them hold one copy (None: all)."""
 
     zero: ZeroLevel
     group: int | None
 
 
 def parse_sharding(text: str) -> Sharding | None:
-    """What `zero` says; None where nothing is stated."""
+    """Parse the `zero` cell; None where it is empty. Raises UnpredictableRowError for another word."""
     if not text:
         return None
     lower = text.lower()
@@ -133,7 +133,7 @@ _SCHEDULES: tuple[tuple[str, str], ...] = (
     (r"gpipe", "gpipe"),
     (r"1f1b", "1f1b"),
 )
-"""Spellings of schedules, the more specific ones first."""
+"""Spellings of schedules, the most specific ones first."""
 _SCHEDULE_CHOICES = tuple(name for name in SCHEDULES if name not in ("auto", "exact"))
 """Schedules that a row may name; searched ones depend on costs that a table doesn't state."""
 _SCHEDULE_DETAILS = (
@@ -172,7 +172,7 @@ def parse_schedule(text: str) -> ScheduleTerms:
 
 
 def _schedule_name(part: str, text: str) -> str | None:
-    """The schedule that a part of a cell names; None where it says something else. Raises UnpredictableRowError."""
+    """Return the schedule named by a part of a cell; None for other details. Raises UnpredictableRowError."""
     if not part or part in _SCHEDULE_CHOICES:
         return part or None
     for pattern, name in _SCHEDULES:
