@@ -175,7 +175,7 @@ def reference(
                 step,
                 peak=optim.lr,
                 warmup_steps=optim.warmup_steps,
-                total_steps=config.train.steps,
+                total_steps=config.train.num_steps,
                 min_ratio=optim.min_lr_ratio,
                 schedule=optim.schedule,
             )

@@ -20,7 +20,7 @@ from muster.spec.workload import Workload
 SMALL = ModelSpec(vocab_size=512, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=128)
 WORKLOAD = Workload(seq_len=64, global_batch_size=16)
 FLOPS_PER_S, BYTES_PER_S, TINY_S = 1e9, 1e8, 1e-12
-CURVES = ("norm", "gated", "rotary", "loss", "words")
+CURVES = ("norm", "gated", "rotary", "loss", "embedding")
 PLAIN = ("add", "copy", "adamw", "gradient norm", "scale")
 
 
@@ -30,7 +30,7 @@ def machine(overheads: dict[str, float] | None = None, curve_s: float = TINY_S) 
     grid = [(m, k, n, 2 * m * k * n / FLOPS_PER_S) for m in sizes for k in sizes for n in sizes]
     curve = ((1, curve_s), (1 << 24, curve_s))
     kernels = KernelRates(
-        products={"forward": tuple(grid), "input": tuple(grid), "weight": tuple(grid)},
+        matmuls={"forward": tuple(grid), "input": tuple(grid), "weight": tuple(grid)},
         attention=dict.fromkeys(("forward", "backward"), ((1, 1, TINY_S), (4096, 4096, TINY_S))),
         curves={f"{name} {way}": curve for name in CURVES for way in ("forward", "backward")}
         | dict.fromkeys(PLAIN, curve),
@@ -63,10 +63,8 @@ def test_a_power_law_lies_between_sizes_and_grows_beyond():
 
 def test_corners_that_were_too_large_go_on_at_the_rate_of_smaller_ones():
     kernels = machine().kernels["fp32"]
-    known = {
-        kind: tuple(p for p in points if p[0] * p[1] * p[2] < 4096**2) for kind, points in kernels.products.items()
-    }
-    less = machine().model_copy(update={"kernels": {"fp32": kernels.model_copy(update={"products": known})}})
+    known = {kind: tuple(p for p in points if p[0] * p[1] * p[2] < 4096**2) for kind, points in kernels.matmuls.items()}
+    less = machine().model_copy(update={"kernels": {"fp32": kernels.model_copy(update={"matmuls": known})}})
     for size in ((256, 4096, 4096), (4096, 4096, 4096), (1000, 3000, 500)):
         assert RateInterpolator(less, "fp32").matmul("input", *size) == pytest.approx(
             2e-9 * size[0] * size[1] * size[2]
@@ -154,7 +152,7 @@ def test_in_company_everything_takes_as_much_longer_as_whole_steps_did():
     """Sharded stages by what was measured of them, others by the mean."""
     for name, factor in (("dp2-pp2-z1-fp32", 1.5), ("dp2-tp2-z1-fp32", 1.25)):
         plan = parse_plan_name(name)
-        known = machine().model_copy(update={"company": {"z1": 1.5, "z2": 1.0}})
+        known = machine().model_copy(update={"contention": {"z1": 1.5, "z2": 1.0}})
         with_others, alone = (predict(SMALL, plan, WORKLOAD, here(rates)) for rates in (known, machine()))
         assert with_others.step_time_s == pytest.approx(factor * alone.step_time_s)
         assert with_others.parts.compute_s == pytest.approx(factor * alone.parts.compute_s)

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from muster.catalog import names, read
+from muster.config.migrations import migrate
 from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
 from muster.spec.config_errors import ConfigSchema, error_sentence
 from muster.spec.device import DeviceSpec, LinkSpec, NodeShape
@@ -175,6 +176,8 @@ def _device(data: Any, place: KeyLocation) -> Any:
     data = dict(data)
     if isinstance(node := data.get("node"), dict):
         data["node"] = _validated(NodeShape, _joined(node, place.key("node")), place.key("node"))
+    if isinstance(rates := data.get("rates"), dict):
+        data["rates"] = migrate("profile", rates, str(place.key("rates")))
     return _validated(DeviceSpec, data, place)
 
 

@@ -36,7 +36,7 @@ __all__ = [
 
 Format = Literal["run", "plan", "cluster", "manifest", "profile", "store", "timeline"]
 
-SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2}
+SCHEMAS: dict[Format, int] = {"run": 2, "plan": 2, "profile": 2}
 """Schema version that is written today. Formats without one, and those whose own
 reader checks it, are left out."""
 
@@ -104,6 +104,12 @@ KEYS: dict[Format, tuple[FormerKey, ...]] = {
         FormerKey("train.eval_every", "eval.every", 1),
         FormerKey("train.eval_batches", "eval.batches", 1),
         FormerKey("track", "tracking"),
+    ),
+    "profile": (  # a device's `rates` in a cluster file
+        FormerKey("company", "contention"),
+        FormerKey("kernels.*.products", "kernels.*.matmuls"),
+        FormerKey("kernels.*.curves.words forward", "kernels.*.curves.embedding forward"),
+        FormerKey("kernels.*.curves.words backward", "kernels.*.curves.embedding backward"),
     ),
 }
 

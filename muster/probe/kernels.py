@@ -55,7 +55,7 @@ class _KernelBenchmark:
         """What a backward takes whatever is in it."""
 
     def run(self) -> KernelRates:
-        products = self._products()
+        matmuls = self._matmuls()
         attention = {"forward": [], "backward": []}
         for positions, width in product(self.sizes.positions, self.sizes.head_widths):
             forward_s, backward_s = self._attention(positions, width)
@@ -72,12 +72,12 @@ class _KernelBenchmark:
             for numbers in self.sizes.elements:
                 calls = [make(numbers) for _ in range(self._copies(2 * numbers))]
                 curves.setdefault(name, []).append((numbers, self.clock.time(calls)))
-        return KernelRates.model_validate({"products": products, "attention": attention, "curves": curves})
+        return KernelRates.model_validate({"matmuls": matmuls, "attention": attention, "curves": curves})
 
-    def _products(self) -> dict[str, list[tuple[int, int, int, float]]]:
+    def _matmuls(self) -> dict[str, list[tuple[int, int, int, float]]]:
         found: dict[str, list[tuple[int, int, int, float]]] = {"forward": [], "input": [], "weight": []}
         for tokens in self.sizes.tokens:
-            self.progress(f"matrix products of {tokens} tokens")
+            self.progress(f"matmuls of {tokens} tokens")
             for inner, outer in product(self.sizes.widths, self.sizes.widths):
                 if 2 * tokens * inner * outer <= MAX_FLOPS[self.device.type]:
                     times_s = self._linear(tokens, inner, outer)
@@ -137,13 +137,15 @@ class _KernelBenchmark:
             labels = torch.zeros(logits.shape[:2], dtype=torch.int64, device=self.device)
             return _passes(lambda: cross_entropy_sum(logits, labels), None, logits)
 
-        def words(numbers: int) -> tuple[Callable[[], object], ...]:
+        def embedding(numbers: int) -> tuple[Callable[[], object], ...]:
             table = self._random(numbers // _NORM_WIDTH, _NORM_WIDTH, grad=True)
             table.grad = torch.zeros_like(table)
             tokens = torch.randint(len(table), (_ROWS,), device=self.device)
             return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, _NORM_WIDTH))
 
-        return iter({"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "words": words}.items())
+        return iter(
+            {"norm": norm, "gated": gated_unit, "rotary": rotated, "loss": loss, "embedding": embedding}.items()
+        )
 
     def _streaming(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
         """Name → (numbers → call); what the optimizer does is in float32 whatever the precision."""

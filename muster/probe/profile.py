@@ -71,7 +71,7 @@ def cluster_from_rates(machine: MachineRates) -> ClusterSpec:
 def _device(machine: MachineRates) -> DeviceSpec:
     peaks: dict[Precision, float] = {}
     for precision, kernels in machine.kernels.items():
-        peaks[precision] = max(2 * m * k * n / time_s for m, k, n, time_s in kernels.products["forward"])
+        peaks[precision] = max(2 * m * k * n / time_s for m, k, n, time_s in kernels.matmuls["forward"])
     copies = next(iter(machine.kernels.values())).curves["copy"]
     numbers, time_s = copies[-1]
     found: dict[str, Any] = {

@@ -65,7 +65,7 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         steps.append((config, time_steps(config, store, rank, generation)))
     if rank == 0:
         machine = machine.model_copy(update={"overheads": runtime_overheads(runs, machine)})
-        machine = machine.model_copy(update={"company": contention_factors(steps, machine)})
+        machine = machine.model_copy(update={"contention": contention_factors(steps, machine)})
         write_atomically(folder / RATES_FILE, machine.model_dump_json())
         say("done")
     return 0

@@ -20,7 +20,7 @@ Curve = tuple[tuple[NonNegativeInt, PositiveFloat], ...]
 class KernelRates(Frozen):
     """Kernels in one precision."""
 
-    products: dict[MatmulPass, tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
+    matmuls: dict[MatmulPass, tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
     """(tokens, input width, output width, seconds) on a grid of the three, of which the largest may be missing."""
     attention: dict[Literal["forward", "backward"], tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
     """(positions, width of a head, seconds of one head of one sequence), on a grid."""
@@ -31,7 +31,7 @@ class KernelRates(Frozen):
 class MachineRates(Frozen):
     """Everything that was measured."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     ranks: PositiveInt
     """That worked at once while kernels were timed."""
     cores: NonNegativeInt
@@ -42,6 +42,6 @@ class MachineRates(Frozen):
     is given them (of all_gather, one rank's part)."""
     overheads: dict[str, NonNegativeFloat] = {}
     """Seconds of what is done beside kernels and collectives: see `muster.cost.time.profiled_times`."""
-    company: dict[str, PositiveFloat] = {}
+    contention: dict[str, PositiveFloat] = {}
     """Way to hold a stage → how many times as long as its parts a whole step takes, since ranks that train together
     take cores and caches from each other."""

@@ -2,7 +2,8 @@
 
 The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. What the runtime does
 beside them (hooks of sharding, lists of gradients) is an overhead with a part that grows with the layers; its names in
-`MachineRates.overheads` are those of `overhead_name`. All of it takes longer within a step, by `MachineRates.company`.
+`MachineRates.overheads` are those of `overhead_name`. All of it takes longer within a step, by a factor of
+`MachineRates.contention`.
 """
 
 from collections import defaultdict
@@ -212,8 +213,8 @@ class _StagePasses:
         rates, cost, tp = self.rates, _StageCost(), self.mesh.tp
         if self.plan.is_first(self.stage):
             numbers = prod(parts.get("embed.weight", ()))
-            cost.forward_s += rates.kernel("words forward", self.tokens * self.model.hidden_size)
-            cost.weight_grad_s += rates.kernel("words backward", numbers)
+            cost.forward_s += rates.kernel("embedding forward", self.tokens * self.model.hidden_size)
+            cost.weight_grad_s += rates.kernel("embedding backward", numbers)
             cost.forward_exposed_s["tp"] += rates.collective(
                 "all_reduce", tp, self.hidden_elements * self.sequence_shards * self.size
             )

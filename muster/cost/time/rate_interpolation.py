@@ -23,13 +23,13 @@ class RateInterpolator:
             known = ", ".join(machine.kernels)
             raise ConfigError(f"this cluster was measured in {known}, not in {precision}: profile it again with it")
         self.machine, self.kernels = machine, machine.kernels[precision]
-        self._products = {kind: _RateGrid(points) for kind, points in self.kernels.products.items()}
+        self._matmuls = {kind: _RateGrid(points) for kind, points in self.kernels.matmuls.items()}
         self._attention = {kind: _RateGrid(points) for kind, points in self.kernels.attention.items()}
         self._known: dict[tuple, float] = {}
 
     def matmul(self, kind: MatmulPass, tokens: int, inner: int, outer: int) -> float:
         """Seconds of one product of a linear layer of `inner` inputs and `outer` outputs."""
-        return self._read(self._products[kind], kind, tokens, inner, outer)
+        return self._read(self._matmuls[kind], kind, tokens, inner, outer)
 
     def attention(self, kind: str, positions: int, width: int) -> float:
         """Seconds of one head of one sequence."""
@@ -57,7 +57,7 @@ class RateInterpolator:
     def contention(self, level: str) -> float:
         """How many times as long as alone things take within a step; of a way to hold a stage that was not measured,
         what the measured ones have on average."""
-        known = self.machine.company
+        known = self.machine.contention
         return known.get(level) or (mean(known.values()) if known else 1.0)
 
     @cached_property
