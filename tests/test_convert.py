@@ -235,7 +235,7 @@ def test_a_wrong_request_is_one_sentence(run: Path, tmp_path: Path, capsys: pyte
         ((run, target, "--to", "hf", "--max-shard-size", "5 apples"), "--max-shard-size: expected a size such as 70GB"),
         ((run, target, "--to", "hf", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),
         ((run, target, "--to", "hf", "--model", "lama"), "there is no model 'lama'"),
-        ((run, target, "--to", "hf", "--model", "gpt2"), "and --model is another one: leave --model out"),
+        ((run, target, "--to", "hf", "--model", "gpt2"), "but --model is another one: leave --model out"),
     ):
         assert said in error_message(capsys, 2, "convert", *words)
         assert not target.exists()
@@ -286,8 +286,8 @@ def no_header(hf: Path) -> None:
         (rename_tensor, 1, "of the 75 tensors of its model"),
         (misshape, 1, "but its model has"),
         (other_family, 2, "'bert' is no family that is known"),
-        (only_pickles, 2, "a pickle, which could run anything"),
-        (no_header, 1, "no safetensors file"),
+        (only_pickles, 2, "a pickle, which can run any code"),
+        (no_header, 1, "not a safetensors file"),
     ],
 )
 def test_a_bad_hugging_face_directory_is_one_sentence(

@@ -143,4 +143,4 @@ def test_what_is_not_known_is_one_sentence(tmp_path: Path, capsys: pytest.Captur
     (plain / "common.pt").write_bytes(b"nonsense")
     assert "common.pt is damaged" in error_message(capsys, 1, "inspect", str(plain))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "names iter_0000007, which is no torch_dist" in error_message(capsys, 2, "inspect", str(tmp_path))
+    assert "names iter_0000007, but only torch_dist" in error_message(capsys, 2, "inspect", str(tmp_path))

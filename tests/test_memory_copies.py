@@ -47,15 +47,15 @@ def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path)
     assert found["a byte"] == whole(2)
     assert found["both bytes"] == [None, [[2, [0]]], None]
     assert found["mended"] is None
-    why = "the copies of step 4 in memory were not made: No space left (rank 3)"
+    why = "the in-memory checkpoint of step 4 was not saved: No space left (rank 3)"
     assert found["half"] == [why, [3, [[4, [3]]], 3], [None, [[3, [0, 1]]], None]]
-    why = "the copies of step 6 in memory were not made: the process that writes it was killed by SIGKILL (rank 2)"
+    why = "the in-memory checkpoint of step 6 was not saved: the process that writes it was killed by SIGKILL (rank 2)"
     assert found["killed"] == [None, why, whole(5)]
-    why = "no copy of rank 2's part was made at 127.0.0.1: No such file or directory (rank 2)"
-    assert found["vanished"] == [f"the copies of step 7 in memory were not made: {why}", whole(5)]
+    why = "rank 2's part could not be copied to 127.0.0.1: No such file or directory (rank 2)"
+    assert found["vanished"] == [f"the in-memory checkpoint of step 7 was not saved: {why}", whole(5)]
     assert found["after all"] == [None, whole(9)]
     assert found["two nodes lost"] == [None, [[9, [0, 1]]], None]
-    assert found["too little room"].startswith("train.in_memory_checkpoint_every: the copies of ranks 0 and 1 on ")
+    assert found["too little room"].startswith("train.in_memory_checkpoint_every: the parts of ranks 0 and 1 on ")
     assert found["another run"] == [[], None, False], "it finds nothing, and removes what is left of the one before"
     assert found["left"] == []
 
@@ -253,7 +253,11 @@ def test_copies_open_under_another_plan_and_want_room(tmp_path: Path) -> None:
     full.write_text("")
     ended = train(*command, "--train.in_memory_checkpoint_dir", full / "below", "--parallel", "dp2-mb12")
     assert_one_sentence(
-        ended, 1, f"no copies can be made in {full / 'below'}", "Not a directory", "train.in_memory_checkpoint_dir"
+        ended,
+        1,
+        f"in-memory checkpoints can't be written to {full / 'below'}",
+        "Not a directory",
+        "train.in_memory_checkpoint_dir",
     )
     ended = train(*command, "--train.in_memory_checkpoint_dir", memory, "--parallel", "pp2-mb12")
     assert (ended.code, ended.err) == (0, "")

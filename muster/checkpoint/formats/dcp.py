@@ -1,6 +1,6 @@
-"""Reading folders of `torch.distributed.checkpoint`: `.metadata`, a pickle, and `.distcp` files of `torch.save` parts.
+"""Reader of `torch.distributed.checkpoint` folders: a pickle `.metadata`, and `.distcp` files of `torch.save` parts.
 
-The pickle is read by `formats.unpickle`, so that nothing in a foreign folder is run. Fields and names are those of
+The pickle is read by `formats.safe_unpickle`, so that no code of a foreign folder is run. Fields and names are those of
 torch.distributed.checkpoint.metadata and .filesystem in PyTorch 2.1 to 2.13.
 """
 
@@ -26,7 +26,7 @@ _DTYPES = {name: dtype for name in dir(torch) if isinstance(dtype := getattr(tor
 
 
 class _Size(tuple):
-    """torch.Size: made of one sequence of lengths."""
+    """Stand-in for torch.Size, constructed from one sequence of lengths."""
 
     def __new__(cls, lengths: Any = ()) -> "_Size":
         return super().__new__(cls, (int(length) for length in lengths))
@@ -72,20 +72,20 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A box of a tensor, as one `torch.save` part of a file."""
+    """Box of a tensor, stored as one `torch.save` part of a file."""
 
     box: Box
     file: str
     offset: int
     length: int
     is_transformed: bool
-    """Passed through something like a compressor."""
+    """True if the part is compressed or encrypted."""
 
 
 class DcpTensors:
-    """The tensors of the folder (`Tensors`); objects that were saved beside them are `others`.
+    """Tensors of a folder (a `TensorSource`); `other_objects` names the objects saved with them.
 
-    Raises MusterError where the metadata is damaged or holds what can't be read without running it.
+    Raises MusterError if the metadata is damaged, or can't be read without running code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,23 +106,22 @@ class DcpTensors:
 
     def read(self, name: str, box: Box) -> Tensor:
         meta = self.metas[name]
-        out, filled = allocate(box.size, meta.dtype), 0
+        out = allocate(box.size, meta.dtype)
+        filled = 0
         for chunk in self._chunks[name]:
             if (common := intersect(box, chunk.box)) is not None:
                 out[slices_within(common, box)] = self._read_chunk(name, chunk, meta.dtype, common)
                 filled += common.numel
         if filled != box.numel:
-            raise MusterError(f"{self.folder} holds only {filled} of {box.numel} wanted numbers of {name}")
+            raise MusterError(f"{self.folder} holds only {filled} of {box.numel} wanted elements of {name}")
         return out
 
     def _read_chunk(self, name: str, chunk: _Chunk, dtype: torch.dtype, part: Box) -> Tensor:
         path = self.folder / chunk.file
         if chunk.is_transformed:
-            raise MusterError(f"{path}: {name} was written compressed or encrypted, which can't be read here")
-        meta, inner = (
-            TensorMeta(chunk.box.size, dtype),
-            Box(tuple(a - b for a, b in zip(part.start, chunk.box.start, strict=True)), part.size),
-        )
+            raise MusterError(f"{path}: {name} is compressed or encrypted, which can't be read")
+        meta = TensorMeta(chunk.box.size, dtype)
+        inner = Box(tuple(a - b for a, b in zip(part.start, chunk.box.start, strict=True)), part.size)
         try:
             if chunk not in self._offsets:
                 self._offsets[chunk] = _data_offset(path, chunk.offset, chunk.length, meta)
@@ -135,10 +134,10 @@ class DcpTensors:
             raise MusterError(f"could not read {path}: {error.strerror}") from error
         except MusterError:
             raise
-        except Exception as error:  # torch.load and zipfile raise many kinds
+        except Exception as error:  # torch.load and zipfile raise many types
             raise MusterError(f"{path} is damaged: {name} can't be read from it") from error
         if not isinstance(whole, Tensor) or tuple(whole.shape) != meta.shape or whole.dtype != dtype:
-            raise MusterError(f"{path} is damaged: {name} there isn't as {METADATA} says")
+            raise MusterError(f"{path} is damaged: {name} in it differs from its description in {METADATA}")
         return whole[inner.slices].clone()
 
 
@@ -169,11 +168,11 @@ def _parse_metadata(metadata: Any) -> tuple[dict[str, TensorMeta], dict[str, lis
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A part as torch.save writes it: a zip archive whose records are not compressed
+# Parts as torch.save writes them: zip archives with uncompressed records
 
 
 class _FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """Byte range of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, offset, length, 0
@@ -202,18 +201,18 @@ class _FileSlice(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _SavedTensor:
-    """A tensor as `torch.save` describes it."""
+    """Tensor as `torch.save` describes it."""
 
     dtype: torch.dtype
     key: str
-    """Of the record that holds its numbers."""
+    """Key of the record that holds its elements."""
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 def _storage(pid: Any) -> tuple[torch.dtype, str]:
-    """("storage", its class, key, device, length)."""
+    """Return dtype and key of a persistent id ("storage", class, key, device, length)."""
     return pid[1], str(pid[2])
 
 
@@ -253,7 +252,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 
 
 def _data_offset(path: Path, offset: int, length: int, meta: TensorMeta) -> int | None:
-    """Where in the file the numbers of a part begin, if they lie there one after another; None where they don't."""
+    """Return the offset in the file of a part's first element; None unless its elements are contiguous."""
     with open(path, "rb") as file, _FileSlice(file, offset, length) as view, zipfile.ZipFile(view) as archive:
         (described,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         try:

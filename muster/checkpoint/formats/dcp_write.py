@@ -1,6 +1,7 @@
-"""Writing folders of `torch.distributed.checkpoint`, chunk by chunk.
+"""Writer of `torch.distributed.checkpoint` folders, a part of a tensor at a time.
 
-As its FileSystemWriter does, which holds everything that it has written in memory until the end (PyTorch 2.13).
+The folders are those of torch's FileSystemWriter, which however keeps everything it writes in memory until the end
+(PyTorch 2.13).
 """
 
 import io
@@ -27,10 +28,10 @@ _FILE = "__0_0.distcp"
 
 
 def write_dcp(folder: Path, tensors: TensorSource, max_box_bytes: int, progress: Callable[[int], None]) -> None:
-    """Makes `folder` one that `torch.distributed.checkpoint.load` opens, with all the tensors under their names.
+    """Write all tensors under their names into `folder`, for `torch.distributed.checkpoint.load`.
 
-    The format keeps its index in a pickle. `limit_bytes` are in memory of a tensor at once; `progress` receives the
-    bytes of each chunk that is written. Raises OSError, or what reading a tensor raises.
+    The index of this format is a pickle. At most `max_box_bytes` of a tensor are in memory at once; `progress` receives
+    the bytes of each part that is written. Raises OSError, or what reading a tensor raises.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -48,7 +49,7 @@ def write_dcp(folder: Path, tensors: TensorSource, max_box_bytes: int, progress:
                 progress(tensor.nbytes)
         out.flush()
         os.fsync(out.fileno())
-    # The writer of torch unflattens by these paths: {"model": {name: …}, "optim": {…}}.
+    # torch.distributed.checkpoint unflattens by these paths: {"model": {name: …}, "optim": {…}}.
     paths = {name: tuple(name.split(".", 1)) for name in described}
     with open(folder / METADATA, "wb") as out:
         pickle.dump(Metadata(described, planner_data=paths, storage_data=places), out)

@@ -28,13 +28,13 @@ AUXILIARY_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What belongs to a complete directory beside configuration and weights, where its tokenizer has it."""
+"""Files of a complete directory other than configuration and weights, as far as its tokenizer has them."""
 
 
 def open_weights(folder: Path) -> SafetensorsFiles:
-    """The tensors of a directory, by the names there.
+    """Open the tensors of a directory, by their names in it.
 
-    Raises ConfigError where there are none that can be read without running code, MusterError where shards are missing.
+    Raises ConfigError if none can be read without running code, MusterError if shards are missing.
     """
     if (folder / INDEX_FILE).exists():
         try:
@@ -49,7 +49,7 @@ def open_weights(folder: Path) -> SafetensorsFiles:
     pickles = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise ConfigError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which could run anything when opened: expected"
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened: expected"
             " *.safetensors (save_pretrained of transformers writes them)"
         )
     raise ConfigError(
@@ -60,10 +60,10 @@ def open_weights(folder: Path) -> SafetensorsFiles:
 def write_weights(
     folder: Path, tensors: TensorSource, max_shard_bytes: int, progress: Callable[[int], None]
 ) -> list[str]:
-    """Writes all tensors in shards of at most `max_shard_bytes` (one tensor at least); returns the files' names.
+    """Write all tensors in shards of at most `max_shard_bytes` (at least one tensor each); return the files' names.
 
-    No more than a few chunks of a tensor are in memory at once. `progress` receives the bytes of each. Raises OSError,
-    or what reading a tensor raises.
+    Only a few parts of a tensor are in memory at once. `progress` receives the bytes of each part. Raises OSError, or
+    what reading a tensor raises.
     """
     shards = list(_plan_shards(tensors.metas, max_shard_bytes))
     names = [WEIGHTS_FILE]
@@ -87,8 +87,10 @@ def write_weights(
 
 
 def buffer_bytes(max_shard_bytes: int) -> int:
-    """What to hold of a tensor at once, small beside a shard: many small parts of a matrix that has to be transposed
-    would each touch all of it."""
+    """Return the largest part of a tensor to hold in memory at once, which is small beside a shard.
+
+    It isn't smaller still because each part of a matrix that is transposed touches all of the stored matrix.
+    """
     return min(max(max_shard_bytes // 32, 1 << 20), 64 << 20)
 
 
@@ -105,7 +107,7 @@ def _plan_shards(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[di
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """As `transformers` writes it: two spaces, keys sorted, a newline at the end. Raises OSError."""
+    """Write JSON as `transformers` does: indented by two, keys sorted, a final newline. Raises OSError."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
         file.flush()
@@ -113,15 +115,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tokenizer of single bytes
+# Tokenizer files for the tokenizer `bytes`
 
 EOS_TOKEN = "<|endoftext|>"
 
 
 def byte_tokenizer_files(max_positions: int | None) -> dict[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json of `muster.data.tokenizer.ByteTokenizer`.
+    """Return tokenizer.json and tokenizer_config.json of `muster.data.tokenizer.ByteTokenizer`, by file name.
 
-    A byte-level model without merges, whose vocabulary is each byte under the character that stands for it.
+    They describe a byte-level BPE model without merges, whose vocabulary is the characters that stand for the bytes.
     """
     characters = byte_characters()
     end = {
@@ -167,16 +169,18 @@ def byte_tokenizer_files(max_positions: int | None) -> dict[str, dict[str, Any]]
 
 
 def byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte (GPT-2's table): printable bytes of Latin-1 stand
-    for themselves, the others for the characters from U+0100 on."""
+    """Return the character that byte-level tokenizers use for each byte (GPT-2's table).
+
+    Printable Latin-1 characters stand for their own byte; the other bytes are the characters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def dominant_dtype(metas: Mapping[str, TensorMeta]) -> str:
-    """The dtype that most of the numbers have, as torch calls it."""
-    numbers: dict[torch.dtype, int] = {}
+    """Return the torch name of the dtype that most elements have."""
+    elements: dict[torch.dtype, int] = {}
     for meta in metas.values():
-        numbers[meta.dtype] = numbers.get(meta.dtype, 0) + meta.numel
-    return str(max(numbers, key=lambda dtype: numbers[dtype])).removeprefix("torch.")
+        elements[meta.dtype] = elements.get(meta.dtype, 0) + meta.numel
+    return str(max(elements, key=lambda dtype: elements[dtype])).removeprefix("torch.")

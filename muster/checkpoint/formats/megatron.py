@@ -1,9 +1,13 @@
-"""Megatron-LM checkpoints of the format `torch_dist`: a torch.distributed.checkpoint folder whose names and shapes are
-those of Megatron-Core's GPTModel, and `common.pt`, a pickle with the training's arguments.
+"""Megatron-LM checkpoints of the format `torch_dist`.
 
-Layouts as of Megatron-LM in August 2026 (megatron/core/dist_checkpointing, transformer/attention.py and mlp.py): layers
-are stacked in front (or have a number in their names), queries, keys and values lie side by side for each group of
-heads, the gate's rows lie before the up matrix's, and norms are named after the matrix that follows them.
+A torch.distributed.checkpoint folder with the names and shapes of Megatron-Core's GPTModel, and `common.pt`, a pickle
+with the training's arguments. Layouts as of Megatron-LM in August 2026 (megatron/core/dist_checkpointing,
+transformer/attention.py and mlp.py):
+
+* layers are stacked in a leading dimension, or numbered in the names;
+* linear_qkv has, for each group of heads, the rows of its queries, then its key, then its value;
+* linear_fc1 has the gate's rows before the up matrix's;
+* norms are named after the matrix that follows them.
 """
 
 import json
@@ -26,7 +30,7 @@ _METADATA_FILE, _COMMON_FILE = "metadata.json", "common.pt"
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether a torch.distributed.checkpoint folder is one of Megatron-LM."""
+    """Return True if a torch.distributed.checkpoint folder is one of Megatron-LM."""
     try:
         return json.loads((folder / _METADATA_FILE).read_bytes())["sharded_backend"] == "torch_dist"
     except (OSError, ValueError, LookupError, TypeError):
@@ -34,18 +38,16 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def latest_iteration(path: Path) -> Path:
-    """The checkpoint that a directory of them calls its last. Raises ConfigError where it isn't there."""
+    """Return the checkpoint that the tracker file of a directory names. Raises ConfigError if it can't be read."""
     word = (path / TRACKER_FILE).read_text().strip()
     folder = path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
     if not is_torch_dist(folder):
-        raise ConfigError(
-            f"{path / TRACKER_FILE} names {folder.name}, which is no torch_dist checkpoint: none else is read"
-        )
+        raise ConfigError(f"{path / TRACKER_FILE} names {folder.name}, but only torch_dist checkpoints can be read")
     return folder
 
 
 class _InertObject(InertRecord):
-    """Takes whatever a pickle does with an object, and does nothing."""
+    """Object that accepts anything a pickle does with it, without effect."""
 
     def __call__(self, *args: object) -> "_InertObject":
         return self
@@ -61,7 +63,7 @@ class _InertObject(InertRecord):
 
 
 class _AnyName(Mapping[tuple[str, str], Any]):
-    """Every name of a pickle as an inert record, but for plain containers."""
+    """Mapping of every name in a pickle to an inert record, except for plain containers."""
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         known = {("collections", "OrderedDict"): OrderedDict, ("builtins", "dict"): dict, ("builtins", "set"): set}
@@ -78,9 +80,9 @@ class _AnyName(Mapping[tuple[str, str], Any]):
 
 
 def read_arguments(folder: Path) -> dict[str, Any]:
-    """The arguments of the training that wrote a checkpoint, and its `iteration`; empty where they aren't there.
+    """Return the arguments of the training that wrote a checkpoint, and its `iteration`; empty if there are none.
 
-    Raises MusterError where the file is damaged.
+    Raises MusterError if the file is damaged.
     """
     path = folder / _COMMON_FILE
     if not path.exists():
@@ -109,11 +111,11 @@ _SUPPORTED_ARGUMENTS: dict[str, Any] = {
     "mtp_num_layers": None,
     "hybrid_override_pattern": None,
 }
-"""Arguments of which only one value is known here (and None, for one that isn't set)."""
+"""Arguments of which only this value, or None for one that isn't set, is supported."""
 
 
 def spec_from_arguments(arguments: Mapping[str, Any], folder: Path) -> ModelSpec:
-    """The model that a training's arguments describe. Raises ConfigError where it is not one that is known."""
+    """Return the model that a training's arguments describe. Raises ConfigError if it isn't supported."""
     for key, known in _SUPPORTED_ARGUMENTS.items():
         if (value := arguments.get(key, known)) not in (known, None, 0):
             raise ConfigError(f"{folder} was trained with {key} {value}, expected {known}: nothing else is known")
@@ -128,12 +130,12 @@ def spec_from_arguments(arguments: Mapping[str, Any], folder: Path) -> ModelSpec
 
 
 def _spec_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a ModelSpec."""
+    """Return the fields of a ModelSpec."""
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     swiglu, bias = bool(arguments.get("swiglu")), bool(arguments.get("add_bias_linear", True))
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
     position = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
-    # Megatron-LM's GELU is the exact one without bias fusion, and the tanh form with it (bias_gelu_fusion).
+    # GELU in Megatron-LM is exact without bias fusion, and the tanh approximation with it (bias_gelu_fusion).
     tanh = arguments.get("openai_gelu") or (arguments.get("bias_gelu_fusion") and bias)
     return {
         "vocab_size": arguments["padded_vocab_size"],
@@ -179,7 +181,7 @@ _LAYER_NAMES = {
 
 
 def megatron_weight_map(spec: ModelSpec, stacked: bool) -> Iterator[WeightLink]:
-    """Where each part of each parameter lies; `stacked`: all layers of a matrix are one tensor."""
+    """Yield the tensor and box of each part of each parameter; `stacked`: one tensor holds all layers of a matrix."""
     for name, shape in parameter_shapes(spec):
         if name in _OUTER_NAMES:
             yield WeightLink(name, _whole(shape), _OUTER_NAMES[name], _whole(shape))
@@ -195,7 +197,7 @@ def megatron_weight_map(spec: ModelSpec, stacked: bool) -> Iterator[WeightLink]:
 
 
 def _layer_boxes(spec: ModelSpec, part: str, shape: tuple[int, ...]) -> Iterator[tuple[Box, str, int]]:
-    """The boxes of a layer's parameter, each with the tensor that it is in and its first row there."""
+    """Yield the boxes of a layer's parameter, each with its tensor in the checkpoint and its first row there."""
     module, _, leaf = part.rpartition(".")
     if module in ("attn.q", "attn.k", "attn.v"):
         per_group = spec.num_heads // spec.num_kv_heads

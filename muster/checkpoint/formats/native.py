@@ -1,4 +1,4 @@
-"""The tensors of a Muster checkpoint, read and written box by box."""
+"""Muster's own checkpoint format, read and written box by box without a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,17 +19,18 @@ from muster.spec.checksum import crc32
 from muster.spec.errors import MusterError
 
 CACHE_BYTES = MAX_CHUNK_BYTES
-"""Of the pieces that were read last: all strips of some rows."""
+"""Size of the cache of chunks that were read last: enough for all strips of some rows."""
 
 
 class NativeTensors:
-    """The tensors of the checkpoint at `folder` (`Tensors`); whatever is read is checked against its checksum.
+    """Tensors of the checkpoint at `folder` (a `TensorSource`); every chunk is checked against its checksum.
 
-    Raises ConfigError where there is no checkpoint.
+    Raises ConfigError if there is no checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.manifest = folder, read_manifest(folder)
+        self.folder = folder
+        self.manifest = read_manifest(folder)
         self.metas: Mapping[str, TensorMeta] = {
             name: TensorMeta(tensor.shape, getattr(torch, tensor.dtype))
             for name, tensor in self.manifest.tensors.items()
@@ -38,7 +39,7 @@ class NativeTensors:
         self._cache: dict[tuple[int, int], Tensor] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        # One piece at a time, and the last ones kept: boxes that don't end where pieces do mostly follow one another.
+        # The last chunks are cached, since consecutive boxes often share a chunk.
         out = allocate(box.size, self.metas[name].dtype)
         for read in plan_reads(self.manifest, [(name, box)]):
             common = intersect(read.box, box)
@@ -47,21 +48,22 @@ class NativeTensors:
         return out
 
     def _read_chunk(self, name: str, read: ReadItem) -> Tensor:
-        place = (read.file, read.offset)
-        if place not in self._cache:
-            while sum(kept.nbytes for kept in self._cache.values()) + read.nbytes > CACHE_BYTES and self._cache:
+        key = (read.file, read.offset)
+        if key not in self._cache:
+            while sum(cached.nbytes for cached in self._cache.values()) + read.nbytes > CACHE_BYTES and self._cache:
                 del self._cache[next(iter(self._cache))]
-            path, meta = self.folder / self.manifest.file_names[read.file], self.metas[name]
+            path = self.folder / self.manifest.file_names[read.file]
             if problem := find_file_damage(path, self.manifest.files[path.name]):
                 raise MusterError(problem)
-            data = ArrayFile(path).read_box(read.offset, meta := TensorMeta(read.box.size, meta.dtype), meta.whole)
+            meta = TensorMeta(read.box.size, self.metas[name].dtype)
+            data = ArrayFile(path).read_box(read.offset, meta, meta.whole)
             if crc32(byte_view(data)) != read.crc32:
                 raise MusterError(f"{path} is damaged: the checksum of {name} is wrong")
-            self._cache[place] = data
-        return self._cache[place]
+            self._cache[key] = data
+        return self._cache[key]
 
     def find_chunk_damage(self, name: str, chunk: StoredChunk) -> str | None:
-        """Why the bytes of a piece aren't those that were written; None when its checksum is right."""
+        """Return a message about a damaged chunk; None if its checksum is right."""
         try:
             self.read(name, chunk.box)
         except MusterError as error:
@@ -77,10 +79,10 @@ def write_checkpoint(
     max_file_bytes: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Writes a checkpoint of all tensors into `folder`, in files of about `max_file_bytes`.
+    """Write a checkpoint of all tensors into `folder`, in files of about `max_file_bytes`.
 
-    `info` is that of `muster.checkpoint.save.save`. A box of BLOCK_BYTES is in memory at a time; `progress` receives
-    the bytes of each. Raises OSError, or what reading a tensor raises.
+    `info` is that of `muster.checkpoint.save.save`. One box of at most MAX_CHUNK_BYTES is in memory at a time;
+    `progress` receives the bytes of each. Raises OSError, or what reading a tensor raises.
     """
     number = 0
     for number, parts in enumerate(_plan_files(tensors.metas, max_file_bytes), start=1):
@@ -98,7 +100,7 @@ def _item_buffers(
 
 
 def _plan_files(metas: Mapping[str, TensorMeta], max_bytes: int) -> Iterator[list[WriteItem]]:
-    """What goes into each file; wide types first, so that every box is aligned."""
+    """Yield the items of each file, wide dtypes first, so that every box is aligned."""
     parts: list[WriteItem] = []
     held = 0
     for name, meta in sorted(metas.items(), key=lambda item: -item[1].dtype.itemsize):

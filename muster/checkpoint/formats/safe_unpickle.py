@@ -1,8 +1,7 @@
-"""What a foreign pickle says, without letting it do anything.
+"""Safe reader of foreign pickles, which runs none of their code.
 
-A pickle names functions and classes and has them called. Here every name stands for an inert record of that name, so
-that nothing is imported and nothing but records is made; the names that a format needs are listed, and a pickle with
-any other one is refused.
+A pickle names functions and classes and has them called. Here a format lists the names it needs, and what to use in
+their place: inert records, containers, dtypes. Nothing is imported, and a pickle with any other name is refused.
 """
 
 import pickle
@@ -14,7 +13,7 @@ from muster.spec.errors import MusterError
 
 
 class InertRecord:
-    """An object of a foreign class: what it was made with, and its fields."""
+    """Stand-in for an object of a foreign class: its constructor's arguments and its fields."""
 
     def __new__(cls, *args: object, **fields: object) -> "InertRecord":
         self = super().__new__(cls)
@@ -35,7 +34,7 @@ class InertRecord:
 
 
 class RefusedPickle(MusterError):
-    """A pickle holds something that is not on the list."""
+    """A pickle names something that is not listed."""
 
 
 class _Reader(pickle.Unpickler):
@@ -59,14 +58,14 @@ class _Reader(pickle.Unpickler):
 def read_pickle(
     data: bytes, names: Mapping[tuple[str, str], Any], load_persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """What a pickle holds, where it names nothing but `names`: (module, name) → what is taken for it.
+    """Load a pickle that uses no names but `names`: (module, name) → object to use in its place.
 
-    The values must be harmless to call with anything: `Record`s, plain containers, functions that only look at their
-    arguments. Raises Refused where another name comes up, MusterError where it is damaged.
+    These objects must be harmless to call with any arguments: `InertRecord`s, plain containers, functions that only
+    inspect their arguments. Raises RefusedPickle for any other name, MusterError for a damaged pickle.
     """
     try:
         return _Reader(data, names, load_persistent).load()
     except MusterError:
         raise
-    except Exception as error:  # a damaged pickle ends in whatever its last byte asks for
+    except Exception as error:  # a damaged pickle can raise any exception
         raise MusterError(f"it is damaged ({type(error).__name__})") from error

@@ -1,4 +1,4 @@
-"""safetensors files: eight bytes with the header's length, the header in JSON, and the tensors' bytes after it."""
+"""safetensors files: eight bytes with the header's length, a JSON header, and the tensors' bytes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -16,34 +16,37 @@ from muster.spec.errors import MusterError
 
 DTYPE_NAMES = {getattr(torch, name): word for name, word in SAFETENSORS_NAMES.items()}
 DTYPE_NAMES |= {torch.int16: "I16", torch.int8: "I8"}
-"""What the format calls each dtype."""
+"""Names of dtypes in the format."""
 
 _DTYPES = {word: dtype for dtype, word in DTYPE_NAMES.items()}
 _LONGEST_HEADER_BYTES = 100_000_000
-"""As the format's own library allows."""
+"""Limit of the format's own library."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file, and the offset of its first byte from the file's start."""
+    """Tensor in a file, with the offset of its first byte in the file."""
 
     meta: TensorMeta
     offset: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file. Raises MusterError where it can't be read, is cut off, or holds a dtype unknown here."""
+    """Read the tensors' entries of a file.
+
+    Raises MusterError if it can't be read, is truncated, or has an unknown dtype.
+    """
     try:
         with open(path, "rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER_BYTES):
-                raise MusterError(f"{path} is damaged: it is no safetensors file, or cut off in its header")
+                raise MusterError(f"{path} is damaged: it is not a safetensors file, or truncated in its header")
             content = json.loads(file.read(length))
     except OSError as error:
         raise MusterError(f"could not read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise MusterError(f"{path} is damaged: its header is no JSON") from error
+        raise MusterError(f"{path} is damaged: its header is not JSON") from error
     try:
         return {
             name: _entry(path, name, fields, 8 + length, size)
@@ -67,7 +70,7 @@ def _entry(path: Path, name: str, fields: Mapping, start: int, size: int) -> Ten
 
 
 def write_header(out: BinaryIO, tensors: Iterable[tuple[str, TensorMeta]]) -> None:
-    """The start of a file whose tensors' bytes follow in this order. Raises MusterError for a dtype it can't hold."""
+    """Write the header of a file with these tensors in this order. Raises MusterError for an unsupported dtype."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, meta in tensors:
@@ -81,7 +84,7 @@ def write_header(out: BinaryIO, tensors: Iterable[tuple[str, TensorMeta]]) -> No
 
 
 class SafetensorsFiles:
-    """The tensors of several files (`Tensors`)."""
+    """Tensors of several files (a `TensorSource`)."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._entries: dict[str, tuple[Path, TensorEntry]] = {}
@@ -97,5 +100,5 @@ class SafetensorsFiles:
         return ArrayFile(path).read_box(entry.offset, entry.meta, box)
 
     def file_of(self, name: str) -> Path:
-        """Where a tensor lies."""
+        """Return the file of a tensor."""
         return self._entries[name][0]

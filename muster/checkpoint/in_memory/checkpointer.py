@@ -1,7 +1,9 @@
-"""A run's newest state in the memory of its nodes: each rank's part on its own node and on the next; free of torch.
+"""Checkpoints in memory: a run's newest state in the memory of its nodes, from which a restart resumes in seconds.
 
-The next node is another one only where there are several: on a single node the copies outlive its processes, not its
-memory. What goes to the next node takes connections of its own, and none of the training's communication.
+Each rank's part is kept on its own node and on the next one, so the state survives the loss of any single node
+(compare Wang et al. 2023, "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints"). On a
+single node it survives its processes, but not the node. Parts are sent to the next node over connections of their own,
+not through the training's communication. Free of torch.
 """
 
 import os
@@ -19,59 +21,67 @@ from muster.spec.errors import InfeasibleError, MusterError
 
 T = TypeVar("T")
 AllGather = Callable[[T], Sequence[T]]
-"""Hands a small value to every rank and returns those of all, by rank."""
+"""Function that takes this rank's small value and returns those of all ranks, by rank."""
 
 NUM_VERSIONS = 2
-"""Copies that lie in a memory at once: one is removed when the next is whole on all nodes."""
+"""Number of in-memory checkpoints that exist at once: one is removed when the next is complete on all nodes."""
 
 
 class InMemoryCheckpointer:
-    """One rank's part in the copies of its run. All ranks make one together, and call everything but `send` so."""
+    """One rank's part in the in-memory checkpoints of its run. All ranks construct it and call its methods together."""
 
     def __init__(
         self, rank: int, directory: InMemoryDirectory, store_host: str, attempt: str, all_gather: AllGather[Any]
     ) -> None:
-        """`towards` is the host of the launcher's store, `attempt` a word of this launch's own.
+        """Open the directory and a file server for the other nodes.
 
-        Raises MusterError on all ranks when one has no memory to write to or can't be reached.
+        `store_host` is the host of the launcher's store, `attempt` a word that is unique to this launch. Raises
+        MusterError on all ranks if one can't write to its memory or can't be reached.
         """
-        self.rank, self.directory, self.attempt = rank, directory, attempt
-        mark, address, problem = "", ("", 0, ""), None
+        self.rank = rank
+        self.directory = directory
+        self.attempt = attempt
+        mark = ""
+        address: tuple[str, int, str] = ("", 0, "")
+        problem = None
         try:
             mark = directory.open()
             self._server = transport.FileServer(directory.path, local_address_for(store_host))
             address = self._server.address
         except OSError as error:
-            place = error.filename or directory.path
+            path = error.filename or directory.path
             problem = (
-                f"no copies can be made in {place}: {error.strerror or error} (rank {rank}):"
+                f"in-memory checkpoints can't be written to {path}: {error.strerror or error} (rank {rank}):"
                 " see train.in_memory_checkpoint_dir"
             )
         except MusterError as error:
-            problem = f"no copies can be made: {error} (rank {rank})"
-        told = all_gather((mark, tuple(address), problem))
-        if problems := [text for _, _, text in told if text]:
+            problem = f"in-memory checkpoints can't be written: {error} (rank {rank})"
+        gathered = all_gather((mark, tuple(address), problem))
+        if problems := [text for _, _, text in gathered if text]:
             raise MusterError(problems[0])
-        self.addresses = [transport.PeerAddress(*where) for _, where, _ in told]
-        self.node_groups = NodeGroups([mark for mark, _, _ in told])
+        self.addresses = [transport.PeerAddress(*peer) for _, peer, _ in gathered]
+        self.node_groups = NodeGroups([mark for mark, _, _ in gathered])
         self.is_node_leader = self.node_groups.ranks_on_node_of(rank)[0] == rank
-        """Whether this rank does what is done once on a node."""
+        """True if this rank does what is done once per node."""
 
     def require_capacity(self, local_bytes: int, all_gather: AllGather[Any]) -> None:
-        """Raises InfeasibleError on all ranks when a node has too little memory for the copies, of which this rank's
-        have `own_bytes`."""
+        """Raise InfeasibleError on all ranks if a node has too little memory for in-memory checkpoints.
+
+        `local_bytes` is the size of this rank's part.
+        """
         usage = shutil.disk_usage(self.directory.path)
         used = sum(path.stat().st_size for path in self.directory.path.rglob("*") if path.is_file())
-        told = all_gather((local_bytes, usage.free + used, os.uname().nodename, str(self.directory.path.parent)))
+        gathered = all_gather((local_bytes, usage.free + used, os.uname().nodename, str(self.directory.path.parent)))
         for ranks in self.node_groups.groups:
-            first = ranks[0]
-            need = NUM_VERSIONS * sum(told[rank][0] for rank in (*ranks, *self.node_groups.received_ranks(first)))
-            _, free, host, place = told[first]
-            if need > free:
+            leader = ranks[0]
+            stored = (*ranks, *self.node_groups.received_ranks(leader))
+            needed_bytes = NUM_VERSIONS * sum(gathered[rank][0] for rank in stored)
+            _, free_bytes, host, parent = gathered[leader]
+            if needed_bytes > free_bytes:
                 raise InfeasibleError(
-                    f"train.in_memory_checkpoint_every: the copies of {format_ranks(ranks)} on {host} and of those"
-                    f" before them need {need / 1e9:.2f} GB in {place}, and there are {free / 1e9:.2f}: give more nodes"
-                    " or another train.in_memory_checkpoint_dir, or set it to 0"
+                    f"train.in_memory_checkpoint_every: the parts of {format_ranks(ranks)} on {host} and of the node"
+                    f" before need {needed_bytes / 1e9:.2f} GB in {parent}, which has {free_bytes / 1e9:.2f}: give more"
+                    " nodes or another train.in_memory_checkpoint_dir, or set it to 0"
                 )
 
     def save(
@@ -82,19 +92,22 @@ class InMemoryCheckpointer:
         write: Callable[[Path], None],
         exchange: Callable[[str | None], Sequence[str | None]],
     ) -> None:
-        """Makes the copies of one step; `write` writes this rank's part into the folder that it is given, and sends it
-        on. Raises MusterError on all ranks when one fails: the copies before are then untouched."""
+        """Save the in-memory checkpoint of one step.
+
+        `write` writes this rank's part into the folder that it receives, and sends it to the next node. Raises
+        MusterError on all ranks if one fails; the checkpoint before is then untouched.
+        """
 
         def together(action: Callable[[], None], wanted: bool = True) -> None:
             problem = None
             try:
                 if wanted:
                     action()
-            except Exception as error:  # whatever it is, the others must hear of it or they wait in vain
+            except Exception as error:  # any error: the other ranks must learn of it, or they wait in vain
                 words = error if isinstance(error, MusterError) else getattr(error, "strerror", None) or repr(error)
                 problem = f"{words} (rank {self.rank})"
             if problems := [text for text in exchange(problem) if text]:
-                raise MusterError(f"the copies of step {step} in memory were not made: {problems[0]}")
+                raise MusterError(f"the in-memory checkpoint of step {step} was not saved: {problems[0]}")
 
         head = StepHeader(attempt=self.attempt, world_size=world_size, about=header)
         try:
@@ -110,19 +123,19 @@ class InMemoryCheckpointer:
 
     @property
     def partner_address(self) -> transport.PeerAddress | None:
-        """Who gets the second copy of this rank's part."""
+        """Address of the rank that receives the second copy of this rank's part; None on a single node."""
         other = self.node_groups.partner(self.rank)
         return None if other is None else self.addresses[other]
 
     def describe_location(self) -> str:
-        """What copies there will be, in words."""
+        """Return the location of in-memory checkpoints, in words."""
         count = len(self.node_groups.groups)
         if count == 1:
-            return f"in {self.directory.path} of this node alone: they outlive its processes, not its memory"
-        return f"in the memory of {count} nodes, each with those of the one before"
+            return f"in {self.directory.path} of this node alone: it survives its processes, not the node"
+        return f"in the memory of {count} nodes, each with the part of the one before"
 
     def close(self, delete: bool) -> None:
-        """Takes and gives no more; with `clear`, nothing is left."""
+        """Stop the file server; with `delete`, remove the in-memory checkpoints."""
         self._server.close()
         if delete and self.is_node_leader:
             self.directory.delete()
@@ -130,19 +143,19 @@ class InMemoryCheckpointer:
 
 
 def send_to_partner(folder: Path, rank: int, address: transport.PeerAddress) -> None:
-    """Sends what a rank has written into a folder to the node that keeps its second copy. Raises MusterError."""
+    """Send a rank's files in a folder to the node that keeps the second copy. Raises MusterError."""
     for path in (folder / rank_file_name(rank), rank_index_path(folder, rank)):
-        if not path.exists():  # a rank that has nothing to write
+        if not path.exists():  # the rank has nothing to write
             continue
         try:
             transport.put(address, f"{folder.name}/{path.name}", path)
         except OSError as error:
             words = error.strerror or str(error)
-            raise MusterError(f"no copy of rank {rank}'s part was made at {address.host}: {words}") from error
+            raise MusterError(f"rank {rank}'s part could not be copied to {address.host}: {words}") from error
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 to 7` or `ranks 0, 2 and 5`."""
+    """Return `rank 3`, `ranks 0 to 7` or `ranks 0, 2 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:

@@ -1,11 +1,11 @@
-"""The folder of a run's copies in the memory of one node; free of torch.
+"""Directory of a run's in-memory checkpoints on one node; free of torch.
 
-/dev/shm/muster-3f1c…/owner.json                             whose they are
+/dev/shm/muster-3f1c…/owner.json                             run that they belong to
 /dev/shm/muster-3f1c…/lock                                   held by the ranks while they run
-/dev/shm/muster-3f1c…/step-00000100/head.json                what a manifest says beside the tensors
-/dev/shm/muster-3f1c…/step-00000100/rank-00000.safetensors   of a rank of this node, or of the node before
-/dev/shm/muster-3f1c…/step-00000100/rank-00000.json          what lies in it
-/dev/shm/muster-3f1c…/step-00000120.tmp/                     being written, or left by a run that was killed
+/dev/shm/muster-3f1c…/step-00000100/head.json                header of a manifest, without files and tensors
+/dev/shm/muster-3f1c…/step-00000100/rank-00000.safetensors   part of a rank of this node, or of the node before
+/dev/shm/muster-3f1c…/step-00000100/rank-00000.json          index of that file
+/dev/shm/muster-3f1c…/step-00000120.tmp/                     being written, or left by a killed run
 """
 
 import errno
@@ -35,45 +35,46 @@ from muster.spec.checksum import crc32
 _LOCK_TIMEOUT_S = 30.0
 HEADER_FILE, OWNER_FILE, LOCK_FILE = "head.json", "owner.json", "lock"
 IDENTITY_FILE = "copies.json"
-"""In the run directory: who may go on from copies."""
+"""File in the run directory that says which runs may resume from its in-memory checkpoints."""
 
 
 class StepHeader(Frozen):
-    """What all nodes say alike of the copies of one step."""
+    """Header of the in-memory checkpoint of one step, the same on all nodes."""
 
     version: Literal[1] = 1
     attempt: str
-    """Of the launch that made them: copies of several never mix."""
+    """Launch that wrote it; parts of several launches never mix."""
     world_size: PositiveInt
-    """Ranks that wrote: the copies of all of them together are a checkpoint."""
+    """Number of ranks that wrote; the parts of all of them make up the checkpoint."""
     about: dict[str, Any]
-    """A manifest without its files and tensors."""
+    """Manifest without its files and tensors."""
 
 
 class DirectoryOwner(Frozen):
-    """Whose a folder of copies is."""
+    """Owner of a directory of in-memory checkpoints."""
 
     version: Literal[1] = 1
     run: str
-    """The run directory."""
+    """Run directory."""
     id: str
+    """Id of the run (`RunIdentity`)."""
     mark: str
-    """Drawn when the folder was made: ranks that read the same one share a memory."""
+    """Random word drawn when the directory was created; ranks that read the same one share a node's memory."""
 
 
 class RunIdentity(Frozen):
-    """A run for the sake of its copies. One that begins anew, or with other settings or data, becomes another."""
+    """Identity of a run. One that starts anew, or with other settings or data, becomes another run."""
 
     version: Literal[1] = 1
     id: str
     settings: tuple[str, ...]
-    """Digests of all configurations, with their data, under which it has gone on."""
+    """Digests of all configurations, with their data, under which the run has been resumed."""
 
 
 def claim_run_id(run_dir: Path, settings: str, resumes: bool) -> str:
-    """The run's id, for an attempt with these `settings`: a new one where the attempt begins anew.
+    """Return the id of the run for an attempt with these `settings`: a new one unless the attempt resumes it.
 
-    `goes_on`: the attempt was found to go on with what is there, or allowed to.
+    `resumes`: the attempt was found to continue what is there, or allowed to.
     """
     known = read_identity(run_dir)
     if known is not None and settings in known.settings:
@@ -87,12 +88,12 @@ def claim_run_id(run_dir: Path, settings: str, resumes: bool) -> str:
 
 
 def read_identity(run_dir: Path) -> RunIdentity | None:
-    """What `identify` has written, if it has."""
+    """Return the identity that `claim_run_id` has written; None if there is none."""
     return _read_json(RunIdentity, run_dir / IDENTITY_FILE)
 
 
 class InMemoryDirectory:
-    """One run's folder in one memory."""
+    """One run's directory in the memory of one node."""
 
     def __init__(self, parent: Path, run_dir: Path, run_id: str) -> None:
         self._owner = DirectoryOwner(run=str(run_dir.absolute()), id=run_id, mark=secrets.token_hex(8))
@@ -100,10 +101,7 @@ class InMemoryDirectory:
         self.path = parent / f"muster-{key}"
 
     def open(self) -> str:
-        """Makes the folder where there is none, holds it for as long as this process lives, and returns its mark.
-
-        Raises OSError.
-        """
+        """Create the directory if needed, lock it for the life of this process, and return its mark. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _belongs_to_user(self.path):
             raise OSError(errno.EPERM, "it belongs to another user", str(self.path))
@@ -111,64 +109,64 @@ class InMemoryDirectory:
         _lock_shared(self._lock.fileno())
         beside = self.path / f"owner-{self._owner.mark}"
         beside.write_text(self._owner.model_dump_json())
-        with suppress(FileExistsError):  # another rank's is as good
+        with suppress(FileExistsError):  # another rank has been faster
             os.link(beside, self.path / OWNER_FILE)
         beside.unlink()
         return DirectoryOwner.model_validate_json((self.path / OWNER_FILE).read_bytes()).mark
 
     def tmp_dir(self, step: int) -> Path:
-        """Where the copies of a step are written."""
+        """Return the folder in which the checkpoint of a step is written."""
         return self.path / f"{checkpoint_path(self.path, step).name}.tmp"
 
     def begin(self, step: int, header: StepHeader) -> None:
-        """Makes way for the copies of a step. One rank of a node calls this and what follows."""
+        """Create the temporary folder of a step. One rank of a node calls this and the following methods."""
         for path in self.path.glob("*.tmp"):
             shutil.rmtree(path)
         self.tmp_dir(step).mkdir(parents=True)
         (self.tmp_dir(step) / HEADER_FILE).write_text(header.model_dump_json())
 
     def commit(self, step: int) -> None:
-        """Gives the copies of a step, all of which are there, their name."""
+        """Rename the complete temporary folder of a step to its final name."""
         remove_checkpoint(checkpoint_path(self.path, step))
         os.rename(self.tmp_dir(step), checkpoint_path(self.path, step))
 
     def discard(self, step: int) -> None:
-        """Removes what there is of copies that will not be complete."""
+        """Remove the temporary folder of a step that failed."""
         shutil.rmtree(self.tmp_dir(step), ignore_errors=True)
 
     def keep_only(self, step: int) -> None:
-        """Removes the copies of all other steps."""
+        """Remove the checkpoints of all other steps."""
         for path in list_checkpoints(self.path):
             if path != checkpoint_path(self.path, step):
                 remove_checkpoint(path)
 
     def step_headers(self) -> Iterator[tuple[Path, StepHeader]]:
-        """The steps of which there are copies here, rising."""
+        """Yield folder and header of each step that is stored here, rising."""
         return step_headers(self.path)
 
     def release(self) -> None:
-        """Lets others see that nobody holds the folder."""
+        """Release the lock."""
         self._lock.close()
 
     def delete(self) -> None:
-        """Removes it all."""
+        """Remove the directory."""
         _remove_all(self.path)
 
 
 def step_headers(folder: Path) -> Iterator[tuple[Path, StepHeader]]:
-    """The steps of which a folder holds copies, rising."""
+    """Yield folder and header of each step that a directory holds, rising."""
     for path in list_checkpoints(folder):
         if (head := _read_json(StepHeader, path / HEADER_FILE)) is not None:
             yield path, head
 
 
 def stored_ranks(folder: Path) -> list[int]:
-    """The ranks of whose part there is a copy among those of one step."""
+    """Return the ranks whose part is in the folder of a step."""
     return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.json"))
 
 
 def is_intact(folder: Path, rank: int) -> bool:
-    """Whether all bytes of a rank's copy are there, and as they were written."""
+    """Return True if a rank's part is complete and all its checksums are right."""
     listed = _read_json(TensorIndex, rank_index_path(folder, rank))
     if listed is None or any(find_file_damage(folder / name, nbytes) for name, nbytes in listed.files.items()):
         return False
@@ -184,23 +182,23 @@ def is_intact(folder: Path, rank: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What killed runs have left
+# Directories that killed runs have left
 
 
 class OrphanedDirectory(NamedTuple):
-    """Copies that no running job holds."""
+    """Directory of in-memory checkpoints that no running job holds."""
 
     path: Path
     run_dir: Path
     nbytes: int
     step: int | None
-    """The last of which something is there."""
+    """Last step that is stored, at least in part."""
     is_stale: bool
-    """Nobody will go on from them: their run is gone, or has begun anew."""
+    """True if no run will resume from it: its run is gone, or was started anew."""
 
 
 def candidate_directories(pattern: str) -> list[Path]:
-    """The memories of this machine that `train.in_memory_checkpoint_dir` may mean."""
+    """Return the existing directories of this machine that match `train.in_memory_checkpoint_dir`."""
     if "{rank}" not in pattern:
         return [Path(pattern)]
     head, _, tail = pattern.partition("{rank}")
@@ -210,7 +208,7 @@ def candidate_directories(pattern: str) -> list[Path]:
 
 
 def find_orphaned(parent: Path) -> Iterator[OrphanedDirectory]:
-    """The folders of copies in a memory that nobody holds."""
+    """Yield the directories of in-memory checkpoints below `parent` that nobody holds."""
     for path in sorted(parent.glob("muster-*")):
         if not _belongs_to_user(path):
             continue
@@ -220,13 +218,13 @@ def find_orphaned(parent: Path) -> Iterator[OrphanedDirectory]:
         try:
             nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             steps = [head.about["step"] for _, head in step_headers(path)]
-        except FileNotFoundError:  # another rank of this node removes it now
+        except FileNotFoundError:  # another rank of this node is removing it
             continue
         yield OrphanedDirectory(path, run, nbytes, max(steps, default=None), _is_stale(run, owner.id))
 
 
 def remove_stale(parent: Path) -> list[OrphanedDirectory]:
-    """Removes the leftovers that nobody will go on from, and returns them."""
+    """Remove the orphaned directories from which no run will resume, and return them."""
     removed = []
     for left in find_orphaned(parent):
         if left.is_stale:
@@ -237,7 +235,10 @@ def remove_stale(parent: Path) -> list[OrphanedDirectory]:
 
 
 def _is_stale(run: Path, run_id: str) -> bool:
-    """Not where nobody can tell now: the disk may be away, or a later version have written there."""
+    """Return True if the run is known to be gone or to have another id.
+
+    False if that can't be determined: the disk may be unmounted, or a later version of Muster may have written there.
+    """
     if (known := read_identity(run)) is not None:
         return known.id != run_id
     try:
@@ -247,15 +248,17 @@ def _is_stale(run: Path, run_id: str) -> bool:
 
 
 def _remove_all(folder: Path) -> None:
-    """Removes a folder, last what says whose it is: what a kill in between leaves can then be found. Several ranks may
-    do so at once."""
+    """Remove a directory, its owner file last, so that a kill meanwhile leaves something that can be found.
+
+    Several ranks may call it at once.
+    """
     for path in folder.glob("step-*"):
         shutil.rmtree(path, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _belongs_to_user(folder: Path) -> bool:
-    """Whether it is a folder of this user: all may write to /dev/shm, and could lay links there."""
+    """Return True if it is a directory of this user: anyone may write to /dev/shm, and could place links there."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -264,7 +267,7 @@ def _belongs_to_user(folder: Path) -> bool:
 
 
 def _lock_shared(lock: int) -> None:
-    """Takes a lock that others may have as well; who looks whether a folder is held has it alone for a moment."""
+    """Take a shared lock; a process that checks whether the directory is locked holds it exclusively for a moment."""
     limit = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
@@ -282,7 +285,7 @@ def _is_locked(path: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # held, or another user's
+    except OSError:  # locked, or another user's
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Which copies the memories of all nodes hold together, and how a rank reads from them."""
+"""Recovery from in-memory checkpoints: the newest one that all nodes together hold, and reading from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,62 +15,71 @@ from muster.checkpoint.rank_file import rank_file_name, rank_index_path
 from muster.spec.errors import MusterError
 
 AttemptStep = tuple[int, str]
-"""Copies that belong together: the step, and the launch that made them."""
+"""Key of parts that belong together: their step, and the launch that wrote them."""
 
 
 @dataclass(frozen=True)
 class RecoveredCheckpoint:
-    """Copies that make up a whole checkpoint."""
+    """Complete in-memory checkpoint, spread over the nodes."""
 
     step: int
     folder: Path
-    """Where some of them lie, if there are any on this node."""
+    """Folder of the parts on this node, if there are any."""
     manifest: Manifest
     files: CheckpointFiles
 
     def load(self, shards: Sequence[LocalShard]) -> None:
-        """Fills the wanted pieces. Raises MusterError."""
+        """Fill this rank's shards. Raises MusterError."""
         fill_shards(self.folder, self.manifest, shards, files=self.files)
 
 
 @dataclass(frozen=True)
 class RecoverySearch:
-    """What was found of copies; the same on all ranks but for where they lie."""
+    """Result of a search for in-memory checkpoints; the same on all ranks, apart from paths."""
 
     newest: RecoveredCheckpoint | None
+    """Newest complete checkpoint."""
     incomplete: tuple[tuple[int, list[int]], ...]
-    """Of later copies that aren't whole: the step, and the ranks whose part is lost."""
+    """Later checkpoints that are incomplete, as (step, ranks whose part is lost)."""
 
 
 def find_newest(checkpointer: InMemoryCheckpointer, all_gather: AllGather[Any], max_step: int) -> RecoverySearch:
-    """What there is of copies of steps up to `most`. All ranks call it; each checks some of its node's copies."""
-    told: list[dict[AttemptStep, tuple[int, list[int]]]] = [
+    """Find the newest complete in-memory checkpoint up to `max_step`.
+
+    All ranks call it together; each verifies the checksums of some of its node's parts.
+    """
+    intact_by_rank: list[dict[AttemptStep, tuple[int, list[int]]]] = [
         dict(found) for found in all_gather(_intact_on_node(checkpointer))
     ]
-    keys = sorted({key for found in told for key in found if key[0] <= max_step}, reverse=True)
-    gaps = []
+    keys = sorted({key for found in intact_by_rank for key in found if key[0] <= max_step}, reverse=True)
+    incomplete = []
     for key in keys:
+        world_size = max(found[key][0] for found in intact_by_rank if key in found)
         holders: dict[int, list[int]] = {}
-        size = max(found[key][0] for found in told if key in found)
-        for rank, found in enumerate(told):
-            for copied in found.get(key, (size, []))[1]:
-                holders.setdefault(copied, []).append(rank)
-        if missing := [rank for rank in range(size) if rank not in holders]:
-            gaps.append((key[0], missing))
+        """Ranks that found the part of each writing rank intact."""
+        for rank, found in enumerate(intact_by_rank):
+            for writer in found.get(key, (world_size, []))[1]:
+                holders.setdefault(writer, []).append(rank)
+        if missing := [rank for rank in range(world_size) if rank not in holders]:
+            incomplete.append((key[0], missing))
             continue
-        return RecoverySearch(_assemble(checkpointer, all_gather, key, size, holders), tuple(gaps))
-    return RecoverySearch(None, tuple(gaps))
+        newest = _assemble(checkpointer, all_gather, key, world_size, holders)
+        return RecoverySearch(newest, tuple(incomplete))
+    return RecoverySearch(None, tuple(incomplete))
 
 
 def _intact_on_node(checkpointer: InMemoryCheckpointer) -> list[tuple[AttemptStep, tuple[int, list[int]]]]:
-    """By step and launch: how many ranks wrote, and those whose copies this rank has found whole."""
+    """Return, by step and launch, the number of ranks that wrote, and those whose parts this rank found intact.
+
+    The ranks of a node divide its parts among themselves.
+    """
     neighbours = checkpointer.node_groups.ranks_on_node_of(checkpointer.rank)
-    index, count = neighbours.index(checkpointer.rank), len(neighbours)
+    index = neighbours.index(checkpointer.rank)
     found = []
-    for folder, head in checkpointer.directory.step_headers():
-        own_share = stored_ranks(folder)[index::count]
-        whole = [rank for rank in own_share if is_intact(folder, rank)]
-        found.append(((head.about["step"], head.attempt), (head.world_size, whole)))
+    for folder, header in checkpointer.directory.step_headers():
+        share = stored_ranks(folder)[index :: len(neighbours)]
+        intact = [rank for rank in share if is_intact(folder, rank)]
+        found.append(((header.about["step"], header.attempt), (header.world_size, intact)))
     return found
 
 
@@ -78,34 +87,35 @@ def _assemble(
     checkpointer: InMemoryCheckpointer,
     all_gather: AllGather[Any],
     key: AttemptStep,
-    size: int,
+    world_size: int,
     holders: dict[int, list[int]],
 ) -> RecoveredCheckpoint:
-    """Makes a manifest of what the ranks that found copies whole read in them."""
-    here = {
-        head.attempt: (folder, head)
-        for folder, head in checkpointer.directory.step_headers()
-        if head.about["step"] == key[0]
+    """Merge the indexes of all parts into a manifest; each part's is sent by the first rank that found it intact."""
+    local = {
+        header.attempt: (folder, header)
+        for folder, header in checkpointer.directory.step_headers()
+        if header.about["step"] == key[0]
     }
-    folder, head = here.get(key[1], (checkpointer.directory.tmp_dir(key[0]), None))
-    own = [rank for rank, found in holders.items() if found[0] == checkpointer.rank]
-    told = all_gather((head and head.about, {rank: rank_index_path(folder, rank).read_text() for rank in own}))
-    about = next(said for said, _ in told if said is not None)
-    texts = {rank: text for _, lists in told for rank, text in lists.items()}
-    listed = merge_indexes([TensorIndex.model_validate_json(texts[rank]) for rank in range(size)])
-    manifest = Manifest(**about, files=listed.files, tensors=listed.tensors)
+    folder, header = local.get(key[1], (checkpointer.directory.tmp_dir(key[0]), None))
+    to_send = [writer for writer, ranks in holders.items() if ranks[0] == checkpointer.rank]
+    indexes = {writer: rank_index_path(folder, writer).read_text() for writer in to_send}
+    gathered = all_gather((header and header.about, indexes))
+    about = next(fields for fields, _ in gathered if fields is not None)
+    texts = {writer: text for _, sent in gathered for writer, text in sent.items()}
+    merged = merge_indexes([TensorIndex.model_validate_json(texts[rank]) for rank in range(world_size)])
+    manifest = Manifest(**about, files=merged.files, tensors=merged.tensors)
     neighbours = checkpointer.node_groups.ranks_on_node_of(checkpointer.rank)
     remote = {}
-    for rank, found in holders.items():
-        if not set(found) & set(neighbours):
-            # Of the ranks on that node each serves some of those that ask.
-            servers = checkpointer.node_groups.ranks_on_node_of(found[0])
-            remote[rank_file_name(rank)] = checkpointer.addresses[servers[checkpointer.rank % len(servers)]]
+    for writer, ranks in holders.items():
+        if not set(ranks) & set(neighbours):
+            # Spread requests over the ranks of that node.
+            servers = checkpointer.node_groups.ranks_on_node_of(ranks[0])
+            remote[rank_file_name(writer)] = checkpointer.addresses[servers[checkpointer.rank % len(servers)]]
     return RecoveredCheckpoint(key[0], folder, manifest, PeerFiles(folder, manifest, remote, f"step-{key[0]:08}"))
 
 
 class PeerFiles(CheckpointFiles):
-    """The files of a checkpoint some of which lie in other nodes' memory."""
+    """Files of a checkpoint, some of which are in the memory of other nodes."""
 
     def __init__(self, folder: Path, manifest: Manifest, remote: dict[str, transport.PeerAddress], name: str) -> None:
         super().__init__(folder, manifest)

@@ -1,7 +1,7 @@
-"""Parts of files between nodes, over connections of their own; free of torch.
+"""Transfer of files of in-memory checkpoints between nodes, over TCP connections of their own; free of torch.
 
-A request is one line of JSON; the answer begins with a line that is `ok` or a sentence that says why not. Who doesn't
-know the launch's secret word gets nothing, and a file can only be one of a step's copies.
+A request is one line of JSON; the answer begins with a line that is `ok` or an error message. A client must know the
+server's secret token, and only files of in-memory checkpoints are served.
 """
 
 import contextlib
@@ -17,32 +17,32 @@ from typing import Any, NamedTuple
 from muster.launch.network import ConnectionAcceptor, address_family
 
 TIMEOUT_S = 120.0
-"""How long a connection may stand still."""
+"""Time for which a connection may stall."""
 _CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r"step-\d{8,}(\.tmp)?/rank-\d{5,}\.(safetensors|json)")
 
 
 class PeerAddress(NamedTuple):
-    """Where a server listens."""
+    """Address of a rank's file server."""
 
     host: str
     port: int
     token: str
-    """What the server wants to hear."""
+    """Secret that the server requires."""
 
 
 class FileServer:
-    """Gives and takes files below one folder, in threads, until this process ends or `close`."""
+    """Server that sends and receives files below one folder, in threads, until `close` or the end of the process."""
 
     def __init__(self, root: Path, host: str) -> None:
-        """Listens on any port of this host's address `host`. Raises OSError."""
+        """Listen on any free port of this host's address `host`. Raises OSError."""
         self._root, self._token = root, secrets.token_hex(16)
         listener = socket.create_server((host, 0), family=address_family(host), backlog=128)
         self.address = PeerAddress(host, listener.getsockname()[1], self._token)
         self.close = ConnectionAcceptor(listener, self._serve, "copies").close
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # the other side sees that the connection ends
+        with connection, contextlib.suppress(OSError):  # the client sees that the connection ends
             connection.settimeout(TIMEOUT_S)
             with connection.makefile("rb") as lines:
                 request = _parse_object(lines.readline(4096))
@@ -57,10 +57,10 @@ class FileServer:
 
 
 def _receive_file(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
-    """Writes the bytes that follow."""
+    """Receive a file: write the bytes that follow the request."""
     rest, buffer = int(request["nbytes"]), memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "wb", buffering=0) as file:
-        if rest and hasattr(os, "posix_fallocate"):  # too little room is noticed at once
+        if rest and hasattr(os, "posix_fallocate"):  # fail at once if there is too little space
             os.posix_fallocate(file.fileno(), 0, rest)
         while rest:
             if not (count := lines.readinto1(buffer[:rest])):
@@ -71,7 +71,7 @@ def _receive_file(connection: socket.socket, lines: Any, path: Path, request: di
 
 
 def _send_range(connection: socket.socket, lines: Any, path: Path, request: dict[str, Any]) -> str:
-    """Sends a part of the file."""
+    """Send a byte range of the file."""
     offset, nbytes = int(request["offset"]), int(request["nbytes"])
     with open(path, "rb") as file:
         if offset + nbytes > os.fstat(file.fileno()).st_size:
@@ -85,16 +85,16 @@ _HANDLERS = {"put": _receive_file, "get": _send_range}
 
 
 def put(address: PeerAddress, name: str, path: Path) -> None:
-    """Sends a file, to lie as `name` below the server's folder. Raises OSError."""
+    """Send a file, to be stored as `name` below the server's folder. Raises OSError."""
     with open(path, "rb") as file, _request(address, "put", name, nbytes=os.fstat(file.fileno()).st_size) as connection:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has said why
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server's answer has the reason
             connection.sendfile(file)
         with connection.makefile("rb") as lines:
             _require_ok(lines)
 
 
 def get(address: PeerAddress, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Fills buffers one after the other with the bytes from `offset` on of the server's file `name`. Raises OSError."""
+    """Fill buffers in order with the bytes from `offset` on of the server's file `name`. Raises OSError."""
     nbytes = sum(len(buffer) for buffer in buffers)
     with _request(address, "get", name, offset=offset, nbytes=nbytes) as connection, connection.makefile("rb") as lines:
         _require_ok(lines)
