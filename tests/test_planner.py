@@ -32,6 +32,7 @@ from muster.planner.memory.budget import PendingFit
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import LayerPolicy, with_policy
 from muster.planner.memory.knapsack import Option, cheapest_choice
+from muster.planner.neighbours import neighbours
 from muster.planner.node_order import anneal, block_orders, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
@@ -39,12 +40,14 @@ from muster.planner.search import exhaustive_search, search
 from muster.planner.search_result import SearchResult
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.build import build_program, schedule_for_plan
+from muster.schedule.one_f_one_b import one_f_one_b
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import MoeSpec
 from muster.spec.plan import LayerStrategy, Plan
+from muster.spec.schedules import SCHEDULES, PlannerTraits, ScheduleEntry
 from muster.spec.workload import Workload
 
 SMALL = ModelSpec(vocab_size=512, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256, name="small")
@@ -273,7 +276,17 @@ def test_memory_is_weighed_without_a_program_as_with_it() -> None:
     assert schedules == {"1f1b", "zb-h1", "interleaved", "zb-v", "v-half"}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def declaring(trait: str) -> list[tuple[str, int]]:
+    """Schedules, with numbers of chunks, that declare a trait of the planner."""
+    return [
+        (name, chunks)
+        for name, entry in SCHEDULES.items()
+        if getattr(entry.planner, trait) is not None
+        for chunks in ((entry.chunks,) if entry.chunks else (2, 3))
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), declaring("deferred_weight_grads"))
 def test_ranks_put_off_as_many_weight_backwards_as_the_floor_of_memory_counts(schedule: str, chunks: int) -> None:
     for pp, count in product((2, 3, 4, 7), (1, 2, 3, 5, 8, 13, 20)):
         plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
@@ -298,7 +311,7 @@ def test_no_spread_of_layers_holds_less_than_the_least(counts: list[int], data: 
     assert min_fullest_rank_bytes(sum(layers), 3.0, 2.0, tuple(counts)) <= fullest + 1e-9
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2), ("v-half", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), declaring("warmup_forwards"))
 def test_no_rank_does_more_forwards_of_its_first_stage_at_once_than_bounds_assume(schedule, chunks) -> None:
     for pp, count in product((2, 3, 4, 7, 8), (1, 2, 3, 5, 8, 12, 23)):
         plan = Plan(pp=pp, vpp=chunks, schedule=schedule)
@@ -306,7 +319,24 @@ def test_no_rank_does_more_forwards_of_its_first_stage_at_once_than_bounds_assum
         for order in schedule_for_plan(plan, count).ranks:
             forwards = takewhile(lambda action, own=order[0].stage: action[:2] == ("F", own), order)
             runs.append(sum(1 for _ in forwards))
-        assert all(run <= most for run, most in zip(runs, max_warmup_forwards(plan, count), strict=True)), (pp, count)
+        assert all(run <= most for run, most in zip(runs, max_warmup_forwards(schedule, pp, count), strict=True)), (
+            pp,
+            count,
+        )
+
+
+def test_a_new_schedule_is_searched_and_bounded_by_its_registry_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule with fewer warm-up forwards than it could have: nothing but its file and this line names it."""
+    traits = PlannerTraits(searchable=True, compared_with_chunks=1, max_in_flight=(1, 0))
+    entry = ScheduleEntry(one_f_one_b, "1F1B under another name", 1, planner=traits)
+    monkeypatch.setitem(SCHEDULES, "toy", entry)
+    request = replace(instance(2), objective="time", memory_limit_bytes=None, fixed={"cp": 1, "tp": 1, "pp": 2})
+    found = search(request, 20)
+    value_of = {(one.plan.schedule, one.plan.hash): one.value for one in found.best}
+    assert {"toy", "1f1b"} <= {schedule for schedule, _ in value_of}
+    assert_bounds_hold(replace(request, fixed={**request.fixed, "schedule": "toy"}))
+    named = {change.change for change in neighbours(found.best[0], PlanEvaluator(request))}
+    assert found.best[0].plan.schedule == "toy" or "schedule toy" in named
 
 
 def test_a_bound_that_is_too_high_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from muster.cost.comm_volume import pipeline_bytes
 from muster.cost.time.collectives import all_reduce_s
 from muster.cost.time.plan_times import place_plan, plan_times
 from muster.layout.mesh import coordinates_of
-from muster.planner.bounds.latency_bound import _MAX_IN_FLIGHT, _WEIGHT_GRAD_DELAY, latency_bound_s
+from muster.planner.bounds.latency_bound import latency_bound_s
 from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.heterogeneous import find_best_plans
 from muster.planner.launch_files import LAUNCHERS, launch_spec_of, render_launch_files
@@ -150,7 +150,11 @@ def slow_links() -> PlanRequest:
 
 
 def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
-    for name, (most, more) in _MAX_IN_FLIGHT.items():
+    for name, entry in SCHEDULES.items():
+        if entry.planner.max_in_flight is None:
+            continue
+        most, more = entry.planner.max_in_flight
+        delay = entry.planner.weight_grad_delay
         for pp, count in product((2, 3, 5, 8), (1, 3, 7, 24)):
             chunks = SCHEDULES[name].chunks or 1
             schedule = make_schedule(name, ScheduleSpec(pp, count, chunks))
@@ -160,8 +164,8 @@ def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
                 under_way = most * (pp * chunks - stage) + more
                 assert max(accumulate(changes)) <= under_way, (name, pp, count, stage)
                 begun = {action[:3:2]: index for index, action in enumerate(passes)}
-                for trip in range(count - under_way if name in _WEIGHT_GRAD_DELAY else 0):
-                    delayed = trip - _WEIGHT_GRAD_DELAY[name] * stage
+                for trip in range(count - under_way if delay else 0):
+                    delayed = trip - delay * stage
                     follows = begun["F", trip + under_way]
                     assert begun["I", trip] < follows
                     assert delayed < 0 or begun["W", delayed] < follows, (name, pp, count, stage, trip)

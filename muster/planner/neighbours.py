@@ -14,6 +14,7 @@ from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import LayerOverride, Plan
+from muster.spec.schedules import SCHEDULES
 from muster.spec.supported import unsupported_features
 
 NOT_EVALUATED = "not looked at within --time-limit"
@@ -105,8 +106,9 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
         yield Change("no offload", _with_all_layers(plan, offload="none"), may_refit=False)
     if plan.pp > 1 and any(strategy.offload != "activations" for strategy in plan.strategies):
         yield Change("offload of all layers", _with_all_layers(plan, offload="activations"), may_refit=False)
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
-        if plan.pp > 1 and (schedule, chunks) != (plan.schedule, plan.vpp):
+    for schedule, entry in SCHEDULES.items():
+        chunks = entry.planner.compared_with_chunks
+        if plan.pp > 1 and chunks is not None and (schedule, chunks) != (plan.schedule, plan.vpp):
             stages = plan.stages if chunks == plan.vpp else ()
             yield Change(
                 f"schedule {schedule}",

@@ -34,11 +34,8 @@ from muster.spec.schedules import SCHEDULES
 MIN_SEEDS = 4
 """Plans that are simulated however little time there is."""
 
-SEED_SCHEDULES = ("zb-h2", "zb-v")
-"""Schedules with the least bubble."""
-
 SEEDS_PER_GROUP = 5
-"""Seeds of each schedule, tensor-parallel and pipeline degree."""
+"""Seeds of each schedule of low bubble, tensor-parallel and pipeline degree."""
 
 MAX_SEEDS = 64
 """Seeds in all, before layers are balanced and the batch is split for each."""
@@ -62,8 +59,11 @@ def _simulate_seed(frontier: Frontier, bound: float, plan: Plan) -> None:
 
 
 def likely_plans(evaluator: PlanEvaluator) -> Iterator[tuple[float, Plan]]:
-    """Yield bound and plan, lowest bound first: the plans of each seed schedule, tensor-parallel and pipeline degree
-    with the lowest bounds, of any micro-batch size, with one data sharding."""
+    """Yield bounds and plans, the lowest bound first.
+
+    They are the plans with the lowest bounds of each schedule of low bubble, tensor-parallel and pipeline degree, with
+    any micro-batch size and one data sharding.
+    """
     request = evaluator.request
     groups: defaultdict[tuple[int, int, str], list[tuple[float, int, Plan, list[ScheduleChoice]]]] = defaultdict(list)
     numbers = count()
@@ -72,7 +72,7 @@ def likely_plans(evaluator: PlanEvaluator) -> Iterator[tuple[float, Plan]]:
             continue
         choices = schedule_choices(request, shape)
         for (schedule, _), alike in groupby(choices, lambda choice: (choice.schedule, choice.vpp)):
-            if shape.pp > 1 and schedule not in SEED_SCHEDULES and "schedule" not in request.fixed:
+            if shape.pp > 1 and not SCHEDULES[schedule].planner.low_bubble and "schedule" not in request.fixed:
                 continue
             first, *others = alike
             for draft in draft_plans(request, first, partial(_is_seed_sharding, evaluator, first)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from muster.planner.node_order import is_heterogeneous
@@ -31,12 +32,6 @@ what they save of the bubble shrinks with the number of micro-batches."""
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """What cuts the model or a sequence; the rest of the devices are data-parallel."""
-
-_ONE_CHUNK = ("1f1b", "zb-h1")
-_OVER_SLOW_LINKS = ("zb-h2",)
-"""Keep up to twice as many micro-batches under way, at the price of their memory, and so hide slow hops."""
-_TWO_CHUNKS = ("zb-v", "v-half")
-"""With interleaved, one of the least bubble for each amount of memory; the others are for those who ask for them."""
 
 
 DataSharding = tuple[int, int, ZeroLevel]
@@ -154,9 +149,9 @@ def _ep_degrees(request: PlanRequest, ranks: int) -> list[int]:
 def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator["ScheduleChoice"]:
     """What gives a shape's passes their order: schedules with so many stages per rank, layers evenly on them or not."""
     share = request.workload.global_batch_size // shape.data // shape.micro_batch_size
-    in_blocks = share * shape.pp <= MAX_BLOCK_MICRO_BATCHES or request.fixed.get("schedule") in _TWO_CHUNKS
+    is_long = share * shape.pp > MAX_BLOCK_MICRO_BATCHES
     for schedule, vpp in schedule_options(request, shape.pp):
-        if schedule in _TWO_CHUNKS and not in_blocks:
+        if is_long and SCHEDULES[schedule].planner.slow_to_build and request.fixed.get("schedule") != schedule:
             continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
             for shares in uneven_batch_options(request, shape):
@@ -256,34 +251,37 @@ def make_plan(
     )
 
 
-_STRATEGIES: dict[tuple[Any, ...], LayerStrategy] = {}
-
-
+@lru_cache(maxsize=1024)  # plans of a search share few strategies, and are compared by them
 def _strategy(base: LayerStrategy, zero: ZeroLevel, sp: bool, recompute: Recompute, offload: Offload) -> LayerStrategy:
-    key = (base, zero, sp, recompute, offload)
-    if key not in _STRATEGIES:
-        _STRATEGIES[key] = base.model_copy(update={"zero": zero, "sp": sp, "recompute": recompute, "offload": offload})
-    return _STRATEGIES[key]
+    return base.model_copy(update={"zero": zero, "sp": sp, "recompute": recompute, "offload": offload})
 
 
 def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
-    """Schedules and stages per rank that `pp` pipeline ranks can run; one that is wanted, even if it isn't tried."""
-    layers = request.model.num_layers
-    wanted = SCHEDULES.get(request.fixed.get("schedule", ""))
-    if wanted is not None and request.fixed["schedule"] not in (
-        *_ONE_CHUNK,
-        *_OVER_SLOW_LINKS,
-        "interleaved",
-        *_TWO_CHUNKS,
-    ):
-        chunks = (1,) if pp == 1 else (1, *CHUNK_COUNTS)
-        return [(request.fixed["schedule"], v) for v in chunks if wanted.supports_chunks(v) and pp * v <= layers]
+    """Return schedules and stages per rank for `pp` pipeline ranks: those that the planner searches (`PlannerTraits`),
+    or the one that is required even where it isn't searched."""
+    num_layers = request.model.num_layers
+    required = request.fixed.get("schedule", "")
+    if required in SCHEDULES and not SCHEDULES[required].planner.searchable:
+        counts = (1,) if pp == 1 else (1, *CHUNK_COUNTS)
+        entry = SCHEDULES[required]
+        return [(required, count) for count in counts if entry.supports_chunks(count) and pp * count <= num_layers]
     if pp == 1:
         return [("1f1b", 1)]
-    chunks = [v for v in CHUNK_COUNTS if pp * v <= layers]
-    one_chunk = (*_ONE_CHUNK, *_OVER_SLOW_LINKS) if is_heterogeneous(request.cluster) else _ONE_CHUNK
-    found = [(name, 1) for name in one_chunk] + [("interleaved", v) for v in chunks]
-    return found + [(name, 2) for name in _TWO_CHUNKS if 2 in chunks]
+    counts = [count for count in CHUNK_COUNTS if pp * count <= num_layers]
+    hides_slow_links = is_heterogeneous(request.cluster)
+    single: list[tuple[str, int]] = []
+    free: list[tuple[str, int]] = []
+    several: list[tuple[str, int]] = []
+    for name, entry in SCHEDULES.items():
+        if not entry.planner.searchable or (entry.planner.for_slow_links and not hides_slow_links):
+            continue
+        if entry.chunks is None:
+            free += [(name, count) for count in counts if entry.supports_chunks(count)]
+        elif entry.chunks == 1:
+            single.append((name, 1))
+        elif entry.chunks in counts:
+            several.append((name, entry.chunks))
+    return single + free + several
 
 
 def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]:

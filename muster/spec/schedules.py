@@ -11,6 +11,41 @@ from muster.spec.stage_placement import bidirectional_placement, looped_placemen
 from muster.spec.suggest import did_you_mean
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerTraits:
+    """Facts of a schedule that the planner searches and bounds it by.
+
+    Every default is safe: the planner doesn't try the schedule by itself, and its bounds hold for any order of passes.
+    `tests/test_planner.py` holds the facts to the schedules themselves.
+    """
+
+    searchable: bool = False
+    """True if the planner tries the schedule."""
+    for_slow_links: bool = False
+    """True if it is only tried where nodes or links differ: it hides slow transfers, at the price of memory."""
+    slow_to_build: bool = False
+    """True if it is put together pass by pass, which takes seconds for thousands of micro-batches."""
+    low_bubble: bool = False
+    """True if it keeps ranks busy enough to seed a search over slow links."""
+    compared_with_chunks: int | None = None
+    """Stages of a rank with which `muster plan` compares its best plan to this schedule; None: it doesn't."""
+    max_in_flight: tuple[int, int] | None = None
+    """(a, b): whatever passes take, at most a·n + b micro-batches are between the begin of their forward and the end of
+    their backward on the n-th stage from the end. None where the order depends on times, or nothing is known."""
+    weight_grad_delay: int = 0
+    """c: on the n-th stage the weight backward of a micro-batch comes after the backward for inputs of the one that is
+    c·n later, and before the forward that this backward makes room for; 0 where backwards are whole."""
+    warmup_forwards: Callable[[int, int, int], int] | None = None
+    """(rank, pp, micro_batches) → most forwards of the rank's first stage before any other pass; None: all of them."""
+    deferred_weight_grads: Callable[[int, int, int], int] | None = None
+    """(rank, pp, micro_batches) → micro-batches that each stage of the rank holds between I and W, at least, once the
+    first backwards of all stages are over; None where nothing is known."""
+
+
+NO_TRAITS = PlannerTraits()
+"""Traits of a schedule that the planner doesn't try."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # each stands once in SCHEDULES; told apart by identity, hashing is fast
 class ScheduleEntry:
     """A schedule: where the function that makes it is, what it is in one line, and where its stages lie."""
@@ -35,6 +70,8 @@ class ScheduleEntry:
     """Whether it is found for given times, and stages may lie otherwise than is said here."""
     slow: bool = False
     """Whether it may take a minute: only made when asked for by name."""
+    planner: PlannerTraits = NO_TRAITS
+    """Facts that the planner searches and bounds it by."""
 
     @property
     def default_chunks(self) -> int:
@@ -57,10 +94,17 @@ class ScheduleEntry:
 SCHEDULES: dict[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry("gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1),
     "1f1b": ScheduleEntry(
-        "one_f_one_b:one_f_one_b", "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p", 1
+        "one_f_one_b:one_f_one_b",
+        "one forward, one backward in turn; bubble (p−1)(tF+tB), memory p",
+        1,
+        planner=PlannerTraits(searchable=True, compared_with_chunks=1, max_in_flight=(1, 0)),
     ),
     "interleaved": ScheduleEntry(
-        "interleaved:interleaved", "1F1B over v stages per rank; bubble (p−1)(tF+tB)/v, memory p + (p−1)/v"
+        "interleaved:interleaved",
+        "1F1B over v stages per rank; bubble (p−1)(tF+tB)/v, memory p + (p−1)/v",
+        planner=PlannerTraits(
+            searchable=True, compared_with_chunks=2, warmup_forwards=lambda rank, pp, m: -(-m // max(1, m // pp))
+        ),
     ),
     "gis": ScheduleEntry(
         "gis:gis", "interleaved with a shorter warm-up; bubble (p−1)(tF+tB)/v, memory p, less if limited"
@@ -82,12 +126,27 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         "1F1B with W where a rank would wait; bubble (p−1)(tF+tI−tW), memory p",
         1,
         split_backward=True,
+        planner=PlannerTraits(
+            searchable=True,
+            compared_with_chunks=1,
+            max_in_flight=(1, 0),
+            weight_grad_delay=1,
+            deferred_weight_grads=lambda rank, pp, m: min(rank + 1, m),
+        ),
     ),
     "zb-h2": ScheduleEntry(
         "zero_bubble:zb_h2",
         "a deeper warm-up, no bubble within a rank's span; bubble (p−1)tF, memory 2p−1",
         1,
         split_backward=True,
+        planner=PlannerTraits(
+            searchable=True,
+            for_slow_links=True,
+            low_bubble=True,
+            max_in_flight=(2, -1),
+            weight_grad_delay=2,
+            deferred_weight_grads=lambda rank, pp, m: min(2 * rank + 1, m),
+        ),
     ),
     "zb-v": ScheduleEntry(
         "zb_v:zb_v",
@@ -95,6 +154,15 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        planner=PlannerTraits(
+            searchable=True,
+            slow_to_build=True,
+            low_bubble=True,
+            compared_with_chunks=2,
+            max_in_flight=(1, 0),
+            warmup_forwards=lambda rank, pp, m: min(m, 2 * (pp - rank) - 1),
+            deferred_weight_grads=lambda rank, pp, m: max(0, rank - max(0, 2 * pp - 1 - m)),
+        ),
     ),
     "v-half": ScheduleEntry(
         "v_blocks:v_half",
@@ -102,6 +170,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         2,
         v_shaped=True,
         split_backward=True,
+        planner=PlannerTraits(searchable=True, slow_to_build=True, warmup_forwards=lambda rank, pp, m: min(m, pp + 2)),
     ),
     "v-min": ScheduleEntry(
         "v_blocks:v_min",

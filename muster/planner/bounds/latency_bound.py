@@ -5,14 +5,6 @@ import numpy as np
 from muster.planner.bounds.pass_times import PassTimes
 from muster.spec.plan import Plan
 
-_MAX_IN_FLIGHT = {"1f1b": (1, 0), "zb-h1": (1, 0), "zb-h2": (2, -1), "zb-v": (1, 0)}
-"""Schedule → (a, b): at the stage that is the n-th from the end, at most a·n + b micro-batches are between the begin of
-their forward and the end of their backward, as each rank's passes are in this order whatever they take."""
-
-_WEIGHT_GRAD_DELAY = {"zb-h1": 1, "zb-h2": 2}
-"""Schedule → c: where backwards are split, the n-th stage's weight backward of a micro-batch stands between the end of
-its trip, that which began c·n micro-batches later, and the begin of the trip that may follow that one."""
-
 
 def latency_bound_s(plan: Plan, times: PassTimes, micro_batches: int) -> float:
     """Seconds that a step takes at least; 0 for schedules of which nothing is known.
@@ -22,9 +14,10 @@ def latency_bound_s(plan: Plan, times: PassTimes, micro_batches: int) -> float:
     first one has come to the stage, and before the last gradient has gone back from there to the first stage. A weight
     backward that stands between two trips makes the first one longer, but no gradient waits for the last of them.
     """
-    if plan.schedule not in _MAX_IN_FLIGHT or plan.pp == 1:
+    traits = plan.schedule_entry.planner
+    if traits.max_in_flight is None or plan.pp == 1:
         return 0.0
-    most, more = _MAX_IN_FLIGHT[plan.schedule]
+    most, more = traits.max_in_flight
     begun = most * np.arange(plan.stages_per_replica, 0, -1) + more
     under_way = np.minimum(begun, micro_batches)
     forward, inputs, weights = times.forward_s, times.backward_s, times.weight_backward_s
@@ -35,7 +28,7 @@ def latency_bound_s(plan: Plan, times: PassTimes, micro_batches: int) -> float:
     trip = forward + after + inputs
     ends = before + micro_batches / under_way * trip + back + times.reduce_grad_s[0]
     if plan.vpp == 1:
-        delayed = _WEIGHT_GRAD_DELAY.get(plan.schedule, 0) * np.arange(plan.pp)
+        delayed = traits.weight_grad_delay * np.arange(plan.pp)
         follow = np.maximum(0, micro_batches - delayed)
         ends = np.maximum(ends, before + (micro_batches * trip + follow * weights) / under_way)
         # Between two stages: the first one's forward may follow the backward that the second one does after a forward.

@@ -31,7 +31,9 @@ def step_bound_s(plan: Plan, times: PassTimes, micro_batches: Sequence[int], add
         begin = head[firsts]
         if nexts is not None:
             # Until a micro-batch comes to its next stage, a rank has no passes but forwards of its first.
-            begin = np.maximum(begin, head[nexts] - max_warmup_forwards(plan, count) * forward[firsts])
+            begin = np.maximum(
+                begin, head[nexts] - max_warmup_forwards(plan.schedule, plan.pp, count) * forward[firsts]
+            )
         # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
         after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
         ends = begin + count * (np.bincount(ranks, forward + inputs) + added_s) + after
@@ -40,15 +42,13 @@ def step_bound_s(plan: Plan, times: PassTimes, micro_batches: Sequence[int], add
     return max(best + times.per_step_s, worked)
 
 
-def max_warmup_forwards(plan: Plan, micro_batches: int) -> Column:
-    """Of each rank, the most forwards of its first stage before any other pass, by its schedule: those of a group
-    (interleaved), up to the first turn (ZB-V), what V-Half lets a rank keep; all where nothing is known."""
-    ranks, m = np.arange(plan.pp), micro_batches
-    if plan.schedule == "interleaved":
-        return np.full(plan.pp, float(-(-m // max(1, m // plan.pp))))
-    if plan.schedule == "zb-v":
-        return np.minimum(m, 2.0 * (plan.pp - ranks) - 1)
-    return np.full(plan.pp, float(min(m, plan.pp + 2) if plan.schedule == "v-half" else m))
+@lru_cache(maxsize=4096)
+def max_warmup_forwards(schedule: str, pp: int, micro_batches: int) -> Column:
+    """Return, for each rank, the most forwards of its first stage before any other pass; all where nothing is known."""
+    warmup_forwards = SCHEDULES[schedule].planner.warmup_forwards
+    if warmup_forwards is None:
+        return np.full(pp, float(micro_batches))
+    return np.array([float(warmup_forwards(rank, pp, micro_batches)) for rank in range(pp)])
 
 
 @lru_cache(maxsize=1024)

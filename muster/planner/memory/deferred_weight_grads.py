@@ -1,24 +1,16 @@
-"""How many weight backwards split schedules put off: memory that neither recompute nor the host's memory frees."""
+"""Weight gradients that split-backward schedules defer: memory that neither recompute nor offload frees."""
 
 from functools import lru_cache
+
+from muster.spec.schedules import SCHEDULES
 
 
 @lru_cache(maxsize=4096)
 def deferred_micro_batches(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
-    """Of each pipeline rank, the micro-batches that are between I and W at once, on each of its stages; 0 where nothing
-    is known. From the orders themselves (`muster.schedule.zero_bubble`, `zb_v`), when the first backwards of all stages
-    are over."""
-    ranks = range(pp)
-    match schedule:
-        case "zb-h1":
-            return tuple(min(rank + 1, micro_batches) for rank in ranks)
-        case "zb-h2":
-            return tuple(min(2 * rank + 1, micro_batches) for rank in ranks)
-        case "zb-v":
-            missing = max(0, 2 * pp - 1 - micro_batches)
-            return tuple(max(0, rank - missing) for rank in ranks)
-        case _:
-            return (0,) * pp
+    """Return, for each pipeline rank, the micro-batches between I and W at once on each of its stages; 0 where nothing
+    is known."""
+    deferred = SCHEDULES[schedule].planner.deferred_weight_grads
+    return tuple(deferred(rank, pp, micro_batches) if deferred else 0 for rank in range(pp))
 
 
 def min_fullest_rank_bytes(
