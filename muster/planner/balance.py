@@ -1,4 +1,4 @@
-"""Layers of each stage, so that no pipeline rank has more to do than it must."""
+"""Numbers of layers for each stage, so that no pipeline rank has more to do than it must."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from muster.spec.plan import Plan, StageSpec
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Seconds that one micro-batch takes on a pipeline rank: `fixed_s` and `layer_s` for each of its layers."""
+    """Seconds of one micro-batch on a pipeline rank: `fixed_s`, and `layer_s` for each of its layers."""
 
     fixed_s: float
     layer_s: float
 
     def seconds_with(self, layers: int) -> float:
-        """With so many layers."""
+        """Return the seconds with so many layers."""
         return self.fixed_s + layers * self.layer_s
 
 
 def rank_loads(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]) -> list[RankLoad]:
-    """What each pipeline rank takes, from the times of the plan and of one whose ranks have a layer more or fewer.
+    """Return the load of each pipeline rank, from the times of the plan and of one with a layer shifted on each rank.
 
     Exact where the layers of a model are alike.
     """
@@ -42,7 +42,7 @@ def rank_loads(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], Pass
 
 
 def min_busiest_rank_s(ranks: Sequence[RankLoad], num_layers: int) -> float:
-    """The least time of the busiest rank for any numbers of layers, even broken ones."""
+    """Return the least time of the busiest rank over all numbers of layers, fractions included (bisection)."""
     low, high = 0.0, max(load.seconds_with(num_layers) for load in ranks)
     for _ in range(60):
         middle = (low + high) / 2
@@ -54,29 +54,32 @@ def min_busiest_rank_s(ranks: Sequence[RankLoad], num_layers: int) -> float:
 
 
 def balance_layers(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], PassTimes]) -> Plan | None:
-    """The plan with layers given one by one to the rank that is done first with one more: no split has a lower busiest
-    rank. None where the plan's own split is that one, or where layers can't be moved."""
+    """Return the plan with layers assigned one by one to the rank that is done first with one more.
+
+    No split has a lower busiest rank, since each layer takes the least time that is left. None where the plan's own
+    split is that one, or where layers can't be moved.
+    """
     if plan.pp == 1 or num_layers < 2 * plan.stages_per_replica:
         return None
-    ranks = rank_loads(plan, num_layers, pass_times_of)
+    loads = rank_loads(plan, num_layers, pass_times_of)
     placement = plan.placement[: plan.stages_per_replica]
-    own = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
+    stages_of = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(plan.pp)]
     counts = [1] * plan.stages_per_replica
-    held = [len(stages) for stages in own]
-    next_done = [(ranks[rank].seconds_with(held[rank] + 1), -rank) for rank in range(plan.pp)]
+    held = [len(stages) for stages in stages_of]
+    next_done = [(loads[rank].seconds_with(held[rank] + 1), -rank) for rank in range(plan.pp)]
     heapify(next_done)
     for _ in range(num_layers - plan.stages_per_replica):
         rank = -next_done[0][1]
-        counts[min(own[rank], key=lambda stage: (counts[stage], stage))] += 1
+        counts[min(stages_of[rank], key=lambda stage: (counts[stage], stage))] += 1
         held[rank] += 1
-        heapreplace(next_done, (ranks[rank].seconds_with(held[rank] + 1), -rank))
+        heapreplace(next_done, (loads[rank].seconds_with(held[rank] + 1), -rank))
     if counts == plan.layer_counts(num_layers):
         return None
     return with_layers(plan, counts)
 
 
 def with_layers(plan: Plan, counts: Sequence[int]) -> Plan:
-    """The plan with so many layers on each stage."""
+    """Return the plan with so many layers on each stage."""
     return plan.model_copy(update={"stages": tuple(map(_stage, counts))})
 
 
@@ -86,8 +89,11 @@ def _stage(num_layers: int) -> StageSpec:
 
 
 def _one_layer_shifted(counts: Sequence[int], num_ranks: int) -> list[int]:
-    """The first stage of every rank with a layer more or fewer, where there is one to give. It is the stage of the
-    rank's number, round and round as well as there and back."""
+    """Return the numbers with one layer shifted between the first stages of each pair of ranks, where one has a layer
+    to spare.
+
+    The first stage of a rank has the rank's number, in looped as in V-shaped placements.
+    """
     moved = list(counts)
     for giver in range(0, num_ranks, 2):
         taker = giver + 1 if giver + 1 < num_ranks else giver - 1
@@ -98,7 +104,7 @@ def _one_layer_shifted(counts: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _rank_seconds(plan: Plan, seconds: PassTimes) -> list[float]:
-    """What a micro-batch takes on each pipeline rank: its forwards and backwards."""
+    """Return the seconds of a micro-batch on each pipeline rank: its forwards and backwards."""
     return np.bincount(
         plan.placement[: plan.stages_per_replica], seconds.busy_s()[: plan.stages_per_replica], plan.pp
     ).tolist()

@@ -1,4 +1,4 @@
-"""What came of simulating a plan, and how plans are ranked."""
+"""A plan with its prediction, and the order in which plans are ranked."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from muster.spec.supported import unsupported_features
 
 
 class SortKey(NamedTuple):
-    """How plans are ranked: by the objective, then by time, then by name."""
+    """Rank of a plan: by the objective, then by step time, then by name."""
 
     value: float
     step_time_s: float
@@ -25,7 +25,7 @@ class EvaluatedPlan:
     plan: Plan
     prediction: Prediction
     value: float
-    """Of the objective, for one step: seconds, dollars, joules or bytes."""
+    """Value of the objective for one step: seconds, dollars, joules or bytes."""
 
     @cached_property
     def name(self) -> str:
@@ -37,10 +37,10 @@ class EvaluatedPlan:
 
     @cached_property
     def unsupported(self) -> list[str]:
-        """What of the plan can't be run yet."""
+        """Features of the plan that can't be run yet."""
         return unsupported_features(self.plan)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Memory of the fullest rank."""
         return max(rank.total for rank in self.prediction.memory)

@@ -1,4 +1,4 @@
-"""What one change to a plan makes of it: why the best is the best, in words."""
+"""Neighbours of a plan, each one change away: reasons for the best plan in words, and steps of local search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from muster.spec.supported import unsupported_features
 
 NOT_EVALUATED = "not looked at within --time-limit"
 SAME_SPEED_TOLERANCE = 0.005
-"""Plans closer than this part of the step are called alike."""
+"""Relative difference of step times below which plans count as equally fast."""
 
 _COMPENSATING_AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
-"""Axes that make up for a changed degree, so that all devices stay in use: the first with which the plan is legal."""
+"""Axes that compensate for a changed degree, so that all devices stay in use: the first that gives a legal plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +32,36 @@ class Neighbour:
     change: str
     plan: Plan
     slowdown: float | None
-    """The part by which its step is longer; None where it doesn't fit, can't be or was not simulated."""
+    """Relative increase of the step time; None where the plan doesn't fit, isn't possible or wasn't simulated."""
     sentence: str
     evaluated: EvaluatedPlan | None = None
-    """None where it doesn't fit, or was not simulated."""
+    """The simulated plan; None where it doesn't fit or wasn't simulated."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether there was no time to look at it."""
+        """True if there was no time to evaluate it."""
         return self.sentence == f"{self.change}: {NOT_EVALUATED}"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change to a plan, in words and made."""
+    """A changed plan, and the change in words."""
 
     description: str
     plan: Plan
     may_refit: bool = True
-    """Whether recompute may follow from it; not where recompute is what is changed."""
+    """True if recompute may change with it; False where recompute itself is what changes."""
 
 
 def neighbours(winner: EvaluatedPlan, evaluator: PlanEvaluator, limit_s: float = inf) -> list[Neighbour]:
-    """What one change to the winner would do, each in a sentence; only changes that leave a legal plan.
+    """Return the effect of each single change to the winner in a sentence, for changes that leave a legal plan.
 
-    What the search chooses for every plan is chosen for these too: layers lie on stages so that none has more to do
-    than it must, and what doesn't fit is given the cheapest recompute and offload that make it fit. So where the search
-    is proven, none within its space is faster. After `limit_s` no more are simulated, and that is said of each.
+    Choices that the search makes for every plan are made for these too: layers are balanced, and a plan that doesn't
+    fit gets the cheapest recompute and offload that make it fit. So where the search is proven, no neighbour within its
+    space is faster. After `limit_s` no more are simulated, and their sentences say so.
     """
-    found, end_s = [], perf_counter() + limit_s
+    found: list[Neighbour] = []
+    end_s = perf_counter() + limit_s
     for change in single_changes(winner.plan, evaluator.request):
         if perf_counter() > end_s:
             found.append(Neighbour(change.description, change.plan, None, f"{change.description}: {NOT_EVALUATED}"))
@@ -77,7 +78,7 @@ def neighbours(winner: EvaluatedPlan, evaluator: PlanEvaluator, limit_s: float =
 
 
 def single_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
-    """One change at a time, to legal plans alone; another axis makes up for a changed degree."""
+    """Yield legal plans one change away; another axis compensates for a changed degree."""
     seen: set[Plan] = set()
     seen.add(plan)
     for change in _all_changes(plan, request):
@@ -125,7 +126,7 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
 
 
 def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:
-    """Twice or half a degree, with the first axis that can make up for it."""
+    """Yield the plan with a doubled or halved degree, with the first axis that compensates for it."""
     for partner in _COMPENSATING_AXES:
         one, other = getattr(plan, axis), getattr(plan, partner)
         if partner == axis or (other if grows else one) % 2:
@@ -139,7 +140,7 @@ def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> 
 
 
 def _with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> Plan:
-    """With other degrees, and what these decide."""
+    """Return the plan with other degrees, and the fields that these decide."""
     update: dict[str, Any] = dict(degrees)
     pp = degrees.get("pp", plan.pp)
     if pp != plan.pp:
@@ -162,7 +163,7 @@ def _is_legal(plan: Plan, request: PlanRequest) -> bool:
 
 
 def _with_all_layers(plan: Plan, **changed: object) -> Plan:
-    """With this for all layers; runs that then differ in nothing from the default are left out."""
+    """Return the plan with a change for all layers; overrides that no longer differ from the default are dropped."""
     default = plan.default_strategy.model_copy(update=changed)
     runs = (run.model_copy(update={"strategy": run.strategy.model_copy(update=changed)}) for run in plan.overrides)
     own = tuple(run for run in runs if run.strategy != default)
@@ -170,7 +171,7 @@ def _with_all_layers(plan: Plan, **changed: object) -> Plan:
 
 
 def _with_strategy(plan: Plan, **changed: object) -> Plan:
-    """With this for all layers; recompute by layer stays as it is."""
+    """Return the plan with a change for all layers that keeps recompute by layer as it is."""
     overrides = tuple(
         LayerOverride(
             start=run.start,
@@ -184,11 +185,12 @@ def _with_strategy(plan: Plan, **changed: object) -> Plan:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What they make of the plan
+# Evaluation
 
 
 def _evaluate_change(winner: EvaluatedPlan, change: Change, evaluator: PlanEvaluator) -> Neighbour:
-    request, plan = evaluator.request, _rebalanced(winner.plan, change.plan, evaluator)
+    request = evaluator.request
+    plan = _rebalanced(winner.plan, change.plan, evaluator)
     if not (change.may_refit and _may_refit(request)):
         return _compare(winner, change.description, evaluator.evaluate(plan), evaluator)
     bare = _without_fitting(plan, request)
@@ -201,7 +203,8 @@ def _evaluate_change(winner: EvaluatedPlan, change: Change, evaluator: PlanEvalu
 
 
 def neighbour_plans(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
-    """The plans that one change to a plan leads to, with what makes them fit, as far as they are searched for."""
+    """Yield the plans one change away that fit, with recompute and offload where these are needed, within the space of
+    the search."""
     request = evaluator.request
     for change in single_changes(plan, request):
         if change.may_refit and _may_refit(request):
@@ -215,27 +218,27 @@ def neighbour_plans(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
 
 
 def _may_refit(request: PlanRequest) -> bool:
-    """Whether recompute is the search's to choose by layer."""
+    """Return True if the search chooses recompute by layer."""
     return "recompute" not in request.fixed and request.objective != "memory" and not request.base.overrides
 
 
 def _without_fitting(plan: Plan, request: PlanRequest) -> Plan:
-    """With neither recompute nor offload but what is asked for."""
+    """Return the plan with only the recompute and offload that are required."""
     offload = request.fixed.get("offload", request.base.default_strategy.offload)
     return _with_all_layers(plan, recompute="none", offload=offload)
 
 
 def _was_fitted(plan: Plan, request: PlanRequest) -> bool:
-    """Whether the plan itself recomputes or offloads so that it fits."""
+    """Return True if the plan recomputes or offloads in order to fit."""
     return plan != _without_fitting(plan, request)
 
 
 def _rebalanced(winner: Plan, plan: Plan, evaluator: PlanEvaluator) -> Plan:
-    """With the layers where they suit the changed plan, and data in shares that do, where the winner's are so."""
+    """Return the changed plan with layers balanced and the batch split for it, where the winner has them so."""
     request = evaluator.request
     fixed = request.fixed.get("stages") or request.base.stages
     if winner.stages and not fixed and winner.is_uniform and plan.pp > 1 and plan.vpp == 1:
-        # The judge knows the times of plans that recompute nothing; where layers lie best hardly depends on it.
+        # The evaluator has cached times of plans without recompute, which hardly changes the best balance.
         even = _without_fitting(plan, request).model_copy(update={"stages": ()})
         moved = evaluator.with_balanced_layers(even)
         if moved is not None and evaluator.bounds.of_plan(moved) < evaluator.bounds.of_plan(even):
@@ -269,8 +272,9 @@ def _compare(
 
 
 def _difference(winner: EvaluatedPlan, other: EvaluatedPlan, request: PlanRequest) -> tuple[str, float]:
-    """In words; and the part by which the other's step is longer."""
-    mine, its = winner.prediction, other.prediction
+    """Return the difference in words, and the relative increase of the step time."""
+    mine = winner.prediction
+    its = other.prediction
     slower = its.step_time_s / mine.step_time_s - 1
     if request.objective == "memory" and abs(more := other.value / winner.value - 1) >= SAME_SPEED_TOLERANCE:
         return f"{abs(more):.1%} {'more' if more > 0 else 'less'} memory, {_slower(slower)}", slower
@@ -285,7 +289,7 @@ def _slower(part: float) -> str:
 
 
 def largest_difference(mine: Prediction, its: Prediction, grows: bool) -> tuple[str, float]:
-    """The part of a step that grows or shrinks most, and by how many seconds."""
+    """Return the part of a step that grows or shrinks most, and by how many seconds."""
     one, other = _parts(mine), _parts(its)
     differences = {name: other.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **other}}
     name = (max if grows else min)(differences, key=lambda part: differences[part])

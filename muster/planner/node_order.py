@@ -1,9 +1,9 @@
-"""Which nodes of an unequal cluster go where: the order in which a plan's ranks are laid on them.
+"""Orders of the nodes of a heterogeneous cluster, in which a plan's ranks are laid on them.
 
-Ranks that talk much should share fast links, and ranks that share a stage should be alike. So nodes are put in an order
-in which those with fast links stand together (Holmes, arXiv:2312.03549: no data-parallel group mixes network cards,
-pipelines cross the slow links), and single nodes are then exchanged as long as that helps (Pipette, arXiv:2405.18093:
-annealing over measured links).
+Ranks that communicate much should share fast links, and ranks of one stage should be alike. So nodes with fast links
+are put next to each other (Holmes, arXiv:2312.03549: no data-parallel group mixes network cards, and pipelines cross
+the slow links), and single nodes are then swapped as long as that helps (Pipette, arXiv:2405.18093: simulated annealing
+over measured links).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ from random import Random
 from muster.spec.cluster import ClusterSpec, NodeGroup
 
 MAX_PERMUTED_BLOCKS = 4
-"""Blocks of nodes whose orders are all tried; of more, only those by speed."""
+"""Blocks of nodes whose orders are all tried; of more blocks, only the order by size."""
 
 
 def nodes_of(cluster: ClusterSpec) -> list[NodeGroup]:
-    """Each node as a group of its own."""
+    """Return each node as a group of its own."""
     return [group.model_copy(update={"num_nodes": 1}) for group in cluster.groups for _ in range(group.num_nodes)]
 
 
 def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
-    """The cluster with its nodes in another order; neighbours that are alike are one group."""
+    """Return the cluster with its nodes in another order; neighbours that are alike become one group."""
     nodes = nodes_of(cluster)
     groups: list[NodeGroup] = []
     for index in order:
@@ -38,7 +38,7 @@ def reorder_nodes(cluster: ClusterSpec, order: Sequence[int]) -> ClusterSpec:
 
 
 def is_heterogeneous(cluster: ClusterSpec) -> bool:
-    """Whether it matters which node stands where, or a line between sites makes much of what crosses it."""
+    """Return True if the order of nodes matters, or a link between sites slows what crosses it."""
     if cluster.num_nodes == 1:
         return False
     matrix = cluster.node_bandwidth_bytes_per_s
@@ -47,7 +47,8 @@ def is_heterogeneous(cluster: ClusterSpec) -> bool:
 
 
 def block_orders(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
-    """Orders of the nodes in which blocks that are alike and joined by fast links stand together; as listed first."""
+    """Yield orders of the nodes in which blocks of alike nodes with fast links stand together; the listed order
+    first."""
     count = cluster.num_nodes
     seen = {tuple(range(count))}
     yield tuple(range(count))
@@ -61,7 +62,8 @@ def block_orders(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
 
 
 def _partitions(cluster: ClusterSpec) -> Iterator[list[tuple[int, ...]]]:
-    """Nodes by their kind, and, for each rate that occurs, by what links of at least that rate join."""
+    """Yield partitions of the nodes into blocks: by kind, and for each rate that occurs by links of at least that
+    rate."""
     nodes, matrix = nodes_of(cluster), cluster.node_bandwidth_bytes_per_s
     count = len(nodes)
     yield _blocks(count, lambda one, other: nodes[one] == nodes[other])
@@ -72,7 +74,7 @@ def _partitions(cluster: ClusterSpec) -> Iterator[list[tuple[int, ...]]]:
 
 
 def _blocks(count: int, alike: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
-    """Blocks of nodes of which each is alike with all others of its block, found in the order of the nodes."""
+    """Return blocks of nodes that are all alike in pairs, built greedily in the order of the nodes."""
     blocks: list[list[int]] = []
     for node in range(count):
         home = next((block for block in blocks if all(alike(node, other) for other in block)), None)
@@ -86,12 +88,13 @@ def _blocks(count: int, alike: Callable[[int, int], bool]) -> list[tuple[int, ..
 def anneal(
     order: Sequence[int], cost: Callable[[Sequence[int]], float], tries: int, seed: int = 0
 ) -> tuple[tuple[int, ...], float]:
-    """A better order, and its cost, by simulated annealing: swaps, moves and reversals of nodes.
+    """Return a better order and its cost, by simulated annealing over swaps, moves and reversals of nodes.
 
-    The temperature falls from what a change costs on average to nothing within `tries`. Deterministic.
+    The temperature falls linearly from the mean change of cost to 0 within `tries`. Deterministic for a seed.
     """
-    random, count = Random(seed), len(order)
-    current, best = tuple(order), tuple(order)
+    random = Random(seed)
+    count = len(order)
+    current = best = tuple(order)
     cost_now = cost_best = cost(current)
     if count < 2:
         return best, cost_best

@@ -1,8 +1,8 @@
-"""The plans between which only a wish can choose: those that no other beats in time, memory, cost and devices at once.
+"""The Pareto front: plans that no other beats in step time, memory, cost and number of devices at once.
 
-For each number of devices the fastest plan is searched for. From it, and from all that is found on the way, one change
-after the other is tried (a degree, the micro-batch, sharding, recompute, the schedule), as long as that leads to a plan
-that no other beats: the fastest are proven, those between are what few changes find.
+The fastest plan is searched for each number of devices. From it, and from each plan found on the way, single changes
+are tried (a degree, the micro-batch, sharding, recompute, the schedule) as long as they lead to plans that no other
+beats. So the fastest plans are proven, and those between are what few changes find.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class ParetoPoint:
 
     evaluated: EvaluatedPlan
     cluster: ClusterSpec
-    """The devices that it takes of those that there are."""
+    """Devices that the plan uses, of those that the request has."""
 
     @property
     def devices(self) -> int:
@@ -40,36 +40,41 @@ class ParetoPoint:
 
     @property
     def usd_per_step(self) -> float | None:
-        """None where a price is unknown."""
+        """Dollars of a step; None where a price is unknown."""
         return self.evaluated.prediction.usd_per_step
 
     @property
     def objectives(self) -> tuple[float, float, float, int]:
-        """What a plan is better in when it is smaller: step time, memory per device, cost, devices."""
+        """Objectives that are all minimized: step time, memory per device, cost, devices."""
         return self.step_time_s, float(self.evaluated.peak_bytes), self.usd_per_step or 0.0, self.devices
 
 
 @dataclass(frozen=True, slots=True)
 class ParetoFront:
-    """Plans that no other beats in all at once, by devices and time."""
+    """Non-dominated plans, by devices and step time."""
 
     points: list[ParetoPoint]
     num_simulated: int
-    """Plans that were simulated."""
+    """Number of simulated plans."""
     seconds: float
     proven: bool
-    """Whether each search came to its end: no plan is faster with as many devices."""
+    """True if each search came to its end: no plan with as many devices is faster."""
 
 
 def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
-    """The front for a request, found within `limit_s`. Raises InfeasibleError, with what binds, where nothing fits."""
-    begin_s, looked_at, proven = perf_counter(), 0, True
+    """Return the front of a request, found within `limit_s`.
+
+    Raises InfeasibleError, with the limit that binds, where nothing fits.
+    """
+    begin_s = perf_counter()
+    looked_at = 0
+    proven = True
     points: list[ParetoPoint] = []
     refusal: InfeasibleError | None = None
     for number, cluster in enumerate(sub_clusters(request.cluster)):
-        own = replace(request, cluster=cluster, objective="time")
+        sub_request = replace(request, cluster=cluster, objective="time")
         end_s = begin_s + limit_s * (1 - 0.5 ** (number + 1))  # the more devices, the more plans there are
-        found = search(own, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50))
+        found = search(sub_request, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50))
         looked_at += found.counts["simulated"]
         proven = proven and found.proven
         if found.best:
@@ -84,27 +89,28 @@ def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
 
 
 def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, end_s: float) -> list[ParetoPoint]:
-    """All that was looked at from the fastest plan on: each plan that nothing so far beats is changed in its turn."""
+    """Return all plans that were simulated around the fastest one: each non-dominated plan is changed in its turn."""
     seen: set[Plan] = set()
     seen.add(fastest.evaluated.plan)
-    points, ahead = [fastest], [fastest]
-    while ahead:
-        point = ahead.pop(0)
+    points = [fastest]
+    queue = [fastest]
+    while queue:
+        point = queue.pop(0)
         if any(_dominates(other, point) for other in points):
             continue
         for plan in (change.plan for change in single_changes(point.evaluated.plan, evaluator.request)):
             if perf_counter() > end_s:
                 return points
-            verdict = None if plan in seen else _evaluate(plan, evaluator)
+            evaluated = None if plan in seen else _evaluate(plan, evaluator)
             seen.add(plan)
-            if verdict is not None:
-                points.append(ParetoPoint(verdict, point.cluster))
-                ahead.append(points[-1])
+            if evaluated is not None:
+                points.append(ParetoPoint(evaluated, point.cluster))
+                queue.append(points[-1])
     return points
 
 
 def _evaluate(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
-    """The plan simulated; None where it can't be, doesn't fit or isn't wanted."""
+    """Return the simulated plan; None where it is illegal, doesn't fit or isn't admitted."""
     request = evaluator.request
     if plan_violations(plan, request.model, request.workload, request.cluster.num_devices) or not is_admitted(
         request, plan
@@ -117,12 +123,12 @@ def _evaluate(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
 
 
 def non_dominated(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """Those that no other equals in everything and beats in something."""
+    """Return the points that no other dominates (equals in everything and beats in something)."""
     return [one for one in points if not any(_dominates(other, one) for other in points)]
 
 
 def thin_front(points: Sequence[ParetoPoint], tolerance: float = 0.03) -> list[ParetoPoint]:
-    """Of a front those that are worth a line: what is as good as one of them, but for that part, is left out."""
+    """Return the points of a front worth a line: without those that another covers within a tolerance."""
     kept: list[ParetoPoint] = []
     for point in points:
         if not any(_covers(one, point, tolerance) for one in kept):
@@ -131,7 +137,7 @@ def thin_front(points: Sequence[ParetoPoint], tolerance: float = 0.03) -> list[P
 
 
 def _covers(one: ParetoPoint, other: ParetoPoint, tolerance: float) -> bool:
-    """Whether the one is as good as the other in all but for a part, and no smaller in devices."""
+    """Return True if one point is as good as the other within a tolerance, with as many devices."""
     pairs = zip(one.objectives, other.objectives, strict=True)
     return one.devices == other.devices and all(a <= b * (1 + tolerance) for a, b in pairs)
 
@@ -142,8 +148,8 @@ def _dominates(one: ParetoPoint, other: ParetoPoint) -> bool:
 
 
 def sub_clusters(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """The cluster, and parts of it: where nodes are alike, half of the devices, a quarter, … down to one; else the
-    nodes of each kind alone."""
+    """Yield the cluster and parts of it: half of alike devices, a quarter, … down to one; else the nodes of each
+    kind."""
     yield cluster
     if not cluster.is_uniform or cluster.node_bandwidth_bytes_per_s is not None:
         if cluster.node_bandwidth_bytes_per_s is None:
@@ -159,7 +165,7 @@ def sub_clusters(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def with_devices(cluster: ClusterSpec, count: int) -> ClusterSpec | None:
-    """So many devices of a cluster whose nodes are alike: full nodes, or a part of one; None where that can't be."""
+    """Return a cluster of `count` alike devices, in full nodes or a part of one; None where that can't be."""
     group = cluster.groups[0]
     nodes, rest = divmod(count, group.devices_per_node)
     if nodes and rest:

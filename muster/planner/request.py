@@ -1,4 +1,4 @@
-"""What a plan is searched for."""
+"""The request that a search for plans answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,10 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A model, the devices that it is trained on, and what is wanted."""
+    """A model, its workload, the devices to train it on, and wishes about the plan.
+
+    The one request type from the verbs (`muster plan`, the Python API, `parallel: auto`) down to the search.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -32,15 +35,15 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a plan, or of its default strategy, that must have these values."""
     fixed_text: str = ""
-    """The same as people said it."""
+    """The same as it was specified: parts of a plan's name."""
     memory_limit_bytes: int | None = None
-    """Of each device, where less than all of it may be used."""
+    """Memory of each device that may be used; None: all of it, less the head-room."""
     axes: frozenset[str] | None = None
-    """Of tp, pp, cp and ep exactly those that must be in use; None: any."""
+    """Axes among tp, pp, cp and ep that must be used, and no others; None: any."""
     runnable: bool = False
-    """Whether only plans are wanted that `muster train` runs today."""
+    """True if only plans are wanted that `muster train` runs today."""
     template: Plan | None = None
-    """What all candidates have where it isn't searched for: compile, buckets and the like."""
+    """Plan with all fields that aren't searched, such as compile and buckets."""
     tokens: float | None = None
     """Tokens of the whole training, where they are known: its cost is shown then."""
     derived_lines: tuple[str, ...] = ()
@@ -48,11 +51,11 @@ class PlanRequest:
 
     @property
     def base(self) -> Plan:
-        """What all candidates share."""
+        """Plan that all candidates are changes of."""
         return self.template or _base_plan(self.precision)
 
     def admits(self, name: str, value: object) -> bool:
-        """Whether a field may have this value."""
+        """Return True if a field may have this value."""
         return self.fixed.get(name, value) == value
 
 
@@ -62,14 +65,14 @@ def _base_plan(precision: Precision) -> Plan:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From what people say
+# Requests from flags and arguments
 
 
 MAX_DEVICES = 1_000_000
 MAX_BATCH_TOKENS = 10**12
 
 DEFAULT_BATCH_TOKENS = 4 * 2**20
-"""Of a step where nobody says otherwise: that of Llama 3's first phase."""
+"""Tokens of a step where neither a batch nor the tokens of the training are given: those of Llama 3's first phase."""
 
 
 def build_request(
@@ -85,10 +88,10 @@ def build_request(
     memory_limit_bytes: int | None = None,
     runnable: bool = False,
 ) -> PlanRequest:
-    """The request that people make, with what they leave out: a step's sequences from the number of tokens by the Step
-    Law, the precision from the devices.
+    """Build a request, and derive what is left out: the batch from the tokens of the training by the Step Law, the
+    precision from the devices.
 
-    `fix`: parts of a plan's name, such as `tp8-z1`. Raises ConfigError.
+    `fix`: parts of a plan's name that all plans must have, such as `tp8-z1`. Raises ConfigError.
     """
     if cluster.num_devices > MAX_DEVICES:
         raise ConfigError(f"--cluster {cluster.name}: expected at most {MAX_DEVICES:,} devices")
@@ -118,19 +121,21 @@ def build_request(
 
 
 def _substituted_peaks(cluster: ClusterSpec, precision: Precision) -> list[str]:
-    """Of devices that don't compute in a precision: whose peak is taken for it."""
+    """Return a line for each device that lacks a precision, with the precision whose peak stands for it."""
     devices = {group.device.name: group.device for group in cluster.groups}
-    taken = {name: device.peak_precision(precision) for name, device in devices.items()}
+    substitutes = {name: device.peak_precision(precision) for name, device in devices.items()}
     return [
         f"{name} is not known to compute in {precision}: times are those of {other}"
-        for name, other in taken.items()
+        for name, other in substitutes.items()
         if other not in (None, precision)
     ]
 
 
 def fixed_fields(name_parts: str) -> dict[str, Any]:
-    """The fields that parts of a plan's name say, such as `tp8-z1`; `dp8` is one copy of the model, as it is in a name.
-    Raises ConfigError."""
+    """Return the fields that parts of a plan's name specify, such as `tp8-z1`.
+
+    `dp8` fixes one replica, as it does in a name. Raises ConfigError.
+    """
     fixed = parse_name_parts(name_parts) if name_parts else {}
     return {"dp_replicate": 1, **fixed} if "dp_shard" in fixed else fixed
 
@@ -139,27 +144,27 @@ SEARCHED = frozenset(
     ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep", "micro_batch_size", "schedule", "axis_order", "stages")
     + ("uneven_micro_batches", "zero", "sp", "recompute", "offload")
 )
-"""Fields of a plan, or of its strategy, for which values are tried."""
+"""Fields of a plan, or of its strategy, that the search tries values of."""
 
 
 def _template(fixed: Mapping[str, Any], precision: Precision) -> Plan:
-    """A plan with what is asked for and not searched, such as offload or a spread vocabulary."""
+    """Return a plan with the fixed fields that aren't searched, such as precision or a parallel vocabulary."""
     given = {name: value for name, value in fixed.items() if name not in SEARCHED}
     strategy = {name: given.pop(name) for name in tuple(given) if name in LayerStrategy.model_fields}
-    own = LayerStrategy().model_copy(update=strategy)
-    return Plan().model_copy(update={**given, "precision": precision, "default_strategy": own})
+    default = LayerStrategy().model_copy(update=strategy)
+    return Plan().model_copy(update={**given, "precision": precision, "default_strategy": default})
 
 
 def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
-    """A request of people that wants these parts instead of those that it wants."""
+    """Return the request with other fixed parts of a plan's name."""
     fixed = fixed_fields(name_parts)
     kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
     return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=_template(fixed, kind))
 
 
 def round_batch(target: float, num_devices: int) -> int:
-    """The sequences of a step nearest to what is wanted of those that spread well: powers of two, times the odd part of
-    the number of devices, where the step is not far smaller than that."""
+    """Return the number of sequences nearest to `target` that divides well: a power of two, times the odd factor of the
+    number of devices unless that makes the batch far larger."""
     odd = num_devices // (num_devices & -num_devices)
     step = odd if odd < target * sqrt(2) else 1
     return step * 2 ** max(0, round(log2(target / step)))
@@ -168,8 +173,9 @@ def round_batch(target: float, num_devices: int) -> int:
 def _resolve_batch(
     model: ModelSpec, seq_len: int, requested: int | None, tokens: float | None, num_devices: int
 ) -> tuple[int, list[str]]:
-    """Sequences of a step, and what was derived."""
-    batch, derived = requested, []
+    """Return the sequences of a step, and a line for each derived value."""
+    batch = requested
+    derived: list[str] = []
     if tokens is not None:
         law = step_law(non_embedding_parameters(model), tokens)
         if batch is None:

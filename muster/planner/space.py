@@ -1,4 +1,8 @@
-"""The plans that are searched: shapes, and the plans of each shape."""
+"""The space of plans: shapes of the mesh, schedules for each shape, and the plans of each choice.
+
+A shape decides what each rank multiplies, a choice the order of its passes, and the rest (data sharding, order of axes,
+recompute) what is sent and stored. Bounds exist for each level, so that most plans are never made.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,37 +19,39 @@ from muster.spec.schedules import SCHEDULES
 from muster.spec.supported import unsupported_features
 
 MIN_POSITIONS_PER_CP_RANK = 1024
-"""Context parallelism is tried where a rank keeps so many positions; below, its exchange outweighs the attention."""
+"""Fewest positions of a context-parallel rank: with fewer, the exchange of keys and values outweighs the attention."""
 
 CHUNK_COUNTS = (2, 3, 4, 6, 8)
-"""Stages of a pipeline rank that are tried: the bubble shrinks by their number, and hops grow with it."""
+"""Stages per pipeline rank that are tried: the bubble shrinks with them, and the p2p transfers grow."""
 
 PIPELINE_INNER_AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""Stages of a pipeline lie next to each other, and data-parallel ranks far apart: the other way round than AXES."""
+"""Order of axes with pipeline stages next to each other and data-parallel ranks far apart, unlike in MESH_AXES."""
 
 MAX_MICRO_BATCHES = 2**18
-"""Micro-batches of a step, times pipeline ranks, that are looked at: more take minutes to simulate."""
+"""Largest product of micro-batches and pipeline ranks: more take minutes to simulate."""
 
 MAX_BLOCK_MICRO_BATCHES = 2**12
-"""The same for ZB-V and V-Half, which are put together pass by pass: more than that takes seconds for each of them, and
-what they save of the bubble shrinks with the number of micro-batches."""
+"""Largest product of micro-batches and pipeline ranks for schedules that are slow to build.
+
+More take seconds each, and their smaller bubble matters less with more micro-batches.
+"""
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
-"""What cuts the model or a sequence; the rest of the devices are data-parallel."""
+"""Axes that cut the model or a sequence; all other devices are data-parallel."""
 
 
 DataSharding = tuple[int, int, ZeroLevel]
-"""dp_replicate, dp_shard and sharding level."""
+"""dp_replicate, dp_shard and ZeRO level."""
 
 
 def used_axes(plan: "Plan | MeshShape") -> frozenset[str]:
-    """The model's axes that a plan uses."""
+    """Return the model axes that a plan or shape uses."""
     return frozenset(axis for axis in MODEL_AXES if getattr(plan, axis) > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """What cuts the model and the batch. All plans of a shape multiply the same matrices on each rank."""
+    """Degrees of parallelism and the micro-batch size. All plans of a shape run the same matmuls on each rank."""
 
     data: int
     tp: int
@@ -56,7 +62,7 @@ class MeshShape:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The model's axes that are in use."""
+        """Model axes that are used."""
         return used_axes(self)
 
     def __str__(self) -> str:
@@ -66,8 +72,11 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """A shape with a schedule. `balanced`: layers lie on the stages so that no rank has more to do than it must;
-    `shares`: data-parallel ranks run as many micro-batches as suits their devices."""
+    """A shape with a schedule, and two ways to even out the work of its ranks.
+
+    `balances_layers`: layers lie on the stages so that no rank has more to do than it must; else evenly.
+    `uneven_batch`: data-parallel ranks run numbers of micro-batches that suit their devices; else all the same.
+    """
 
     shape: MeshShape
     schedule: str
@@ -77,7 +86,7 @@ class ScheduleChoice:
 
 
 def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
-    """All legal ways to spread the model over all devices of the cluster."""
+    """Yield all legal ways to spread the model over all devices of the cluster."""
     model, world = request.model, request.cluster.num_devices
     for tp in legal_tp_degrees(request):
         for pp in divisors(world // tp):
@@ -98,7 +107,7 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
 
 
 def legal_tp_degrees(request: PlanRequest) -> list[int]:
-    """Those that cut heads and words evenly and stay where devices are joined by the fastest links."""
+    """Return the tensor-parallel degrees that divide heads and vocabulary and stay within the fastest links."""
     model, world = request.model, request.cluster.num_devices
     return [
         tp
@@ -111,20 +120,20 @@ def legal_tp_degrees(request: PlanRequest) -> list[int]:
 
 
 def domain_devices(request: PlanRequest) -> int:
-    """The devices that the fastest links join, in the smallest of the cluster's nodes."""
+    """Return the number of devices that the fastest links join (an NVLink domain), in the smallest of the nodes."""
     return min(group.domain_devices for group in request.cluster.groups)
 
 
 def divides_heads(model: ModelSpec, tp: int) -> bool:
-    """Whether each tensor-parallel rank gets whole heads, and key/value heads or a copy of one."""
+    """Return True if each tensor-parallel rank gets whole heads, and whole key/value heads or a copy of one."""
     kv_heads = model.num_kv_heads
     return model.num_heads % tp == 0 and max(tp, kv_heads) % min(tp, kv_heads) == 0
 
 
 def micro_batch_sizes(request: PlanRequest, sequences_per_rank: int) -> list[int]:
-    """Of a rank's `share` of the batch: powers of two, and 3, or what is asked for."""
-    asked = request.fixed.get("micro_batch_size")
-    return [size for size in divisors(sequences_per_rank) if size == asked or size == 3 or size & (size - 1) == 0]
+    """Return the micro-batch sizes that divide a rank's sequences: powers of two, 3, and the required one."""
+    required = request.fixed.get("micro_batch_size")
+    return [size for size in divisors(sequences_per_rank) if size == required or size == 3 or size & (size - 1) == 0]
 
 
 def _cp_degrees(request: PlanRequest, ranks: int) -> list[int]:
@@ -146,22 +155,22 @@ def _ep_degrees(request: PlanRequest, ranks: int) -> list[int]:
 # Plans of a shape
 
 
-def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator["ScheduleChoice"]:
-    """What gives a shape's passes their order: schedules with so many stages per rank, layers evenly on them or not."""
-    share = request.workload.global_batch_size // shape.data // shape.micro_batch_size
-    is_long = share * shape.pp > MAX_BLOCK_MICRO_BATCHES
+def schedule_choices(request: PlanRequest, shape: MeshShape) -> Iterator[ScheduleChoice]:
+    """Yield the choices of a shape: searched schedules, with layers evenly on stages or balanced."""
+    count = request.workload.global_batch_size // shape.data // shape.micro_batch_size
+    is_long = count * shape.pp > MAX_BLOCK_MICRO_BATCHES
     for schedule, vpp in schedule_options(request, shape.pp):
         if is_long and SCHEDULES[schedule].planner.slow_to_build and request.fixed.get("schedule") != schedule:
             continue
         if request.admits("schedule", schedule) and request.admits("vpp", vpp):
-            for shares in uneven_batch_options(request, shape):
-                yield ScheduleChoice(shape, schedule, vpp, False, shares)
+            for uneven in uneven_batch_options(request, shape):
+                yield ScheduleChoice(shape, schedule, vpp, False, uneven)
                 if vpp == 1 and shape.pp > 1 and "stages" not in request.fixed:
-                    yield ScheduleChoice(shape, schedule, vpp, True, shares)
+                    yield ScheduleChoice(shape, schedule, vpp, True, uneven)
 
 
 def uneven_batch_options(request: PlanRequest, shape: MeshShape) -> tuple[bool, ...]:
-    """Whether data-parallel ranks run as many micro-batches, or as suits their devices: where these differ, both."""
+    """Return the values of `uneven_batch` to try: both where data-parallel ranks may lie on unlike devices."""
     if "uneven_micro_batches" in request.fixed:
         return (bool(request.fixed["uneven_micro_batches"]),)
     differ = len({group.device.name for group in request.cluster.groups}) > 1
@@ -169,22 +178,23 @@ def uneven_batch_options(request: PlanRequest, shape: MeshShape) -> tuple[bool, 
 
 
 def draft_plans(
-    request: PlanRequest, choice: "ScheduleChoice", is_wanted: Callable[[DataSharding], bool] | None = None
+    request: PlanRequest, choice: ScheduleChoice, is_wanted: Callable[[DataSharding], bool] | None = None
 ) -> Iterator[Plan]:
-    """The legal plans of an order: ways to shard, to lay the axes on the devices, and to recompute all layers alike.
+    """Yield the legal plans of a choice: data shardings, orders of axes, and recompute of all layers alike.
 
-    Where the order balances layers, they are yet to be moved. `wanted` says of a way to shard whether it is.
+    Where the choice balances layers or splits the batch, that is yet to be done (`PlanEvaluator.complete_draft`).
+    `is_wanted` says which data shardings to make plans for.
     """
     first = None
-    for data in data_shardings(request, choice.shape):
-        if choice.uneven_batch and data[2] != "z1":
+    for sharding in data_shardings(request, choice.shape):
+        if choice.uneven_batch and sharding[2] != "z1":
             continue
-        if is_wanted is not None and not is_wanted(data):
+        if is_wanted is not None and not is_wanted(sharding):
             continue
         for axis_order in axis_orders(request, choice.shape):
             for recompute in recompute_modes(request):
-                plan = plan_of_choice(request, choice, data, axis_order, recompute)
-                # How a plan shards, recomputes and lies on the devices decides nothing about whether it is legal.
+                plan = plan_of_choice(request, choice, sharding, axis_order, recompute)
+                # Data sharding, recompute and order of axes don't decide whether a plan is legal: one check serves all.
                 if first is None and plan_violations(
                     plan, request.model, request.workload, request.cluster.num_devices
                 ):
@@ -196,25 +206,26 @@ def draft_plans(
 
 def plan_of_choice(
     request: PlanRequest,
-    choice: "ScheduleChoice",
+    choice: ScheduleChoice,
     sharding: DataSharding,
     axis_order: tuple[str, ...],
     recompute: Recompute,
 ) -> Plan:
-    """One plan of an order."""
-    fields = {"schedule": choice.schedule, "vpp": choice.vpp, **_wanted_stages(request)}
+    """Return one plan of a choice."""
+    fields = {"schedule": choice.schedule, "vpp": choice.vpp, **_required_stages(request)}
     return make_plan(request, choice.shape, sharding, axis_order, recompute, fields)
 
 
-def _wanted_stages(request: PlanRequest) -> dict[str, Any]:
+def _required_stages(request: PlanRequest) -> dict[str, Any]:
     return {"stages": request.fixed["stages"]} if "stages" in request.fixed else {}
 
 
 def recompute_modes(request: PlanRequest) -> tuple[Recompute, ...]:
-    """What all layers do. For speed nothing is computed again but where the plan doesn't fit (`fit.py`)."""
-    wanted = request.fixed.get("recompute")
-    if wanted is not None:
-        return (wanted,)
+    """Return the recompute modes to try for all layers alike. For speed that is none: where a plan doesn't fit,
+    recompute is chosen by layer (`memory/fitter.py`)."""
+    required = request.fixed.get("recompute")
+    if required is not None:
+        return (required,)
     return ("none", "elementwise", "full") if request.objective == "memory" else ("none",)
 
 
@@ -226,9 +237,9 @@ def make_plan(
     recompute: Recompute = "none",
     fields: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A plan of a shape, with `more` fields."""
+    """Return a plan of a shape, with more `fields`."""
     dp_replicate, dp_shard, zero = sharding
-    cut = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
+    can_cut_positions = shape.tp > 1 and request.workload.seq_len % (shape.tp * shape.cp) == 0
     return request.base.model_copy(
         update={
             "dp_replicate": dp_replicate,
@@ -242,7 +253,7 @@ def make_plan(
             "default_strategy": _strategy(
                 request.base.default_strategy,
                 zero,
-                request.fixed.get("sp", cut),
+                request.fixed.get("sp", can_cut_positions),
                 recompute,
                 request.fixed.get("offload", request.base.default_strategy.offload),
             ),
@@ -257,8 +268,10 @@ def _strategy(base: LayerStrategy, zero: ZeroLevel, sp: bool, recompute: Recompu
 
 
 def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
-    """Return schedules and stages per rank for `pp` pipeline ranks: those that the planner searches (`PlannerTraits`),
-    or the one that is required even where it isn't searched."""
+    """Return schedules and stages per rank for `pp` pipeline ranks.
+
+    They are those that the planner searches (`PlannerTraits`), or the required one even where it isn't searched.
+    """
     num_layers = request.model.num_layers
     required = request.fixed.get("schedule", "")
     if required in SCHEDULES and not SCHEDULES[required].planner.searchable:
@@ -285,12 +298,15 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
 
 
 def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]:
-    """All ranks hold copies, all share, or those of one or eight nodes; where nodes or links differ, of any number of
-    nodes that divides theirs, since a block of nodes with fast links may be of any size; or what is asked for."""
+    """Return the ways to replicate and shard: all ranks replicate, all shard, or those of one or eight nodes shard.
+
+    Where nodes or links differ, any number of nodes that divides theirs may shard, since a block of nodes with fast
+    links may be of any size. Required degrees are added.
+    """
     data = shape.data
     if data == 1:
-        alone: DataSharding = (1, 1, request.fixed.get("zero", "z3"))
-        return [alone] if _admits_sharding(request, alone) else []
+        single: DataSharding = (1, 1, request.fixed.get("zero", "z3"))
+        return [single] if _admits_sharding(request, single) else []
     found: list[DataSharding] = [(data, 1, "z1"), (1, data, "z1"), (1, data, "z2"), (1, data, "z3")]
     node = domain_devices(request)
     blocks = divisors(request.cluster.num_nodes) if is_heterogeneous(request.cluster) else (1, 8)
@@ -301,10 +317,10 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
             found.append((data // shard, shard, "z3"))
     replicate: int = request.fixed.get("dp_replicate", 1)
     shard: int = request.fixed.get("dp_shard", 1)
-    if replicate * shard == data and (replicate, shard) not in [split[:2] for split in found]:
-        asked: list[DataSharding] = [(replicate, shard, "z1"), (replicate, shard, "z2"), (replicate, shard, "z3")]
-        found += asked
-    return [split for split in found if _admits_sharding(request, split)]
+    if replicate * shard == data and (replicate, shard) not in [sharding[:2] for sharding in found]:
+        required: list[DataSharding] = [(replicate, shard, "z1"), (replicate, shard, "z2"), (replicate, shard, "z3")]
+        found += required
+    return [sharding for sharding in found if _admits_sharding(request, sharding)]
 
 
 def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:
@@ -312,7 +328,8 @@ def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:
 
 
 def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]:
-    """Where nodes are alike and their network is flat, the order matters to what shares a node with others alone."""
+    """Return the orders of axes to try: one where each group of tensor- and context-parallel ranks fills a node and the
+    network is flat, since every order gives the same neighbours then."""
     cluster = request.cluster
     flat = cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
     fills_a_node = shape.tp * shape.cp >= domain_devices(request) or cluster.num_devices <= domain_devices(request)
@@ -322,7 +339,7 @@ def axis_orders(request: PlanRequest, shape: MeshShape) -> list[tuple[str, ...]]
 
 
 def is_admitted(request: PlanRequest, plan: Plan) -> bool:
-    """Whether a legal plan is as the request wants it."""
+    """Return True if a legal plan has all required values, and can be run where that is required."""
     strategy = plan.default_strategy
     for name, value in request.fixed.items():
         if (getattr(strategy, name) if name in LayerStrategy.model_fields else getattr(plan, name)) != value:

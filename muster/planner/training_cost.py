@@ -1,4 +1,4 @@
-"""What training on so many tokens takes in all: days, dollars, energy, CO₂."""
+"""Days, dollars, energy and CO₂ of a whole training."""
 
 from dataclasses import dataclass
 
@@ -15,20 +15,20 @@ CO2_G_PER_KWH = 473.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
-    """Of all steps. None stands for what isn't known of the devices."""
+    """Cost of all steps of a training; None where the devices' price or power is unknown."""
 
     steps: int
     days: float
     usd: float | None
     kwh: float | None
-    """Of the devices at the limits of their boards, times the data centre's overhead; hosts are not in it."""
+    """Energy of the devices at their power limits, times the data centre's overhead (PUE); without hosts."""
     co2_kg: float | None
 
 
 def training_cost(
     prediction: Prediction, tokens: float, pue: float = PUE, co2_g_per_kwh: float = CO2_G_PER_KWH
 ) -> TrainingCost:
-    """Of training on `tokens` tokens without a pause."""
+    """Return the cost of training on `tokens` tokens without a pause."""
     steps = -int(-tokens // prediction.workload.tokens_per_step)
     usd, joules = prediction.usd_per_step, prediction.joules_per_step
     kwh = None if joules is None else steps * joules / 3.6e6 * pue

@@ -1,4 +1,4 @@
-"""What another cluster, or a change to this one, would do: twice the nodes, a slower network, a failed node."""
+"""Effects of another cluster, or of a change to this one: twice the nodes, a slower network, a failed node."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -25,22 +25,22 @@ class WhatIfCase:
     """A cluster, and the best plan on it."""
 
     change: str
-    """In the words that were given; empty for the cluster as it is."""
+    """Change as it was given; empty for the cluster as it is."""
     cluster: ClusterSpec
     best: EvaluatedPlan | None
     same_plan_step_s: float | None
-    """The step of the plan that is best without the change; None where it can't be, or where nothing is changed."""
+    """Step time of the plan that is best without the change; None where it is not possible, or nothing is changed."""
     reason: str = ""
-    """Where there is no plan."""
+    """Reason why there is no plan."""
     gap: float = 0.0
-    """The part by which another plan may be better that there was no time to look at."""
+    """Largest relative improvement of the best plan that the search had no time to exclude."""
 
 
 def what_if(request: PlanRequest, changes: Sequence[str], limit_s: float) -> list[WhatIfCase]:
-    """The cluster as it is, then with each of the changes alone; several in one text, with commas between, are made
-    together. Each is searched for `limit_s` at most.
+    """Return the best plan for the cluster as it is, then with each of the changes alone.
 
-    Raises ConfigError for what is no change, or can't be made to this cluster.
+    Several changes in one text, with commas between them, are made together. Each search takes at most `limit_s`.
+    Raises ConfigError for unknown changes, and those that can't be made to this cluster.
     """
     clusters = [request.cluster, *(apply_changes(request.cluster, text) for text in changes)]
     cases: list[WhatIfCase] = []
@@ -53,7 +53,8 @@ def what_if(request: PlanRequest, changes: Sequence[str], limit_s: float) -> lis
 def _evaluate_case(
     request: PlanRequest, change: str, base: EvaluatedPlan | None, limit_s: float, may_drop_nodes: bool
 ) -> WhatIfCase:
-    """`spare`: where no plan fills all nodes that are left, the largest number of them that one does."""
+    """Search one cluster. With `may_drop_nodes` and no plan for all nodes that are left, use the largest number of
+    nodes that has one."""
     gap = 0.0
     try:
         arranged = find_best_plans(request, 1, limit_s)
@@ -70,7 +71,7 @@ def _evaluate_case(
 
 
 def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:
-    """Seconds of a step of that very plan; None where it is illegal, doesn't fit or can't be timed."""
+    """Return the step time of that very plan; None where it is illegal, doesn't fit or can't be timed."""
     if plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
         return None
     try:
@@ -85,31 +86,31 @@ def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:
 
 
 def apply_changes(cluster: ClusterSpec, text: str) -> ClusterSpec:
-    """The cluster with the changes that `text` says, from left to right. Raises ConfigError."""
+    """Return the cluster with the changes in `text` made from left to right. Raises ConfigError."""
     for part in text.split(","):
-        what, equals, how = (piece.strip() for piece in part.partition("="))
-        if not equals or what not in _CHANGES:
-            hint = "" if what in _CHANGES else did_you_mean(what, _CHANGES)
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _CHANGES:
+            hint = "" if name in _CHANGES else did_you_mean(name, _CHANGES)
             raise ConfigError(f"--what-if {text}: expected changes such as {EXAMPLES}{hint}")
-        cluster = _CHANGES[what](cluster, how, part.strip())
+        cluster = _CHANGES[name](cluster, value, part.strip())
         if cluster.num_devices > MAX_DEVICES:
             raise ConfigError(f"--what-if {text}: expected at most {MAX_DEVICES:,} devices")
     return cluster
 
 
-def _nodes(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
+def _nodes(cluster: ClusterSpec, value: str, text: str) -> ClusterSpec:
     if not cluster.is_uniform or cluster.node_bandwidth_bytes_per_s is not None:
         raise ConfigError(f"--what-if {text}: which nodes, where they differ? Give cluster=FILE")
     group = cluster.groups[0]
-    count = _amount(cluster.num_nodes, how, text)
+    count = _amount(cluster.num_nodes, value, text)
     if group.nics is None and count > 1 and group.domain_nodes == 1:
         raise ConfigError(f"--what-if {text}: {cluster.name} has no network to join more nodes; give cluster=C")
     return _with_name(cluster.model_copy(update={"groups": (group.model_copy(update={"num_nodes": count}),)}), text)
 
 
-def _network(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
-    """All that joins nodes: their cards, lines between sites, measured rates."""
-    factor = _factor(how, text)
+def _network(cluster: ClusterSpec, value: str, text: str) -> ClusterSpec:
+    """Change the rate of all links between nodes: network cards, links between sites, measured rates."""
+    factor = _factor(value, text)
     if cluster.num_nodes == 1:
         raise ConfigError(f"--what-if {text}: {cluster.name} is one node, which no network joins to another")
     groups = []
@@ -139,19 +140,19 @@ def _network(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
     return _with_name(cluster.model_copy(update=update), text)
 
 
-def _failed(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
-    """The last nodes of the list are gone."""
-    if not how.isdecimal() or not 0 < int(how) < cluster.num_nodes:
+def _failed(cluster: ClusterSpec, value: str, text: str) -> ClusterSpec:
+    """Remove the last nodes of the list."""
+    if not value.isdecimal() or not 0 < int(value) < cluster.num_nodes:
         raise ConfigError(
-            f"--what-if {text}: expected a number of nodes from 1 to {cluster.num_nodes - 1}, got '{how}'"
+            f"--what-if {text}: expected a number of nodes from 1 to {cluster.num_nodes - 1}, got '{value}'"
             if cluster.num_nodes > 1
             else f"--what-if {text}: {cluster.name} is one node, and nothing is left without it"
         )
-    return _with_name(_first_nodes(cluster, cluster.num_nodes - int(how)), text)
+    return _with_name(_first_nodes(cluster, cluster.num_nodes - int(value)), text)
 
 
-def _cluster(cluster: ClusterSpec, how: str, text: str) -> ClusterSpec:
-    return cluster_by_name(how)
+def _cluster(cluster: ClusterSpec, value: str, text: str) -> ClusterSpec:
+    return cluster_by_name(value)
 
 
 _CHANGES: dict[str, Callable[[ClusterSpec, str, str], ClusterSpec]] = {
@@ -171,17 +172,17 @@ def _with_name(cluster: ClusterSpec, text: str) -> ClusterSpec:
     return cluster.model_copy(update={"name": f"{cluster.name}, {text}"})
 
 
-def _factor(how: str, text: str) -> float:
+def _factor(value: str, text: str) -> float:
     """`x2`, `/4`, `x0.5`."""
-    match = re.fullmatch(r"([x×*/])(\d+(?:\.\d+)?)", how)
+    match = re.fullmatch(r"([x×*/])(\d+(?:\.\d+)?)", value)
     if match is None or not float(match[2]):
-        raise ConfigError(f"--what-if {text}: expected a factor such as x2 or /2, got '{how}'")
+        raise ConfigError(f"--what-if {text}: expected a factor such as x2 or /2, got '{value}'")
     return float(match[2]) if match[1] != "/" else 1 / float(match[2])
 
 
-def _amount(now: int, how: str, text: str) -> int:
-    """A number, or a factor of what is now."""
-    count = float(how) if how.isdecimal() else now * _factor(how, text)
+def _amount(now: int, value: str, text: str) -> int:
+    """Return a number of nodes, given directly or as a factor of the present one."""
+    count = float(value) if value.isdecimal() else now * _factor(value, text)
     if not 1 <= count <= MAX_DEVICES or count != int(count):
         raise ConfigError(
             f"--what-if {text}: expected a whole number of nodes from 1 to {MAX_DEVICES:,}, got {count:g} of {now}"
