@@ -49,11 +49,11 @@ _MODULES |= {
 _FORMER = {"Now": "StepContext", "Setting": "ScheduleSpec"}
 """Former names, which plugins may still use."""
 _NAMES = {"DecoderLayer": "Layer"}
-"""Of those that have another name where they come from."""
+"""Names of those that are called otherwise where they are defined."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for when it is: `import muster` alone costs nothing."""
+    """Import what is requested on first use: `import muster` alone costs nothing."""
     name = _FORMER.get(name, name)
     if name not in __all__:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")

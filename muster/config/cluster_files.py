@@ -23,11 +23,11 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_cluster(text: str) -> ClusterSpec:
-    """The cluster that `text` names: a file, a preset of the catalogue, or devices as in `64xh100` and
+    """Load the cluster that `text` names: a file, a preset of the catalogue, or devices as in `64xh100` and
     `32xh100+32xa100`.
 
-    A file has the keys of `ClusterSpec`, with devices and links by their names or written out.
-    Raises ConfigError, with the nearest name.
+    A file has the keys of `ClusterSpec`, with devices and links by name or written out. Raises ConfigError, with the
+    nearest name.
     """
     text = text.strip()
     if text.endswith((".yaml", ".yml")) or "/" in text or Path(text).is_file():
@@ -50,7 +50,7 @@ def load_cluster(text: str) -> ClusterSpec:
 
 @cache
 def load_device(name: str) -> DeviceSpec:
-    """A device of the catalogue, by its name or an alias. Raises ConfigError with the nearest name."""
+    """Load a device of the catalogue, by its name or an alias. Raises ConfigError with the nearest name."""
     known = _device_names()
     if name.lower() not in known:
         raise ConfigError(
@@ -62,7 +62,7 @@ def load_device(name: str) -> DeviceSpec:
 
 @cache
 def load_link(name: str) -> LinkSpec:
-    """A link of the catalogue. Raises ConfigError with the nearest name."""
+    """Load a link of the catalogue. Raises ConfigError with the nearest name."""
     links = _mapping(read("links", "links"), "links")
     if name not in links:
         raise ConfigError(f"there is no link '{name}'{did_you_mean(name, links)} (there are {', '.join(links)})")
@@ -71,7 +71,7 @@ def load_link(name: str) -> LinkSpec:
 
 @cache
 def _device_names() -> dict[str, str]:
-    """Every name and alias → the device's file."""
+    """Return every name and alias with the device's file."""
     found: dict[str, str] = {}
     for name in names("devices"):
         aliases = re.search(r"^aliases: \[(.*)\]$", read("devices", name), re.MULTILINE)
@@ -81,7 +81,7 @@ def _device_names() -> dict[str, str]:
 
 
 def _groups(count: int, name: str) -> list[NodeGroup]:
-    """`count` devices in the nodes that they usually come in: full nodes, then what is left."""
+    """Return `count` devices in the nodes that they usually come in: full nodes, then the remainder."""
     device = load_device(name)
     if count < 1:
         raise ConfigError(f"a cluster has at least one device, got {count}x{name}")
@@ -109,13 +109,13 @@ def _from_file(path: Path) -> ClusterSpec:
 
 
 class KeyLocation(NamedTuple):
-    """Where something stands: a file, and the dotted path of keys in it."""
+    """The location of a value: a file, and the dotted path of keys in it."""
 
     file: str
     path: str = ""
 
     def key(self, name: str) -> "KeyLocation":
-        """What stands under a key of this."""
+        """Return the location of the value under a key of this one."""
         return KeyLocation(self.file, f"{self.path}.{name}" if self.path else name)
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class KeyLocation(NamedTuple):
 
 
 def _build(data: dict[str, Any], where: str) -> ClusterSpec:
-    """A cluster from a file's keys; `devices: 64xh100` stands for groups."""
+    """Return the cluster of a file's keys; `devices: 64xh100` stands for groups."""
     data, file = dict(data), KeyLocation(where)
     if "devices" in data:
         short = data.pop("devices")
@@ -144,7 +144,7 @@ def _build(data: dict[str, Any], where: str) -> ClusterSpec:
 
 
 def _group(data: Any, place: KeyLocation) -> Any:
-    """One group: what it doesn't say of its nodes is as the device usually comes."""
+    """Return one group: node properties left out are those of the device's usual node."""
     if not isinstance(data, dict):
         return data
     if "device" not in data:
@@ -158,7 +158,7 @@ def _group(data: Any, place: KeyLocation) -> Any:
 
 
 def _joined(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
-    """The keys of a node, with the links that join its devices, and it to others."""
+    """Return the keys of a node, with its links loaded."""
     own = {key: _link(value, place.key(key)) if key == "intra" else value for key, value in data.items()}
     if isinstance(nics := own.get("nics"), dict) and "link" in nics:
         own["nics"] = nics | {"link": _link(nics["link"], place.key("nics.link"))}
@@ -166,7 +166,7 @@ def _joined(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
 
 
 def _usual_node(node: NodeShape) -> dict[str, Any]:
-    """What a group takes over from the node that its devices usually come in."""
+    """Return the properties that a group takes from its devices' usual node."""
     return {name: getattr(node, name) for name in ("intra", "nics", "domain_nodes", "host_memory_bytes")}
 
 
@@ -182,7 +182,7 @@ def _device(data: Any, place: KeyLocation) -> Any:
 
 
 def _link(data: Any, place: KeyLocation) -> Any:
-    """A link by name, or `{like: NAME, …}` with what is different, or written out."""
+    """Return a link by name, as `{like: NAME, …}` with the differences, or written out."""
     if isinstance(data, str):
         return _named(load_link, data, place)
     if isinstance(data, dict) and "like" in data:
@@ -193,7 +193,7 @@ def _link(data: Any, place: KeyLocation) -> Any:
 
 
 def _named(load: Callable[[str], Loaded], name: str, place: KeyLocation) -> Loaded:
-    """What has this name; a wrong one is told with its place."""
+    """Load by name; the error about a wrong one gives its location."""
     try:
         return load(name)
     except ConfigError as error:
@@ -219,7 +219,7 @@ def _checked(where: str, **data: Any) -> ClusterSpec:
 
 
 def _validated(kind: Any, data: Any, place: KeyLocation) -> Any:
-    """`data` as `kind`, or one sentence about the first thing that is wrong with it."""
+    """Return `data` as `kind`, or raise ConfigError with one sentence about its first error."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

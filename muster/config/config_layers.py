@@ -1,4 +1,4 @@
-"""Run files as layers: what each says, and where."""
+"""Run files as layers: the values of each, and where they stand."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,26 +17,26 @@ from muster.spec.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class ConfigLayer:
-    """What one file or the command line says."""
+    """Values of one file, or of the command line."""
 
     name: str
-    """For people: `run.yaml`, `preset tiny`, `command line`."""
+    """Name shown to people: `run.yaml`, `preset tiny`, `command line`."""
     values: Mapping[str, Any]
-    """By dotted path; what stands in lists is one value."""
+    """Values by dotted key; a list is one value."""
     base_dir: Path
-    """What paths in it are relative to."""
+    """Directory that relative paths in the layer begin at."""
     lines: Mapping[str, int] = field(default_factory=dict)
     is_file: bool = True
-    """A file may be of an earlier schema; a command line never is."""
+    """True for a file, which may be of an earlier schema; a command line never is."""
 
     def origin(self, path: str) -> str:
-        """Where the value under `path` was said, as `file:line` where there is a line."""
+        """Return the place of the value under `path`, as `file:line` where there is a line."""
         line = self.lines.get(path)
         return self.name if line is None else f"{self.name}:{line}"
 
 
 def read_file_layer(path: Path) -> ConfigLayer:
-    """What a YAML file says. Raises ConfigError when it can't be read."""
+    """Read a YAML file. Raises ConfigError when it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -56,12 +56,12 @@ def current_layer(file_format: Format, layer: ConfigLayer) -> ConfigLayer:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text that is a name or a path is a path."""
+    """Return True if a text that is a name or a path is a path."""
     return "/" in text or text.endswith((".yaml", ".yml"))
 
 
 def read_catalog_layer(kind: str, name: str) -> ConfigLayer:
-    """What a file of the catalog says: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
+    """Read a file of the catalogue: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
     what = "model" if kind == "models" else "preset"
     known = names(kind) + (component_names("model") if kind == "models" else [])
     if name not in names(kind):

@@ -1,4 +1,4 @@
-"""A file of another trainer as a run file: which trainer's it is, what follows from it, what is missing."""
+"""Import of another trainer's configuration as a run file: detection, conversion, missing keys."""
 
 import tomllib
 from collections.abc import Mapping
@@ -25,28 +25,28 @@ from muster.spec.supported import unsupported_features
 
 _PLACEHOLDERS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}
 _PLACEHOLDERS |= {"train.seq_len": 1, "data.tokenizer": "tokenizer.json"}
-"""What must be said before a run can start, with what the rest is checked against where it isn't."""
+"""Keys that a run needs, with placeholders against which the rest is checked where they are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedConfig:
-    """A run file made of another trainer's, and what is to be known of it."""
+    """A run file made from another trainer's configuration, and remarks about it."""
 
     conversion: ConfigConversion
     tree: Mapping[str, Any]
     """The run file."""
     missing: tuple[str, ...]
-    """Keys that the other file doesn't say and a run needs."""
+    """Keys that the other file lacks and a run needs."""
     refused: tuple[str, ...]
-    """Why Muster can't run the plan as it is."""
+    """Reasons why Muster can't run the plan as it is."""
 
     def yaml(self) -> str:
-        """The run file as text, each value with the option that it comes from."""
+        """Return the run file as text, each value with the option that it comes from."""
         origins = self.conversion.origins
         return yaml_text(self.tree, lambda key: origins.get(key, "a run file's version"))
 
     def to_json(self) -> dict[str, Any]:
-        """What `muster import-config --json` prints."""
+        """Return the output of `muster import-config --json`."""
         left = [{"option": one.option, "value": one.value, "reason": one.reason} for one in self.conversion.dropped]
         return {
             "version": 1,
@@ -60,9 +60,9 @@ class ImportedConfig:
 
 
 def import_config(path: Path, nproc: int | None = None, model: str | None = None) -> ImportedConfig:
-    """Reads a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`) or nanotron (`.yaml`).
+    """Read a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`) or nanotron (`.yaml`).
 
-    Raises ConfigError where it can't be read, or says something that a run file can't.
+    Raises ConfigError where it can't be read, or contains something that a run file can't express.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -97,13 +97,13 @@ def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> Con
 
 
 def _in_order(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As run files are written: the seed, then section by section."""
+    """Return values in the usual order of run files: the seed, then section by section."""
     sections = ("seed", "model", "parallel", "data", "train", "eval", "optim")
     return dict(sorted(values.items(), key=lambda pair: sections.index(pair[0].partition(".")[0])))
 
 
 def _refused(path: Path, carried: ConfigConversion, missing: tuple[str, ...]) -> tuple[str, ...]:
-    """Checks all that a run file would be checked for. Raises ConfigError for what it can't say."""
+    """Apply all checks of a run file. Raises ConfigError for values that it can't have."""
     values = {**carried.values, **{key: _PLACEHOLDERS[key] for key in missing}}
     origins = {key: f"{path}: {origin}" for key, origin in carried.origins.items()}
     try:

@@ -1,4 +1,4 @@
-"""Loads a run's configuration from preset, files and command line, and writes what came of it."""
+"""Loading of a run's configuration from preset, files and command line, and writing of the result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,25 +34,25 @@ _CHOSEN = tuple(
     for field in (*AUTO_FIELDS, "micro_batch_size", "schedule", "axis_order", "overrides")
     + ("default_strategy.zero", "default_strategy.sp", "default_strategy.recompute")
 )
-"""DEGREES, and what else `auto` chooses where nobody said it: beginnings of paths."""
+"""Prefixes of keys that `auto` chooses where nobody gives them: AUTO_FIELDS and a few more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A run's configuration, and where each of its values comes from."""
+    """A run's configuration, and the origin of each of its values."""
 
     config: RunConfig
     origins: Mapping[str, str]
-    """By dotted path; a value without an origin is the default."""
+    """Origins by dotted key; a value without one is the default."""
     plan_is_auto: bool
     """The degrees of `config.parallel` are still to be chosen, for the number of processes there will be."""
 
 
 def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[tuple[str, Any]]) -> ResolvedConfig:
-    """The configuration that a preset, a run file over it, and pairs of dotted key and value over both give; a value
-    may be text.
+    """Load the configuration of a preset, a run file over it, and pairs of dotted key and value over both; values may
+    be text.
 
-    Raises ConfigError with one sentence for each thing that is wrong.
+    Raises ConfigError with one sentence for each error.
     """
     layers: list[ConfigLayer] = []
     if preset is not None:
@@ -65,9 +65,9 @@ def load_run_config(preset: str | None, file: Path | None, overrides: Sequence[t
 
 
 def load_config_tree(tree: Mapping[str, Any], name: str) -> ResolvedConfig:
-    """The configuration in data of a run file's form; `name` is what people are told that it comes from.
+    """Load the configuration from data in a run file's form; `name` is its origin as shown to people.
 
-    Raises ConfigError as `load_run`.
+    Raises ConfigError as `load_run_config`.
     """
     return _resolve(_chain(ConfigLayer(name, dict(flatten(tree)), Path()), [name]))
 
@@ -91,13 +91,13 @@ def _resolve(layers: Iterable[ConfigLayer]) -> ResolvedConfig:
 
 
 def _put_steps(merged: MergedConfig) -> None:
-    """The steps that train.tokens stands for, where they are not given."""
+    """Set the steps that train.tokens stands for, where they are not given."""
     if (found := steps_from_tokens(merged.values)) is not None and "train.steps" not in merged.values:
         merged.values["train.steps"], merged.origins["train.steps"] = found
 
 
 def _chain(layer: ConfigLayer, seen: list[str]) -> list[ConfigLayer]:
-    """The layer and those that it extends, the lowest first."""
+    """Return the layer and those that it extends, the lowest first."""
     parent = layer.values.get("extends")
     if parent is None:
         return [layer]
@@ -116,7 +116,8 @@ def _chain(layer: ConfigLayer, seen: list[str]) -> list[ConfigLayer]:
 
 
 def with_steps_from_epochs(resolved: ResolvedConfig, num_samples: int) -> ResolvedConfig:
-    """The same with the steps that `train.epochs` stands for, of data with so many training samples."""
+    """Return the configuration with the steps that `train.epochs` stands for, for data with so many training
+    samples."""
     config, train = resolved.config, resolved.config.train
     assert train.epochs is not None
     steps, origin = steps_from_epochs(train.epochs, num_samples, train.global_batch_size, train.steps)
@@ -125,7 +126,7 @@ def with_steps_from_epochs(resolved: ResolvedConfig, num_samples: int) -> Resolv
 
 
 def derived_value_lines(resolved: ResolvedConfig) -> list[str]:
-    """One line for people for each value that was left out and comes from the Step Law."""
+    """Return one line for people for each value that was left out and comes from the Step Law."""
     sections = resolved.config.model_dump()
     return [
         derived_value_line(path, sections[section][key], origin)
@@ -180,9 +181,9 @@ def plan_from_tree(tree: Mapping[str, Any], source: str) -> Plan:
 
 
 def config_yaml(resolved: ResolvedConfig, plan: Plan) -> str:
-    """A run file that says all of the configuration, the plan in it, and where each value comes from.
+    """Return a run file with the complete configuration, the plan in it, and the origin of each value.
 
-    The order of a searched schedule stands in it only where it was given: the plan.yaml has what was found.
+    A pinned schedule is in it only where it was given: the plan.yaml has the one that was found.
     """
     found = {"pinned_schedule"} if resolved.config.parallel.pinned_schedule is None else None
     tree = resolved.config.model_dump(mode="json") | {"parallel": plan.model_dump(mode="json", exclude=found)}
@@ -195,12 +196,12 @@ def config_yaml(resolved: ResolvedConfig, plan: Plan) -> str:
 
 
 def plan_yaml(plan: Plan) -> str:
-    """A plan.yaml, headed by the plan's name and hash."""
+    """Return a plan.yaml, headed by the plan's name and hash."""
     return f"# {format_plan_name(plan)}\n# hash {plan.hash}\n{yaml_text(plan.model_dump(mode='json'))}"
 
 
 def write_run_files(resolved: ResolvedConfig, plan: Plan, run_dir: Path) -> None:
-    """Writes config.yaml and plan.yaml, which load back to the same values. Raises OSError."""
+    """Write config.yaml and plan.yaml, which load back to the same values. Raises OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / "config.yaml", config_yaml(resolved, plan))
     write_atomically(run_dir / "plan.yaml", plan_yaml(plan))

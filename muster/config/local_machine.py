@@ -1,4 +1,4 @@
-"""The machine that this process runs on, as a cluster: from its profile, or from what the system says of it."""
+"""This machine as a cluster: from its profile, or as detected from the operating system."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from muster.spec.device import DeviceSpec
 from muster.spec.errors import ConfigError
 
 PROFILE_FILE = "machine.yaml"
-"""Where `muster profile` writes, if not told otherwise."""
+"""Default output of `muster profile`."""
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -34,7 +34,7 @@ _NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("l40s",), "l40s"),
     (("rtx 4090",), "rtx4090"),
 )
-"""Words that all stand in the name that a driver gives a device → the catalogue's name; the first that fits counts."""
+"""Words that all occur in a driver's device name → the catalogue's name; the first match counts."""
 
 
 def cluster_by_name(text: str) -> ClusterSpec:
@@ -48,7 +48,7 @@ _THIS = re.compile(r"(?:(\d{1,6})\s*[x×*]\s*)?this")
 
 
 def profiled_machine(profile: Path = Path(PROFILE_FILE)) -> ClusterSpec:
-    """The machine that `muster profile` measured here. Raises ConfigError where it was not measured."""
+    """Return the machine that `muster profile` measured here. Raises ConfigError where it was not measured."""
     if not profile.exists():
         raise ConfigError(
             f"--cluster this needs what 'muster profile' measures: run it here first, it writes {profile}"
@@ -57,7 +57,7 @@ def profiled_machine(profile: Path = Path(PROFILE_FILE)) -> ClusterSpec:
 
 
 def with_num_ranks(measured: ClusterSpec, processes: int = 0) -> ClusterSpec:
-    """A measured machine with so many ranks (0: as many as its file says), which share its memory on a CPU."""
+    """Return a measured machine with so many ranks (0: as many as in its file), which share its memory on a CPU."""
     group = measured.groups[0]
     count = processes or group.num_devices
     memory = group.device.memory_bytes or (system_memory_bytes() // count if group.device.shared_cores else None)
@@ -67,10 +67,10 @@ def with_num_ranks(measured: ClusterSpec, processes: int = 0) -> ClusterSpec:
 
 
 def detect_machine(processes: int, nodes: int = 1) -> ClusterSpec:
-    """The devices that the system names, as the catalogue knows them: one for each of the `processes`, on nodes that
-    are all like this one.
+    """Return the devices that the operating system reports, as the catalogue knows them: one for each of the
+    `processes`, on nodes that are all like this one.
 
-    Fewer devices than processes of a node: they compute on its cores, as in training.
+    With fewer devices than processes per node, the processes compute on its cores, as in training.
     """
     local = processes // nodes
     gpus = nvidia_gpu_names()
@@ -93,7 +93,7 @@ def detect_machine(processes: int, nodes: int = 1) -> ClusterSpec:
 
 
 def nvidia_gpu_names() -> list[str]:
-    """What the NVIDIA driver calls the devices that this process may use; none where there is no such driver."""
+    """Return the NVIDIA driver's names of the devices that this process may use; none where there is no such driver."""
     names = []
     for place in sorted(_GPUS.glob("*/information")) if _GPUS.is_dir() else []:
         lines = place.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -105,18 +105,18 @@ def nvidia_gpu_names() -> list[str]:
 
 
 def catalog_device_name(driver_name: str) -> str | None:
-    """The catalogue's name of a device, from the driver's: `NVIDIA H100 80GB HBM3` is h100-sxm."""
+    """Return the catalogue's name of a device, from the driver's: `NVIDIA H100 80GB HBM3` is h100-sxm."""
     text = driver_name.lower()
     return next((name for words, name in _NAMES if all(word in text for word in words)), None)
 
 
 def usable_cores() -> int:
-    """The CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def system_memory_bytes() -> int:
-    """Of the machine, or of the container where that is less."""
+    """Return the memory of the machine, or of the container where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -127,7 +127,8 @@ def system_memory_bytes() -> int:
 
 
 def _gpu(driver_name: str) -> DeviceSpec:
-    """What the catalogue doesn't know is taken for an A100 of unknown memory: plans are only compared."""
+    """Return a catalogue device; an unknown one is treated as an A100 of unknown memory, since plans are only
+    compared."""
     name = catalog_device_name(driver_name)
     if name is not None:
         return load_device(name)

@@ -1,4 +1,4 @@
-"""Layers of a run file, laid one on top of the other: which value replaces which."""
+"""Merging of a run file's layers: a value of a later layer replaces those of earlier ones."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -20,10 +20,10 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 
 AUTO_FIELDS = (*DEGREE_FIELDS, "vpp", "stages")
-"""The fields of a plan that `auto` chooses."""
+"""Plan fields that `auto` chooses."""
 
 _KEPT = ("micro_batch_size", "precision")
-"""The fields that a plan takes over from the layers below when its name or file doesn't say them."""
+"""Plan fields taken from the layers below when a plan's name or file leaves them out."""
 
 _INSTEAD = {
     "train.steps": ("train.tokens", "train.epochs"),
@@ -32,11 +32,11 @@ _INSTEAD = {
     "data.blend": ("data.source",),
     "data.source": ("data.blend", "data.weight_schedule"),
 }
-"""Keys that stand in the place of others from lower layers."""
+"""Keys that replace others of lower layers."""
 
 
 class MergedConfig:
-    """The values of all layers so far, the later ones on top."""
+    """Values of all layers so far, later ones on top."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -44,7 +44,7 @@ class MergedConfig:
         self.plan_is_auto = True
 
     def add(self, layer: ConfigLayer) -> None:
-        """Lays a layer on top. Raises ConfigError."""
+        """Add a layer on top. Raises ConfigError."""
         layer = current_layer("run", layer)
         said = {path: value for path, value in layer.values.items() if path != "extends"}
         if (named := said.pop("plugins", None)) is not None:  # first, as they may register what the layer names
@@ -85,7 +85,7 @@ class MergedConfig:
         self.origins["plugins"] = layer.origin("plugins")
 
     def put(self, path: str, value: object, origin: str) -> None:
-        """A value in the place of those above and below it."""
+        """Set a value in place of those above and below it."""
         for known in list(self.values):
             if known.startswith(path + ".") or path.startswith(known + "."):
                 del self.values[known], self.origins[known]
@@ -109,7 +109,7 @@ class MergedConfig:
                 self.put(f"model.{path}", value, layer.name)
 
     def _replace_plan(self, text: str, folder: Path, origin: str) -> None:
-        """Puts the plan that a name, a path or `auto` stands for in the place of the one so far."""
+        """Replace the plan so far by the one that a name, a path or `auto` stands for."""
         paths = {field: f"parallel.{field}" for field in _KEPT}
         kept = {field: (self.values[path], self.origins[path]) for field, path in paths.items() if path in self.values}
         said: dict[str, tuple[Any, str]] = {}
@@ -141,12 +141,13 @@ def _is_degree(path: str) -> bool:
 
 @cache
 def run_schema() -> ConfigSchema:
-    """What a run file may say."""
+    """Return the schema of run files."""
     return ConfigSchema(RunConfig)
 
 
 def coerce_value(value: object, kinds: set[str]) -> object:
-    """What a text stands for where no text is wanted: YAML reads `1e-3` as one, and a command line has nothing else."""
+    """Return the value that a text stands for where text isn't expected: YAML reads `1e-3` as text, and a command line
+    has nothing else."""
     if isinstance(value, str) and value == "null" and "null" in kinds:
         return None
     if isinstance(value, str) and kinds & {"integer", "number"}:
@@ -171,5 +172,5 @@ def _number(text: str, whole: bool) -> int | float | str:
 
 
 def unique_plugins(plugins: Iterable[PluginFile]) -> tuple[PluginFile, ...]:
-    """Each file once, with the hash that was said last."""
+    """Return each plugin file once, with the hash that was given last."""
     return tuple({plugin.file: plugin for plugin in plugins}.values())

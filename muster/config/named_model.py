@@ -1,4 +1,4 @@
-"""A model by its name: one of the catalogue, a Hugging Face directory, or a file."""
+"""A model by name: from the catalogue, a plugin, a Hugging Face directory, or a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +19,14 @@ from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.model import ModelSpec
 
 HF_PREFIX = "hf:"
-"""Before the path of a Hugging Face directory, where a model's name is wanted."""
+"""Prefix of a Hugging Face directory's path, where a model's name is expected."""
 
 
 def load_model(name: str, folder: Path = Path()) -> ModelSpec:
-    """The model that a name stands for: one of the catalogue; `hf:DIR`, whose config.json is read; or the path of a
-    YAML file of the catalogue's form. Relative paths begin at `folder`.
+    """Load the model that a name stands for: one of the catalogue; `hf:DIR`, whose config.json is read; or the path of
+    a YAML file in the catalogue's form. Relative paths begin at `folder`.
 
-    Raises ConfigError with one sentence for each thing that is wrong.
+    Raises ConfigError with one sentence for each error.
     """
     layer = read_model_layer(name, folder)
     values = {key: value for key, value in layer.values.items() if key != "version"}
@@ -37,7 +37,7 @@ def load_model(name: str, folder: Path = Path()) -> ModelSpec:
 
 
 def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
-    """As `load_model`: what is said of the model, unchecked, as a layer of its own. Raises ConfigError."""
+    """Read the model's values as a layer, unchecked; otherwise as `load_model`. Raises ConfigError."""
     if name.startswith(HF_PREFIX):
         spec = load_hf_model(folder / Path(name.removeprefix(HF_PREFIX)).expanduser())
         return ConfigLayer(f"model {name}", dict(flatten(spec.model_dump(mode="json", exclude_defaults=True))), folder)
@@ -47,7 +47,7 @@ def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
 
 
 def plugin_model_layer(name: str, values: Mapping[str, Any]) -> ConfigLayer:
-    """What is said of a model that a plugin registers: that of the one that it is `like`, with its values over it."""
+    """Return the values of a plugin's model: those of the model that it is `like`, with its own over them."""
     said = dict(values)
     like = said.pop("like", None)
     base = {} if like is None else {k: v for k, v in read_model_layer(like).values.items() if k != "version"}

@@ -44,7 +44,7 @@ class OptimConfig(Frozen):
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to its highest."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """How the learning rate goes from its highest to its last; wsd keeps it up and lets it fall at the end only."""
+    """Decay of the learning rate; wsd keeps it at its peak until near the end (warmup, stable, decay)."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """wsd: the part of all steps in which it falls."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"

@@ -22,14 +22,14 @@ class PluginOptimizer:
     cache: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def state_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """What it keeps for each parameter. Raises ConfigError where it isn't one that ranks can share."""
+        """Return the names of its state tensors per parameter. Raises ConfigError where the state can't be sharded."""
         if (key := repr(sorted(options.items()))) not in self.cache:
             self.cache[key] = self.probe_state(self, options)
         return self.cache[key]
 
 
 def skips_weight_decay(name: str) -> bool:
-    """Whether weight decay passes over a parameter: norms, biases and embeddings."""
+    """Return True for parameters without weight decay: norms, biases and embeddings."""
     module, _, leaf = name.rpartition(".")
     return leaf == "bias" or module.endswith("norm") or module.rpartition(".")[2] in ("embed", "positions")
 

@@ -1,4 +1,4 @@
-"""What a run does: the typed content of a run file."""
+"""The typed content of a run file."""
 
 from typing import Annotated, Literal
 
@@ -18,59 +18,60 @@ BYTE_VOCAB_SIZE = 257
 
 
 class BlendSource(Frozen):
-    """One source of a mixture."""
+    """One source of a blend."""
 
     name: str
-    """By which weights and losses are said of it."""
+    """Name in weight schedules and in per-source losses."""
     source: str
-    """As `data.source`."""
+    """Source, as `data.source`."""
     weight: NonNegative = 1.0
-    """Its part of the samples is its weight among all weights."""
+    """Relative weight: the source's share of the samples is its weight divided by the sum of all."""
 
 
 class WeightChange(Frozen):
-    """Other weights from some point on. One of the two says from where."""
+    """Other blend weights from some point on, given by exactly one of the two keys."""
 
     from_step: PositiveInt | None = None
-    """Steps made before; counted in today's global_batch_size."""
+    """Steps made before; converted with today's global_batch_size."""
     from_sample: PositiveInt | None = None
     """Samples read before."""
     weights: dict[str, NonNegative]
-    """By source; those left out get none."""
+    """Weights by source; those left out get none."""
 
 
 class DataConfig(Frozen):
-    """What is read: one source, or a mixture of several."""
+    """Training data: one source, or a blend of several."""
 
     source: str | None = None
-    """`python-stdlib` (the standard library's own source files), a file, a directory, a prepared token store, or a
-    data set that a plugin registers."""
+    """Source of the data: `python-stdlib` (the standard library's own source files), a file, a directory, a prepared
+    token store, or a dataset that a plugin registers."""
     blend: tuple[BlendSource, ...] = ()
     """Several sources instead, each with a weight."""
     weight_schedule: tuple[WeightChange, ...] = ()
-    """Of the mixture's weights, in order."""
+    """Changes of the blend's weights, in order."""
     packing: Literal["concatenate", "document_mask", "next_fit", "none"] = "concatenate"
-    """concatenate: a sample is seq_len tokens of the stream, read as one. documents: each document in it sees itself
-    alone, and its positions begin at 0. whole: likewise, and documents are cut only where they are longer than a
-    sample, which is filled up. none: a sample is one document, padded to the longest of its micro-batch."""
+    """Packing of documents into samples. concatenate: a sample is seq_len tokens of the stream, read as one.
+    document_mask: each document attends to itself alone, and its positions begin at 0. next_fit: likewise, and
+    documents are cut only where they are longer than a sample, which is padded. none: a sample is one document, padded
+    to the longest of its micro-batch."""
     tokenizer: str = "bytes"
-    """`bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
+    """Tokenizer: `bytes`, a tokenizer.json or a directory that has one, or a SentencePiece model."""
     eos_token: str | None = None
-    """The token that ends a document; None: what the tokenizer's own files say."""
+    """Token that ends a document; None: as the tokenizer's own files say."""
     chat_template: str | None = None
-    """A file with the Jinja template of dialogues; None: the tokenizer's own, or ChatML where it has none."""
+    """File with the Jinja template of dialogues; None: the tokenizer's own, or ChatML where it has none."""
     text_key: str | None = None
-    """The key of a row's text; None: `messages`, `prompt` with `completion`, or `text`, the first that a row has."""
+    """Key of a row's text; None: `messages`, `prompt` with `completion`, or `text`, the first that a row has."""
     on_invalid_row: Literal["stop", "skip"] = "stop"
-    """What happens where a row can't be used: stop at the first, or skip and count them."""
+    """Response to an invalid row: stop at the first, or skip and count them."""
     max_bytes: PositiveInt | None = None
-    """Of text and JSON lines that are read at most; None: all of it."""
+    """Limit on the bytes of text and JSON lines that are read; None: no limit."""
     validation_split: Fraction = 0.01
     """Fraction of the windows that is never trained on and gives the validation loss."""
     cache: str | None = None
     """Directory of the token store; None: `.data` beside the run directory."""
     hash_samples: bool = False
-    """Write the hash of the stream of samples to samples.sha256."""
+    """Write the hash of the sample stream to samples.sha256."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -96,71 +97,70 @@ class DataConfig(Frozen):
 
     @property
     def sources(self) -> list[str]:
-        """All that is read."""
+        """All sources that are read."""
         return [part.source for part in self.blend] if self.source is None else [self.source]
 
 
 class TrainConfig(Frozen):
-    """How long, how much at once, and what is kept."""
+    """Length, batch size, and checkpoints of the training."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps; None: as many as `epochs` comes to, which is known when the data are there."""
+    """Optimizer steps; None: as many as `epochs` comes to, which is known once the data are there."""
     tokens: PositiveInt | None = None
-    """Instead of steps: as many as it takes to train on so many tokens."""
+    """Instead of steps: train on so many tokens."""
     epochs: Positive | None = None
-    """Instead of steps: as many as it takes to go through the training samples so often; 0.5 is half of them. An epoch
-    of a mixture is as many samples as all its sources have together."""
+    """Instead of steps: passes over the training samples; 0.5 is half of them. An epoch of a blend has as many samples
+    as all its sources together."""
     seq_len: PositiveInt
     """Tokens per sequence."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     init_from: str | None = None
-    """Directory whose weights the training begins with: a run, a checkpoint, a Hugging Face directory or a folder of
-    torch.distributed.checkpoint; None: the model's initial values."""
+    """Directory with the initial weights: a run, a checkpoint, a Hugging Face directory or a folder of
+    torch.distributed.checkpoint; None: the model's own initialisation."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: PositiveInt = 2
-    """Checkpoints that are kept."""
+    """Number of latest checkpoints to keep."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that are multiples of it are kept for good, beside the last ones; 0: none is."""
+    """Interval of steps whose checkpoints are kept permanently, beside the latest ones; 0: none."""
     ephemeral_every: NonNegativeInt = 0
-    """Steps between checkpoints that stay only until the next one of any kind is complete; 0: there are none."""
+    """Steps between checkpoints that are deleted when the next one of any kind is complete; 0: none."""
     remote_checkpoint_dir: str | None = None
-    """URL below which copies of the checkpoints lie, of any kind that fsspec knows (`s3://bucket/run`): a run directory
-    that has none, or older ones, gets the newest from there."""
+    """URL of remote copies of the checkpoints, of any kind that fsspec knows (`s3://bucket/run`): a run directory with
+    no checkpoints, or older ones, fetches the newest from there."""
     in_memory_checkpoint_every: NonNegativeInt = 0
-    """Steps between copies of the state in the memory of the nodes, each of which also keeps those of the one before: a
-    run that is started again goes on from them if they are newer than its checkpoints; 0: there are none."""
+    """Steps between in-memory checkpoints on the nodes, each of which also holds its predecessor's: a restarted run
+    resumes from them if they are newer than its checkpoints; 0: none."""
     in_memory_checkpoint_dir: str = "/dev/shm"
     """Directory of in-memory checkpoints: in memory, or on a local disk; {rank} stands for a rank's number."""
     async_save: bool = True
-    """Save beside the training, from a copy in host memory; false: train on when all of it is on disk."""
+    """Save in the background, from a copy in host memory; false: resume training when all of it is on disk."""
     max_minutes: Positive | None = None
-    """After so long the run saves and stops, as if asked to; the same command goes on."""
+    """Time limit, after which the run saves and stops as if asked to; the same command resumes it."""
     sample_tokens: NonNegativeInt = 200
-    """Tokens of text that the trained model writes at the end; 0: none."""
+    """Tokens of text that the trained model generates at the end; 0: none."""
     max_consecutive_skips: PositiveInt = 10
-    """A step whose loss or gradient norm is not finite, or a spike, is skipped with its samples; so many in a row end
-    the run."""
+    """Limit on consecutive skipped steps, after which the run ends. A step whose loss or gradient norm is not finite,
+    or a spike, is skipped with its samples."""
     spike_sigmas: NonNegative = 0.0
-    """A loss or gradient norm so many standard deviations above its mean over the last steps is a spike; 0: none is.
+    """Standard deviations above the mean over the last steps beyond which a loss or gradient norm is a spike; 0: never.
     OLMo used 6."""
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Steps in that mean."""
     hang_timeout_s: Positive = 180.0
-    """Seconds in which no rank begins anything; after that the run ends, and the rank that the others wait for is
-    named."""
+    """Seconds without progress of any rank, after which the run ends and names the rank that the others wait for."""
     deterministic: bool = False
-    """Only those algorithms of PyTorch that give the same bits every time."""
+    """Use only PyTorch algorithms that give the same bits every time."""
     z_loss: NonNegative = 0.0
-    """Times log²(Z) of each counted token: added to the loss that is made small, not to the one that is reported.
-    PaLM used 1e-4."""
+    """Factor of log²(Z) of each non-ignored token, added to the loss that is minimized, not to the one that is
+    reported. PaLM used 1e-4."""
     loss: str | None = None
-    """A loss that a plugin registers; None: cross-entropy."""
+    """Loss that a plugin registers; None: cross-entropy."""
     training_step: str | None = None
-    """A training step that a plugin registers; None: clip the gradients and let the optimizer step."""
+    """Training step that a plugin registers; None: clip the gradients and step the optimizer."""
 
     @field_validator("loss", "training_step")
     @classmethod
@@ -178,40 +178,40 @@ class TrainConfig(Frozen):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run. Raises ValueError where it isn't known yet how many `epochs` comes to."""
+        """Steps of the whole run. Raises ValueError while the number of steps in `epochs` is unknown."""
         if self.steps is None:
             raise ValueError("train.epochs is a number of steps only when the data are there")
         return self.steps
 
 
 class EvalConfig(Frozen):
-    """Validation: the loss on held-out samples."""
+    """Validation: the loss on the validation split."""
 
     every: NonNegativeInt = 0
     """Steps between validation losses; 0: only at the end."""
     batches: NonNegativeInt = 8
-    """Global batches of held-out samples that the loss is taken over; 0: none."""
+    """Global batches of the validation split that the loss is averaged over; 0: none."""
 
 
 class TrackingConfig(Frozen):
-    """Where metrics go beside metrics.jsonl."""
+    """Destinations of metrics beside metrics.jsonl."""
 
     tensorboard: bool | None = None
     """Write event files to `tensorboard` in the run directory; None: where TensorBoard is installed."""
     wandb: bool = False
-    """Keep a run of Weights & Biases, in `wandb` in the run directory."""
+    """Log to Weights & Biases, in `wandb` in the run directory."""
     wandb_project: str = "muster"
-    """The project of Weights & Biases that runs are put in."""
+    """Project of Weights & Biases."""
     wandb_mode: Literal["offline", "online"] = "offline"
-    """offline: nothing leaves this machine until `wandb sync`."""
+    """Mode of Weights & Biases. offline: nothing leaves this machine until `wandb sync`."""
 
 
 class RunConfig(Frozen):
-    """Everything that decides what a run computes."""
+    """Everything that determines the computation of a run."""
 
     version: Literal[2] = 2
     plugins: tuple[PluginFile, ...] = ()
-    """Python files, or modules, that register parts of one's own; those of all layers together."""
+    """Python files, or modules, that register plugin components; those of all layers together."""
     seed: NonNegativeInt = 0
     model: ModelSpec
     parallel: Plan = Plan()
@@ -244,7 +244,7 @@ class RunConfig(Frozen):
 
     @property
     def plugin_components(self) -> list[tuple[ComponentKind, str]]:
-        """Kind and name of each part that a plugin must have registered."""
+        """Kind and name of each component that a plugin must have registered."""
         wanted: list[tuple[ComponentKind, str | None]] = [
             ("model", self.model.architecture),
             ("optimizer", None if self.optim.name in OPTIMIZERS else self.optim.name),
@@ -261,7 +261,7 @@ class RunConfig(Frozen):
 
     @property
     def weight_change_samples(self) -> list[int]:
-        """The global sample with which each of data.weight_schedule begins."""
+        """The global sample at which each change of data.weight_schedule begins."""
         batch = self.train.global_batch_size
         return [change.from_sample or (change.from_step or 0) * batch for change in self.data.weight_schedule]
 

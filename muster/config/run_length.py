@@ -1,4 +1,4 @@
-"""How long a run is: one of steps, tokens and epochs says it, and becomes steps."""
+"""The length of a run: steps, tokens or epochs are given, and become steps."""
 
 import math
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from muster.spec.errors import ConfigError
 
 
 def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The steps that `train.tokens` stands for, and where they come from; None where it isn't given.
+    """Return the steps that `train.tokens` stands for, and their origin; None where it isn't given.
 
-    `values` is what a run file says, by dotted path. Raises ConfigError where that is a contradiction or too little.
+    `values` are a run file's values by dotted key. Raises ConfigError where they contradict each other or are too few.
     """
     said = {key: values.get(f"train.{key}") for key in ("steps", "tokens", "epochs")}
     if said["tokens"] is not None and said["epochs"] is not None:
@@ -31,8 +31,11 @@ def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 def steps_from_epochs(epochs: float, num_samples: int, batch: int, given_steps: int | None) -> tuple[int, str]:
-    """The steps that go `epochs` times through so many training samples, and where they come from. The last step may
-    reach into the next epoch. `said` are the steps that were given beside: ConfigError where they are others."""
+    """Return the steps of `epochs` passes over so many training samples, and their origin.
+
+    The last step may reach into the next epoch. Raises ConfigError where `given_steps`, the steps given in addition,
+    are others.
+    """
     steps = max(1, math.ceil(round(epochs * num_samples / batch, 9)))
     if given_steps not in (None, steps):
         raise _both("steps", given_steps, "epochs", f"{epochs:g} ({steps} steps)")

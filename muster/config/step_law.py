@@ -1,7 +1,7 @@
-"""The Step Law: which learning rate and batch size suit a model and an amount of data.
+"""The Step Law: a learning rate and a batch size for a model and an amount of data.
 
 H. Li et al., Predictable Scale, Part I: Step Law (arXiv:2503.04715): a fit to 3,700 dense and mixture-of-experts models
-trained with AdamW and a cosine down to a fixed last rate of 1e-5. The optimum is broad: half or twice the batch costs
+trained with AdamW and a cosine decay to a fixed final rate of 1e-5. The optimum is broad: half or twice the batch costs
 little.
 """
 
@@ -16,44 +16,45 @@ from muster.spec.model import ModelSpec, parameter_shapes
 STEP_LAW_SOURCE = "Step Law, arXiv:2503.04715"
 PARAMS_RANGE = (60e6, 1e9)
 TOKENS_RANGE = (2e9, 100e9)
-"""About what it was fitted to; beyond, it is an extrapolation."""
+"""Approximate range of the fit; beyond it the law is an extrapolation."""
 
 _BATCH_FACTOR, _BATCH_POWER = 0.58, 0.571
 
 
 class StepLaw(NamedTuple):
-    """What the law gives."""
+    """Optimum of the law."""
 
     lr: float
-    """The highest learning rate, for AdamW."""
+    """Peak learning rate, for AdamW."""
     batch_tokens: float
     """Tokens per optimizer step."""
 
 
 def step_law(num_params: float, num_tokens: float) -> StepLaw:
-    """The optimum for `num_params` trained numbers outside embedding and head, and `num_tokens` tokens in all."""
+    """Return the optimum for `num_params` parameters outside embedding and head, and `num_tokens` tokens in all."""
     lr = 1.79 * num_params**-0.713 * num_tokens**0.307
     return StepLaw(lr, _BATCH_FACTOR * num_tokens**_BATCH_POWER)
 
 
 def batch_tokens_for_steps(steps: int) -> float:
-    """The optimal tokens per step where the steps are given: the B that the law gives for steps · B tokens in all."""
+    """Return the optimal tokens per step where the steps are given: the solution B of law(steps · B) = B."""
     return (_BATCH_FACTOR * steps**_BATCH_POWER) ** (1 / (1 - _BATCH_POWER))
 
 
 def non_embedding_parameters(spec: ModelSpec) -> int:
-    """Trained numbers outside embedding and head: the law's N."""
+    """Return the number of parameters outside embedding and head: the law's N."""
     return sum(
         math.prod(shape) for name, shape in parameter_shapes(spec) if name not in ("embed.weight", "head.weight")
     )
 
 
 def step_law_values(values: Mapping[str, Any]) -> dict[str, tuple[float | int, str]]:
-    """What a run file leaves out of `train.global_batch_size` and `optim.lr`, by dotted path: value and origin.
+    """Return the values that a run file leaves out of `train.global_batch_size` and `optim.lr`, by dotted key: value
+    and origin.
 
-    `values` is what the file says, by dotted path. The batch is rounded to a power of two of sequences, which most
-    plans can cut. A learning rate is derived for AdamW, and for Muon with updates as large as AdamW's. Nothing is
-    derived where a value that is needed is missing or wrong: validation names it.
+    `values` are the file's values by dotted key. The batch is rounded to a power of two of sequences, which most plans
+    can divide. A learning rate is derived for AdamW, and for Muon with updates as large as AdamW's. Nothing is derived
+    where a required value is missing or wrong: validation names it.
     """
     model, steps, seq_len = _model(values), _count(values, "train.steps"), _count(values, "train.seq_len")
     if model is None or steps is None or seq_len is None:
@@ -80,7 +81,7 @@ def step_law_values(values: Mapping[str, Any]) -> dict[str, tuple[float | int, s
 
 
 def derived_value_line(path: str, value: float, origin: str) -> str:
-    """One line for people: `optim.lr 0.00163, derived (Step Law, …)`."""
+    """Return one line for people: `optim.lr 0.00163, derived (Step Law, …)`."""
     return f"{path} {value:g}, derived ({origin})"
 
 
@@ -103,7 +104,7 @@ def _like_adamw(values: Mapping[str, Any]) -> bool:
 
 
 def _warning(params: float | None = None, tokens: float | None = None) -> str:
-    """The end of a sentence about what lies outside the range of the fit."""
+    """Return the end of a sentence about values outside the range of the fit."""
     outside = [
         f"{_short(low)} to {_short(high)} {what}"
         for value, (low, high), what in (
@@ -116,7 +117,7 @@ def _warning(params: float | None = None, tokens: float | None = None) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits: `1.63M`."""
+    """Return three digits: `1.63M`."""
     number = float(f"{number:.3g}")
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:

@@ -1,4 +1,4 @@
-"""Writes plain data as YAML that people read: one value per line, each with a comment."""
+"""Writing of plain data as YAML for people: one value per line, each with a comment."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import yaml
 
 
 def yaml_text(tree: Mapping[str, Any], comment: Callable[[str], str] | None = None) -> str:
-    """The tree as YAML; `comment` gives the remark behind the value under a dotted path."""
+    """Return the tree as YAML; `comment` gives the remark behind the value under a dotted key."""
     return "".join(line + "\n" for line in _lines(tree, "", comment))
 
 
@@ -27,13 +27,14 @@ def _lines(tree: Mapping[str, Any], prefix: str, comment: Callable[[str], str] |
 
 
 def _scalar(value: object) -> str:
-    """One value on one line: lists in brackets, text quoted where it would read as something else."""
+    """Return one value on one line: lists in brackets, text quoted where it would read as something else."""
     options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "width": float("inf")}
     return yaml.dump([value], Dumper=_OneLine, **options).strip()[1:-1]
 
 
 class _OneLine(yaml.SafeDumper):
-    """Quotes, with escapes, whatever holds a line break of any kind: as it is, it would be read back as a space."""
+    """Dumper that quotes text with line breaks of any kind, with escapes: unquoted, they would be read back as
+    spaces."""
 
 
 _OneLine.add_representer(
@@ -45,7 +46,7 @@ _OneLine.add_representer(
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that at every moment either the old or the new one is there whole. Raises OSError."""
+    """Write a file so that at every moment either the old or the new one is complete on disk. Raises OSError."""
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
@@ -62,7 +63,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def fsync_directory(folder: Path) -> None:
-    """Makes the names within a folder durable."""
+    """Flush the names within a directory to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,1 +1,1 @@
-"""Other trainers' configurations as run files: what could be carried over, and what not and why."""
+"""Interoperability: Hugging Face configurations and weights, configurations of Megatron-LM, torchtitan and nanotron."""

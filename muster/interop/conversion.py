@@ -1,4 +1,4 @@
-"""What an import carries over: keys of a run file with the options they come from, and the options left behind."""
+"""Conversion of another trainer's configuration: run-file keys with the options they come from, and dropped options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ NO_EQUIVALENT = "a run file has no key for it"
 
 @dataclass(frozen=True, slots=True)
 class DroppedOption:
-    """An option that was not carried over."""
+    """An option that was not converted."""
 
     option: str
     value: Any
@@ -20,28 +20,28 @@ class DroppedOption:
 
 @dataclass
 class ConfigConversion:
-    """A configuration of another program on its way into a run file.
+    """A configuration of another program on its way to a run file.
 
-    Options are taken one by one; whatever nobody took ends in `left`, so that none is lost without a word.
+    Options are taken one by one; whatever nobody took ends in `dropped`, so that none is lost silently.
     """
 
     program: str
     options: Mapping[str, Any]
-    """By name as the other program writes them."""
+    """Options by name, as the other program writes them."""
     values: dict[str, Any] = field(default_factory=dict)
-    """By dotted key of a run file."""
+    """Values by dotted key of a run file."""
     origins: dict[str, str] = field(default_factory=dict)
     dropped: list[DroppedOption] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
     def take(self, option: str, default: Any = None) -> Any:
-        """An option's value, or the other program's default; null counts as not given."""
+        """Return an option's value, or the other program's default; null counts as not given."""
         self.used.add(option)
         value = self.options.get(option)
         return default if value is None else value
 
     def number(self, option: str, default: float | None = None) -> Any:
-        """As `take`, as a number, whole where it can be. Raises ConfigError where it is none."""
+        """Return an option as a number, an integer where possible. Raises ConfigError where it is none."""
         value = self.take(option, default)
         if value is None:
             return None
@@ -53,26 +53,26 @@ class ConfigConversion:
         return int(number) if number.is_integer() and "e" not in str(value).lower() else number
 
     def put(self, key: str, value: Any, *options: str) -> None:
-        """Says a key of the run file, and which options it follows from; none given: the other program's default."""
+        """Set a key of the run file, with the options that it follows from; none given: the other program's default."""
         given = [option for option in options if self.options.get(option) is not None]
         self.values[key] = value
         self.origins[key] = ", ".join(given) if given else f"default of {self.program}"
 
     def copy_number(self, key: str, option: str, default: float | None = None) -> Any:
-        """Carries a number over as it is; without an option or a default nothing is said."""
+        """Copy a number as it is; without an option or a default nothing is set."""
         value = self.number(option, default)
         if value is not None:
             self.put(key, value, option)
         return value
 
     def drop(self, option: str, reason: str) -> None:
-        """Says why an option is left behind, where it was given at all."""
+        """Record the reason why an option is dropped, where it was given at all."""
         self.used.add(option)
         if self.options.get(option) is not None:
             self.dropped.append(DroppedOption(option, self.options[option], reason))
 
     def drop_rest(self, reasons: Mapping[str, str]) -> None:
-        """All that nobody took; a reason is by the option's name, or by a beginning of it."""
+        """Drop all options that nobody took; a reason is found by the option's name, or by a prefix of it."""
         for option in self.options:
             if option not in self.used:
                 fits = [start for start in reasons if option.startswith(start)]
@@ -80,9 +80,10 @@ class ConfigConversion:
 
 
 def infer_dp_size(found: ConfigConversion, world_size: int | None, others: int) -> int:
-    """Data-parallel ranks of a world where all other axes take `others` ranks; 1 where nobody says the world's size.
+    """Return the data-parallel ranks of a world where all other axes take `others` ranks; 1 where the world's size is
+    unknown.
 
-    Raises ConfigError where that isn't whole.
+    Raises ConfigError where that isn't an integer.
     """
     if world_size is None:
         found.dropped.append(

@@ -1,6 +1,6 @@
 """Hugging Face's config.json as a ModelSpec, and the way back.
 
-What is written is in the words that every version of `transformers` reads.
+Files are written in the form that every version of `transformers` reads.
 """
 
 import json
@@ -20,11 +20,11 @@ from muster.spec.model import ModelSpec
 from muster.spec.suggest import did_you_mean
 
 _ONLY_IN_SPEC = {"name", "scaled_residual"}
-"""Fields of a ModelSpec of which a config.json says nothing."""
+"""Fields of a ModelSpec without a counterpart in config.json."""
 
 
 def load_hf_model(folder: Path) -> ModelSpec:
-    """The model that the config.json in a directory describes. Raises ConfigError where that can't be read."""
+    """Load the model that the config.json in a directory describes. Raises ConfigError where that can't be read."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -41,9 +41,9 @@ def load_hf_model(folder: Path) -> ModelSpec:
 
 
 def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
-    """The model that a config.json describes.
+    """Return the model that a config.json describes.
 
-    Raises ConfigError where the family is unknown, or it says something that a ModelSpec has no word for.
+    Raises ConfigError where the family is unknown, or the model has something that a ModelSpec can't express.
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
@@ -61,7 +61,7 @@ def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
 
 
 def _unknown(config: Config) -> str:
-    """Why a configuration of no family is refused, and what comes nearest."""
+    """Return the reason why a configuration of no known family is refused, and the nearest family."""
     kind, part = config.get("model_type"), config.get("text_config")
     inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
     if inner in FAMILIES:
@@ -77,12 +77,13 @@ def _unknown(config: Config) -> str:
 
 
 def _in_words_of(sentence: str, keys: Mapping[str, str]) -> str:
-    """A sentence about fields of a ModelSpec, about the keys that they were read from."""
+    """Return a sentence about fields of a ModelSpec as one about the keys that they were read from."""
     return re.sub(r"\b[a-z_]+(\.[a-z_]+)?\b", lambda word: keys.get(word[0], word[0]), sentence)
 
 
 def hf_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of a model: its shape, without dtype and special tokens, in the first family that has all of it.
+    """Return the config.json of a model: its shape, without dtype and special tokens, in the first family that has all
+    of it.
 
     Raises InfeasibleError where none has.
     """
@@ -120,4 +121,4 @@ _FIXED = {
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
-"""What only one value is known of."""
+"""Keys of which only one value is supported."""

@@ -46,7 +46,7 @@ _REASONS = {
 
 
 def read_megatron(text: str, nproc: int | None) -> ConfigConversion:
-    """The run that a script or a file of arguments starts. Raises ConfigError for what is none."""
+    """Convert the arguments in a script or a file of arguments. Raises ConfigError for anything else."""
     found = ConfigConversion(PROGRAM, parse_shell_options(text))
     missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if name not in found.options]
     if missing:
@@ -161,7 +161,7 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
 
 
 def _world(found: ConfigConversion) -> int | None:
-    """As the launcher's options say it, where they do in numbers."""
+    """Return the number of processes by the launcher's options, where they give it in numbers."""
     given = [found.take(name, "1") for name in ("nproc_per_node", "nnodes")]
     # The script that is started may stand behind the last of the launcher's options.
     each, nodes = (str(value[0] if isinstance(value, list) else value) for value in given)

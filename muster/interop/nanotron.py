@@ -19,7 +19,7 @@ _READ = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 _READ += ("intermediate_size", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
 _READ += ("tie_word_embeddings", "attention_bias", "is_llama_config", "is_qwen2_config")
 _ELSEWHERE = ("attention_bias", "initializer_range")
-"""Keys that mean something else than in a Hugging Face config.json, or nothing."""
+"""Keys with another meaning than in a Hugging Face config.json, or none."""
 _REASONS = {
     "checkpoints.": "runs are saved below --run; weights to begin with are train.init_from",
     "data_stages": "say data.source or data.blend",
@@ -40,7 +40,7 @@ _REASONS = {
 
 
 def read_nanotron(tree: Mapping[str, Any]) -> ConfigConversion:
-    """The run that a configuration describes. Raises ConfigError for what is none."""
+    """Convert a configuration. Raises ConfigError for anything else."""
     for section in ("model", "parallelism", "tokens", "optimizer"):
         if not isinstance(tree.get(section), Mapping):
             raise ConfigError(f"{section}: missing, expected the YAML of a nanotron training")

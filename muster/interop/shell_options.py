@@ -1,4 +1,4 @@
-"""Options out of a shell script or a file of arguments, without running anything."""
+"""Options of a shell script or a file of arguments, without running anything."""
 
 import re
 import shlex
@@ -13,11 +13,11 @@ _ENDS = {")", "|", ";", "&&", "||", "&", ">", "2>&1", "fi", "done", "then", "els
 
 
 def parse_shell_options(text: str) -> dict[str, str | list[str] | bool]:
-    """`--flag value …` by the flag's name without dashes; True for a flag alone, a list for several values.
+    """Return `--flag value …` by the flag's name without dashes; True for a flag alone, a list for several values.
 
-    Knows variables (`X=8`, `$X`, `${X:-8}`, products in `$((…))`), arrays and quoted lists of arguments. What a
-    variable that is never set stands for is left as it is written. Of a flag that stands twice the last one counts.
-    Raises ConfigError where quotes don't end.
+    Variables (`X=8`, `$X`, `${X:-8}`, products in `$((…))`), arrays and quoted lists of arguments are understood. A
+    variable that is never set stays as it is written. The last of repeated flags counts. Raises ConfigError for
+    unbalanced quotes.
     """
     variables: dict[str, str] = {}
     found: dict[str, str | list[str] | bool] = {}
@@ -57,7 +57,7 @@ def _words(text: str) -> list[str]:
 
 
 def _apart(word: str) -> list[str]:
-    """A word, and apart from it the semicolon that ends a command, or the bracket that ends an array."""
+    """Split a word from the semicolon that ends a command, or the bracket that ends an array."""
     ends = word.endswith(";") or (word.endswith(")") and "(" not in word)
     return [word[:-1], word[-1]] if ends and len(word) > 1 else [word]
 
@@ -76,7 +76,7 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
 
 def _product(match: re.Match[str], variables: dict[str, str]) -> str:
-    """Names in a product need no `$`; one of what is no number is left as it is written."""
+    """Return a product, whose names need no `$`; one with a factor that isn't a number stays as it is written."""
     factors = [variables.get(factor, factor) for factor in match[1].split("*")]
     return str(prod(map(int, factors))) if all(map(str.isdecimal, factors)) else match[0]
 

@@ -47,7 +47,7 @@ def read_torchtitan(
 ) -> ConfigConversion:
     """Convert a job file. `load_model` finds a model by Muster's name; `model` replaces the file's where none fits.
 
-    Raises ConfigError for what is none.
+    Raises ConfigError for anything else.
     """
     for section in ("model", "training"):
         if not isinstance(tree.get(section), Mapping):
@@ -63,7 +63,7 @@ def read_torchtitan(
 
 
 def _model(found: ConfigConversion, load_model: Callable[[str], ModelSpec], model: str | None) -> int:
-    """Returns the number of layers."""
+    """Convert the model; return its number of layers."""
     name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
     known = f"{name}-{flavor}".lower().replace("_", "-")
     try:

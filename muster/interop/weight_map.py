@@ -22,7 +22,7 @@ def weight_map(spec: ModelSpec) -> list[WeightLink]:
 
 
 def hf_shapes(links: list[WeightLink]) -> dict[str, tuple[int, ...]]:
-    """The shape of each Hugging Face tensor, in the order in which they are first linked."""
+    """Return the shape of each Hugging Face tensor, in the order in which they are first linked."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         end = tuple(a + n for a, n in zip(link.hf_box.start, link.hf_box.size, strict=True))
@@ -31,8 +31,8 @@ def hf_shapes(links: list[WeightLink]) -> dict[str, tuple[int, ...]]:
 
 
 def is_derived_tensor(spec: ModelSpec, hf_name: str) -> bool:
-    """Whether a tensor of a directory follows from others: a tied head, a buffer with the mask or the angles, a copy
-    of embedding or head in a layer that predicts further tokens."""
+    """Return True for a tensor of a directory that follows from others: a tied head, a buffer with the mask or the
+    angles, a copy of embedding or head in a multi-token-prediction layer."""
     if spec.tied_embeddings and hf_name == "lm_head.weight":
         return True
     if hf_name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):

@@ -1,4 +1,4 @@
-"""Matrices that lie in parts on several ranks: which rank puts each together, and what travels for it."""
+"""Matrices sharded over several ranks: the rank that assembles each (for Muon), and the transfers for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,40 +7,40 @@ from math import prod
 from muster.layout.tensor_layout import Box
 
 BATCH_NUMEL = 1 << 24
-"""Numbers per member that are brought together at once: few beside a model, enough to keep a link busy."""
+"""Elements per member that are assembled at once: few beside a model, enough to keep a link busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedMatrix:
-    """A matrix, which boxes of it each member of a group of ranks holds, and the member that puts it together."""
+    """A matrix, the boxes of it that each member of a group of ranks holds, and the member that assembles it."""
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, ...], ...]
-    """By member. Equal boxes may lie on several members."""
+    """Boxes by member; several members may hold equal boxes."""
     owner: int
 
     @property
     def is_whole(self) -> bool:
-        """Whether the members hold each number once, or in equal boxes."""
+        """True if the members hold each element once, or in equal boxes."""
         return sum(box.numel for box in {box for held in self.boxes for box in held}) == prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class BoxMove:
-    """One box of a matrix on its way between a holder and the owner."""
+    """One box of a matrix, moved between a holder and the owner."""
 
     name: str
     box: Box
     index: int
-    """Among the holder's boxes of the matrix."""
+    """Index among the holder's boxes of the matrix."""
 
 
 def assign_owners(shapes: Mapping[str, tuple[int, ...]], members: int) -> list[dict[str, int]]:
-    """Batches of matrices, the most work first, with the owner of each by name.
+    """Return batches of matrices, the most work first, with the owner of each by name.
 
-    A batch has a matrix for every member, as long as there are as many; each goes to the member that has the least
-    work so far. A pure function, so that all members find the same.
+    Greedy load balancing (longest processing time first): each matrix goes to the member with the least work so far. A
+    batch has at least one matrix per member while there are as many. A pure function, so that all members agree.
     """
     batches: list[dict[str, int]] = []
     numel, load = 0, [0] * members
@@ -56,13 +56,13 @@ def assign_owners(shapes: Mapping[str, tuple[int, ...]], members: int) -> list[d
 
 
 def newton_schulz_work(shape: tuple[int, ...]) -> int:
-    """Multiplications of one Newton–Schulz step, of which making a matrix orthogonal consists."""
+    """Return the multiplications of one Newton–Schulz step, the building block of orthogonalization."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 
 
 def boxes_to_owner(matrices: Sequence[OwnedMatrix], holder: int, owner: int) -> list[BoxMove]:
-    """What the holder sends to put the owner's matrices together: the boxes that no earlier member sends."""
+    """Return the boxes that the holder sends so that the owner has its matrices: those that no earlier member sends."""
     items = []
     for matrix in matrices:
         if matrix.owner == owner:
@@ -73,13 +73,14 @@ def boxes_to_owner(matrices: Sequence[OwnedMatrix], holder: int, owner: int) -> 
 
 
 def boxes_from_owner(matrices: Sequence[OwnedMatrix], holder: int, owner: int) -> list[BoxMove]:
-    """What the holder gets back of the owner's matrices: every box of them that it holds."""
+    """Return the boxes that the holder gets back: every box of the owner's matrices that it holds."""
     mine = [matrix for matrix in matrices if matrix.owner == owner]
     return [BoxMove(matrix.name, box, place) for matrix in mine for place, box in enumerate(matrix.boxes[holder])]
 
 
 def sent_numel(matrices: Sequence[OwnedMatrix], member: int) -> int:
-    """Numbers that a member sends to others in one step: to bring its boxes together, and to give back what it owns."""
+    """Return the elements that a member sends to others in one step: its boxes to the owners, and updates of what it
+    owns."""
     others = [other for other in range(len(matrices[0].boxes)) if other != member] if matrices else []
     items = (
         item

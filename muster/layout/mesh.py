@@ -1,4 +1,4 @@
-"""Where a rank stands: rank ↔ coordinates on the plan's axes."""
+"""Mesh coordinates: rank ↔ index on each of the plan's axes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ class MeshCoordinates:
 
 
 def axis_sizes(plan: Plan, pp_rank: int = 0) -> dict[str, int]:
-    """Degrees by axis, outermost first, as the ranks of one pipeline rank see them."""
+    """Return degrees by axis, outermost first, as the ranks of one pipeline rank see them."""
     mesh = plan.mesh(pp_rank)
     return {axis: plan.pp if axis == "pp" else getattr(mesh, axis) for axis in plan.axis_order}
 
 
 def coordinates_of(plan: Plan, rank: int) -> MeshCoordinates:
-    """The coordinates of world rank `rank`. Where stages are unequal, each has the ranks after those of the one
+    """Return the coordinates of world rank `rank`. With unequal stages, each has the ranks after those of the one
     before."""
     if plan.is_uniform:
         return MeshCoordinates(**_index(axis_sizes(plan), rank))
@@ -37,7 +37,7 @@ def coordinates_of(plan: Plan, rank: int) -> MeshCoordinates:
 
 
 def rank_at(plan: Plan, at: MeshCoordinates) -> int:
-    """The world rank at `at`: the inverse of `coordinates`."""
+    """Return the world rank at `at`: the inverse of `coordinates_of`."""
     if plan.is_uniform:
         return _number(axis_sizes(plan), at)
     before = sum(plan.mesh(pp_rank).num_ranks for pp_rank in range(at.pp))
@@ -45,7 +45,8 @@ def rank_at(plan: Plan, at: MeshCoordinates) -> int:
 
 
 def ranks_of_pp_rank(plan: Plan, pp_rank: int) -> Iterator[tuple[int, MeshCoordinates]]:
-    """The world ranks of one pipeline rank with their coordinates, tp changing fastest whatever the axis order."""
+    """Yield the world ranks of one pipeline rank with their coordinates, tp changing fastest whatever the axis
+    order."""
     mesh = plan.mesh(pp_rank)
     for index in product(*(range(getattr(mesh, axis)) for axis in STAGE_AXES)):
         at = MeshCoordinates(pp_rank, *index)
@@ -53,7 +54,7 @@ def ranks_of_pp_rank(plan: Plan, pp_rank: int) -> Iterator[tuple[int, MeshCoordi
 
 
 def dp_index_of(plan: Plan, at: MeshCoordinates) -> int:
-    """Which share of every micro-batch the rank reads: 0 … data_ranks − 1."""
+    """Return the index of the rank's slice of every micro-batch: 0 … dp_size − 1."""
     return at.dp_replicate * plan.mesh(at.pp).dp_shard + at.dp_shard
 
 

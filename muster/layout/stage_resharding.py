@@ -1,4 +1,4 @@
-"""Who sends what to whom where two groups of ranks cut one tensor differently: between stages, and for tied weights."""
+"""Resharding between two groups of ranks that shard one tensor differently: between stages, and for tied weights."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from muster.spec.plan import Plan
 
 
 class BoxTransfer(NamedTuple):
-    """A box of a global tensor on its way from one world rank to another."""
+    """A box of a global tensor sent from one world rank to another."""
 
     source: int
     target: int
@@ -18,11 +18,14 @@ class BoxTransfer(NamedTuple):
 
 
 def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[BoxTransfer]:
-    """What the ranks that hold a tensor (each its box) send, so that the others get the boxes that they want.
+    """Return the transfers after which ranks have the boxes that they want, given the box that each other rank holds.
 
-    Each number comes to a rank once: of ranks that hold the same box, one sends it, and those that want the same box
-    are served by them in turn. Boxes are held as a whole by several ranks or not at all. Ordered by source and target,
-    so that all ranks can keep one order.
+    Each element reaches a rank once: of ranks that hold the same box, one sends it, and those that want the same box
+    are served by them in turn. Two held boxes are equal or disjoint. The result is ordered by source and target, so
+    that all ranks agree on the order.
+
+    Example: ranks 0 and 1 hold rows 0–3 and 4–7, rank 2 wants rows 2–5: two transfers, of rows 2–3 from 0 and of rows
+    4–5 from 1.
     """
     holders: dict[Box, list[int]] = {}
     for rank, box in held.items():
@@ -37,9 +40,9 @@ def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[Bo
 
 
 def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: MeshCoordinates) -> Box:
-    """Which sequences and positions of a micro-batch's hidden state the rank at `at` works on in a stage.
+    """Return the sequences and positions of a micro-batch's hidden state that the rank at `at` works on in a stage.
 
-    The tensor-parallel ranks all have the same, or with sequence parallelism each a part of the positions.
+    Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each.
     """
     rows, tp = plan.local_micro_batch_size(stage), plan.mesh(stage).tp
     parts = tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
@@ -48,10 +51,10 @@ def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: 
 
 
 def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, target: int) -> list[BoxTransfer]:
-    """What passes from one stage to a neighbouring one for each micro-batch: its hidden state to the next stage, the
-    gradient of that to the one before. Of each message, every position has `hidden_size` numbers.
+    """Return the transfers between neighbouring stages for each micro-batch: the hidden state to the next stage, its
+    gradient to the one before. Every position of a box has `hidden_size` elements.
 
-    Where both stages lie on the same ranks, each has what it needs, and nothing is sent.
+    Nothing is sent between stages on the same ranks.
     """
     if plan.pp_rank(source) == plan.pp_rank(target):
         return []
@@ -66,7 +69,8 @@ def stage_transfers(spec: ModelSpec, plan: Plan, seq_len: int, source: int, targ
 
 
 def tied_grad_transfers(spec: ModelSpec, plan: Plan, source: int, target: int) -> list[BoxTransfer]:
-    """What the ranks of the first and the last stage (or the other way round) send of a tied weight's gradient."""
+    """Return the transfers of a tied weight's gradient between the ranks of the first and the last stage, in either
+    direction."""
     held, wanted = (
         {
             rank: layout.boxes[0]

@@ -1,4 +1,5 @@
-"""Which part of each global tensor a rank holds: the one truth for initialisation, clipping, checkpoints and memory."""
+"""The parts of global tensors that each rank holds: the one truth for initialisation, clipping, checkpoints and
+memory."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from muster.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: where it starts and how far it reaches, by dimension."""
+    """A rectangular part of a tensor: start and size by dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -26,7 +27,7 @@ class Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The box that lies in both, or None."""
+    """Return the box that lies in both, or None."""
     start = tuple(max(p, q) for p, q in zip(a.start, b.start, strict=True))
     ends = (min(p + m, q + n) for p, m, q, n in zip(a.start, a.size, b.start, b.size, strict=True))
     size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
@@ -34,7 +35,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Slices that cut `inner` out of a tensor that holds `outer`."""
+    """Return the slices that cut `inner` out of a tensor that holds `outer`."""
     start = tuple(p - q for p, q in zip(inner.start, outer.start, strict=True))
     return Box(start, inner.size).slices
 
@@ -47,24 +48,25 @@ class TensorLayout:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     num_copies: int = 1
-    """On how many ranks of the world each number of these parts lies."""
+    """Ranks of the world that hold each element of these parts."""
     copy_index: int = 0
-    """Which of the copies this rank's are: copies 0 make up the whole tensor."""
+    """Index of this rank's copy: copies 0 make up the complete tensor."""
     num_writers: int = 1
-    """Copies 0 … writers − 1 of a part are cut alike and lie on as many ranks, which share the work of writing it."""
+    """Copies 0 … num_writers − 1 of a part are cut alike and on as many ranks, which share the work of writing it."""
     tp_dim: int = 0
-    """The dimension along which tensor parallelism cuts the tensor, whether it does so here or not."""
+    """Dimension along which tensor parallelism shards the tensor, whether it does so here or not."""
 
     @property
     def numel(self) -> int:
-        """Numbers held here."""
+        """Elements held here."""
         return sum(box.numel for box in self.boxes)
 
 
 def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """First row and number of rows of part `index` when dimension 0 is cut as `torch.chunk` does (as fully_shard does).
+    """Return first row and number of rows of part `index` when dimension 0 is cut as `torch.chunk` (and fully_shard)
+    cut it.
 
-    The first parts have ceil(rows / parts) rows, the last may have fewer or none.
+    The first parts have ceil(rows / parts) rows, the last may have fewer or none. 10 rows in 4 parts: 3, 3, 3, 1.
     """
     step = -(-rows // parts)
     start = min(index * step, rows)
@@ -72,17 +74,17 @@ def chunk_bounds(rows: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def stages_on(plan: Plan, pp_rank: int) -> list[int]:
-    """The stages that a pipeline rank holds."""
+    """Return the stages of a pipeline rank."""
     return [stage for stage in range(plan.num_stages) if plan.pp_rank(stage) == pp_rank]
 
 
 def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Box, int, int]:
-    """What rank `index` of `tp` holds of a parameter under tensor parallelism: (part, its copies, which of them).
+    """Return rank `index` of `tp`'s shard of a parameter: (box, number of its copies, index of this copy).
 
-    Rows of q, k, v, gate, up, head and embedding with their biases, columns of o and down, all of a norm, of the biases
-    of o and down and of learned positions. Query and key/value heads stay whole; where there are more ranks than
-    key/value heads, neighbours hold the same one. Words and inner widths that `tp` doesn't divide give the last ranks
-    fewer.
+    Sharded are rows of q, k, v, gate, up, head and embedding with their biases, and columns of o and down; norms, the
+    biases of o and down and learned positions are replicated. Query and key/value heads stay whole; with more ranks
+    than key/value heads, neighbours hold the same one. Vocabulary entries and inner widths that `tp` doesn't divide
+    give the last ranks fewer.
     """
     module, _, leaf = name.rpartition(".")
     kind, whole = module.rpartition(".")[2], Box((0,) * len(shape), shape)
@@ -100,27 +102,27 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
 
 
 def _tensor_dim(kind: str, shape: tuple[int, ...]) -> int:
-    """The dimension along which tensor parallelism cuts a parameter."""
+    """Return the dimension along which tensor parallelism shards a parameter."""
     return 1 if kind in ("o", "down") and len(shape) == 2 else 0
 
 
 def _is_whole(kind: str, leaf: str) -> bool:
-    """Whether every tensor-parallel rank has all of a parameter."""
+    """Return True for a parameter that every tensor-parallel rank has in full."""
     return kind.endswith("norm") or kind == "positions" or (leaf == "bias" and kind in ("o", "down"))
 
 
 VOCAB_PARAMETERS = ("embed.weight", "head.weight")
-"""What has a row for every word."""
+"""Parameters with one row per vocabulary entry."""
 
 
 def stage_shards(
     spec: ModelSpec, plan: Plan, stage: int, tp_index: int = 0
 ) -> Iterator[tuple[str, tuple[int, ...], Box, int, int]]:
-    """The parameters of a stage as its passes use them: name, whole shape, and as `tensor_slice` says it what one of
-    the stage's tensor-parallel ranks has of it.
+    """Yield the parameters of a stage as its passes use them: name, complete shape, and the shard of one of the stage's
+    tensor-parallel ranks as `tp_shard` gives it.
 
-    Where the vocabulary is spread, each pipeline rank's first stage has its part of the words: rows as `shard_rows`
-    cuts them.
+    Under vocab_parallel each pipeline rank's first stage has its shard of the vocabulary: rows as `chunk_bounds` cuts
+    them.
     """
     first, last = plan.is_first(stage), plan.is_last(stage)
     shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
@@ -140,12 +142,12 @@ def stage_shards(
 
 
 def has_vocab_shard(plan: Plan, stage: int) -> bool:
-    """Whether a stage is the one of its rank that has a part of a vocabulary that is spread."""
+    """Return True for the stage of a rank that has its shard of a parallel vocabulary."""
     return plan.vocab_parallel and stage == stages_on(plan, plan.pp_rank(stage))[0]
 
 
 def _cut(box: Box, dim: int, start: int, count: int) -> Box:
-    """`count` numbers along `dim` from `start`, counted from the box's own beginning."""
+    """Return `count` elements along `dim` from `start`, counted from the box's own beginning."""
     return Box(
         box.start[:dim] + (box.start[dim] + start,) + box.start[dim + 1 :],
         box.size[:dim] + (count,) + box.size[dim + 1 :],
@@ -153,10 +155,10 @@ def _cut(box: Box, dim: int, start: int, count: int) -> Box:
 
 
 def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: bool) -> dict[str, int]:
-    """Which of the parameters have copies on several tensor-parallel ranks that each see a part of the data only, and
-    how many: their gradients have to be added up.
+    """Return the parameters, with their number of copies, that several tensor-parallel ranks hold and each use on a
+    part of the data only: their gradients are summed.
 
-    Where the sequence is cut, those of which every rank has all do; norms of queries and keys always, as each rank has
+    Under sequence parallelism these are all replicated parameters; norms of queries and keys always, as each rank has
     other heads; key and value heads where several ranks hold the same one.
     """
     if tp == 1:
@@ -175,11 +177,11 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
 
 
 def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> list[TensorLayout]:
-    """What the rank at `at` holds of stage `stage`: its tensor-parallel part, of that some rows of dp_shard's cut,
-    copied over dp_replicate.
+    """Return the layouts of the rank at `at` for stage `stage`: its tensor-parallel shard, of that the rows of its
+    dp_shard index, replicated over dp_replicate.
 
-    A tied embedding lies on the first and on the last stage, which may cut it differently, and the first stage's are
-    the first copies.
+    A tied embedding is on the first and on the last stage, which may shard it differently; the first stage's copies
+    come first.
     """
     mesh, last = plan.mesh(stage), plan.is_last(stage)
     replica = stage // plan.stages_per_replica
@@ -200,6 +202,6 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
 
 
 def rank_layouts(spec: ModelSpec, plan: Plan, rank: int) -> list[TensorLayout]:
-    """What world rank `rank` holds, stage by stage."""
+    """Return the layouts of world rank `rank`, stage by stage."""
     at = coordinates_of(plan, rank)
     return [layout for stage in stages_on(plan, at.pp) for layout in stage_layouts(spec, plan, stage, at)]

@@ -1,4 +1,4 @@
-"""Files with parts of people's own, which a run names: read by every process of the run, and known by their hash."""
+"""Plugin files: a run names them, every process of the run imports them, and their hash identifies them."""
 
 import hashlib
 import sys
@@ -15,17 +15,17 @@ from muster.spec.errors import ConfigError, MusterError
 
 
 class PluginFile(Frozen):
-    """A file with registered parts."""
+    """A file with registered components."""
 
     file: str
-    """The path of a Python file, or the name of a module that Python finds, such as `my_package.parts`."""
+    """Path of a Python file, or name of an importable module, such as `my_package.components`."""
     sha256: str
-    """Of the file as it was when the run was asked for."""
+    """Hash of the file when the run was requested."""
 
 
 def resolve_plugin(said: object, folder: Path = Path()) -> PluginFile:
-    """What a run file says of one: a path relative to `folder` or a module's name, or both fields. Raises ConfigError
-    where there is no such file."""
+    """Return the plugin that a run file's entry means: a path relative to `folder`, a module's name, or both fields.
+    Raises ConfigError where there is no such file."""
     if isinstance(said, PluginFile):
         return said
     if isinstance(said, dict) and said.keys() == {"file", "sha256"}:
@@ -37,7 +37,7 @@ def resolve_plugin(said: object, folder: Path = Path()) -> PluginFile:
 
 
 def plugin_sha256(file: str) -> str:
-    """Of a plugin as it is now. Raises ConfigError where there is none."""
+    """Return the hash of a plugin as it is now. Raises ConfigError where there is none."""
     path = plugin_path(file)
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -46,7 +46,7 @@ def plugin_sha256(file: str) -> str:
 
 
 def plugin_path(file: str) -> Path:
-    """Where a plugin lies. Raises ConfigError where there is none."""
+    """Return the path of a plugin. Raises ConfigError where there is none."""
     if _is_file(file):
         if Path(file).is_file():
             return Path(file)
@@ -61,7 +61,8 @@ def plugin_path(file: str) -> Path:
 
 
 def load_plugins(plugins: Iterable[PluginFile]) -> None:
-    """Lets each register its parts, once. Raises ConfigError, with file and line, where one can't be imported."""
+    """Import each, once, so that it registers its components. Raises ConfigError, with file and line, where an import
+    fails."""
     for plugin in plugins:
         path = plugin_path(plugin.file)
         name = f"muster_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -73,7 +74,7 @@ def load_plugins(plugins: Iterable[PluginFile]) -> None:
 
 
 def require_unchanged_plugins(plugins: Iterable[PluginFile]) -> None:
-    """Raises ConfigError where a file is not what it was when its hash was written down."""
+    """Raise ConfigError where a file is not what it was when its hash was written down."""
     for plugin in plugins:
         if (now := plugin_sha256(plugin.file)) != plugin.sha256:
             raise ConfigError(
@@ -83,14 +84,14 @@ def require_unchanged_plugins(plugins: Iterable[PluginFile]) -> None:
 
 
 def is_loading_plugin() -> bool:
-    """Whether this process is in the middle of reading a plugin."""
+    """Return True while this process is importing a plugin."""
     return bool(LOADING)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 _LOADED: dict[str, str] = {}
-"""Module's name → the hash of what was read."""
+"""Module name → hash of the imported file."""
 
 
 def _is_file(text: str) -> bool:
@@ -119,7 +120,7 @@ def _guarded(path: Path, read: Any) -> None:
 
 
 def error_location(path: Path, error: BaseException) -> str:
-    """`FILE:LINE` of the last line of a file that led to an error; the file alone where none did."""
+    """Return `FILE:LINE` of the last line of a file that led to an error; the file alone where none did."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]

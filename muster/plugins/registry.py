@@ -1,4 +1,4 @@
-"""Parts of people's own: registered by name from files outside the package (`muster.register_model` and the like)."""
+"""Plugin components: registered by name from files outside the package (`muster.register_model` and the like)."""
 
 import re
 import sys
@@ -16,26 +16,27 @@ ComponentKind = Literal["model", "dataset", "optimizer", "schedule", "loss", "st
 
 @dataclass(frozen=True, slots=True)
 class PluginComponent:
-    """One registered part."""
+    """One registered component."""
 
     kind: ComponentKind
     name: str
     target: Any
-    """What was registered, with what was declared of it."""
+    """The registered object, with its declarations."""
     file: Path | None
-    """Where it was registered; None in a notebook or at a prompt, whose code other processes can't read."""
+    """File that registered it; None in a notebook or at a prompt, whose code other processes can't read."""
 
 
 _COMPONENTS: dict[tuple[ComponentKind, str], PluginComponent] = {}
 LOADING: list[set[tuple[ComponentKind, str]]] = []
-"""For each plugin that is being read, one within another, what it has registered so far."""
+"""Components registered so far by each plugin that is being imported, one within another."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def register_component(kind: ComponentKind, name: str, what: Any, builtin_names: Iterable[str] = ()) -> None:
-    """Registers a part; `own` are Muster's names of that kind. A file that is read again registers anew.
+    """Register a component; `builtin_names` are Muster's names of that kind. A file that is imported again registers
+    anew.
 
-    Raises ConfigError where the name is none, or is taken.
+    Raises ConfigError for an invalid name and for one that is taken.
     """
     require_component_name(kind, name)
     part, before = PluginComponent(kind, name, what, _caller()), _COMPONENTS.get((kind, name))
@@ -56,7 +57,8 @@ def register_component(kind: ComponentKind, name: str, what: Any, builtin_names:
 
 
 def require_component_name(kind: ComponentKind, name: object) -> None:
-    """Raises ConfigError for what can't name a part, such as the function itself where a decorator has no name."""
+    """Raise ConfigError for what can't be a component's name, such as the function itself where a decorator has no
+    name."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
         raise ConfigError(
             f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}: write"
@@ -65,24 +67,24 @@ def require_component_name(kind: ComponentKind, name: object) -> None:
 
 
 def require_callable(kind: ComponentKind, name: str, what: object) -> None:
-    """Raises ConfigError for what is neither a function nor a class."""
+    """Raise ConfigError for what is neither a function nor a class."""
     if not callable(what):
         raise ConfigError(f"register_{kind}: expected a function or a class for '{name}', got {what!r}")
 
 
 def component_names(kind: ComponentKind) -> list[str]:
-    """The registered names of a kind."""
+    """Return the registered names of a kind."""
     return [name for known, name in _COMPONENTS if known == kind]
 
 
 def find_component(kind: ComponentKind, name: str) -> PluginComponent | None:
-    """None where there is none of that name."""
+    """Return a component, or None where there is none of that name."""
     return _COMPONENTS.get((kind, name))
 
 
 def get_component(kind: ComponentKind, name: str, builtin_names: Iterable[str] = ()) -> Any:
-    """What is registered under a name. Raises ConfigError, with the closest of all names, where nothing is; `own` are
-    Muster's."""
+    """Return the object registered under a name. Raises ConfigError, with the closest of all names, where there is
+    none; `builtin_names` are Muster's."""
     if (part := _COMPONENTS.get((kind, name))) is not None:
         return part.target
     known = [*builtin_names, *component_names(kind)]
@@ -91,7 +93,7 @@ def get_component(kind: ComponentKind, name: str, builtin_names: Iterable[str] =
 
 
 def require_component(kind: ComponentKind, name: str, builtin_names: tuple[str, ...] = ()) -> str:
-    """The name. Raises ValueError where no plugin registers a part of it."""
+    """Return the name. Raises ValueError where no plugin registers a component of it."""
     try:
         get_component(kind, name, builtin_names)
     except ConfigError as error:
@@ -100,12 +102,12 @@ def require_component(kind: ComponentKind, name: str, builtin_names: tuple[str, 
 
 
 def has_components_from(file: Path) -> bool:
-    """Whether a file has registered anything."""
+    """Return True if a file has registered anything."""
     return any(part.file == file for part in _COMPONENTS.values())
 
 
 def _caller() -> Path | None:
-    """The file, outside the package, that registers a part."""
+    """Return the file, outside the package, that registers a component."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

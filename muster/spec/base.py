@@ -1,4 +1,4 @@
-"""The base of every type that is read from a file, and numbers in it."""
+"""The base of every type that is read from a file, and constrained numbers."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The CRC-32 of files: ISA-L's where the extra `fast` is installed, six times as fast as zlib's, of the same value."""
+"""CRC-32 of files: ISA-L's where the extra `fast` is installed, six times as fast as zlib's, with the same value."""
 
 try:
     from isal.isal_zlib import crc32

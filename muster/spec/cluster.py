@@ -1,4 +1,4 @@
-"""What a run computes on: groups of nodes, which may differ, and what joins them."""
+"""The cluster: groups of nodes, which may differ, and the networks between them."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from muster.spec.device import DeviceSpec, LinkSpec, Nics
 
 
 class NodeGroup(Frozen):
-    """Nodes that are alike."""
+    """Nodes of one kind."""
 
     num_nodes: PositiveInt
     devices_per_node: PositiveInt
     device: DeviceSpec
     intra: LinkSpec
-    """Joins the devices of a node."""
+    """Link between the devices of a node."""
     nics: Nics | None = None
-    """Join nodes; None for a node that stands alone."""
+    """Network cards that join nodes; None for a node that stands alone."""
     domain_nodes: PositiveInt = 1
     """Nodes that `intra` joins into one fabric, such as the 18 trays of NVL72."""
     host_memory_bytes: PositiveInt | None = None
-    """Of a node, beside its devices' own: what offloaded activations may lie in; None where it is unknown."""
+    """Host memory of a node, beside the devices' own, for offloading; None where it is unknown."""
 
     @property
     def num_devices(self) -> int:
@@ -29,7 +29,7 @@ class NodeGroup(Frozen):
 
     @property
     def host_memory_per_device_bytes(self) -> float | None:
-        """Of a node's memory, what each of its devices may offload to; None where it is unknown."""
+        """Host memory that each device of a node may offload to; None where it is unknown."""
         return None if self.host_memory_bytes is None else self.host_memory_bytes / self.devices_per_node
 
     @property
@@ -39,31 +39,31 @@ class NodeGroup(Frozen):
 
 
 class NetworkTier(Frozen):
-    """A level of the network above the nodes: a rack's switch, a spine, a line between sites."""
+    """One level of the network above the nodes: a rack's switch, a spine, a line between sites."""
 
     name: str
-    """For people."""
+    """Name shown to people."""
     nodes: PositiveInt
-    """Neighbouring nodes that are joined below this tier: what leaves such a block goes over it."""
+    """Neighbouring nodes joined below this tier: traffic that leaves such a block goes over it."""
     bandwidth_share: PositiveFloat = 1.0
-    """Of the nodes' own bandwidth, what the tier carries of it: 0.5 where it is oversubscribed 2:1."""
+    """Share of the nodes' own bandwidth that the tier carries: 0.5 where it is oversubscribed 2:1."""
     latency_s: PositiveFloat = 1e-6
-    """Added to each message over it."""
+    """Latency added to each message over the tier."""
     link: LinkSpec | None = None
-    """The line itself, shared by all nodes of a block, where it is not the NICs that limit (a WAN)."""
+    """Link shared by all nodes of a block, where it rather than the NICs is the limit (a WAN)."""
 
 
 class ClusterSpec(Frozen):
-    """All devices of a run: ranks are numbered group by group, node by node."""
+    """All devices of a run; ranks are numbered group by group, node by node."""
 
     name: str = ""
-    """For people."""
+    """Name shown to people."""
     groups: tuple[NodeGroup, ...]
-    """Kinds of nodes."""
+    """Groups of nodes, each of one kind."""
     tiers: tuple[NetworkTier, ...] = ()
-    """From the nearest to the farthest."""
+    """Network tiers, from the nearest to the farthest."""
     node_bandwidth_bytes_per_s: tuple[tuple[PositiveFloat, ...], ...] | None = None
-    """Measured, from node to node, one way; on the diagonal that between the node's devices."""
+    """Measured bandwidth from node to node, one way; on the diagonal, between the devices of a node."""
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterSpec":
@@ -93,20 +93,20 @@ class ClusterSpec(Frozen):
 
     @property
     def device(self) -> DeviceSpec:
-        """The first group's device: the only one where all are alike."""
+        """Device of the first group: the only one in a uniform cluster."""
         return self.groups[0].device
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes are alike."""
+        """True if all nodes are of one kind."""
         return len(self.groups) == 1
 
     def group_of(self, rank: int) -> NodeGroup:
-        """The nodes among which a rank's stands; ranks beyond the last count from the first again."""
+        """Return the group of a rank's node; ranks beyond the last wrap around."""
         return self.groups[self.locate(rank)[0]]
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Index of a rank's group, and the node's number in the cluster."""
+        """Return the index of a rank's group, and its node's number in the cluster."""
         if len(self.groups) == 1:
             return 0, rank % self.groups[0].num_devices // self.groups[0].devices_per_node
         rank, node = rank % self.num_devices, 0
@@ -118,12 +118,12 @@ class ClusterSpec(Frozen):
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of all devices; None where a price is unknown."""
+        """Price of all devices; None where one is unknown."""
         return self._sum(lambda device: device.price and device.price.usd_per_hour)
 
     @property
     def watts(self) -> float | None:
-        """Of all devices at their limit; None where one is unknown."""
+        """Power of all devices at their limit; None where one is unknown."""
         return self._sum(lambda device: device.watts)
 
     def _sum(self, of: Any) -> float | None:
@@ -137,7 +137,8 @@ class ClusterSpec(Frozen):
 
 
 def single_node_cluster(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec:
-    """A machine of `num_devices` such devices, in the node that they usually come in, or joined by memory."""
+    """Return a machine of `num_devices` such devices, in the node that they usually come in, or joined by shared
+    memory."""
     intra = device.node.intra if device.node else SHARED_MEMORY_LINK
     nics = device.node.nics if device.node else None
     host = device.node.host_memory_bytes if device.node else None
@@ -148,4 +149,4 @@ def single_node_cluster(device: DeviceSpec, num_devices: int = 1) -> ClusterSpec
 
 
 SHARED_MEMORY_LINK = LinkSpec(name="memory", kind="memory", bandwidth_bytes_per_s=5e9, latency_s=50e-6)
-"""Between processes of one machine, where nothing is known: a copy through shared memory."""
+"""Link between processes of one machine about which nothing is known: a copy through shared memory."""

@@ -1,4 +1,4 @@
-"""Says in plain sentences what is wrong with the values of a file or a command line."""
+"""Plain sentences about wrong values in a file or on a command line."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ Schema = dict[str, Any]
 
 
 class ConfigSchema:
-    """The keys that a type has, and what may stand under each: a view of its JSON schema."""
+    """Keys of a type and their possible values: a view of its JSON schema."""
 
     def __init__(self, type_: type[BaseModel]) -> None:
         self.root: Schema = type_.model_json_schema()
 
     def schema_at(self, path: str) -> Schema | None:
-        """What may stand under a dotted path; None where the path leads nowhere."""
+        """Return the schema of the value under a dotted path; None where the path leads nowhere."""
         schema: Schema | None = self.root
         for key in path.split(".") if path else ():
             if schema is None:
@@ -27,7 +27,7 @@ class ConfigSchema:
         return schema
 
     def _child(self, schema: Schema, key: str) -> Schema | None:
-        """What may stand under a key of a mapping, or at a place of a list, also of one that may be null."""
+        """Return the schema under a key of a mapping, or at an index of a list, nullable ones included."""
         if key in (known := self.keys_of(schema)):
             return known[key]
         for option in schema.get("anyOf", [schema]):
@@ -40,12 +40,12 @@ class ConfigSchema:
         return None
 
     def keys_of(self, schema: Schema) -> dict[str, Schema]:
-        """The keys of a mapping, also of one that may be null."""
+        """Return the keys of a mapping, nullable ones included."""
         options = [self._resolve(option) or {} for option in schema.get("anyOf", [schema])]
         return {key: child for option in options for key, child in option.get("properties", {}).items()}
 
     def paths(self, schema: Schema | None = None, prefix: str = "") -> list[str]:
-        """Every dotted path to a value."""
+        """Return every dotted path to a value."""
         found = []
         for key, child in self.keys_of(schema or self.root).items():
             child = self._resolve(child) or {}
@@ -53,7 +53,7 @@ class ConfigSchema:
         return found
 
     def types_at(self, path: str) -> set[str]:
-        """The JSON types that may stand under a path."""
+        """Return the JSON types allowed under a path."""
         schema = self.schema_at(path) or {}
         return {option["type"] for option in schema.get("anyOf", [schema]) if "type" in option}
 
@@ -64,7 +64,7 @@ class ConfigSchema:
 
 
 def describe_schema(schema: Schema) -> str:
-    """What is expected, in words: `a whole number >= 1`."""
+    """Return the expected value in words: `a whole number >= 1`."""
     if "anyOf" in schema:
         return " or ".join(describe_schema(option) for option in schema["anyOf"])
     if "const" in schema:
@@ -94,15 +94,15 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 def config_error(
     error: ValidationError, shape: ConfigSchema, origins: Mapping[str, str], prefix: str = ""
 ) -> ConfigError:
-    """One sentence, on a line of its own, for each wrong value.
+    """Return an error with one sentence, on a line of its own, for each wrong value.
 
-    `origins` says where the value under each path comes from; `prefix` is the path at which validation began.
+    `origins` gives the origin of the value under each path; `prefix` is the path at which validation began.
     """
     return ConfigError("\n".join(error_sentence(one, shape, origins, prefix) for one in error.errors()))
 
 
 def error_sentence(error: Mapping[str, Any], shape: ConfigSchema, origins: Mapping[str, str], prefix: str = "") -> str:
-    """What is wrong, for one of a ValidationError's errors: key, what is expected, and the value."""
+    """Return the sentence for one of a ValidationError's errors: key, expectation, and value."""
     path = ".".join([*filter(None, [prefix]), *map(str, error["loc"])])
     schema = shape.schema_at(path) or {}
     origin = _origin(path, origins)
@@ -118,7 +118,8 @@ def error_sentence(error: Mapping[str, Any], shape: ConfigSchema, origins: Mappi
 
 
 def _known_key(path: str, shape: ConfigSchema) -> str:
-    """The key that was meant: one of the same section, or one of another section with the same last part."""
+    """Return a suggestion of the intended key: one of the same section, or one of another section with the same last
+    part."""
     section, _, key = path.rpartition(".")
     siblings = shape.keys_of(shape.schema_at(section) or {})
     if suggestion := did_you_mean(key, siblings):
@@ -130,7 +131,7 @@ def _known_key(path: str, shape: ConfigSchema) -> str:
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str | None:
-    """Of the value itself, of what it is a part of, or of its first part."""
+    """Return the origin of the value itself, of a section around it, or of its first part."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         if found := origins.get(".".join(parts[:length])):

@@ -1,4 +1,4 @@
-"""Why a plan can't hold for a model, a batch and a number of processes: one sentence for each reason."""
+"""Legality: reasons why a plan can't hold for a model, a batch and a number of processes, one sentence each."""
 
 from collections.abc import Iterator
 from math import isqrt
@@ -15,7 +15,7 @@ from muster.spec.workload import Workload
 
 
 def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
-    """One sentence for each reason for which the plan can't hold for this model, batch and number of processes."""
+    """Return one sentence for each reason why the plan can't hold for this model, batch and number of processes."""
     if plan.stages and len(plan.stages) != plan.stages_per_replica:
         product = f"pp {plan.pp} × vpp {plan.vpp}" + (
             f" / {plan.pipeline_replicas} replicas" if plan.pipeline_replicas > 1 else ""
@@ -38,7 +38,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
 
 
 def required_world_size(plan: Plan) -> int:
-    """The processes that the plan asks for, even if its stages are badly counted."""
+    """Return the processes that the plan needs, even if it has a wrong number of stages."""
     badly_counted = plan.stages and len(plan.stages) != plan.stages_per_replica
     return plan.pp * plan.mesh(0).num_ranks if badly_counted else plan.world_size
 
@@ -62,7 +62,7 @@ def _batch(plan: Plan, workload: Workload) -> Iterator[str]:
 
 
 def layer_violations(plan: Plan, model: ModelSpec) -> Iterator[str]:
-    """Stages and overrides that don't fit the model's layers."""
+    """Yield a sentence for stages and overrides that don't fit the model's layers."""
     counts = [stage.layers for stage in plan.stages]
     if counts and sum(counts) != model.num_layers:
         shown = ".".join(map(str, counts))
@@ -80,7 +80,7 @@ def layer_violations(plan: Plan, model: ModelSpec) -> Iterator[str]:
 
 
 def _chunks(plan: Plan) -> Iterator[str]:
-    """Several stages on each pipeline rank, or as many as the schedule wants."""
+    """Check the number of stages on each pipeline rank against the schedule."""
     entry = plan.schedule_entry
     if plan.vpp > 1 and plan.pp == 1:
         yield f"vpp {plan.vpp} puts several stages on each pipeline rank, but with pp 1 there is nothing to overlap"
@@ -95,7 +95,7 @@ def _chunks(plan: Plan) -> Iterator[str]:
 
 
 def _order(plan: Plan, workload: Workload) -> Iterator[str]:
-    """What a searched schedule was found for."""
+    """Check the pinned result of a schedule search."""
     order = plan.pinned_schedule
     if not plan.schedule_entry.searched:
         if order is not None:
@@ -122,12 +122,12 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
 
 
 def schedules_for_vpp(vpp: int) -> list[str]:
-    """The schedules that can be run with `vpp` stages on each pipeline rank."""
+    """Return the schedules that can run `vpp` stages on each pipeline rank."""
     return [name for name, entry in SCHEDULES.items() if entry.supports_chunks(vpp) and not entry.searched]
 
 
 def _unequal(plan: Plan) -> Iterator[str]:
-    """Stages that run on meshes of their own."""
+    """Check stages with a mesh of their own."""
     if plan.is_uniform:
         return
     if plan.pipeline_replicas > 1:
@@ -155,7 +155,7 @@ def _unequal(plan: Plan) -> Iterator[str]:
 
 
 def _shares(plan: Plan) -> Iterator[str]:
-    """Data-parallel ranks that run unequal numbers of micro-batches."""
+    """Check data-parallel ranks with unequal numbers of micro-batches."""
     shares, ranks = plan.uneven_micro_batches, plan.mesh(0).dp_size
     if not shares:
         return
@@ -179,7 +179,7 @@ def _shares(plan: Plan) -> Iterator[str]:
 
 
 def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
-    """What the layers of a plugin don't say that they can."""
+    """Check a plugin's layers for what they don't declare to support."""
     if (own := plugin_model(model)) is None:
         return
     if plan.uses_axis("tp") and not own.tensor_parallel:
@@ -194,7 +194,7 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
 
 
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
-    """Copies of the model in one pipeline, each of which runs a part of the micro-batches."""
+    """Check that each copy of the model in one pipeline has micro-batches."""
     sequences = min(plan.uneven_micro_batches or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
     if plan.pipeline_replicas > 1 and workload.global_batch_size < plan.mesh(0).dp_size * sequences:
         yield (
@@ -207,7 +207,7 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
 
 
 def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
-    """Widths, heads and sequences that don't divide by the axes that cut them."""
+    """Check that widths, heads and sequences divide by the axes that shard them."""
     for mesh in plan.distinct_meshes:
         legal = [
             tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)
@@ -281,7 +281,7 @@ _WITHOUT_ACTIVATIONS: dict[Offload, Offload] = {
 
 
 def divisors(number: int) -> list[int]:
-    """Rising, with 1 and the number itself."""
+    """Return all divisors in rising order, 1 and the number included."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -1,6 +1,6 @@
-"""What `muster profile` finds on a machine: seconds of kernels, collectives and bookkeeping, as one rank takes them.
+"""Measurements by `muster profile`: seconds of kernels, collectives and runtime overhead, for one rank.
 
-Where several ranks share a core, a time is that of the core: what passes while others have it is left out.
+Where several ranks share a core, a time is that of the core: time in which others have it is excluded.
 """
 
 from typing import Literal
@@ -11,37 +11,38 @@ from muster.spec.base import Frozen
 from muster.spec.plan import Precision
 
 MatmulPass = Literal["forward", "input", "weight"]
-"""Of a linear layer: x·Wᵀ, the gradient of x, and that of W added to what is there."""
+"""Matmul of a linear layer: x·Wᵀ, the gradient of x, or the gradient of W accumulated onto the existing one."""
 
 Curve = tuple[tuple[NonNegativeInt, PositiveFloat], ...]
-"""(numbers that a kernel works on, seconds), by size."""
+"""(Elements that a kernel works on, seconds), by size."""
 
 
 class KernelRates(Frozen):
-    """Kernels in one precision."""
+    """Kernel times in one precision."""
 
     matmuls: dict[MatmulPass, tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
-    """(tokens, input width, output width, seconds) on a grid of the three, of which the largest may be missing."""
+    """Matmuls: (tokens, input width, output width, seconds) on a grid of the three, whose largest points may be
+    missing."""
     attention: dict[Literal["forward", "backward"], tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...]] = {}
-    """(positions, width of a head, seconds of one head of one sequence), on a grid."""
+    """Attention: (positions, head width, seconds of one head of one sequence), on a grid."""
     curves: dict[str, Curve] = {}
-    """Kernel and direction, such as `norm forward` → by numbers in its largest tensor."""
+    """Kernel and direction, such as `norm forward` → time by elements of its largest tensor."""
 
 
 class MachineRates(Frozen):
-    """Everything that was measured."""
+    """Everything measured on one machine."""
 
     version: Literal[2] = 2
     ranks: PositiveInt
-    """That worked at once while kernels were timed."""
+    """Ranks that worked at once while kernels were timed."""
     cores: NonNegativeInt
-    """That they shared; 0 where each had a device of its own."""
+    """Cores that those ranks shared; 0 where each had a device of its own."""
     kernels: dict[Precision, KernelRates]
     collectives: dict[str, tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...]]
-    """all_reduce, all_gather, reduce_scatter and send → (ranks, bytes, seconds), by ranks and bytes: bytes as the call
-    is given them (of all_gather, one rank's part)."""
+    """all_reduce, all_gather, reduce_scatter and send → (ranks, bytes, seconds), by ranks and bytes: bytes as passed to
+    the call (for all_gather, one rank's part)."""
     overheads: dict[str, NonNegativeFloat] = {}
-    """Seconds of what is done beside kernels and collectives: see `muster.cost.time.profiled_times`."""
+    """Seconds of work beside kernels and collectives: see `muster.cost.time.profiled_times`."""
     contention: dict[str, PositiveFloat] = {}
-    """Way to hold a stage → how many times as long as its parts a whole step takes, since ranks that train together
+    """Storage of a stage → factor of a whole step's time over the sum of its parts, since ranks that train together
     take cores and caches from each other."""

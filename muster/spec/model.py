@@ -1,4 +1,4 @@
-"""What is trained: the shape of a decoder."""
+"""The model: the shape of a decoder, and the names and shapes of its parameters."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,9 +21,9 @@ class ModelSpec(Frozen):
     """
 
     name: str = "custom"
-    """For people."""
+    """Name shown to people."""
     architecture: str | None = None
-    """A model that a plugin registers, whose layers these are; None: the decoder that the other fields describe."""
+    """Model that a plugin registers, whose layers these are; None: the decoder that the other fields describe."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the head."""
     hidden_size: PositiveInt
@@ -31,58 +31,58 @@ class ModelSpec(Frozen):
     num_layers: PositiveInt
     """Blocks of attention and MLP."""
     num_heads: PositiveInt
-    """Of queries, in each layer."""
+    """Query heads in each layer."""
     num_kv_heads: PositiveInt = 0  # type: ignore[assignment]  # filled in below
-    """Of keys and values; left out, as many as of queries."""
+    """Key/value heads in each layer; left out, as many as query heads."""
     head_dim: PositiveInt = 0  # type: ignore[assignment]
     """Width of a head; left out, hidden_size / num_heads."""
     intermediate_size: PositiveInt
-    """Inner width of the MLP; of the layers without experts, where some have them."""
+    """Inner width of the MLP; in models with experts, of the layers without them."""
     norm: Literal["rms", "layer"] = "rms"
-    """layer: LayerNorm with a bias."""
+    """Kind of norm: RMSNorm, or LayerNorm with a bias."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square under the root."""
+    """Term added to the mean square under the root."""
     position: Literal["rope", "learned", "none"] = "rope"
-    """learned: a vector for each of `max_positions` positions, added to the word's."""
+    """Kind of positions. learned: a vector for each of `max_positions` positions, added to the token's embedding."""
     max_positions: PositiveInt | None = None
-    """Positions of the longest sequence; learned positions need it, others only say it on."""
+    """Positions of the longest sequence; required by learned positions, informative for others."""
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary angles' wavelengths."""
+    """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Other angles for longer sequences."""
+    """Rotary scaling for longer sequences."""
     activation: Activation = "silu"
-    """The MLP's non-linear function."""
+    """Activation function of the MLP."""
     gated: bool = True
-    """The MLP is activation(gate) · up; else activation(up)."""
+    """Gated MLP: activation(gate) · up; otherwise activation(up)."""
     qkv_bias: bool = False
-    """On the products that make queries, keys and values."""
+    """Biases on the query, key and value projections."""
     out_bias: bool = False
-    """On the output of attention."""
+    """Bias on the output projection of attention."""
     mlp_bias: bool = False
-    """On the MLP's products."""
+    """Biases on the MLP's projections."""
     qk_norm: bool = False
-    """An RMSNorm over each head's queries and keys, before they are turned (Qwen3)."""
+    """RMSNorm over each head's queries and keys, before rotary positions (Qwen3)."""
     attention_sinks: bool = False
-    """A trained logit per head that takes part in the softmax and gives nothing (gpt-oss)."""
+    """Trained logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     sliding_window: PositiveInt | None = None
-    """Positions that a position sees, itself the last of them; None: all before it."""
+    """Positions that a position attends to, itself the last of them; None: all before it."""
     window_layers: tuple[NonNegativeInt, ...] | None = None
-    """The layers with that window, counted from 0; None: all."""
+    """Layers with that window, counted from 0; None: all."""
     tied_embeddings: bool = False
-    """The head is the embedding."""
+    """Head and embedding share one weight."""
     moe: MoeSpec | None = None
     """Experts instead of the MLP."""
     mla: MlaSpec | None = None
     """Latent attention."""
     linear_attention: LinearAttentionSpec | None = None
-    """Layers with a recurrence instead of attention."""
+    """Linear attention (a recurrence) in some layers."""
     mtp_layers: NonNegativeInt = 0
-    """Layers after the last that each predict one token further, with embedding and head of the model
-    (arXiv:2412.19437 §2.2)."""
+    """Multi-token-prediction layers after the last, each of which predicts one token further, with the model's
+    embedding and head (arXiv:2412.19437 §2.2)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights (GPT-2, and most decoders since)."""
     scaled_residual: bool = True
-    """What adds to the residual stream begins smaller by √(2 · num_layers) (GPT-2, section 2.3)."""
+    """Initial weights of projections into the residual stream are divided by √(2 · num_layers) (GPT-2, section 2.3)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,35 +108,35 @@ class ModelSpec(Frozen):
         return self
 
     def attention_window(self, layer: int) -> int | None:
-        """Positions that each position of this layer sees; None: all before it."""
+        """Return the positions that each position of this layer attends to; None: all before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer's MLP is a choice of experts; those of `mtp_layers` are as the last layer is."""
+        """Return True if this layer's MLP is a choice of experts; `mtp_layers` are like the last layer."""
         if self.moe is None:
             return False
         behind = min(layer, self.num_layers - 1) - self.moe.dense_layers
         return behind >= 0 and (behind + 1) % self.moe.every == 0
 
     def has_linear_attention(self, layer: int) -> bool:
-        """Whether this layer's attention is a recurrence."""
+        """Return True if this layer's attention is linear."""
         return self.linear_attention is not None and layer in self.linear_attention.layers
 
     @property
     def num_parameters(self) -> int:
-        """All trained numbers; a tied embedding counts once."""
+        """All trained parameters; a tied embedding counts once."""
         return sum(prod(shape) for _, shape in parameter_shapes(self))
 
     @property
     def num_active_parameters(self) -> int:
-        """The numbers that take part in one token: of the experts its `top_k`, of all else everything, the embedding
-        too, without `mtp_layers`."""
+        """Parameters used for one token: `top_k` of the experts and everything else, the embedding included, without
+        `mtp_layers`."""
         main = self.model_copy(update={"mtp_layers": 0})
         return sum(active_numel(self, name, shape) for name, shape in parameter_shapes(main))
 
 
 def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
-    """The numbers of a parameter that take part in one token."""
+    """Return the elements of a parameter that are used for one token."""
     if spec.moe is None or ".experts." not in name:
         return prod(shape)
     return prod(shape) // spec.moe.num_experts * spec.moe.top_k
@@ -147,17 +147,18 @@ def active_numel(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
 
 
 def layer_parameter_shapes(spec: ModelSpec, layer: int) -> NamedShapes:
-    """Name and shape of each parameter of one decoder layer, in the order in which they are used.
+    """Yield name and shape of each parameter of one decoder layer, in the order of use.
 
-    A matrix is (output width, input width). Experts of a layer lie in one tensor (experts, output, input) each.
+    A matrix is (output width, input width). The experts of a layer are stacked in one tensor (experts, output, input)
+    each.
     """
     yield from _layer(spec, layer, f"layers.{layer}.")
 
 
 def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bool) -> NamedShapes:
-    """Name and shape of each parameter that a stage holds.
+    """Yield name and shape of each parameter of a stage.
 
-    A tied embedding is called `embed.weight` wherever it lies: on the first stage, and again on the last one.
+    A tied embedding is called `embed.weight` wherever it is: on the first stage, and again on the last one.
     """
     if first:
         yield "embed.weight", (spec.vocab_size, spec.hidden_size)
@@ -177,7 +178,7 @@ def stage_parameter_shapes(spec: ModelSpec, layers: range, first: bool, last: bo
 
 
 def parameter_shapes(spec: ModelSpec) -> NamedShapes:
-    """Name and shape of each parameter of the whole one-process model."""
+    """Yield name and shape of each parameter of the complete, one-process model."""
     return stage_parameter_shapes(spec, range(spec.num_layers), first=True, last=True)
 
 
@@ -200,7 +201,8 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
 
 
 def _mtp(spec: ModelSpec, index: int) -> NamedShapes:
-    """A head that predicts a token further: it joins hidden state and next word, then is a layer as the last one."""
+    """Yield the parameters of a multi-token-prediction layer: it joins the hidden state and the next token's embedding,
+    then is a layer like the last one."""
     prefix = f"mtp.{index}."
     yield from _norm(spec, prefix + "embed_norm")
     yield from _norm(spec, prefix + "hidden_norm")
@@ -234,8 +236,8 @@ def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
 
 
 def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes:
-    """Queries and key/value pairs go down to a narrow vector and up again; of `kv_down` the last `rope_head_dim`
-    numbers are the keys' that are turned."""
+    """Yield the parameters of latent attention. Queries and key/value pairs are projected down to a narrow vector and
+    up again; the last `rope_head_dim` rows of `kv_down` make the rotary part of the keys."""
     q_width = spec.num_heads * (mla.nope_head_dim + mla.rope_head_dim)
     if mla.q_lora_rank is None:
         yield prefix + "q.weight", (q_width, spec.hidden_size)
@@ -250,8 +252,9 @@ def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> NamedShapes
 
 
 def _linear_attention(spec: ModelSpec, prefix: str) -> NamedShapes:
-    """Queries, keys, values and an output gate; per value head a step width (b), a decay (a, decay, step); a short
-    convolution over queries, keys and values; a norm over each head's output (arXiv:2412.06464)."""
+    """Yield the parameters of linear attention: queries, keys, values and an output gate; per value head a step width
+    (b) and a decay (a, decay, step); a short convolution over queries, keys and values; a norm over each head's output
+    (arXiv:2412.06464)."""
     linear = spec.linear_attention
     assert linear is not None
     heads, head_dim = linear.num_value_heads, linear.value_head_dim

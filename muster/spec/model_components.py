@@ -1,4 +1,4 @@
-"""The parts of a decoder that some families have: scaled rotary positions, experts, latent and linear attention."""
+"""Components that some decoders have: scaled rotary positions, experts, latent and linear attention."""
 
 from math import log
 from typing import Literal
@@ -12,35 +12,35 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 class RopeScaling(Frozen):
-    """Rotary angles of a model that was trained further on longer sequences than it began with.
+    """Rotary scaling of a model that was trained further on longer sequences than at first.
 
-    linear: all angles divided by `factor` (arXiv:2306.15595). llama3: those of long waves only, by the wave's length
-    in `original_positions` (Llama 3.1). yarn: by how often a pair turns in `original_positions`, with cos and sin
-    multiplied by `turn_factor` (arXiv:2309.00071 §3).
+    linear: all angles divided by `factor` (arXiv:2306.15595). llama3: only those of long wavelengths, compared with
+    `original_positions` (Llama 3.1). yarn: by the number of turns of a pair within `original_positions`, with cos and
+    sin multiplied by `attention_scaling` (arXiv:2309.00071 §3).
     """
 
     kind: Literal["linear", "llama3", "yarn"]
-    """Which angles change."""
+    """Scaling method."""
     factor: PositiveFloat
-    """By how much longer sequences are."""
+    """Ratio of the longer sequences' length to the original one."""
     original_positions: PositiveInt | None = None
-    """Positions of the sequences that the model was trained on first; llama3 and yarn need it."""
+    """Positions of the sequences that the model was first trained on; required by llama3 and yarn."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: waves longer than original_positions / this are divided whole."""
+    """llama3: wavelengths longer than original_positions / this are divided in full."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: waves shorter than original_positions / this are left as they are."""
+    """llama3: wavelengths shorter than original_positions / this stay unchanged."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: pairs that turn more often than this are left as they are."""
+    """yarn: pairs that turn more often than this stay unchanged."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: pairs that turn less often than this are divided whole."""
+    """yarn: pairs that turn less often than this are divided in full."""
     truncate: bool = True
-    """yarn: the pairs at which that begins and ends are rounded to whole ones."""
+    """yarn: the pairs at which the ramp begins and ends are rounded to integers."""
     attention_factor: PositiveFloat | None = None
-    """yarn: what cos and sin are multiplied by, where it is not to follow from the others."""
+    """yarn: factor of cos and sin, instead of the one that follows from `factor`."""
     mscale: PositiveFloat | None = None
-    """yarn, DeepSeek's form: of the turned numbers."""
+    """yarn, DeepSeek's form: factor of the rotary elements."""
     mscale_all_dim: PositiveFloat | None = None
-    """yarn, DeepSeek's form: of all scores of attention."""
+    """yarn, DeepSeek's form: factor of all attention scores."""
 
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
@@ -55,8 +55,8 @@ class RopeScaling(Frozen):
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by: for yarn 0.1 · ln(factor) + 1 (arXiv:2309.00071 §3.4), unless it says
-        otherwise; for the others 1."""
+        """Factor of cos and sin: for yarn 0.1 · ln(factor) + 1 (arXiv:2309.00071 §3.4), unless given; for the others
+        1."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -70,35 +70,35 @@ class RopeScaling(Frozen):
 
 
 class MoeSpec(Frozen):
-    """Layers whose MLP is a choice of experts (arXiv:2101.03961; shared experts: arXiv:2401.06066)."""
+    """Mixture of experts in the place of the MLP (arXiv:2101.03961; shared experts: arXiv:2401.06066)."""
 
     num_experts: PositiveInt
-    """Of each layer that has experts."""
+    """Experts of each layer that has some."""
     top_k: PositiveInt
-    """Experts that a token goes through."""
+    """Experts per token."""
     expert_size: PositiveInt
     """Inner width of one expert."""
     shared_size: NonNegativeInt = 0
-    """Inner width of what every token goes through besides, all shared experts together."""
+    """Inner width of the shared experts, all together, which every token passes through in addition."""
     shared_gate: bool = False
-    """The shared part is multiplied by a sigmoid of a product of its own (Qwen2-MoE)."""
+    """The shared experts' output is multiplied by a sigmoid gate of its own projection (Qwen2-MoE)."""
     dense_layers: NonNegativeInt = 0
-    """Layers at the beginning that have an ordinary MLP."""
+    """First layers, which have an ordinary MLP."""
     every: PositiveInt = 1
-    """Of the layers after those, the last of each so many has experts."""
+    """Interval of layers with experts after the dense ones: the last of each so many has experts."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits."""
+    """Function that makes scores of the router's logits."""
     router_bias: bool = False
-    """A number for each expert, added to its logit (softmax) or to its score where experts are chosen (sigmoid;
+    """One bias per expert, added to its logit (softmax), or to its score when experts are chosen (sigmoid;
     arXiv:2412.19437 §2.1.2)."""
     norm_top_k: bool = True
-    """The weights of the chosen experts are scaled to add up to 1."""
+    """The weights of the chosen experts are scaled to sum to 1."""
     route_scale: PositiveFloat = 1.0
-    """What those weights are multiplied by in the end."""
+    """Final factor of those weights."""
     num_groups: PositiveInt = 1
-    """Experts are chosen from `top_groups` of so many groups (arXiv:2412.19437 §2.1.2)."""
+    """Groups of experts, of which `top_groups` are chosen first (arXiv:2412.19437 §2.1.2)."""
     top_groups: PositiveInt = 1
-    """Of those, so many."""
+    """Groups that a token's experts are chosen from."""
 
     @model_validator(mode="after")
     def _check(self) -> "MoeSpec":
@@ -118,29 +118,29 @@ class MlaSpec(Frozen):
     """Multi-head latent attention: keys and values come from one narrow vector per position (arXiv:2405.04434 §2.1)."""
 
     q_lora_rank: PositiveInt | None = None
-    """Width of the vector that queries come from; None: they come from the hidden state."""
+    """Width of the latent vector that queries come from; None: they come from the hidden state."""
     kv_lora_rank: PositiveInt
-    """Width of what keys and values are made from."""
+    """Width of the latent vector that keys and values come from."""
     nope_head_dim: PositiveInt
-    """Numbers of a query and a key that know nothing of the position."""
+    """Elements of a query and a key without rotary positions."""
     rope_head_dim: PositiveInt
-    """Numbers that are turned by the position; all heads share the key's."""
+    """Rotary elements of a query and a key; all heads share the key's."""
     v_head_dim: PositiveInt
-    """Numbers of a value."""
+    """Elements of a value."""
 
 
 class LinearAttentionSpec(Frozen):
     """Layers whose attention is a recurrence over a state per head: the gated delta rule (arXiv:2412.06464)."""
 
     layers: tuple[NonNegativeInt, ...]
-    """Which layers, counted from 0; all others have the model's ordinary attention."""
+    """Layers with linear attention, counted from 0; all others have the model's ordinary attention."""
     num_key_heads: PositiveInt
-    """Of queries and keys."""
+    """Heads of queries and keys."""
     num_value_heads: PositiveInt
-    """Of values."""
+    """Heads of values."""
     key_head_dim: PositiveInt
-    """Numbers of a key."""
+    """Elements of a key."""
     value_head_dim: PositiveInt
-    """Numbers of a value."""
+    """Elements of a value."""
     conv_size: PositiveInt = 4
-    """Positions that the convolution before the recurrence sees."""
+    """Positions covered by the convolution before the recurrence."""

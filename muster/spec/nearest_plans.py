@@ -16,8 +16,8 @@ from muster.spec.workload import Workload
 
 
 def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> None:
-    """Raises InfeasibleError with the reasons and the nearest plans that can run, unless the plan can;
-    with what it is of the model that can't, where that is the reason."""
+    """Raise InfeasibleError unless the plan can run: with the reasons and the nearest plans that can, or with the parts
+    of the model that can't run at all."""
     require_supported_model(model)
     found = plan_violations(plan, model, workload, world_size) or unsupported_features(plan)
     if not found:
@@ -31,9 +31,10 @@ def require_runnable(plan: Plan, model: ModelSpec, workload: Workload, world_siz
 
 
 def nearest_plans(plan: Plan, model: ModelSpec, workload: Workload, world_size: int, limit: int = 3) -> list[Plan]:
-    """The runnable plans for `world_size` processes that differ least from `plan`, nearest first, ties by name.
+    """Return the runnable plans for `world_size` processes that differ least from `plan`, nearest first, ties by name.
 
-    The distance adds up how many doublings each degree is away, and half as much for the micro-batch size.
+    The distance is the number of doublings between degrees, summed over all axes, plus half of that for the micro-batch
+    size. (dp8 is 1 from dp4, and 2 from dp4-tp2.)
     """
     ranked = sorted(
         (_distance(plan, candidate), format_plan_name(candidate), candidate)
@@ -95,7 +96,8 @@ def _carried_over(strategy: LayerStrategy) -> LayerStrategy:
 
 
 def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
-    """All ways to factor the world, with one stage on each pipeline rank or with as many as the plan has."""
+    """Yield all factorizations of the world over the axes, with one stage on each pipeline rank or as many as the plan
+    has."""
     for degrees in _factorizations(world_size, len(SUPPORTED_AXES)):
         axes = dict(zip(SUPPORTED_AXES, degrees, strict=True))
         yield axes | {"vpp": 1}
@@ -105,7 +107,7 @@ def _degrees(plan: Plan, world_size: int) -> Iterator[dict[str, int]]:
 
 
 def _with_degrees(plan: Plan, **degrees: int) -> Plan:
-    """The plan with these degrees and 1 for all others, and no word about single stages."""
+    """Return the plan with these degrees and 1 for all others, without single stages."""
     ones = dict.fromkeys((*DEGREE_FIELDS, "vpp"), 1)
     return plan.model_copy(update={**ones, **degrees, "stages": (), "uneven_micro_batches": ()})
 
@@ -116,7 +118,7 @@ def _distance(asked: Plan, candidate: Plan) -> float:
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write `number` as a product of `parts` factors."""
+    """Yield all ordered ways to write `number` as a product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: the plan."""
+"""The plan: how a model is distributed over ranks."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ linear unit, one pass over memory each. core_attention: scores, softmax and weig
 arXiv:2205.05198 §5). every_second_matmul: every second matmul and everything cheap (torchtitan's selective activation
 checkpointing by operation). full: the whole layer."""
 Offload = Literal["none", "optimizer", "activations", "all"]
-"""What lies in the host's memory. activations: what a layer keeps of a micro-batch, where enough other passes run
-between its forward and its backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
+"""State kept in host memory. activations: those that a layer saves for its backward, where enough other passes run
+between forward and backward (arXiv:2503.01328). optimizer: its state (arXiv:2101.06840)."""
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -80,27 +80,28 @@ _STATE_SHARD_DEGREES = _degrees_of(STATE_SHARD_AXES)
 
 
 class LayerStrategy(Frozen):
-    """How one layer is stored and computed."""
+    """Storage and computation of one layer."""
 
     zero: ZeroLevel = "z3"
-    """z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
+    """ZeRO level. z1: optimizer state sharded, gradients reduced once per step; z2: gradients kept sharded across
     micro-batches too; z3: parameters too. Without sharded ranks (dp_shard 1) all three are the same."""
     sp: bool = False
-    """Between layers the sequence is cut over the tp ranks."""
+    """Sequence parallelism: between sublayers the sequence is sharded over the tp ranks."""
     tp_overlap: Literal["none", "async_tp"] = "none"
     """Overlap of tensor-parallel collectives with matmuls under sp. none: all-gather, then matmul, and matmul, then
     reduce-scatter; only weight gradients are computed meanwhile. async_tp: cut into chunks, each multiplied while the
     next one travels."""
     recompute: Recompute = "none"
-    """What a layer's backward computes again."""
+    """Part of the layer that the backward computes again."""
     attention: Literal["flash", "unfused"] = "flash"
-    """flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory, and kept."""
+    """Attention kernel. flash: scores stay within one kernel (arXiv:2205.14135). unfused: they are written to memory,
+    and saved."""
     offload: Offload = "none"
-    """What lies in the host's memory."""
+    """State of the layer kept in host memory."""
 
 
 class LayerOverride(Frozen):
-    """A strategy for `count` layers from `start` on. In a file, what it leaves out is that of `default_strategy`."""
+    """A strategy for `count` layers from `start` on. Fields left out in a file are those of `default_strategy`."""
 
     start: int = Field(ge=0)
     count: PositiveInt
@@ -108,14 +109,14 @@ class LayerOverride(Frozen):
 
 
 class StageSpec(Frozen):
-    """One pipeline stage: a contiguous run of `layers` layers, and what it runs on when that is not the default."""
+    """One pipeline stage: a contiguous run of layers, and its ranks and mesh where they are not the default."""
 
     layers: int = Field(ge=0)
-    """How many."""
+    """Number of layers."""
     ranks: tuple[int, ...] | None = None
-    """World ranks that hold it."""
+    """World ranks that hold the stage."""
     mesh: Mesh | None = None
-    """Degrees of its own."""
+    """Degrees of this stage alone."""
 
     @model_validator(mode="before")
     @classmethod
@@ -127,79 +128,80 @@ class StageSpec(Frozen):
 
 
 class PinnedSchedule(Frozen):
-    """A schedule that was searched for, kept with the plan that it was found for."""
+    """The result of a schedule search, stored with the plan that it was made for."""
 
     times: Literal["nominal", "predicted", "measured"] = "nominal"
-    """What it was found for: the passes' shares of the model's products, what a planner predicted for them and for the
-    hops between stages, or what a profile measured."""
+    """Pass times that the search used. nominal: shares of the model's matmul FLOPs; predicted: by the planner, for
+    passes and p2p transfers; measured: by a profile."""
     micro_batches: PositiveInt
-    """Of a step."""
+    """Micro-batches per step."""
     placement: tuple[int, ...]
-    """The pipeline rank of each stage."""
+    """Pipeline rank of each stage."""
     ranks: tuple[str, ...]
-    """For each pipeline rank its passes in order, such as `0F0 0F1 0B0`."""
+    """Passes of each pipeline rank in order, such as `0F0 0F1 0B0`."""
 
 
 class Plan(Frozen):
-    """How a model is spread: degrees, stages, schedule, micro-batches, storage, precision.
+    """Distribution of a model: degrees, stages, schedule, micro-batches, storage, precision.
 
     Code asks `plan.mesh(stage)`, `plan.strategy(layer)` and `plan.layers(stage, …)`, never the degrees themselves:
     stages and layers may differ.
     """
 
     version: Literal[2] = 2
-    """The schema of the file."""
+    """Schema version of the file."""
     dp_replicate: PositiveInt = 1
-    """Data-parallel groups, each with a whole copy of what it stores."""
+    """Data-parallel groups, each with a complete copy of its state."""
     dp_shard: PositiveInt = 1
-    """Data-parallel ranks that share what they store."""
+    """Data-parallel ranks that shard their state (ZeRO, FSDP)."""
     tp: PositiveInt = 1
-    """Ranks over which each layer's products are cut."""
+    """Tensor-parallel ranks, over which each layer's matmuls are sharded."""
     pp: PositiveInt = 1
     """Pipeline ranks."""
     vpp: PositiveInt = 1
-    """Stages (model chunks) that each pipeline rank holds."""
+    """Stages (model chunks, virtual pipeline stages) on each pipeline rank."""
     cp: PositiveInt = 1
-    """Ranks over which a sequence is cut."""
+    """Context-parallel ranks, over which each sequence is sharded."""
     ep: PositiveInt = 1
-    """Ranks over which experts are spread."""
+    """Expert-parallel ranks, over which experts are distributed."""
     etp: PositiveInt = 1
-    """Ranks over which each expert is cut."""
+    """Ranks over which each expert is sharded."""
     schedule: str = "1f1b"
-    """The order of the passes."""
+    """Pipeline schedule."""
     pinned_schedule: PinnedSchedule | None = None
-    """Of a searched schedule (auto, exact), once it is found (`muster.schedule.resolve`); before, nobody can say where
-    stages lie."""
+    """Result of a schedule search (auto, exact); None until it has run (`muster.schedule.resolve`), and before that the
+    stages' placement is unknown."""
     max_in_flight_micro_batches: PositiveFloat | None = None
-    """Of a searched schedule: micro-batches' activations of a rank's share of the layers that a rank may keep; None: as
-    many as there are pipeline ranks, which is what 1f1b keeps."""
+    """Memory limit of a searched schedule: micro-batches whose activations, in units of one rank's share of the layers,
+    a rank may hold at once; None: as many as pipeline ranks, as with 1f1b."""
     micro_batch_size: PositiveInt = 1
-    """Sequences of a micro-batch on each data-parallel rank of the first stage; see `rows`."""
+    """Sequences of a micro-batch on each data-parallel rank of the first stage; see `local_micro_batch_size`."""
     uneven_micro_batches: tuple[PositiveInt, ...] = ()
-    """For data-parallel ranks on devices of unequal speed: how many micro-batches each runs in a step, in proportion.
-    Fewer numbers than ranks stand for as many neighbours each; empty: all ranks run as many."""
+    """Relative numbers of micro-batches per step on data-parallel ranks of unequal speed. Fewer entries than ranks
+    stand for as many neighbouring ranks each; empty: all ranks run equally many."""
     default_strategy: LayerStrategy = LayerStrategy()
-    """How layers are stored and computed."""
+    """Storage and computation of all layers without an override."""
     overrides: tuple[LayerOverride, ...] = ()
-    """The same for runs of layers, where they differ."""
+    """Strategies of runs of layers that differ from the default."""
     stages: tuple[StageSpec, ...] = ()
-    """Of one replica, in model order; empty: layers split as evenly as can be."""
+    """Stages of one replica, in model order; empty: layers are split as evenly as possible."""
     precision: Precision = "bf16"
-    """Of the compute; parameters are kept in fp32 (in fp64 for fp64), and gradients summed in it."""
+    """Compute dtype; parameters are stored in fp32 (fp64 for fp64), and gradients accumulated in it."""
     compile: bool = False
-    """torch.compile of each block."""
+    """torch.compile of each decoder block."""
     bucket_layers: PositiveInt = 1
-    """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of sharded ranks."""
+    """Layers whose parameters are gathered, and whose gradients are reduced, in one collective of the sharded ranks."""
     prefetch_buckets: PositiveInt = 1
-    """Under z3, buckets that are gathered ahead of the one in use."""
+    """Buckets gathered ahead of the one in use, under z3."""
     vocab_parallel: bool = False
-    """Embedding and head lie in equal parts on all pipeline ranks, instead of on the first and the last stage."""
+    """Vocabulary parallelism: embedding and head are sharded evenly over all pipeline ranks, instead of being on the
+    first and the last stage (arXiv:2411.05288)."""
     post_validation: bool = False
-    """Steps don't wait for the gradient norm of all ranks: a rank steps when its own gradients are complete, and takes
-    the step back where it should have been clipped or skipped. It keeps its parameters, their optimizer state and
-    gradients once more for that."""
+    """Optimizer steps don't wait for the gradient norm of all ranks: a rank steps once its own gradients are complete,
+    and rolls back where the step should have been clipped or skipped (arXiv:2401.10241 §4). It costs a second copy of
+    its parameters, optimizer state and gradients."""
     axis_order: tuple[str, ...] = MESH_AXES
-    """Mesh axes, the outermost first."""
+    """Mesh axes, outermost first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -230,24 +232,24 @@ class Plan(Frozen):
 
     @property
     def num_stages(self) -> int:
-        """Over all replicas of the model, one after the other."""
+        """Stages of all replicas of the model."""
         return self.pp * self.vpp
 
     @property
     def schedule_entry(self) -> ScheduleEntry:
-        """What is known of the schedule."""
+        """Registry entry of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
     def split_backward(self) -> bool:
-        """Whether backwards are in two passes; of a searched schedule that isn't found yet, whether they may be."""
+        """True if backwards are split into I and W; for a searched schedule not yet found, true if they may be."""
         if self.pinned_schedule is not None:
             return any("W" in passes for passes in self.pinned_schedule.ranks)
         return self.schedule_entry.split_backward or self.schedule_entry.searched
 
     @property
     def pipeline_replicas(self) -> int:
-        """Copies of the model that the schedule runs through the pipeline."""
+        """Copies of the model that the schedule runs through the pipeline (two with bidirectional schedules)."""
         return self.schedule_entry.default_replicas
 
     @property
@@ -256,29 +258,30 @@ class Plan(Frozen):
         return max(1, self.pp * self.vpp // SCHEDULES[self.schedule].default_replicas)
 
     def is_first(self, stage: int) -> bool:
-        """Whether a stage has the embedding."""
+        """Return True for a stage that begins its replica: the embedding's."""
         return stage % self.stages_per_replica == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a stage has the head."""
+        """Return True for a stage that ends its replica: the head's."""
         return stage % self.stages_per_replica == self.stages_per_replica - 1
 
     @property
     def is_uniform(self) -> bool:
-        """All stages run on ranks and meshes of the default kind."""
+        """True if no stage has ranks or a mesh of its own."""
         return all(s.ranks is None and s.mesh is None for s in self.stages)
 
     @property
     def world_size(self) -> int:
+        """Ranks of all stages."""
         if all(stage.mesh is None for stage in self.stages):
             return self.pp * self.mesh(0).num_ranks
         return sum(self.mesh(stage).num_ranks for stage in range(self.pp))
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage, as the schedule places them.
+        """Pipeline rank of each stage, in model order, replica by replica.
 
-        Raises MusterError where that is still to be found.
+        Raises MusterError for a searched schedule that hasn't been found yet.
         """
         if self.pinned_schedule is not None:
             return self.pinned_schedule.placement
@@ -287,77 +290,78 @@ class Plan(Frozen):
         return stage_placement(self.schedule_entry, self.pp, self.vpp)
 
     def pp_rank(self, stage: int) -> int:
-        """The pipeline rank that holds a stage; raises as `placement`."""
+        """Return the pipeline rank that holds a stage; raises as `placement`."""
         return self.placement[stage]
 
     def receives_activations(self, stage: int) -> bool:
-        """Whether a stage's input comes from another rank."""
+        """Return True if a stage's input comes from another rank."""
         return not self.is_first(stage) and self.pp_rank(stage - 1) != self.pp_rank(stage)
 
     def sends_activations(self, stage: int) -> bool:
-        """Whether a stage's output goes to another rank."""
+        """Return True if a stage's output goes to another rank."""
         return not self.is_last(stage) and self.pp_rank(stage + 1) != self.pp_rank(stage)
 
     def tied_embedding_peer(self, stage: int) -> int | None:
-        """The other end of a stage's replica, if the stage is one and they lie on two ranks: the holder of a tied
-        weight's other copy."""
+        """Return the stage with the other copy of a tied embedding: the last of the replica for its first, and the
+        other way round. None for stages between them, and where both lie on one rank."""
         if self.is_first(stage) == self.is_last(stage):
             return None
         other = stage + (self.stages_per_replica - 1 if self.is_first(stage) else 1 - self.stages_per_replica)
         return None if self.pp_rank(other) == self.pp_rank(stage) else other
 
     def local_micro_batch_size(self, stage: int) -> int:
-        """Sequences of a micro-batch on each data-parallel rank of a stage: every stage cuts the same micro-batch."""
+        """Return the sequences of a micro-batch on each data-parallel rank of a stage: every stage cuts the same
+        micro-batch."""
         return self.micro_batch_size * self.mesh(0).dp_size // self.mesh(stage).dp_size
 
     def mesh(self, stage: int) -> Mesh:
-        """The mesh that one stage runs on."""
+        """Return the degrees of a stage."""
         if self.stages and (own := self.stages[stage % self.stages_per_replica].mesh) is not None:
             return own
         return _default_mesh(*_MESH_DEGREES(self))
 
     @property
     def distinct_meshes(self) -> list[Mesh]:
-        """Those of all stages, each different one once."""
+        """Meshes of all stages, each different one once."""
         meshes = [self.mesh(stage) for stage in range(len(self.stages) or 1)]
         return list({str(mesh): mesh for mesh in meshes}.values())
 
     def uses_axis(self, axis: str) -> bool:
-        """Whether some stage has several ranks on an axis."""
+        """Return True if some stage has several ranks on an axis."""
         return any(getattr(mesh, axis) > 1 for mesh in self.distinct_meshes)
 
     @property
     def strategies(self) -> list[LayerStrategy]:
-        """The default and those of some layers."""
+        """The default strategy and those of all overrides."""
         return [self.default_strategy, *(run.strategy for run in self.overrides)]
 
     def strategy(self, layer: int) -> LayerStrategy:
-        """How one layer is stored and computed; the last override that covers it wins."""
+        """Return the strategy of one layer; the last override that covers it wins."""
         for run in reversed(self.overrides):
             if run.start <= layer < run.start + run.count:
                 return run.strategy
         return self.default_strategy
 
     def layers(self, stage: int, num_layers: int) -> range:
-        """The layers of one stage, of a model with `num_layers`."""
+        """Return the layers of one stage, of a model with `num_layers`."""
         if not self.stages:
             return _even_runs(num_layers, self.stages_per_replica)[stage % self.stages_per_replica]
         start = sum(s.layers for s in self.stages[: stage % self.stages_per_replica])
         return range(start, start + self.stages[stage % self.stages_per_replica].layers)
 
     def layer_counts(self, num_layers: int) -> list[int]:
-        """How many layers each stage of one replica has, of a model with `num_layers`."""
+        """Return the number of layers of each stage of one replica, of a model with `num_layers`."""
         return [stage.layers for stage in self.stages] or split_evenly(num_layers, self.stages_per_replica)
 
     def offloaded_layers(self, stage: int, num_layers: int) -> list[int]:
-        """The layers of one stage whose activations may wait in the host's memory."""
+        """Return the layers of one stage whose activations may be offloaded to host memory."""
         return [n for n in self.layers(stage, num_layers) if self.strategy(n).offload in ("activations", "all")]
 
     def num_micro_batches(self, workload: Workload, dp_index: int | None = None) -> int:
-        """Micro-batches that a data-parallel rank of the first stage runs in one step. With `uneven_micro_batches`,
-        `dp_index` says which rank (`layout.mesh.dp_index_of`); None: the one that runs most.
+        """Return the micro-batches that a data-parallel rank of the first stage runs in one step. With
+        `uneven_micro_batches`, `dp_index` says which rank (`layout.mesh.dp_index_of`); None: the one that runs most.
 
-        Raises InfeasibleError when the global batch can't be cut so.
+        Raises InfeasibleError when the global batch can't be divided that way.
         """
         ranks, shares = self.mesh(0).dp_size, self.uneven_micro_batches or (1,)
         parts = max(1, ranks // len(shares)) * sum(shares)
@@ -378,8 +382,8 @@ class Plan(Frozen):
         return count * (max(shares) if dp_index is None else shares[dp_index * len(shares) // ranks])
 
     def sample_range(self, dp_index: int, count: int) -> range:
-        """Which of a step's `count` samples a data-parallel rank of the first stage reads: consecutive ones, in the
-        order of the ranks, so that the step's samples are the same under any plan."""
+        """Return the slice of a step's `count` samples that a data-parallel rank of the first stage reads. Slices are
+        consecutive in rank order, so a step has the same samples under any plan."""
         shares = self.uneven_micro_batches or (1,)
         block = self.mesh(0).dp_size // len(shares)
         whole, within = divmod(dp_index, block)
@@ -389,22 +393,22 @@ class Plan(Frozen):
         return range(start, start + own)
 
     def num_stage_micro_batches(self, stage: int, workload: Workload, dp_index: int | None = None) -> int:
-        """Micro-batches that run through one stage in one step: each replica has half of them, the first the larger.
-        `data` as in `num_micro_batches`."""
+        """Return the micro-batches that run through one stage in one step: replicas share them, the first takes the
+        larger half. `dp_index` as in `num_micro_batches`."""
         return split_evenly(self.num_micro_batches(workload, dp_index), self.pipeline_replicas)[
             stage // self.stages_per_replica
         ]
 
     @property
     def hash(self) -> str:
-        """Twelve hexadecimal digits that differ when any field does."""
+        """Twelve hexadecimal digits that differ when any field differs."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
-    """The one way to write the shares of data-parallel ranks: smallest numbers, one for as many neighbours as can be;
-    nothing where all are equal."""
+    """Return the canonical form of relative numbers of micro-batches: smallest integers, one entry for as many
+    neighbouring ranks as possible, nothing where all are equal. (6, 6, 2, 2) becomes (3, 1)."""
     if len(set(shares)) < 2:
         return ()
     common, run = gcd(*shares), gcd(*(len(list(alike)) for _, alike in groupby(shares)))
@@ -420,7 +424,7 @@ def _default_mesh(*degrees: int) -> Mesh:
 
 
 def _complete_override(run: object, default: object) -> object:
-    """An override as a file says it, over the default strategy as the file says that."""
+    """Return an override as a file has it, on top of the default strategy as the file has that."""
     if isinstance(run, dict) and isinstance(own := run.get("strategy"), dict) and isinstance(default, dict):
         return run | {"strategy": default | own}
     return run
@@ -433,6 +437,7 @@ def _even_runs(num_layers: int, parts: int) -> tuple[range, ...]:
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
-    """`count` things in `parts` contiguous parts, the larger ones first (the last stage has the output head)."""
+    """Split `count` things into `parts` contiguous parts and return their sizes, larger ones first: the last pipeline
+    stage also has the output head."""
     base, rest = divmod(count, parts)
     return [base + (part < rest) for part in range(parts)]

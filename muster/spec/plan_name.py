@@ -23,12 +23,12 @@ _DEFAULTS = Plan()
 
 _NAMED_AXES = tuple(axis for axis in DEGREE_FIELDS if not axis.startswith("dp_"))
 _PLAIN_AXES = tuple(axis for axis in _NAMED_AXES if axis not in ("pp", "tp"))
-"""Axes that a name says as the axis and its degree alone, such as `cp2`."""
+"""Axes that a name gives as the axis and its degree alone, such as `cp2`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NamePart:
-    """One part of a name: how it is shown to people, its pattern, and the fields that it says."""
+    """One part of a name: its form as shown to people, its pattern, and the plan fields that it sets."""
 
     shown: str
     pattern: str
@@ -46,7 +46,7 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
 
 
 def _schedule_names() -> dict[str, str]:
-    """Schedules by what names have of them; plugins may add some."""
+    """Return schedules by their spelling in plan names, without hyphens; plugins may add some."""
     return {name.replace("-", ""): name for name in SCHEDULES}
 
 
@@ -86,9 +86,9 @@ _NAME_PARTS = (
 
 
 def format_plan_name(plan: Plan) -> str:
-    """The plan's short name; micro-batch size and precision always stand in it.
+    """Return the plan's short name; micro-batch size and precision are always in it.
 
-    A plan with more to it than a name can say ends in `+` and its hash.
+    The name of a plan that it can't express in full ends in `+` and the plan's hash.
     """
     name = "-".join(_format_parts(plan))
     try:
@@ -99,7 +99,8 @@ def format_plan_name(plan: Plan) -> str:
 
 
 def settings_beyond_name(plan: Plan) -> list[str]:
-    """What of a plan its short name can't say, in a few words each: empty where it says all."""
+    """Return the settings of a plan that its short name can't express, a few words each; empty where it expresses
+    all."""
     default, said = plan.default_strategy, []
     if plan.axis_order != _DEFAULTS.axis_order:
         used = [axis for axis in plan.axis_order if getattr(plan, axis) > 1]
@@ -154,10 +155,10 @@ def _format_parts(plan: Plan) -> list[str]:
 
 
 def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
-    """The plan that a short name says.
+    """Return the plan that a short name describes.
 
-    A micro-batch size or precision that the name leaves out is that of `base`; all else that it leaves out is the
-    default. Raises ConfigError for what is no name, with the closest part that exists.
+    A micro-batch size or precision that the name leaves out is that of `base`; everything else left out is the default.
+    Raises ConfigError for an invalid name, with the closest part that exists.
     """
     if "+" in text:
         raise ConfigError(
@@ -173,7 +174,8 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
 
 
 def parse_name_parts(text: str) -> dict[str, Any]:
-    """The fields of a plan, or of its default strategy, that some parts of a name say: `tp8-z1`. Raises ConfigError."""
+    """Return the fields of a plan, or of its default strategy, that parts of a name such as `tp8-z1` set. Raises
+    ConfigError."""
     fields = _parse_parts(text)
     if "layers" in fields:
         fields["stages"] = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers"))

@@ -1,4 +1,4 @@
-"""A model that a plugin registers: what must be known of its layers to spread, store and forecast them."""
+"""Models registered by plugins: the facts about their layers that distribution, storage and forecasts need."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,38 +11,38 @@ if TYPE_CHECKING:
     from muster.spec.model import ModelSpec
 
 NamedShape = tuple[str, tuple[int, ...]]
-"""A parameter's name within its layer, and its shape."""
+"""Name of a parameter within its layer, and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
-    """`batch` matrix products of m × k by k × n."""
+    """`batch` matmuls of m × k by k × n."""
 
     m: int
     n: int
     k: int
     batch: int
     has_weight: bool
-    """Whether one side is a parameter, so that of its two products in the backward one makes a weight's gradient."""
+    """One operand is a parameter, so that one of its two backward matmuls makes a weight gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """Of a forward of one sequence through one layer on one rank, as counted on tensors without memory."""
+    """Costs of a forward of one sequence through one layer on one rank, traced on meta tensors."""
 
     matmuls: tuple[MatmulShape, ...]
     attention_flops: int
-    """Of fused attention, all scores counted."""
+    """FLOPs of fused attention, all scores counted."""
     streamed_bytes: int
-    """Read and written by all other kernels."""
+    """Bytes read and written by all other kernels."""
     num_kernels: int
-    """Their number."""
+    """Number of those kernels."""
     saved_activation_bytes: int
-    """What autograd keeps for the backward, parameters left out."""
+    """Bytes that autograd saves for the backward, parameters excluded."""
     largest_tensor_bytes: int
-    """The largest tensor that is made on the way."""
+    """Largest intermediate tensor."""
     num_tp_regions: int
-    """How often a hidden state comes to column-parallel products, and leaves row-parallel ones."""
+    """Number of column-parallel regions that a hidden state enters, and of row-parallel ones that it leaves."""
 
     @property
     def flops(self) -> int:
@@ -51,13 +51,13 @@ class LayerTrace:
 
 @dataclass(frozen=True, eq=False)
 class PluginModel:
-    """What was registered."""
+    """A model that a plugin registered."""
 
     name: str
     layer_class: Any
-    """The class of its layers."""
+    """Class of its layers."""
     spec_values: Mapping[str, Any]
-    """What a ModelSpec of that name has, beside what a run file says."""
+    """ModelSpec fields of that model, below those of a run file."""
     tensor_parallel: bool
     document_mask: bool
     trace_shapes: Callable[["PluginModel", "ModelSpec"], tuple[NamedShape, ...]]
@@ -65,14 +65,14 @@ class PluginModel:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def parameter_shapes(self, spec: "ModelSpec") -> tuple[NamedShape, ...]:
-        """The parameters of each layer, in order. Raises ConfigError where the layer can't be one."""
+        """Return the parameters of each layer, in order. Raises ConfigError where the class can't serve as a layer."""
         if spec not in self.cache:
             self.cache[spec] = self.trace_shapes(self, spec)
         return self.cache[spec]
 
     def layer_trace(self, spec: "ModelSpec", seq_len: int, tp: int, precision: str) -> LayerTrace:
-        """Of a sequence of `seq_len` tokens, where weights are cut over `tp` ranks. Raises ConfigError where its
-        forward can't be followed."""
+        """Return the costs for a sequence of `seq_len` tokens, with weights sharded over `tp` ranks. Raises ConfigError
+        where the forward can't be traced."""
         key = spec, seq_len, tp, precision
         if key not in self.cache:
             self.cache[key] = self.trace_layer(self, spec, seq_len, tp, precision)

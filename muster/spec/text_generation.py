@@ -1,4 +1,4 @@
-"""How text is made: how tokens are drawn, and which plans can spread the work."""
+"""Text generation: sampling parameters, and the plans that can generate."""
 
 from typing import Annotated
 
@@ -15,19 +15,19 @@ from muster.spec.workload import Workload
 
 
 class SamplingParams(Frozen):
-    """How the next token is drawn."""
+    """Parameters for drawing the next token."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
-    """What logits are divided by; 0: the likeliest token is taken."""
+    """Divisor of the logits; 0: the likeliest token is taken."""
     top_k: NonNegativeInt = 40
-    """Drawn from so many of the likeliest tokens; 0: from all."""
+    """Number of the likeliest tokens to draw from; 0: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Drawn from the likeliest tokens that together have this probability."""
+    """Probability mass of the likeliest tokens to draw from."""
     seed: NonNegativeInt = 0
 
 
 def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
-    """Raises InfeasibleError unless text of the model can be made under the plan, which may name tp and a precision."""
+    """Raise InfeasibleError unless the plan, which may set tp and a precision, can generate text with the model."""
     require_supported_model(model)
     name = format_plan_name(plan)
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)

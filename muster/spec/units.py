@@ -8,7 +8,7 @@ _FACTORS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def parse_count(text: str, flag: str) -> float:
-    """`15T`, `300e9`, `70G`. Raises ConfigError, which names the flag."""
+    """Parse `15T`, `300e9` or `70G`. Raises ConfigError, which names the flag."""
     number, factor = text.strip(), 1.0
     if number and number[-1].upper() in _FACTORS:
         number, factor = number[:-1], _FACTORS[number[-1].upper()]
@@ -22,7 +22,7 @@ def parse_count(text: str, flag: str) -> float:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """`70GB`, `512M`, `2GiB`, `900B`. Raises ConfigError, which names the flag."""
+    """Parse `70GB`, `512M`, `2GiB` or `900B`. Raises ConfigError, which names the flag."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)", text.strip().upper())
     size = 0
     if match is not None:
@@ -33,6 +33,6 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def pluralize(number: int, thing: str) -> str:
-    """`1 process`, `2 processes`."""
+    """Return a count with its noun: `1 process`, `2 processes`."""
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number:,} {thing if number == 1 else plural}"

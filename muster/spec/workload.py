@@ -1,4 +1,4 @@
-"""How much is trained at once."""
+"""The workload: the amount of data in one step."""
 
 from pydantic import PositiveInt
 
@@ -6,7 +6,7 @@ from muster.spec.base import Frozen
 
 
 class Workload(Frozen):
-    """The sequences of one optimizer step, whatever the plan."""
+    """Sequences of one optimizer step, independent of the plan."""
 
     seq_len: PositiveInt
     global_batch_size: PositiveInt

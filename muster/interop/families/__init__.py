@@ -26,4 +26,4 @@ FAMILIES: dict[str, ModelFamily] = {
     "kimi_k2": KIMI_K2,
     "dots1": DOTS1,
 }
-"""By the `model_type` of a config.json. A ModelSpec is written as the first family that has all of it."""
+"""Families by the `model_type` of a config.json. A ModelSpec is written as the first family that has all of it."""

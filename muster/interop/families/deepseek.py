@@ -35,7 +35,7 @@ _ROUTING = {
 }
 _UNSAID = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
 _UNSAID |= {"n_group": 1, "topk_group": 1}
-"""What is meant where DeepSeek-V2 and dots.llm1 don't say it."""
+"""Defaults of DeepSeek-V2 and dots.llm1 for keys that they leave out."""
 _LATENT = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -58,7 +58,8 @@ def read_deepseek_v3(config: Config) -> dict[str, Any]:
 
 
 def read_deepseek_v2(config: Config) -> dict[str, Any]:
-    """Its experts are chosen by the softmax alone: of all (`greedy`), or of the groups with the best ones."""
+    """Read a config.json. Experts are chosen by the softmax alone: among all (`greedy`), or among the groups with the
+    best ones."""
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy") or config.get("scoring_func", "softmax") != "softmax":
         raise ConfigError(
@@ -79,7 +80,7 @@ def read_dots1(config: Config) -> dict[str, Any]:
 
 
 def _latent(config: Config) -> dict[str, Any]:
-    """Latent attention, of whose turned and other numbers queries and keys are made."""
+    """Read latent attention, whose queries and keys have rotary and other elements."""
     mla = {field: config[key] for key, field in _LATENT.items()}
     return read_llama(config) | {
         "num_kv_heads": config["num_attention_heads"],
@@ -122,7 +123,7 @@ _FURTHER = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "n
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """The weight map of a DeepSeek-V3."""
+    """Yield the weight map of a DeepSeek-V3."""
     for name, shape in parameter_shapes(spec):
         kind, _, rest = name.partition(".")
         if kind not in ("layers", "mtp"):

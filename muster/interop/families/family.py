@@ -35,7 +35,7 @@ class ModelFamily:
 
 
 SLIDING_ATTENTION = "sliding_attention"
-"""In `layer_types`, a layer with a window."""
+"""Value in `layer_types` of a layer with a sliding window."""
 
 SHARED_COUNTS = {
     "vocab_size": "vocab_size",
@@ -53,11 +53,12 @@ SHARED_KEYS = {field: key for key, field in (SHARED_COUNTS | OPTIONAL_FIELDS).it
     "qkv_bias": "attention_bias",
     "out_bias": "attention_bias",
 }
-"""The key of a config.json behind a field of a ModelSpec; others have the field's own name."""
+"""Key of a config.json behind a field of a ModelSpec; others have the field's own name."""
 
 
 def require_count(config: Config, key: str) -> int:
-    """A count that others are made of. Raises KeyError where it is missing, ConfigError where it is none."""
+    """Return a count that others are computed from. Raises KeyError where it is missing, ConfigError where it isn't an
+    integer."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{key}: expected a whole number, got {value!r}")
@@ -90,7 +91,7 @@ _ROPE_OF = {
 
 
 def read_rope(config: Config) -> dict[str, Any]:
-    """From `rope_parameters`, or as it was before transformers 5, from `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters`, or its forms before transformers 5, `rope_theta` and `rope_scaling`."""
     said = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     found = config.get(said) or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
@@ -118,7 +119,7 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_sliding_windows(config: Config, usual: list[str]) -> dict[str, Any]:
-    """The window of those layers that `layer_types` says have one; `usual` is what it says where it is left out."""
+    """Read the window of the layers that `layer_types` lists; `usual` is its value where it is left out."""
     if config.get("sliding_window") is None:
         return {}
     types, count = config.get("layer_types") or usual, require_count(config, "num_hidden_layers")

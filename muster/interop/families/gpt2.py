@@ -70,7 +70,7 @@ _NAMES = {
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """The weight map of a GPT-2."""
+    """Yield the weight map of a GPT-2."""
     for name, shape in parameter_shapes(spec):
         module, _, leaf = name.rpartition(".")
         if not module.startswith("layers."):

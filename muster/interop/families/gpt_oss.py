@@ -14,7 +14,8 @@ from muster.interop.families.mixtral import MIXTRAL_KEYS
 
 
 def read_gpt_oss(config: Config) -> dict[str, Any]:
-    """Its experts have biases always, and every second layer a window, the first too (arXiv:2508.10925 §2.2)."""
+    """Read a config.json. Experts always have biases, and every second layer, the first included, has a window
+    (arXiv:2508.10925 §2.2)."""
     moe = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"], "router_bias": True}
     usual = [
         SLIDING_ATTENTION if layer % 2 == 0 else "full_attention"

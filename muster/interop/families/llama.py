@@ -85,7 +85,7 @@ def read_ministral(config: Config) -> dict[str, Any]:
 
 
 def _read_layer_types(config: Config) -> dict[str, Any]:
-    """Which layers have a window: a list, or all from `max_window_layers` on."""
+    """Read the layers with a window: a list, or all from `max_window_layers` on."""
     if not config.get("use_sliding_window"):
         return {}
     count, first = require_count(config, "num_hidden_layers"), config.get("max_window_layers", 28)
@@ -122,13 +122,13 @@ LAYER_NAMES = {
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """The weight map of a dense model."""
+    """Yield the weight map of a dense model."""
     for name, shape in parameter_shapes(spec):
         yield link_whole(name, hf_parameter_name(name), shape)
 
 
 def hf_parameter_name(name: str) -> str:
-    """`layers.3.attn.q.weight` → `model.layers.3.self_attn.q_proj.weight`."""
+    """Return `model.layers.3.self_attn.q_proj.weight` for `layers.3.attn.q.weight`."""
     module, _, leaf = name.rpartition(".")
     if module in TOP_LEVEL_NAMES:
         return f"{TOP_LEVEL_NAMES[module]}.{leaf}"

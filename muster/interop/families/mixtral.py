@@ -29,7 +29,7 @@ _EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """The weight map of a Mixtral."""
+    """Yield the weight map of a Mixtral."""
     for name, shape in parameter_shapes(spec):
         layer, _, part = name.partition(".mlp.")
         prefix = f"model.{layer}.block_sparse_moe"

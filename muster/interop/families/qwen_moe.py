@@ -52,7 +52,7 @@ def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
 
 
 def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
-    """The weight map of a Qwen3-MoE."""
+    """Yield the weight map of a Qwen3-MoE."""
     for name, shape in parameter_shapes(spec):
         layer, _, part = name.partition(".mlp.")
         if part.startswith("experts."):

@@ -1,4 +1,4 @@
-"""Families that a ModelSpec has no words for: the nearest that it has, and what they have besides."""
+"""Families that a ModelSpec can't express: the nearest supported one, and the features that it lacks."""
 
 _BOTH = "attention and MLP in parallel"
 _BEHIND = "norms behind attention and MLP instead of before them (post-norm)"
@@ -55,4 +55,4 @@ NEAREST_FAMILY = {
     "smollm3": ("llama", _SOME),
     "zamba2": ("llama", _MAMBA),
 }
-"""By `model_type`."""
+"""The nearest supported family and the features beyond it, by `model_type`."""
