@@ -38,8 +38,8 @@ _NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def cluster_by_name(text: str) -> ClusterSpec:
-    """The cluster that `text` names (`load_cluster`), where `this` is the machine that `muster profile` measured, with
-    a rank for each core or device, and `4xthis` the same with 4. Raises ConfigError."""
+    """Load the cluster that `text` names (`load_cluster`), where `this` is the machine that `muster profile` measured,
+    with one rank for each core or device, and `4xthis` the same with 4. Raises ConfigError."""
     match = _THIS.fullmatch(text.strip())
     return load_cluster(text) if match is None else with_num_ranks(profiled_machine(), int(match[1] or 0))
 

@@ -35,7 +35,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How the parameters of one kind are updated."""
+    """Update of the parameters of one kind."""
 
     state: tuple[StateTensor, ...]
     matrix_flops: Callable[[tuple[int, ...]], float] | None = None
