@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of a stage, and the collectives among them."""
+"""Tensor and pipeline axes of the mesh: groups of ranks, and the asynchronous collectives over them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass
 class PendingTensor:
-    """Communication under way."""
+    """A tensor that communication under way will fill."""
 
     works: Sequence[dist.Work | None]
     result: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """Its result, when it is over."""
+        """Wait until the communication has finished and return the tensor."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -29,69 +29,75 @@ class PendingTensor:
 
 @dataclass(frozen=True)
 class PipelineAxis:
-    """The ranks with which this one shares the words, one of each pipeline rank."""
+    """Ranks with one member on each pipeline rank, over which the vocabulary is sharded."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
-    """World ranks, by pipeline rank."""
+    """World ranks in the order of their pipeline ranks."""
     index: int
 
 
 @dataclass
 class TensorAxis:
-    """The ranks that share each layer of this one, and how the hidden state lies on them."""
+    """Tensor-parallel ranks of this one, and the layout of the hidden state over them."""
 
     group: dist.ProcessGroup
     size: int
     index: int
     sequence_parallel: bool
-    """The hidden state between layers is cut along the sequence."""
+    """The hidden state between layers is sharded along the sequence (sequence parallelism)."""
     async_tp: bool = False
-    """Where products follow a gathering or come before a scattering, the parts go round one by one meanwhile."""
+    """All-gathers before and reduce-scatters after a linear layer run in a ring, overlapped with its matmuls (async
+    TP)."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> PendingTensor:
-        """All-reduce in place, begun."""
+        """Start an in-place all-reduce."""
         return PendingTensor([dist.all_reduce(x, op, group=self.group, async_op=True)], lambda: x)
 
     def all_gather(self, x_BSD: Tensor) -> PendingTensor:
-        """The sequence parts of all ranks, in order, begun: (B, S/t, D) → (B, S, D)."""
-        parts = x_BSD.new_empty(self.size, *x_BSD.shape)
-        work = all_gather_into_tensor(parts.flatten(0, 1), x_BSD.contiguous(), group=self.group, async_op=True)
-        return PendingTensor([work], lambda: parts.transpose(0, 1).flatten(1, 2))
+        """Start to all-gather the ranks' shards of the sequence: (B, S/t, D) → (B, S, D)."""
+        shards = x_BSD.new_empty(self.size, *x_BSD.shape)
+        work = all_gather_into_tensor(shards.flatten(0, 1), x_BSD.contiguous(), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: shards.transpose(0, 1).flatten(1, 2))
 
     def reduce_scatter(self, x_BSD: Tensor) -> PendingTensor:
-        """This rank's sequence part of the sum over ranks, begun: (B, S, D) → (B, S/t, D)."""
-        parts = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        own = torch.empty_like(parts[0])
-        work = reduce_scatter_tensor(own, parts.flatten(0, 1), group=self.group, async_op=True)
-        return PendingTensor([work], lambda: own)
+        """Start to reduce-scatter along the sequence: (B, S, D) → this rank's shard of the sum, (B, S/t, D)."""
+        shards = x_BSD.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        local = torch.empty_like(shards[0])
+        work = reduce_scatter_tensor(local, shards.flatten(0, 1), group=self.group, async_op=True)
+        return PendingTensor([work], lambda: local)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Part by part
+    # Shard by shard, in a ring
 
     def ring_all_gather(self, x_BSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The sequence parts of all ranks, this one's first, as (whose, part): a ring, in which the next part travels
-        while the caller works on one."""
-        part = x_BSD.contiguous()
+        """Yield the sequence shards of all ranks as (rank index, shard), this rank's first.
+
+        The shards travel in a ring: the next one is received while the caller works on the last. On rank 1 of 4 they
+        come in the order 1, 0, 3, 2.
+        """
+        shard = x_BSD.contiguous()
         for step in range(self.size):
-            next_part = self._ring_shift(part) if step + 1 < self.size else None
-            yield (self.index - step) % self.size, part
-            if next_part is not None:
-                part = next_part.wait()
+            next_shard = self._ring_shift(shard) if step + 1 < self.size else None
+            yield (self.index - step) % self.size, shard
+            if next_shard is not None:
+                shard = next_shard.wait()
 
     def ring_reduce_scatter(self, partial_sum: Callable[[int], Tensor]) -> Tensor:
-        """The sum over ranks of their `term(own index)`: a ring, in which a sum travels while the next term is made.
+        """Return this rank's shard of a sum over ranks, `Σ partial_sum(this rank's index)`, by a reduce-scatter in a
+        ring.
 
-        `term(n)` is what this rank adds to the part of rank n, in memory of its own.
+        `partial_sum(n)` is this rank's term of rank n's shard, in fresh memory. A partial sum travels while the next
+        term is computed: the sum for rank n starts on rank n + 1, and every rank on the way adds its term.
         """
         total = partial_sum((self.index - 1) % self.size)
         for step in range(2, self.size + 1):
-            travelling = self._ring_shift(total)  # and `total` lives on until it is there
+            travelling = self._ring_shift(total)  # `total` must stay alive until the transfer has finished
             total = partial_sum((self.index - step) % self.size).add_(travelling.wait())
         return total
 
     def _ring_shift(self, x: Tensor) -> PendingTensor:
-        """Sends to the next rank what the one before sends here, begun."""
+        """Start to send `x` to the next rank of the ring and to receive the tensor of the rank before."""
         received = torch.empty_like(x)
         works = dist.batch_isend_irecv(
             [

@@ -1,4 +1,4 @@
-"""Compilation of the decoder blocks, one by one: what one block's compilation gives serves all that are alike."""
+"""Compilation of decoder blocks with torch.compile, one by one: blocks with equal code share the compiled result."""
 
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -10,10 +10,12 @@ from muster.spec.errors import MusterError
 
 
 def compile_blocks(module: Decoder, device: torch.device) -> None:
-    """Compiles each block at its first pass. What tensor parallelism and split backwards put around the linear layers
-    runs as it is, between compiled pieces: collectives, and gradients that wait, are no business of a compiler.
+    """Compile each block at its first pass.
 
-    Raises MusterError where there is nothing to compile with.
+    The linear layers that tensor parallelism and split backwards put into a block stay uncompiled, between compiled
+    pieces: a compiler can do nothing with their collectives and deferred gradients.
+
+    Raises MusterError if the machine has no C++ compiler, which compilation for a CPU needs.
     """
     if device.type == "cpu":
         try:
@@ -27,7 +29,7 @@ def compile_blocks(module: Decoder, device: torch.device) -> None:
     for block in module.blocks():
         for part in block.modules():
             for seam in {*PROJECT_IN, *PROJECT_OUT} & vars(part).keys():
-                # One wrapper for all blocks: each of its own would be a reason to compile each block anew.
-                do = getattr(part, seam)
-                setattr(part, seam, opaque.setdefault(do, torch.compiler.disable(do)))
+                # All blocks share one wrapper: with wrappers of their own each block would be compiled again.
+                linear = getattr(part, seam)
+                setattr(part, seam, opaque.setdefault(linear, torch.compiler.disable(linear)))
         block.forward = torch.compile(block.forward)

@@ -1,4 +1,4 @@
-"""The executor: interprets a Program on one rank and records what it did when."""
+"""Executor of a Program on one rank, which also records what the rank did when."""
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
@@ -20,15 +20,15 @@ Handler = Callable[[Action], None]
 
 
 class Executor:
-    """Runs one pipeline rank's part of a Program, round after round.
+    """Runs one pipeline rank's part of a Program, step after step.
 
-    One thread walks the compute lane. Before each compute instruction it begins, in the order of their lanes, the
-    sends, receives and collectives whose waits are over; sends and receives then run beside the compute. Nothing
-    communicates but the instructions (and, within a pass, the stage itself).
+    One thread walks the compute lane. Before each compute instruction it starts, in the order of their lanes, all
+    sends, receives, collectives and copies whose waits are over; these then overlap with compute. Only instructions
+    communicate (and, within a pass, the stage itself).
 
-    `handlers` do the kinds that are not a stage's own: NORM, STEP, TIE, MERGE. `routes` lead from a stage on
-    this pipeline rank to a neighbouring stage on another. `clock` gives the seconds of the events. `where` is told
-    what begins.
+    `handlers` execute the kinds that no single stage can: gradient norm, optimizer step, tied embeddings, replicas.
+    `routes` lead from a stage on this pipeline rank to a neighbouring stage on another one. `clock` gives the seconds
+    of events. `heartbeat` is told of each instruction as it starts.
     """
 
     def __init__(
@@ -44,9 +44,14 @@ class Executor:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._report_start = (heartbeat or Heartbeat(bytearray(PAGE_BYTES))).begin
-        self.program, self._clock, self._vocab_parallel = program, clock, vocab is not None
+        self.program = program
+        self._clock = clock
+        self._vocab_parallel = vocab is not None
         self.lanes: dict[Lane, tuple[Instruction, ...]] = {lane: program.ranks[pp_rank].get(lane, ()) for lane in LANES}
-        self.pp_rank, self.world_rank, self.stages, self.routes = pp_rank, world_rank, stages, routes
+        self.pp_rank = pp_rank
+        self.world_rank = world_rank
+        self.stages = stages
+        self.routes = routes
         self._sends_completed_by = completed_sends(program, pp_rank)
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward,
@@ -66,21 +71,21 @@ class Executor:
             "REDUCE": lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
         }
         if vocab is not None:
-            for kind, do in vocab.passes.items():
-                self._handlers[kind] = lambda instruction, do=do: do(instruction.action.micro_batch)
-            for kind, begin in vocab.collectives.items():
-                self._handlers[kind] = lambda instruction, begin=begin: self._start_vocab_collective(instruction, begin)
+            for kind, run_pass in vocab.passes.items():
+                self._handlers[kind] = lambda instruction, run_pass=run_pass: run_pass(instruction.action.micro_batch)
+            for kind, start in vocab.collectives.items():
+                self._handlers[kind] = lambda instruction, start=start: self._start_vocab_collective(instruction, start)
         for kind, handler in handlers.items():
             self._handlers[kind] = lambda instruction, handler=handler: handler(instruction.action)
 
     def run(self) -> list[Event]:
-        """One round. Returns this rank's events, in seconds of the machine's monotonic clock."""
+        """Run one step and return this rank's events, in seconds of the machine's monotonic clock."""
         self._cursor: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._pending: dict[Wait, PendingReceive | PendingTensor] = {}
-        """What has begun and runs beside the compute."""
+        """Communication that has started and overlaps with compute."""
         self._pending_copies: dict[Wait, Callable[[], None]] = {}
         self._pending_sends: dict[int, list[tuple[dist.Work, Tensor]]] = {}
-        """By place in the p2p lane, what has been sent and isn't known to be gone."""
+        """Sends that are not known to be complete, by their index in the p2p lane."""
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
@@ -94,9 +99,9 @@ class Executor:
                 self._start_next(lane)
         for wait in list(self._pending):
             self._complete(wait)
-        assert not self._pending_copies, "a copy that no pass waits for: the checker refuses it"
-        for place in list(self._pending_sends):
-            self._release_send(place)
+        assert not self._pending_copies, "no pass waits for a copy, which the checker should have refused"
+        for index in list(self._pending_sends):
+            self._release_send(index)
         return self._events
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -123,8 +128,8 @@ class Executor:
             self._events.append(Event(self.world_rank, lane, instruction.action, start_s, self._clock()))
 
     def _is_complete(self, wait: Wait) -> bool:
-        begun = self._cursor[wait.lane] > wait.index
-        return begun and wait not in self._pending and wait not in self._pending_copies
+        has_started = self._cursor[wait.lane] > wait.index
+        return has_started and wait not in self._pending and wait not in self._pending_copies
 
     def _wait_for(self, wait: Wait) -> None:
         while self._cursor[wait.lane] <= wait.index:
@@ -138,13 +143,13 @@ class Executor:
         start_s = self._clock()
         action = self.lanes[wait.lane][wait.index].action
         self._report_start(action, True)
-        arrived = self._pending.pop(wait).wait()
-        if arrived is not None:
-            self._deliver_vocab_result(action, arrived)
+        result = self._pending.pop(wait).wait()
+        if result is not None:
+            self._deliver_vocab_result(action, result)
         if wait.lane == "p2p":
-            for place in self._sends_completed_by.get(wait.index, ()):
-                self._release_send(place)
-        # What runs beside the compute costs nothing; what is recorded is how long the rank stood still for it.
+            for index in self._sends_completed_by.get(wait.index, ()):
+                self._release_send(index)
+        # Overlapped communication costs nothing: its event is the time for which the rank stalled.
         self._events.append(Event(self.world_rank, wait.lane, action, start_s, self._clock()))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -192,9 +197,9 @@ class Executor:
         route = self.routes[stage, receiver]
         self._pending_sends[self._cursor["p2p"] - 1] = route.send(tensor, self._tag(kind[1], receiver, micro_batch))
 
-    def _release_send(self, place: int) -> None:
-        """Frees the memory of a send that is over, or of which the rank waits for the end."""
-        for work, _ in self._pending_sends.pop(place):
+    def _release_send(self, index: int) -> None:
+        """Free the memory of a send that has completed, or wait for its end first."""
+        for work, _ in self._pending_sends.pop(index):
             work.wait()
 
     def _receive(self, instruction: Instruction) -> None:
@@ -206,23 +211,26 @@ class Executor:
         (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch] = tensor
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Words that are spread over the pipeline ranks
+    # Vocabulary parallelism over the pipeline ranks
 
     def _start_vocab_collective(
-        self, instruction: Instruction, begin: Callable[[int, Tensor | None], PendingTensor]
+        self, instruction: Instruction, start: Callable[[int, Tensor | None], PendingTensor]
     ) -> None:
         kind, _, micro_batch, *_ = instruction.action
         end = (0 if kind == "DC" else self.program.num_stages - 1, micro_batch)
-        given = {"HC": self._outputs, "DC": self._input_gradients}.get(kind, {}).pop(end, None)
-        self._pending[Wait("collective", self._cursor["collective"] - 1)] = begin(micro_batch, given)
+        contribution = {"HC": self._outputs, "DC": self._input_gradients}.get(kind, {}).pop(end, None)
+        self._pending[Wait("collective", self._cursor["collective"] - 1)] = start(micro_batch, contribution)
 
     def _deliver_vocab_result(self, action: Action, tensor: Tensor) -> None:
-        """Gives the first stage its input, the last one the gradient of its output."""
+        """Pass the result on: the embeddings to the first stage, the gradient of its output to the last one."""
         if action.kind == "EC" and 0 in self.stages:
             self._inputs[0, action.micro_batch] = tensor
         elif action.kind == "SC" and self.program.num_stages - 1 in self.stages:
             self._output_gradients[self.program.num_stages - 1, action.micro_batch] = tensor
 
     def _tag(self, direction: str, stage: int, micro_batch: int) -> int:
-        """Differs for all transfers of a round (gloo matches by tag; NCCL by the order, which the checker proves)."""
+        """Return a tag that differs for all transfers of a step.
+
+        gloo matches transfers by tag; NCCL by their order, which the checker of Programs proves.
+        """
         return (micro_batch * self.program.num_stages + stage) * 2 + (direction == "B")

@@ -1,7 +1,7 @@
-"""Sharded data parallelism around a stage: PyTorch's fully_shard, told when to communicate by the Program.
+"""Sharded data parallelism of a stage: PyTorch's fully_shard, whose communication the Program's instructions trigger.
 
-z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once, at
-REDUCE, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
+z1 and z2 keep a stage's parameters gathered from UNSHARD until the optimizer step; z1 reduces its gradients once per
+step, z2 within every backward. z3 gathers each block within each pass and reduces within every backward.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,18 @@ from muster.spec.plan import Plan, Precision, ZeroLevel
 
 
 def master_dtype(precision: Precision) -> torch.dtype:
-    """What parameters, gradients and optimizer state are kept in: fp32, or fp64 where all is fp64."""
+    """Return the dtype of master weights, gradients and optimizer state: fp32, or fp64 for an fp64 model."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bool:
-    """Shards the stage over its data-parallel ranks; True if it did.
+    """Shard the stage over its data-parallel ranks; return False if there was nothing to do.
 
-    Buckets of the plan's `bucket_layers` blocks are gathered and reduced as one.
+    Buckets of the plan's `bucket_layers` blocks are gathered and reduced together.
 
-    A stage whose ranks each hold all of it in the precision they compute in is left alone. A single rank that computes
-    in less than fp32 is 'sharded' over itself, which gives it fp32 master weights; it casts them once per step.
+    A stage stays as it is if every rank holds all of it in the precision that it computes in. A single rank that
+    computes in less than fp32 is "sharded" over itself, which gives it fp32 master weights; it casts them once per
+    step.
     """
     mesh, compute_dtype = world.fsdp_mesh(), DTYPES[plan.precision]
     if mesh is None and compute_dtype == master_dtype(plan.precision):
@@ -45,12 +46,12 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
         fully_shard(bucket, mesh=mesh, reshard_after_forward=zero == "z3", mp_policy=policy)
     fully_shard(module, mesh=mesh, reshard_after_forward=None if zero == "z3" else False, mp_policy=policy)
     for part in fsdp_modules(module):
-        # The loss is already divided by the global count of tokens: gradients are added up, never averaged.
+        # The loss is already divided by the global number of labels: gradients are summed, never averaged.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
         if zero != "z3":
             part.set_reshard_after_backward(False, recurse=False)
-        # A device gathers beside its compute on a stream of its own; a CPU only where the call doesn't wait.
+        # A GPU overlaps the all-gather on its own stream; a CPU only if the call doesn't wait.
         part._set_unshard_async_op(world.device.type == "cpu")
     if zero == "z3":
         _set_prefetch([bucket[0] for bucket in buckets], plan.prefetch_buckets)
@@ -63,14 +64,14 @@ def apply_fsdp(module: Decoder, world: World, zero: ZeroLevel, plan: Plan) -> bo
 def _set_prefetch(
     buckets: list, num_buckets: int
 ) -> None:  # of a block of each, which fully_shard has made an FSDPModule
-    """Each bucket, when it is there, begins to gather the `ahead` next ones."""
+    """Let each bucket start the all-gather of the next `num_buckets` ones as soon as it is gathered itself."""
     for index, bucket in enumerate(buckets):
         bucket.set_modules_to_forward_prefetch(buckets[index + 1 : index + 1 + num_buckets])
         bucket.set_modules_to_backward_prefetch(buckets[max(0, index - num_buckets) : index][::-1])
 
 
 def materialize(module: Decoder, device: torch.device) -> None:
-    """Gives a stage that was built on the meta device its (uninitialised) memory, in its final place."""
+    """Allocate the (uninitialised) memory of a stage that was built on the meta device, in its final place."""
     module.to_empty(device=device)
     if isinstance(module, FSDPModule):
         # fully_shard moves unevenly sharded parameters to padded memory when it first runs: it must come before
@@ -79,14 +80,14 @@ def materialize(module: Decoder, device: torch.device) -> None:
 
 
 def local_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The part of each parameter that this rank holds, by name, as leaf tensors that share its memory."""
+    """Return this rank's shard of each parameter, by name, as leaf tensors that share its memory."""
     return {name: _local(parameter) for name, parameter in module.named_parameters()}
 
 
 def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
-    """Points `.grad` of each local parameter at this rank's part of the reduced gradient.
+    """Set `.grad` of each local parameter to this rank's shard of the reduced gradient.
 
-    Gathered parameters are dropped: only the sharded ones have reduced gradients.
+    Gathered parameters are dropped first: only sharded ones have reduced gradients.
     """
     reshard(module)
     for name, parameter in module.named_parameters():
@@ -94,7 +95,7 @@ def attach_local_gradients(module: nn.Module, local: dict[str, Tensor]) -> None:
 
 
 def unshard(module: nn.Module) -> None:
-    """Gathers the stage's parameters from its data-parallel ranks."""
+    """All-gather the stage's parameters from its data-parallel ranks."""
     handles = [part.unshard(async_op=True) for part in fsdp_modules(module)]
     for handle in handles:
         if handle is not None:
@@ -102,13 +103,13 @@ def unshard(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Drops the gathered parameters: the optimizer changes the sharded ones."""
+    """Drop the gathered parameters, since the optimizer changes the sharded ones."""
     for part in fsdp_modules(module):
         part.reshard()
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Adds up the gradients that the stage's ranks have summed over their micro-batches; each keeps its part."""
+    """Reduce-scatter the gradients that each rank has accumulated over its micro-batches (z1)."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(True)
         module.set_is_last_backward(True)
@@ -119,7 +120,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
-    """Backwards within keep their gradients whole, whatever the sharding level; z1's always do."""
+    """Keep the gradients of backwards in this context unreduced at any ZeRO level; z1's always are."""
     if not isinstance(module, FSDPModule) or zero == "z1":
         yield
         return
@@ -131,7 +132,7 @@ def no_gradient_sync(module: nn.Module, zero: ZeroLevel) -> Iterator[None]:
 
 
 def finish_backward(module: nn.Module) -> None:
-    """Takes up gradients that were not made by a backward, as the end of one would: z2 and z3 reduce them.
+    """Process gradients that no backward made, as the end of a backward would: z2 and z3 reduce them.
 
     PyTorch has no public call for this outside a backward; its own pipelining makes these same calls.
     """
@@ -139,7 +140,7 @@ def finish_backward(module: nn.Module) -> None:
         root = _state(module)
         for state in root._state_ctx.all_states:
             for group in _groups(state):
-                for parameter in group.fsdp_params:  # what I left is in the master weights' dtype, what W made isn't
+                for parameter in group.fsdp_params:  # gradients from I have the master weights' dtype, those from W not
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
                 group.post_backward()
@@ -147,7 +148,7 @@ def finish_backward(module: nn.Module) -> None:
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """The modules that are gathered as a whole: the blocks, and the rest."""
+    """Yield the modules that are gathered as a unit: the blocks (or buckets of them), and the rest."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
@@ -167,7 +168,8 @@ def _groups(state: Any) -> list[Any]:  # private types, one group per state befo
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of gradients that this rank holds now: its sharded ones, and unsharded ones that wait to be reduced."""
+    """Return the bytes of gradients that this rank holds now: sharded ones, and unsharded ones that wait to be
+    reduced."""
     if not isinstance(module, FSDPModule):
         return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     groups = (group for state in _state(module)._state_ctx.all_states for group in _groups(state))

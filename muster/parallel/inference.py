@@ -1,4 +1,4 @@
-"""A decoder for making text: whole, or the part of it that a tensor-parallel rank holds."""
+"""Decoder for text generation: whole, or a tensor-parallel rank's shard of it."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,14 @@ from muster.spec.plan import Plan, Precision
 def build_inference_decoder(
     spec: ModelSpec, precision: Precision, device: torch.device, axis: TensorAxis | None
 ) -> tuple[Decoder, dict[str, TensorLayout]]:
-    """A decoder with all layers in the dtype of `precision`, uninitialised, and what it holds of each parameter."""
+    """Build a decoder with all layers in the dtype of `precision`, uninitialised, and return it with this rank's layout
+    of each parameter."""
     with torch.device("meta"):
         module = Decoder(spec, range(spec.num_layers), first=True, last=True)
     module.to(DTYPES[precision]).requires_grad_(False)
     if axis is not None:
         apply_vocab_parallel_embedding(module, axis, shard_weights(module, spec, axis), seq_len=0)
-        module.position_state.seq_len = (
-            None  # there is no sequence parallelism: hidden states have all positions that are read
-        )
+        module.position_state.seq_len = None  # without sequence parallelism hidden states have all positions
         apply_parallel_linears(module, axis, WeightGradStore())
     module.to_empty(device=device)
     plan = Plan(tp=1 if axis is None else axis.size)
@@ -35,7 +34,7 @@ def build_inference_decoder(
 
 
 def all_gather_logits(axis: TensorAxis, vocab_size: int, logits_BV: Tensor) -> Tensor:
-    """The logits of all words, of logits of which each rank has those of its words; the same bits on every rank."""
+    """Return the logits of the whole vocabulary from those of each rank's entries; the same bits on every rank."""
     first, count = chunk_bounds(vocab_size, axis.size, axis.index)
     whole_BV = logits_BV.new_zeros(len(logits_BV), vocab_size)
     whole_BV[:, first : first + count] = logits_BV

@@ -1,8 +1,8 @@
-"""What a stage's forwards keep, in the host's memory until their backwards need it.
+"""Offload of saved activations to host memory, from a stage's forward until its backward.
 
-Autograd keeps its tensors; it is their storages that are emptied, once copied, and filled again in place. So whatever
-else points at the same memory (a view, the stage's input, a gradient that waits) goes and comes back with it, and each
-storage is copied once, however many tensors lie in it.
+Autograd keeps its tensors; their storages are copied, emptied, and later filled again in place. Anything else that
+shares the memory (a view, the stage's input, a deferred gradient) goes and comes back with it, and each storage is
+copied once, however many tensors lie in it.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,35 +14,34 @@ from torch import Tensor, nn
 from muster.model.saved_tensors import observe_saved_tensors
 
 Storages = dict[int, torch.UntypedStorage]
-"""By what tells storages apart."""
+"""Storages by their identity."""
 OffloadedStorages = list[tuple[torch.UntypedStorage, Tensor]]
-"""Emptied storages, each with the host's copy."""
+"""Emptied storages, each with its copy in host memory."""
 
 
 class HostBufferPool:
-    """Buffers on the host that are used again and again; pinned where the device is a GPU, so that copies run beside
-    its kernels."""
+    """Reusable buffers in host memory, pinned for a GPU so that copies overlap with its kernels."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._free: dict[int, list[Tensor]] = {}
         self.num_bytes = 0
-        """Of all buffers there are."""
+        """Size of all buffers."""
 
     def acquire(self, size: int) -> Tensor:
-        """A buffer of `size` bytes."""
+        """Return a buffer of `size` bytes."""
         if free := self._free.get(size):
             return free.pop()
         self.num_bytes += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def release(self, buffer: Tensor) -> None:
-        """For the next one who takes as much."""
+        """Make a buffer available again."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
 class ActivationOffload:
-    """The storages that one stage's micro-batches keep between forward and backward, and where they are."""
+    """Storages that one stage's micro-batches save from forward to backward, on the device or on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,14 +49,14 @@ class ActivationOffload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._saved_in_forward: Storages = {}
         self._resident: dict[int, Storages] = {}
-        """Of each micro-batch that has had its forward, what can leave."""
+        """Storages that can be offloaded, by micro-batch that has run forward."""
         self._offloaded: dict[int, OffloadedStorages] = {}
-        """Of each micro-batch that is away."""
+        """Offloaded storages by micro-batch."""
         self.copied_bytes = 0
-        """Copied so far, both ways."""
+        """Bytes copied so far, in both directions."""
 
     def track_layer(self, layer: nn.Module) -> None:
-        """What this layer's forwards keep can leave."""
+        """Make the activations that this layer's forwards save available for offload."""
         layer.forward = partial(self._forward, layer, layer.forward)  # type: ignore[method-assign]
 
     def _forward(self, layer: nn.Module, forward: Callable[..., Tensor], x: Tensor, *shared: object) -> Tensor:
@@ -72,23 +71,24 @@ class ActivationOffload:
 
         with observe_saved_tensors(see):
             y = forward(x, *shared)
-        # Parameters are gathered still; constants belong to all micro-batches. Documents hold whole numbers only.
-        _exclude(seen, (*layer.parameters(), *(one for one in shared if isinstance(one, Tensor))))
+        # Gathered parameters and constants of all micro-batches stay. Documents hold integers, which `see` skips.
+        _exclude(seen, (*layer.parameters(), *(item for item in shared if isinstance(item, Tensor))))
         self._saved_in_forward |= seen
         return y
 
     def end_forward(self, micro_batch: int, output: Tensor) -> None:
-        """Names what was seen in the forward of a micro-batch. Its output is on its way to others."""
+        """Assign the storages seen since the last call to a micro-batch; its output, which others receive, is left
+        out."""
         self._resident[micro_batch], self._saved_in_forward = self._saved_in_forward, {}
         _exclude(self._resident[micro_batch], (output,))
 
     def discard(self, micro_batch: int) -> None:
-        """Before a backward, which frees each tensor when it has used it."""
+        """Drop a micro-batch's storages before its backward, which frees each tensor after its last use."""
         self._resident.pop(micro_batch, None)
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
-        """Begins to copy to the host. What is returned frees the device's memory, for what the device does from then
-        on."""
+        """Start to copy a micro-batch's storages to the host; the returned function frees the device's memory, for
+        instructions that follow."""
         storages = list(self._resident.pop(micro_batch).values())
         away = [(storage, self.pool.acquire(storage.nbytes())) for storage in storages]
         self._offloaded[micro_batch] = away
@@ -102,7 +102,7 @@ class ActivationOffload:
         return finish
 
     def reload(self, micro_batch: int) -> Callable[[], None]:
-        """Takes the device's memory again and begins to copy back; what is returned waits for that."""
+        """Allocate the device's memory again and start to copy back; the returned function waits for the end."""
         away = self._offloaded.pop(micro_batch)
         for storage, buffer in away:
             storage.resize_(buffer.numel())
@@ -117,7 +117,7 @@ class ActivationOffload:
         return finish
 
     def _copy(self, away: OffloadedStorages, to_host: bool) -> Callable[[], None]:
-        """What is returned makes the device wait for the end before it goes on."""
+        """Start the copies; the returned function makes the device wait for their end."""
         pairs = [(buffer, _bytes_of(storage)) for storage, buffer in away]
         if not to_host:
             pairs = [(target, source) for source, target in pairs]
@@ -141,5 +141,6 @@ def _exclude(storages: Storages, tensors: Iterable[Tensor]) -> None:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as bytes, in a tensor with a version of its own: autograd doesn't take filling for a change."""
+    """Return all of a storage as bytes, in a tensor with a version counter of its own, so that autograd doesn't notice
+    when it is filled."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A short profile: how long each instruction takes on this machine, measured on the very stages that will train."""
+"""Short profile of a run: seconds of each instruction on this machine, measured on the stages that will train."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +22,22 @@ from muster.schedule.program import Program
 from muster.spec.plan import Plan
 
 REPEATS = 4
-"""Times that what all ranks do at once is timed."""
+"""Repetitions of instructions that all ranks start together."""
 PASS_REPEATS = 8
-"""Times that a pass is timed: the same on every rank, since ranks may meet within a pass."""
+"""Repetitions of a pass; the same on every rank, since ranks may communicate within a pass."""
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """What a short profile finds."""
+    """Results of a short profile."""
 
     times: OpTimes
     gradients_bytes: int
-    """Held by this rank where a step holds most: before they are reduced."""
+    """Bytes of gradients that this rank holds at a step's peak, before they are reduced."""
     saved_bytes: dict[int, int]
-    """What one micro-batch's forward keeps for its backward, by stage of this rank."""
+    """Activations that one micro-batch saves for its backward, by stage of this rank."""
     vocab_bytes: int
-    """What one micro-batch keeps from S to T, where the vocabulary is spread."""
+    """Bytes that one micro-batch keeps from pass S to pass T under vocabulary parallelism."""
 
 
 def profile_stages(
@@ -47,12 +47,11 @@ def profile_stages(
     handlers: Mapping[str, Callable[[Action], None]],
     routes: Mapping[tuple[int, int], P2PRoute],
 ) -> StageProfile:
-    """Times the Program's kinds of instruction; spoils parameters and optimizer state, so run it before they get their
-    values.
+    """Time each kind of instruction in the Program; all ranks must call it together, and all get the same times.
 
-    All ranks work at once, as they do in a step, and share caches and memory; how those of a CPU that has fewer cores
-    than ranks wait for a core is the simulator's business (`_Clock`).
-    All ranks must call it together; all get the same answer.
+    It overwrites parameters and optimizer state, so it must run before they get their values. All ranks work at once,
+    as in a step, and compete for caches and memory bandwidth; the simulator models how ranks wait for each other where
+    a CPU has fewer cores than ranks (see `_InstructionTimer`).
     """
     cores = min(world.all_gather_object(len(os.sched_getaffinity(0)))) if world.device.type == "cpu" else None
     clock = _InstructionTimer(world, 1.0 if cores is None else max(1.0, world.size / cores))
@@ -61,7 +60,7 @@ def profile_stages(
     backwards = [kind for kind in ("I", "B") if kind in kinds]
     copies = any(lanes.get("copy") for lanes in program.ranks)
     saved: dict[int, int] = {}
-    word_bytes = 0
+    vocab_bytes = 0
     for repeat in range(REPEATS):
         for index, stage in sorted(stages.items()):
             clock.time_together(("UNSHARD", index), stage.unshard if Action("UNSHARD", index) in actions else None)
@@ -73,24 +72,24 @@ def profile_stages(
                     _time_forward_backward(stage, clock, kind, copies)
         for _, stage in sorted(stages.items()):
             if stage.vocab is not None:
-                word_bytes = _time_vocab_passes(stage, stage.vocab, clock)
+                vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
         gradients = sum(gradient_bytes(stage.module) for stage in stages.values())
         for index, stage in sorted(stages.items()):
             for kind, do in (("REDUCE", stage.reduce_gradients), ("SYNC", stage.all_reduce_replicated_grads)):
                 clock.time_together((kind, index), do if Action(kind, index) in actions else None)
-        for both in _gradient_exchanges(world.plan):
-            own = next((action for action in both if action in actions), None)
-            do = None if own is None else partial(handlers[own.kind], own)
-            clock.time_together(("", -1) if own is None else own[:2], do)
+        for ends in _gradient_exchanges(world.plan):
+            local = next((action for action in ends if action in actions), None)
+            run = None if local is None else partial(handlers[local.kind], local)
+            clock.time_together(("", -1) if local is None else local[:2], run)
         for kind in ("NORM", "STEP"):
             clock.time_together((kind, -1), lambda kind=kind: handlers[kind](Action(kind)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
-    merged, hop_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
-    return StageProfile(OpTimes(merged, hop_s, cores, processes), gradients, saved, word_bytes)
+    merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
+    return StageProfile(OpTimes(merged, p2p_s, cores, processes), gradients, saved, vocab_bytes)
 
 
 def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:
-    """What two pipeline ranks do with each other, each by its own name."""
+    """Yield the gradient exchanges between two pipeline ranks, each as the actions of its two ends."""
     if plan.pipeline_replicas > 1:
         yield from ([Action("MERGE", stage)] for stage in range(plan.stages_per_replica))
     for first in range(0, plan.num_stages, plan.stages_per_replica):
@@ -98,11 +97,11 @@ def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:
 
 
 class _InstructionTimer:
-    """Times by kind and stage, of what is done while `crowding` ranks want each core.
+    """Times by kind and stage of instructions that run while `ranks_per_core` ranks compete for each core.
 
-    Where ranks have a core each, that is the time that passes. Where they share cores, it is the CPU time of the
-    process, which no other process makes longer; or its share of the time that passes, if that is more: the rest is
-    latency, such as that of a collective in many small messages.
+    If each rank has a core, a time is wall-clock time. If ranks share cores, it is the larger of two: the process's CPU
+    time, which other processes don't lengthen, and its share of the wall-clock time. The latter is larger for latency,
+    such as that of a collective in many small messages.
     """
 
     def __init__(self, world: World, ranks_per_core: float) -> None:
@@ -110,28 +109,29 @@ class _InstructionTimer:
         self._wall_s: dict[tuple[str, int], list[float]] = {}
         self._cpu_s: dict[tuple[str, int], list[float]] = {}
 
-    def time_together(self, key: tuple[str, int], do: Callable[[], object] | None) -> None:
-        """What ranks begin at the same moment; None on those of a stage that has nothing of the kind to do."""
+    def time_together(self, key: tuple[str, int], run: Callable[[], object] | None) -> None:
+        """Time an instruction that ranks start at the same moment; None on the ranks of a stage that has no such
+        instruction."""
         self._world.barrier()
-        if do is not None:
-            self.time(key, do)
+        if run is not None:
+            self.time(key, run)
 
-    def time(self, key: tuple[str, int], do: Callable[[], object]) -> None:
-        self._synchronise()
+    def time(self, key: tuple[str, int], run: Callable[[], object]) -> None:
+        self._synchronize()
         start_s, start_cpu_s = perf_counter(), process_time()
-        do()
-        self._synchronise()
+        run()
+        self._synchronize()
         self._wall_s.setdefault(key, []).append(perf_counter() - start_s)
         self._cpu_s.setdefault(key, []).append(process_time() - start_cpu_s)
 
     def seconds(self) -> dict[tuple[str, int], float]:
-        """Means of the later half: what comes first pays for fresh memory and cold caches."""
-        found = {key: _mean_of_later_half(times) / self._ranks_per_core for key, times in self._wall_s.items()}
+        """Return means over the later half of the repetitions; the first ones pay for fresh memory and cold caches."""
+        shares_s = {key: _mean_of_later_half(times) / self._ranks_per_core for key, times in self._wall_s.items()}
         if self._ranks_per_core == 1:
-            return found
-        return {key: max(share_s, _mean_of_later_half(self._cpu_s[key])) for key, share_s in found.items()}
+            return shares_s
+        return {key: max(share_s, _mean_of_later_half(self._cpu_s[key])) for key, share_s in shares_s.items()}
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
@@ -141,8 +141,8 @@ def _mean_of_later_half(values: list[float]) -> float:
 
 
 def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backward: str, copies: bool = False) -> None:
-    """Forward and backward of one micro-batch of any data; the backward whole (B), or in two passes (I). `copies`: what
-    the forward keeps goes to the host and back in between."""
+    """Time forward and backward of one micro-batch with random data: the backward whole (B), or in two passes (I, W).
+    With `copies` the saved activations are offloaded and reloaded in between."""
     x = None if stage.reads_tokens else stage.receive_buffer(0).normal_()
     gradient = None if stage.computes_loss else stage.receive_buffer(0).normal_()
     clock.time(("F", stage.index), lambda: stage.forward(0, x))
@@ -156,26 +156,27 @@ def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backwa
         clock.time(("B", stage.index), lambda: stage.backward(0, gradient))
 
 
-def _time_vocab_passes(stage: DecoderStage, words: VocabShard, clock: _InstructionTimer) -> int:
-    """All that is done for words of one micro-batch, which all pipeline ranks begin together; the bytes kept for T."""
-    words.inputs = stage.inputs
-    given = {"HC": words.axis.index == words.last, "DC": words.axis.index == words.first}
-    kept = 0
+def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _InstructionTimer) -> int:
+    """Time the vocabulary passes and collectives of one micro-batch, which all pipeline ranks start together; return
+    the bytes kept for T."""
+    vocab.inputs = stage.inputs
+    contributes = {"HC": vocab.axis.index == vocab.last, "DC": vocab.axis.index == vocab.first}
+    saved_bytes = 0
     for kind in ("E", "EC", "HC", "S", "SC", "T", "DC", "EW"):
         if kind == "T":
-            kept = words.saved_bytes(0)
-        if kind in words.passes:
-            clock.time_together((kind, stage.index), partial(words.passes[kind], 0))
+            saved_bytes = vocab.saved_bytes(0)
+        if kind in vocab.passes:
+            clock.time_together((kind, stage.index), partial(vocab.passes[kind], 0))
         else:
-            tensor = stage.receive_buffer(0).normal_() if given.get(kind) else None
-            begin = partial(words.collectives[kind], 0, tensor)
-            clock.time_together((kind, stage.index), lambda begin=begin: begin().wait())
-    return kept
+            tensor = stage.receive_buffer(0).normal_() if contributes.get(kind) else None
+            start = partial(vocab.collectives[kind], 0, tensor)
+            clock.time_together((kind, stage.index), lambda start=start: start().wait())
+    return saved_bytes
 
 
 def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[str]) -> int:
-    """Times the passes of one micro-batch, with each kind of backward that the Program has, after a first that counts
-    the bytes that it saves."""
+    """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
+    saves."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)
     stage.inputs = StageInputs((tokens,), (tokens,), tokens.numel())
     saved = count_saved_bytes(
@@ -188,19 +189,20 @@ def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: lis
 
 
 def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mapping[tuple[int, int], P2PRoute]) -> float:
-    """Seconds from a send's start until its receiver has the activation: half a round trip between the first two stages
-    that follow each other on two ranks."""
-    plan, own = world.plan, world.at.pp
+    """Return the seconds from a send's start until the receiver has the activation: half a round trip between the first
+    two consecutive stages on different ranks."""
+    plan = world.plan
     world.barrier()
     if plan.pp == 1:
         return 0.0
     first = next(stage for stage in range(plan.num_stages) if plan.pp_rank(stage) != plan.pp_rank(stage + 1))
     ends = [plan.pp_rank(first), plan.pp_rank(first + 1)]
-    if own not in ends:
+    if world.at.pp not in ends:
         return 0.0
-    begins = own == ends[0]
-    stage, other = (first, first + 1) if begins else (first + 1, first)
-    route, buffer = routes[stage, other], stages[stage].receive_buffer(0).zero_()
+    is_first = world.at.pp == ends[0]
+    stage, other = (first, first + 1) if is_first else (first + 1, first)
+    route = routes[stage, other]
+    buffer = stages[stage].receive_buffer(0).zero_()
 
     def send() -> None:
         for work, _ in route.send(buffer):
@@ -209,10 +211,10 @@ def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
     times = []
     for _ in range(6):
         start_s = perf_counter()
-        if begins:
+        if is_first:
             send()
         route.receive(buffer).wait()
-        if not begins:
+        if not is_first:
             send()
         times.append((perf_counter() - start_s) / 2)
     return median(times[1:])
@@ -221,10 +223,10 @@ def _measure_p2p(stages: Mapping[int, DecoderStage], world: World, routes: Mappi
 def _mean_over_ranks(
     values: list[tuple[dict[tuple[str, int], float], float]],
 ) -> tuple[dict[tuple[str, int], float], float]:
-    """The mean over ranks of each time, and of the hops that were measured."""
+    """Return the mean over ranks of each time, and of the measured p2p transfers."""
     by_key: dict[tuple[str, int], list[float]] = {}
     for seconds, _ in values:
         for key, time_s in seconds.items():
             by_key.setdefault(key, []).append(time_s)
-    hops = [hop_s for _, hop_s in values if hop_s > 0]
-    return {key: mean(times) for key, times in by_key.items()}, mean(hops) if hops else 0.0
+    transfers_s = [p2p_s for _, p2p_s in values if p2p_s > 0]
+    return {key: mean(times) for key, times in by_key.items()}, mean(transfers_s) if transfers_s else 0.0

@@ -1,4 +1,4 @@
-"""How this rank's part of a tensor travels to and from ranks that may cut the tensor otherwise."""
+"""Point-to-point transfers between ranks that may shard the same tensor differently."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,44 +14,44 @@ from muster.parallel.world import World
 from muster.spec.model import ModelSpec
 
 RankSlice = tuple[int, tuple[slice, ...]]
-"""A world rank, and the part of this rank's tensor that goes to it or comes from it."""
+"""A world rank, and the slice of this rank's tensor that goes to it or comes from it."""
 
 
 @dataclass(frozen=True)
 class P2PRoute:
-    """What this rank exchanges with another group of ranks."""
+    """Sends and receives of this rank with another group of ranks, for one tensor."""
 
     sends: tuple[RankSlice, ...] = ()
     receives: tuple[RankSlice, ...] = ()
 
     @classmethod
     def whole_to(cls, rank: int) -> "P2PRoute":
-        """Whole tensors, to and from one rank."""
+        """Return the route of whole tensors to and from one rank."""
         return cls(((rank, ()),), ((rank, ()),))
 
     def send(self, tensor: Tensor, tag: int = 0) -> list[tuple[dist.Work, Tensor]]:
-        """Begins to send, part by part: the work, and the memory that must live until it is over."""
-        begun = []
-        for rank, part in self.sends:
-            buffer = tensor[part].contiguous()
+        """Start to send slice by slice; return each work with the buffer that must stay alive until it has finished."""
+        sending = []
+        for rank, rank_slice in self.sends:
+            buffer = tensor[rank_slice].contiguous()
             work = dist.isend(buffer, rank, tag=tag)
             assert work is not None
-            begun.append((work, buffer))
-        return begun
+            sending.append((work, buffer))
+        return sending
 
     def receive(self, into: Tensor, tag: int = 0) -> "PendingReceive":
-        """Begins to fill `into`."""
-        arrival = PendingReceive([])
-        for rank, part in self.receives:
-            place = into[part]
-            buffer = place if place.is_contiguous() else place.new_empty(place.shape)
+        """Start to receive into the slices of `into`."""
+        pending = PendingReceive([])
+        for rank, rank_slice in self.receives:
+            target = into[rank_slice]
+            buffer = target if target.is_contiguous() else target.new_empty(target.shape)
             work = dist.irecv(buffer, rank, tag=tag)
             assert work is not None
-            arrival.parts.append((work, buffer, place))
-        return arrival
+            pending.parts.append((work, buffer, target))
+        return pending
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """What the other group has at the place of `tensor`, which it gets parts of in exchange."""
+        """Return the other group's tensor at the place of `tensor`, whose slices that group receives in exchange."""
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         buffers = [received.new_empty(received[part].shape) for _, part in self.receives]
         operations = [dist.P2POp(dist.isend, tensor[part].contiguous(), rank) for rank, part in self.sends]
@@ -66,8 +66,8 @@ class P2PRoute:
 
 @dataclass(frozen=True)
 class VariableLengthRoute(P2PRoute):
-    """Hidden states whose number of positions differs from one to the next: `of` gives the route of those of which this
-    rank has so many positions."""
+    """A route for hidden states whose number of positions varies; `route_for_length` maps this rank's number of
+    positions to a route."""
 
     route_for_length: Callable[[int], P2PRoute] = lambda _: P2PRoute()
 
@@ -80,26 +80,27 @@ class VariableLengthRoute(P2PRoute):
 
 @dataclass(frozen=True)
 class PendingReceive:
-    """A tensor under way: the work, buffer and place of each part."""
+    """A tensor under way: the work, the buffer, and the destination of each slice."""
 
     parts: list[tuple[dist.Work, Tensor, Tensor]]
 
     def wait(self) -> None:
-        """Until it is all in its place."""
-        for work, buffer, place in self.parts:
+        """Wait until every slice is at its destination."""
+        for work, buffer, target in self.parts:
             work.wait()
-            if buffer is not place:
-                place.copy_(buffer)
+            if buffer is not target:
+                target.copy_(buffer)
 
 
 def direct_routes(placement: Sequence[int]) -> dict[tuple[int, int], P2PRoute]:
-    """Between all neighbouring stages, whole tensors, where each pipeline rank is one rank."""
+    """Return the routes of whole tensors between neighbouring stages where each pipeline rank is one rank."""
     pairs = [(stage, other) for stage in range(len(placement)) for other in (stage - 1, stage + 1)]
     return {pair: P2PRoute.whole_to(placement[pair[1]]) for pair in pairs if 0 <= pair[1] < len(placement)}
 
 
 def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]) -> dict[tuple[int, int], P2PRoute]:
-    """By (own stage, neighbouring stage on other ranks): the hidden states and gradients of a micro-batch."""
+    """Return by (stage, neighbouring stage on another pipeline rank) the route of a micro-batch's hidden states and
+    their gradients."""
     plan = world.plan
     routes = {}
     for stage in stages:
@@ -116,22 +117,23 @@ def stage_routes(spec: ModelSpec, world: World, seq_len: int, stages: Iterable[i
 def variable_length_routes(
     spec: ModelSpec, world: World, seq_len: int, stages: Iterable[int]
 ) -> dict[tuple[int, int], P2PRoute]:
-    """As `stage_routes`, of micro-batches that have `seq_len` positions at most."""
+    """Return the routes as `stage_routes` does, for micro-batches of at most `seq_len` positions."""
 
-    def of(pair: tuple[int, int], positions: int) -> P2PRoute:
+    def route_for_length(pair: tuple[int, int], positions: int) -> P2PRoute:
         parts = seq_len // hidden_state_box(spec, world.plan, seq_len, pair[0], world.at).size[1]
         return stage_routes(spec, world, positions * parts, pair[:1])[pair]
 
     return {
-        pair: VariableLengthRoute(route_for_length=cache(partial(of, pair)))
+        pair: VariableLengthRoute(route_for_length=cache(partial(route_for_length, pair)))
         for pair in stage_routes(spec, world, seq_len, stages)
     }
 
 
 def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) -> dict[int, P2PRoute]:
-    """By own stage, the gradient of the weight that it shares with the other end of its replica on other ranks."""
+    """Return by stage the route of the gradient of a tied weight to the replica's other end, where that lies on other
+    ranks."""
     routes = {}
-    # A spread vocabulary's one weight lies in parts on all ranks, and is shared with nobody.
+    # Under vocabulary parallelism a tied weight is one parameter, sharded over all pipeline ranks: there is no copy.
     for stage in stages if spec.tied_embeddings and not world.plan.vocab_parallel else ():
         other = world.plan.tied_embedding_peer(stage)
         layouts = {layout.name: layout for layout in stage_layouts(spec, world.plan, stage, world.at)}
@@ -145,7 +147,7 @@ def tied_embedding_routes(spec: ModelSpec, world: World, stages: Iterable[int]) 
 
 
 def _route_of_rank(rank: int, own: Box, outgoing: Sequence[BoxTransfer], incoming: Sequence[BoxTransfer]) -> P2PRoute:
-    """Of all messages those of one rank, as parts of the box that it holds."""
+    """Keep the transfers of one rank, as slices of the box `own` that it holds."""
     return P2PRoute(
         tuple((message.target, slices_within(message.box, own)) for message in outgoing if message.source == rank),
         tuple((message.source, slices_within(message.box, own)) for message in incoming if message.target == rank),

@@ -1,4 +1,4 @@
-"""A stage at run time: its module, and what its passes keep for later passes."""
+"""Pipeline stages at run time: the module, its parallelism, and the tensors that passes keep for later passes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,48 +51,51 @@ from muster.spec.plan import ZeroLevel
 
 
 class Stage(Protocol):
-    """What the executor asks of a stage."""
+    """Interface of a stage for the executor."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """The stage's output for one micro-batch; the first stage reads its own input and gets None."""
+        """Run the forward of one micro-batch and return the stage's output; the first stage reads its own input and
+        gets None."""
         ...
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the stage's input; the last stage starts from its own loss and gets None."""
+        """Return the gradient of the stage's input; the last stage starts from its own loss and gets None."""
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """As `backward`, with the weights' gradients left to `backward_weight`."""
+        """Run the part of `backward` that yields the input's gradient, and leave the weights' gradients to
+        `backward_weight`."""
 
     def backward_weight(self, micro_batch: int) -> None:
-        """The rest of `backward_input`."""
+        """Compute the weight gradients that `backward_input` left."""
 
     def offload(self, micro_batch: int) -> Callable[[], None]:
-        """Begins to move what the micro-batch's forward keeps to the host; what is returned frees it here."""
+        """Start to move a micro-batch's saved activations to the host; the returned function frees them on the
+        device."""
         ...
 
     def reload(self, micro_batch: int) -> Callable[[], None]:
-        """Begins to bring it back; what is returned waits until it is there."""
+        """Start to copy them back; the returned function waits for the end."""
         ...
 
     def receive_buffer(self, micro_batch: int) -> Tensor:
-        """Uninitialised memory for one micro-batch's activation or its gradient, as neighbours send them."""
+        """Allocate a buffer for one micro-batch's activation or its gradient, in the shape that neighbours send."""
         ...
 
     def unshard(self) -> None:
-        """Gathers the parameters."""
+        """All-gather the parameters."""
 
     def reduce_gradients(self) -> None:
-        """Reduces the gradients over the data-parallel ranks."""
+        """Reduce the gradients over the data-parallel ranks."""
 
     def all_reduce_replicated_grads(self) -> None:
-        """Adds up the gradients of weights that tensor-parallel ranks have copies of."""
+        """All-reduce the gradients of weights that tensor-parallel ranks hold copies of."""
 
 
 class DecoderStage:
     """A contiguous run of the decoder's layers on this rank, sharded over its data-parallel ranks.
 
-    Built on the meta device and filled with the values that (seed, name, global index) give, so that every plan
-    starts from the same bits. `split_backward`: a backward may be in two passes, I and W.
+    It is built on the meta device and filled with the values that (seed, name, global index) give, so that every plan
+    starts from the same bits. With `split_backward` a backward may be two passes, I and W.
     """
 
     offload_type = ActivationOffload
@@ -101,11 +104,13 @@ class DecoderStage:
         self, spec: ModelSpec, world: World, index: int, seq_len: int, seed: int, split_backward: bool = False
     ) -> None:
         plan = world.plan
-        self.index, self.spec, self.world = index, spec, world
-        self.is_first, self.is_last = plan.is_first(index), plan.is_last(index)
-        self.reads_tokens, self.computes_loss = (
-            end and not plan.vocab_parallel for end in (self.is_first, self.is_last)
-        )
+        self.index = index
+        self.spec = spec
+        self.world = world
+        self.is_first = plan.is_first(index)
+        self.is_last = plan.is_last(index)
+        self.reads_tokens = self.is_first and not plan.vocab_parallel
+        self.computes_loss = self.is_last and not plan.vocab_parallel
         self.layers = plan.layers(index, spec.num_layers)
         strategy = plan.strategy(self.layers.start)
         with torch.device("meta"):
@@ -139,7 +144,7 @@ class DecoderStage:
         self._replicated = tp_partial_grad_copies(spec, self.layouts, plan.mesh(index).tp, strategy.sp)
         self.reset_parameters(seed)
         self.micro_batch_shape = (plan.local_micro_batch_size(index), seq_len)
-        """Of tokens; a micro-batch may be shorter."""
+        """Shape of a micro-batch's tokens, (B, S); a micro-batch may be shorter."""
         self._sequence_shards = self.tp_axis.size if self.tp_axis and self.tp_axis.sequence_parallel else 1
         self.activation_dtype = DTYPES[plan.precision]
         self.inputs: StageInputs | None = None
@@ -150,13 +155,14 @@ class DecoderStage:
             finish = partial(finish_backward, self.module)
             self.vocab = VocabShard(self.module, world.pipeline_axis(), ends, start, self.receive_buffer, finish)
         self._saved: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
-        """By micro-batch, the input and where a backward begins: an output's place in the graph, not its memory."""
+        """Input of each micro-batch and the start of its backward: the loss, or the output's edge in the autograd
+        graph, which doesn't keep the output alive."""
 
     def _materialize(self) -> None:
         materialize(self.module, self.world.device)
 
     def reset_parameters(self, seed: int) -> None:
-        """Sets every parameter to its initial value."""
+        """Set every parameter to its initial value."""
         for name, local in self.parameters.items():
             layout = self.layouts[name]
             if layout.boxes:
@@ -167,8 +173,8 @@ class DecoderStage:
     # Passes
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Hidden states (B, S, D), or on the last stage the micro-batch's share of the step's loss (a scalar), unless
-        the vocabulary is spread."""
+        """Run the forward: return hidden states (B, S, D), or on the last stage the micro-batch's term of the step's
+        loss (a scalar). Under vocabulary parallelism the last stage returns hidden states, too."""
         assert self.inputs is not None
         if self.reads_tokens:
             x = self.inputs.tokens_M[micro_batch]
@@ -183,38 +189,38 @@ class DecoderStage:
         y = self.module(x)
         if self.computes_loss:
             losses = self._losses_of(y, self.inputs.labels_M[micro_batch], self.inputs)
-            if self.world.at.tp == 0:  # the others have the same
+            if self.world.at.tp == 0:  # the other tensor-parallel ranks have the same losses
                 self._losses += torch.stack((losses.cross_entropy, losses.z_loss))
             y = losses.total * (self.inputs.loss_scale / self.inputs.num_valid)
         if torch.is_grad_enabled():
-            begin = y if self.computes_loss else get_gradient_edge(y)
-            self._saved[micro_batch] = (None if self.reads_tokens else x, begin)
+            start = y if self.computes_loss else get_gradient_edge(y)
+            self._saved[micro_batch] = (None if self.reads_tokens else x, start)
             self._offload.end_forward(micro_batch, y)
         return y
 
-    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, feed: StageInputs) -> LossSums:
-        if feed.plugin_loss is not None and torch.is_grad_enabled():
-            return plugin_loss_sums(feed.plugin_loss, logits_BSV, labels_BS)
+    def _losses_of(self, logits_BSV: Tensor, labels_BS: Tensor, inputs: StageInputs) -> LossSums:
+        if inputs.plugin_loss is not None and torch.is_grad_enabled():
+            return plugin_loss_sums(inputs.plugin_loss, logits_BSV, labels_BS)
         if self.tp_axis is None:
-            return loss_sums(logits_BSV, labels_BS, feed.z_loss_coefficient)
+            return loss_sums(logits_BSV, labels_BS, inputs.z_loss_coefficient)
         return tensor_parallel.vocab_parallel_loss(
-            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, feed.z_loss_coefficient
+            self.tp_axis, self._vocab_start, logits_BSV, labels_BS, inputs.z_loss_coefficient
         )
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """Adds to the parameters' gradients; the gradient of the input (B, S, D), None on the first stage."""
-        x, begin = self._saved.pop(micro_batch)
+        """Add to the parameters' gradients and return that of the input (B, S, D); None on the first stage."""
+        x, start = self._saved.pop(micro_batch)
         self._offload.discard(micro_batch)
-        torch.autograd.backward(begin, gradient)
+        torch.autograd.backward(start, gradient)
         return None if x is None else x.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """As `backward`, but leaves the gradients of matrices to `backward_weight`."""
+        """Run `backward` but for the gradients of matrices, which are left to `backward_weight`."""
         with self._weight_grads.deferring(micro_batch), no_gradient_sync(self.module, self._zero):
             return self.backward(micro_batch, gradient)
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Adds the gradients that `backward_input` left."""
+        """Add the gradients that `backward_input` deferred."""
         self._weight_grads.flush(micro_batch)
         finish_backward(self.module)
 
@@ -226,16 +232,16 @@ class DecoderStage:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Copied to and from the host's memory so far."""
+        """Bytes copied to and from host memory so far."""
         return self._offload.copied_bytes
 
     def receive_buffer(self, micro_batch: int) -> Tensor:
-        rows, length = self.micro_batch_shape[0], self._seq_len(micro_batch) // self._sequence_shards
-        shape = (rows, length, self.spec.hidden_size)
+        length = self._seq_len(micro_batch) // self._sequence_shards
+        shape = (self.micro_batch_shape[0], length, self.spec.hidden_size)
         return torch.empty(shape, dtype=self.activation_dtype, device=self.world.device)
 
     def _seq_len(self, micro_batch: int) -> int:
-        """Positions of the whole sequences of a micro-batch."""
+        """Return the positions of a micro-batch's whole sequences."""
         tokens_M = self.inputs.tokens_M if self.inputs is not None else ()
         return tokens_M[micro_batch].shape[1] if tokens_M else self.micro_batch_shape[1]
 
@@ -252,39 +258,41 @@ class DecoderStage:
     # Gradients
 
     def all_reduce_replicated_grads(self) -> None:
-        """Adds up, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
-        has seen a part of the data only."""
+        """All-reduce, over the tensor-parallel ranks, the gradients of parameters of which several hold a copy and each
+        has seen only a part of the data."""
         if self.tp_axis is not None:
             self.attach_local_gradients()
             all_reduce_replicated_grads(self.tp_axis, self.parameters, self._replicated)
 
     def attach_local_gradients(self) -> None:
-        """Makes `.grad` of each local parameter this rank's part of the reduced gradient."""
+        """Set `.grad` of each local parameter to this rank's shard of the reduced gradient."""
         attach_local_gradients(self.module, self.parameters)
 
     def zero_grad(self) -> None:
-        """Forgets the step's gradients."""
+        """Drop the step's gradients."""
         self.module.zero_grad(set_to_none=True)
         for local in self.parameters.values():
             local.grad = None
 
     def pop_losses(self) -> Tensor:
-        """The cross-entropy and the z-loss summed since the last call, over this rank's tokens: float64 [2]; zeros
-        where the stage is not the last."""
+        """Return cross-entropy and z-loss, summed over this rank's tokens since the last call: float64 [2]; zeros
+        unless the stage is the last."""
         if self.vocab is not None:
             for losses in self.vocab.pop_losses():
                 self._losses += losses
-        losses, self._losses = self._losses, torch.zeros_like(self._losses)
+        losses = self._losses
+        self._losses = torch.zeros_like(losses)
         return losses
 
 
 def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
-    """Gives the parameters of a whole stage on the meta device this rank's shapes. Returns its first word."""
-    first_word = 0
+    """Give the parameters of a whole stage on the meta device this rank's tensor-parallel shapes; return its first
+    vocabulary entry."""
+    vocab_start = 0
     for name, parameter in list(module.named_parameters()):
         box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(parameter.new_empty(box.size)))
         if name in ("embed.weight", "head.weight"):
-            first_word = box.start[0]
-    return first_word
+            vocab_start = box.start[0]
+    return vocab_start

@@ -1,4 +1,4 @@
-"""What a step feeds to the stages of a rank."""
+"""Data of a step for the stages of one rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from muster.model.documents import Documents
 
 @dataclass
 class StageInputs:
-    """One rank's share of one step's data, by micro-batch, and what makes a loss of it."""
+    """One rank's data of one step, by micro-batch, and the constants that turn its logits into a loss."""
 
     tokens_M: tuple[Tensor, ...]
-    """Of each micro-batch, (B, S); micro-batches may have other lengths S. None are given to a rank that needs no
-    data."""
+    """Tokens of each micro-batch, (B, S); S may differ between micro-batches. Empty on a rank that needs no data."""
     labels_M: tuple[Tensor, ...]
+    """Labels of each micro-batch, (B, S); -100 marks positions that don't count."""
     num_valid: int
-    """Counted target tokens of the whole step, over all ranks: what the sum of the losses is divided by."""
+    """Non-ignored labels of the whole step, over all ranks; the sum of the losses is divided by it."""
     z_loss_coefficient: float = 0.0
-    """Of the z-loss; see `muster.model.loss`."""
+    """Coefficient of the z-loss; see `muster.model.loss`."""
     loss_scale: float = 1.0
-    """What the loss, and so every gradient, is multiplied by."""
+    """Factor of the loss, and so of every gradient (fp16 loss scaling)."""
     plugin_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """A plugin's, of logits (N, V) and labels (N): the sum over those that count; None: cross-entropy."""
+    """A plugin's loss of logits (N, V) and labels (N), summed over the labels that count; None: cross-entropy."""
     documents_M: tuple[Documents | None, ...] | None = None
-    """Of each micro-batch; None: every sequence is one document."""
+    """Documents of each micro-batch; None if every sequence is one document."""

@@ -1,10 +1,11 @@
-"""Tensor parallelism: a layer's weights cut over neighbouring ranks, with collectives around plain modules.
+"""Tensor parallelism: a layer's weights sharded over neighbouring ranks, with collectives around plain modules.
 
-Each column-parallel weight (q, k, v, gate, up, head) holds some rows, each row-parallel one (o, down) some columns, the
-embedding some words; a bias goes with its rows, and is whole where columns are cut. Two places communicate: where the
-hidden state enters a column-parallel product, and where the partial sums of a row-parallel one leave. With sequence
-parallelism the hidden state between them is cut along the sequence, and the two places gather and scatter it instead
-(Megatron-LM, arXiv:1909.08053 §3, arXiv:2205.05198 §4.2.2).
+A column-parallel weight (q, k, v, gate, up, head) is sharded by rows of the (out, in) matrix, a row-parallel one (o,
+down) by columns, the embedding by vocabulary entries; a bias goes with its weight's rows and is whole where columns are
+sharded. Communication happens in two places: where the hidden state enters a column-parallel linear layer, and where
+the partial sums of a row-parallel one leave. With sequence parallelism the hidden state between them is sharded along
+the sequence, and the two places all-gather and reduce-scatter it instead (Megatron-LM, arXiv:1909.08053 §3,
+arXiv:2205.05198 §4.2.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,23 +26,26 @@ from muster.parallel.vocab_loss import exp_and_sums, local_rows, whole_vocab_los
 from muster.parallel.weight_grad_store import WeightGradStore
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The two places
+# Entry and exit of the hidden state
 
 
 class _ParallelLinears(torch.autograd.Function):
-    """Several products of one hidden state with weights, plus biases: column-parallel ones if there is an axis.
+    """Several linear layers of one hidden state; column-parallel ones if there is an axis.
 
-    `count` weights come first, then their biases, None where there is none. In the backward the gradient of the hidden
-    state travels while the weights' and biases' gradients are computed, or kept for later.
+    `count` weights come first, then their biases (None for a missing one). In the backward the hidden state's gradient
+    is communicated while the weights' and biases' gradients are computed or deferred.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, axis: TensorAxis | None, work: WeightGradStore, x: Tensor, count: int, *parameters: Any
+        ctx: Any, axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, count: int, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        # The weights themselves: hooks on saved tensors (recompute has some) would give back copies, and a gradient
-        # that waits would be added to a copy's.
-        ctx.axis, ctx.work, ctx.weights, ctx.biases = axis, work, parameters[:count], parameters[count:]
+        # Keep the weights themselves: hooks on saved tensors (recompute has some) would return copies, and a deferred
+        # gradient would be added to a copy's `.grad`.
+        ctx.axis = axis
+        ctx.weight_grads = weight_grads
+        ctx.weights = parameters[:count]
+        ctx.biases = parameters[count:]
         ctx.save_for_backward(x)
         if axis and axis.async_tp:
             return _ring_linears(axis, x, ctx.weights, ctx.biases)
@@ -51,7 +55,8 @@ class _ParallelLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis | None = ctx.axis
-        (x,), weights = ctx.saved_tensors, ctx.weights
+        (x,) = ctx.saved_tensors
+        weights = ctx.weights
         gathering = axis.all_gather(x) if axis and axis.sequence_parallel else None
         grad_x = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
@@ -60,77 +65,92 @@ class _ParallelLinears(torch.autograd.Function):
         if axis is not None:
             summing = axis.reduce_scatter(grad_x) if axis.sequence_parallel else axis.all_reduce(grad_x)
         whole_NI = (gathering.wait() if gathering else x).flatten(0, -2)
-        found = [
-            ctx.work.compute_or_defer(weight, bias, whole_NI, grad.flatten(0, -2))
+        param_grads = [
+            ctx.weight_grads.compute_or_defer(weight, bias, whole_NI, grad.flatten(0, -2))
             for weight, bias, grad in zip(weights, ctx.biases, grads, strict=True)
         ]
-        return None, None, summing.wait(), None, *(weight for weight, _ in found), *(bias for _, bias in found)
+        return (
+            None,
+            None,
+            summing.wait(),
+            None,
+            *(weight for weight, _ in param_grads),
+            *(bias for _, bias in param_grads),
+        )
 
 
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """A product that is no view, as `F.linear` with a bias gives: what adds to the residual is added to in place."""
+    """Linear layer whose result is no view, as `F.linear` with a bias gives: the residual is added to it in place."""
     if bias_O is None:
         return F.linear(x, weight_OI)
-    product = x.new_empty(*x.shape[:-1], len(weight_OI))
-    torch.addmm(bias_O, x.flatten(0, -2), weight_OI.t(), out=product.flatten(0, -2))
-    return product
+    y = x.new_empty(*x.shape[:-1], len(weight_OI))
+    torch.addmm(bias_O, x.flatten(0, -2), weight_OI.t(), out=y.flatten(0, -2))
+    return y
 
 
 def _ring_linears(
     axis: TensorAxis, x_BsD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """The products of the whole sequence, of which this rank has a part, each part multiplied as it comes."""
+    """Linear layers of the whole sequence, of which this rank has a shard; each shard is multiplied as it arrives."""
     size = x_BsD.shape[1]
-    products = tuple(x_BsD.new_empty(len(x_BsD), axis.size * size, len(weight)) for weight in weights)
-    for whose, part_BsD in axis.ring_all_gather(x_BsD):
-        for product, weight, bias in zip(products, weights, biases, strict=True):
-            _linear_of_part(product, whose, part_BsD, weight.t(), bias)
-    return products
+    outputs = tuple(x_BsD.new_empty(len(x_BsD), axis.size * size, len(weight)) for weight in weights)
+    for source, shard_BsD in axis.ring_all_gather(x_BsD):
+        for output, weight, bias in zip(outputs, weights, biases, strict=True):
+            _linear_of_shard(output, source, shard_BsD, weight.t(), bias)
+    return outputs
 
 
-def _linear_of_part(
-    product_BSO: Tensor, whose: int, part_BsD: Tensor, weight_DO: Tensor, bias_O: Tensor | None = None
+def _linear_of_shard(
+    output_BSO: Tensor, source: int, shard_BsD: Tensor, weight_DO: Tensor, bias_O: Tensor | None = None
 ) -> None:
-    """Sets the positions of rank `whose` in the product; each sequence's lie together, so that nothing is copied."""
-    first, end = whose * part_BsD.shape[1], (whose + 1) * part_BsD.shape[1]
-    for product_SO, part_sD in zip(product_BSO, part_BsD, strict=True):
+    """Set the output positions of the rank with index `source`; they are contiguous for each sequence, so nothing is
+    copied."""
+    start = source * shard_BsD.shape[1]
+    end = start + shard_BsD.shape[1]
+    for output_SO, shard_sD in zip(output_BSO, shard_BsD, strict=True):
         if bias_O is None:
-            torch.mm(part_sD, weight_DO, out=product_SO[first:end])
+            torch.mm(shard_sD, weight_DO, out=output_SO[start:end])
         else:
-            torch.addmm(bias_O, part_sD, weight_DO, out=product_SO[first:end])
+            torch.addmm(bias_O, shard_sD, weight_DO, out=output_SO[start:end])
 
 
 class _RingRowParallelLinear(torch.autograd.Function):
-    """The product with a row-parallel weight, summed over the ranks and scattered, part by part: a partial sum travels
-    while the next part is multiplied. So do, in the backward, the parts of the gradient."""
+    """Row-parallel linear layer whose output is reduce-scattered in a ring: a partial sum travels while the next shard
+    is multiplied. In the backward the shards of the gradient travel likewise."""
 
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, work: WeightGradStore, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.axis, ctx.work, ctx.weight = axis, work, weight  # as in `_Products`
+    def forward(ctx: Any, axis: TensorAxis, weight_grads: WeightGradStore, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.axis = axis
+        ctx.weight_grads = weight_grads
+        ctx.weight = weight  # not through save_for_backward, as in `_ParallelLinears`
         ctx.save_for_backward(x)
-        parts = x.unflatten(1, (axis.size, -1))
-        return axis.ring_reduce_scatter(lambda rank: F.linear(parts[:, rank], weight))
+        shards = x.unflatten(1, (axis.size, -1))
+        return axis.ring_reduce_scatter(lambda rank: F.linear(shards[:, rank], weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, (grad_BsD,), (x,), weight = ctx.axis, grads, ctx.saved_tensors, ctx.weight
+        axis: TensorAxis = ctx.axis
+        (grad_BsD,) = grads
+        (x,) = ctx.saved_tensors
         size = grad_BsD.shape[1]
-        whole, grad_x = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2]), x.new_empty(x.shape)
-        for whose, part in axis.ring_all_gather(grad_BsD):
-            whole.narrow(1, whose * size, size).copy_(part)
-            _linear_of_part(grad_x, whose, part, weight)
-        return None, None, grad_x, ctx.work.compute_or_defer(weight, None, x.flatten(0, -2), whole.flatten(0, -2))[0]
+        grad_BSD = grad_BsD.new_empty(len(x), axis.size * size, grad_BsD.shape[2])
+        grad_x = x.new_empty(x.shape)
+        for source, shard_BsD in axis.ring_all_gather(grad_BsD):
+            grad_BSD.narrow(1, source * size, size).copy_(shard_BsD)
+            _linear_of_shard(grad_x, source, shard_BsD, ctx.weight)
+        grad_weight, _ = ctx.weight_grads.compute_or_defer(ctx.weight, None, x.flatten(0, -2), grad_BSD.flatten(0, -2))
+        return None, None, grad_x, grad_weight
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):
-    """The sum of all ranks' partial results: whole, or this rank's part of the sequence."""
+    """Sum of all ranks' partial results: whole, or this rank's shard of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, axis: TensorAxis, x: Tensor) -> Tensor:
         ctx.axis = axis
-        return (
-            axis.reduce_scatter(x).wait() if axis.sequence_parallel else axis.all_reduce(x.contiguous().clone()).wait()
-        )
+        if axis.sequence_parallel:
+            return axis.reduce_scatter(x).wait()
+        return axis.all_reduce(x.contiguous().clone()).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
@@ -141,14 +161,14 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
 def column_parallel_linear(
     axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, *linears: nn.Linear
 ) -> tuple[Tensor, ...]:
-    """The products of a hidden state with column-parallel layers: each rank gets the columns of its weights."""
+    """Apply column-parallel linear layers to one hidden state: each rank gets the outputs of its weights' rows."""
     parameters = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
     return _ParallelLinears.apply(axis, weight_grads, x, len(linears), *parameters)  # type: ignore[return-value]
 
 
 def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, linear: nn.Linear) -> Tensor:
-    """The product with a row-parallel layer, summed over the ranks. The bias, of which every rank has all, is added
-    once, to the sum."""
+    """Apply a row-parallel linear layer and sum over the ranks; the bias, whole on every rank, is added once, to the
+    sum."""
     if axis is None:
         return _ParallelLinears.apply(None, weight_grads, x, 1, linear.weight, linear.bias)[0]  # type: ignore[index]
     if axis.async_tp:
@@ -163,15 +183,14 @@ def row_parallel_linear(axis: TensorAxis | None, weight_grads: WeightGradStore, 
 def vocab_parallel_logits(
     axis: TensorAxis | None, weight_grads: WeightGradStore, x: Tensor, weight_VD: Tensor
 ) -> Tensor:
-    """The product with a column-parallel weight."""
+    """Return this rank's logits from a hidden state and its rows of the output head."""
     return _ParallelLinears.apply(axis, weight_grads, x, 1, weight_VD, None)[0]  # type: ignore[index]
 
 
 def vocab_parallel_embedding(axis: TensorAxis, vocab_start: int, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
-    """Word vectors, where each rank knows the words from `first_row` on."""
-    row_BS = tokens_BS - vocab_start
-    mine_BS = (row_BS >= 0) & (row_BS < len(weight_VD))
-    x_BSD = F.embedding(row_BS.where(mine_BS, 0), weight_VD) * mine_BS.unsqueeze(-1)
+    """Embed tokens where each rank has the rows of the vocabulary entries from `vocab_start` on."""
+    row_BS, is_local_BS = local_rows(tokens_BS, vocab_start, len(weight_VD))
+    x_BSD = F.embedding(row_BS, weight_VD) * is_local_BS.unsqueeze(-1)
     return _ReduceFromTensorParallelRegion.apply(axis, x_BSD)  # type: ignore[return-value]
 
 
@@ -180,7 +199,8 @@ def vocab_parallel_embedding(axis: TensorAxis, vocab_start: int, tokens_BS: Tens
 
 
 class _VocabParallelLoss(torch.autograd.Function):
-    """Saves the gradient of the logits, scaled in the backward; see `muster.model.loss`."""
+    """Saves the gradient of the logits, which the backward scales; see `muster.model.loss` and
+    `muster.parallel.vocab_loss`."""
 
     @staticmethod
     def forward(
@@ -204,11 +224,13 @@ class _VocabParallelLoss(torch.autograd.Function):
 
 
 def vocab_parallel_loss(
-    axis: TensorAxis, vocab_start: int, logits_BSV: Tensor, labels_BS: Tensor, z_coefficient: float = 0.0
+    axis: TensorAxis, vocab_start: int, logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0
 ) -> LossSums:
-    """As `muster.model.loss.loss_sums`, of logits of which each rank has the words from `first_row` on."""
-    logits_NV, labels_N = logits_BSV.flatten(0, 1), labels_BS.flatten()
-    return LossSums(*_VocabParallelLoss.apply(axis, vocab_start, logits_NV, labels_N, z_coefficient))  # type: ignore[misc]
+    """Return the sums of `muster.model.loss.loss_sums` where each rank has the logits of the vocabulary entries from
+    `vocab_start` on."""
+    logits_NV = logits_BSV.flatten(0, 1)
+    losses = _VocabParallelLoss.apply(axis, vocab_start, logits_NV, labels_BS.flatten(), z_loss_coefficient)
+    return LossSums(*losses)  # type: ignore[misc]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -216,8 +238,8 @@ def vocab_parallel_loss(
 
 
 def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grads: WeightGradStore) -> None:
-    """Gives a decoder products whose weight gradients can wait, with collectives around them if there is an axis;
-    its parameters already have this rank's shapes."""
+    """Replace a decoder's linear layers by ones whose weight gradients can be deferred, with collectives if there is an
+    axis; its parameters already have this rank's shapes."""
     linears = dict.fromkeys(PROJECT_IN, partial(column_parallel_linear, axis, weight_grads))
     linears |= dict.fromkeys(PROJECT_OUT, partial(row_parallel_linear, axis, weight_grads))
     for part in module.modules():
@@ -228,38 +250,37 @@ def apply_parallel_linears(module: Decoder, axis: TensorAxis | None, weight_grad
 
 
 def apply_vocab_parallel_embedding(module: Decoder, axis: TensorAxis, vocab_start: int, seq_len: int) -> None:
-    """Lets a decoder look up words of which each rank knows those from `first_row` on."""
-    module.position_state.seq_len, module.position_state.sequence_shard = (
-        seq_len,
-        axis.index if axis.sequence_parallel else 0,
-    )
+    """Let a decoder embed tokens where each rank has the rows of the vocabulary entries from `vocab_start` on."""
+    module.position_state.seq_len = seq_len
+    module.position_state.sequence_shard = axis.index if axis.sequence_parallel else 0
     module.embed_tokens = partial(vocab_parallel_embedding, axis, vocab_start)  # type: ignore[assignment]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Copies
+# Gradients of replicated parameters
 
 
 def all_reduce_replicated_grads(
     axis: TensorAxis, parameters: Mapping[str, Tensor], replicas: Mapping[str, int]
 ) -> None:
-    """Replaces the gradient of each named parameter by the sum over the ranks that hold the same copy.
+    """Replace the gradient of each named parameter by the sum over the ranks that hold the same copy.
 
-    One all-reduce for all: every group of ranks adds at a place of its own.
+    `replicas` maps a name to the number of neighbouring ranks with the same copy. One all-reduce serves all parameters
+    and groups: each group of ranks sums in a slot of its own. With 4 ranks and a parameter that 2 hold, ranks 0 and 1
+    add in slot 0, ranks 2 and 3 in slot 1.
     """
     gradients = [(parameters[name].grad, count) for name, count in replicas.items()]
     held = [(gradient, count) for gradient, count in gradients if gradient is not None and gradient.numel()]
     if not held:
         return
     sizes = [gradient.numel() * (axis.size // count) for gradient, count in held]
-    places = held[0][0].new_zeros(sum(sizes)).split(sizes)
-    own = [
-        place.view(axis.size // count, -1)[axis.index // count] for place, (_, count) in zip(places, held, strict=True)
+    buffer = held[0][0].new_zeros(sum(sizes))
+    slots = [
+        slot.view(axis.size // count, -1)[axis.index // count]
+        for slot, (_, count) in zip(buffer.split(sizes), held, strict=True)
     ]
-    for part, (gradient, _) in zip(own, held, strict=True):
-        part.copy_(gradient.flatten())
-    whole = own[0]._base
-    assert whole is not None
-    axis.all_reduce(whole).wait()
-    for part, (gradient, _) in zip(own, held, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    for slot, (gradient, _) in zip(slots, held, strict=True):
+        slot.copy_(gradient.flatten())
+    axis.all_reduce(buffer).wait()
+    for slot, (gradient, _) in zip(slots, held, strict=True):
+        gradient.copy_(slot.view_as(gradient))

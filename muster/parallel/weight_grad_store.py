@@ -1,8 +1,9 @@
-"""Weight gradients that wait: what makes a split backward, `I` and `W`, out of the ordinary one.
+"""Deferred weight gradients, which split a backward into `I` (gradients of inputs) and `W` (gradients of weights).
 
-The backward of a linear layer computes the gradient of its input at once and, while `I` runs, keeps what the gradient
-of its weight and bias needs, until `W` asks for it. Autograd sees nothing of this, so that recomputing activations and
-sharded data parallelism work as ever. Gradients of norms and of the embedding are small sums and stay in `I`.
+The backward of a linear layer computes the gradient of its input at once. While `I` runs it stores the input and the
+output's gradient, from which `W` later computes the gradients of weight and bias (S. Qi et al., Zero Bubble Pipeline
+Parallelism, arXiv:2401.10241 §2). Autograd doesn't see this, so recomputation and sharded data parallelism work
+unchanged. Gradients of norms and of the embedding are cheap sums and stay in `I`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from torch import Tensor
 
 
 class _DeferredGrad(NamedTuple):
-    """The gradient of `weight_OI` is grad_NO^T @ x_NI, that of `bias_O` the sum of grad_NO."""
+    """Operands of a deferred gradient: that of `weight_OI` is grad_NO^T @ x_NI, that of `bias_O` the sum of grad_NO
+    over N."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
@@ -22,7 +24,7 @@ class _DeferredGrad(NamedTuple):
 
 
 class WeightGradStore:
-    """The weight gradients of a stage that are still to be computed, by micro-batch."""
+    """Deferred weight gradients of a stage, by micro-batch."""
 
     def __init__(self) -> None:
         self._deferred: dict[int, list[_DeferredGrad]] = {}
@@ -30,7 +32,7 @@ class WeightGradStore:
 
     @contextmanager
     def deferring(self, micro_batch: int) -> Iterator[None]:
-        """Backwards within keep their weight gradients for `do(micro_batch)`."""
+        """Defer the weight gradients of backwards in this context until `flush(micro_batch)`."""
         self._open = self._deferred[micro_batch] = []
         try:
             yield
@@ -40,14 +42,14 @@ class WeightGradStore:
     def compute_or_defer(
         self, weight_OI: Tensor, bias_O: Tensor | None, x_NI: Tensor, grad_NO: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the weight and of the bias; None where there is no bias, or they are kept for later."""
+        """Return the gradients of the weight and of the bias; None for a deferred one, and for a missing bias."""
         if self._open is None:
             return grad_NO.t() @ x_NI, None if bias_O is None else grad_NO.sum(0)
         self._open.append(_DeferredGrad(weight_OI, bias_O, x_NI, grad_NO))
         return None, None
 
     def flush(self, micro_batch: int) -> None:
-        """Adds the gradients that were kept to those of the weights and biases."""
+        """Compute the deferred gradients of a micro-batch and add them to the parameters' `.grad`."""
         for weight_OI, bias_O, x_NI, grad_NO in self._deferred.pop(micro_batch):
             if weight_OI.grad is None:
                 weight_OI.grad = grad_NO.t() @ x_NI

@@ -1,4 +1,4 @@
-"""A World: the processes that run one attempt at a job, and how they reach each other."""
+"""World of ranks: the processes of one attempt at a job, their meshes and their process groups."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from muster.spec.plan import LayerStrategy, Plan
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
-"""How long a rank waits for another before it gives up."""
+"""Time after which a rank gives up waiting for the others in a collective."""
 FINALIZE_TIMEOUT = timedelta(days=1)
-"""How long rank 0 may work alone at the end, while the others wait for it."""
+"""Time for which the other ranks wait at the end while rank 0 works alone."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One generation of ranks under one plan. Everything that communicates receives a World."""
+    """One generation of ranks under one plan; everything that communicates receives a World."""
 
     generation: int
     rank: int
@@ -38,21 +38,22 @@ class World:
     device: torch.device
     store: dist.Store
     mesh: DeviceMesh
-    """The ranks that hold the same stages as this one, by the axes within a stage."""
+    """Ranks that hold the same stages as this one, by the axes within a stage."""
     pipeline: PipelineAxis | None = None
-    """The ranks that share a spread vocabulary with this one."""
+    """Ranks that share the vocabulary with this one under vocabulary parallelism over pipeline ranks."""
     heartbeat: Heartbeat = field(default_factory=open_heartbeat)
-    """Says to the launcher what this rank begins."""
+    """Page on which this rank tells the launcher the instruction that it is working on."""
 
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """The ranks that hold the same stage and different data, as fully_shard wants them; None for one alone."""
+        """Return the mesh of ranks that hold the same stage and different data, as fully_shard takes it; None for a
+        single rank."""
         mesh = self.plan.mesh(self.at.pp)
         if mesh.dp_replicate > 1:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"] if mesh.dp_shard > 1 else None
 
     def tensor_axis(self, strategy: LayerStrategy) -> TensorAxis | None:
-        """The ranks that share each layer with this one; None where it has them whole."""
+        """Return the tensor-parallel ranks of this one's layers; None where a rank has whole layers."""
         size = self.plan.mesh(self.at.pp).tp
         if size == 1:
             return None
@@ -60,12 +61,12 @@ class World:
         return TensorAxis(self.mesh["tp"].get_group(), size, self.at.tp, strategy.sp, chunked)
 
     def pipeline_axis(self) -> PipelineAxis:
-        """The ranks that share the vocabulary with this one, where the plan spreads it."""
+        """Return the pipeline ranks that share the vocabulary with this one; only under `vocab_parallel`."""
         assert self.pipeline is not None, "the plan's vocabulary is not spread"
         return self.pipeline
 
     def wait_for_rank_0(self) -> None:
-        """Lets rank 0 finish what it does alone, however long it takes; every rank calls it."""
+        """Wait until rank 0 has finished the work that it does alone; every rank must call it."""
         self.heartbeat.update("finish")
         if self.rank == 0:
             self.store.set("main is done", "")
@@ -73,32 +74,36 @@ class World:
             self.store.wait(["main is done"], FINALIZE_TIMEOUT)
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` over all ranks, in place."""
+        """Sum `values` over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def all_reduce_async(self, values: torch.Tensor) -> dist.Work:
-        """Begins to sum `values` over all ranks, of which there are several; they hold the sum once that is over."""
+        """Start to sum `values` over all ranks, of which there are at least two; it holds the sum once the returned
+        work is done."""
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
         return work
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait until every rank has reached this call."""
         if self.size > 1:
             dist.barrier()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order, on every rank. For small things only."""
+        """Return every rank's `value`, in rank order, on every rank; for small objects only."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def all_gather_object_via_store(self, name: str, value: T, limit: timedelta) -> list[T]:
-        """As `exchange`, for what JSON can say, where a rank may come so much later than another. Each call wants a
-        name of its own. It goes over the store: a collective would give up after WAIT_LIMIT."""
+        """Do the same as `all_gather_object` where a rank may come up to `limit` later than another.
+
+        The values must be JSON. They go over the store, since a collective would give up after COLLECTIVE_TIMEOUT. Each
+        call needs a `name` of its own.
+        """
         keys = [f"exchange/{name}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], json.dumps(value))
         everyone = f"exchange/{name}/all"
@@ -109,7 +114,7 @@ class World:
         return json.loads(self.store.get(everyone))
 
     def broadcast_object(self, value: T) -> T:
-        """Rank 0's `value`, on every rank. For small things only."""
+        """Return rank 0's `value` on every rank; for small objects only."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box)
@@ -120,10 +125,11 @@ class World:
 def open_world(
     store: dist.Store, rank: int, size: int, plan: Plan, generation: int = 0, device: torch.device | None = None
 ) -> Iterator[World]:
-    """Joins `size` ranks, each under its own prefix of the launcher's store, and leaves together at the end.
+    """Join `size` ranks under this generation's prefix of the launcher's store, yield the World, and leave together at
+    the end.
 
-    Leaving without a last barrier can abort the ranks that are slower, so a normal exit waits for all; an exception
-    doesn't, because the others may never come.
+    A rank that leaves early can abort slower ones, so a normal exit ends with a barrier. An exception skips it, because
+    the others may never come.
     """
     device = device or pick_device(rank, size)
     where = open_heartbeat()
@@ -148,22 +154,23 @@ def open_world(
 
 
 def fake_world(plan: Plan, rank: int, store: dist.Store) -> World:
-    """The world as `rank` sees it where all ranks are one process's fiction: the process group is there already, and it
-    is PyTorch's fake one."""
+    """Build the World of one `rank` of a plan whose other ranks don't exist: the process group, already initialised, is
+    PyTorch's fake one."""
     at, device = coordinates_of(plan, rank), torch.device("cpu")
     pipe = _pipeline_axis(plan, at) if plan.vocab_parallel else None
     return World(0, rank, plan.world_size, plan, at, device, store, _stage_mesh(plan, at.pp, device), pipe)
 
 
 def _stage_mesh(plan: Plan, pp_rank: int, device: torch.device) -> DeviceMesh:
-    """The ranks of one pipeline rank. Every rank of the world must call it."""
+    """Build the mesh of one pipeline rank; every rank of the world must call it."""
     ranks, mesh = [rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)], plan.mesh(pp_rank)
     sizes = [getattr(mesh, axis) for axis in STAGE_AXES]
     return DeviceMesh(device.type, torch.tensor(ranks).view(sizes), mesh_dim_names=STAGE_AXES)
 
 
 def _pipeline_axis(plan: Plan, at: MeshCoordinates) -> PipelineAxis:
-    """Every rank of the world must call it."""
+    """Build the group of ranks with one member on each pipeline rank that this one belongs to; every rank of the world
+    must call it."""
     own: PipelineAxis | None = None
     for ranks in zip(
         *([rank for rank, _ in ranks_of_pp_rank(plan, pp_rank)] for pp_rank in range(plan.pp)), strict=True
@@ -177,9 +184,9 @@ def _pipeline_axis(plan: Plan, at: MeshCoordinates) -> PipelineAxis:
 
 
 def pick_device(rank: int, size: int) -> torch.device:
-    """This rank's own GPU where the machine has one for each of its ranks, the CPU for all of them otherwise.
+    """Return this rank's GPU if the machine has one for each of its ranks, else the CPU, which all of them share.
 
-    torchrun says how many ranks a machine has; without it all of them are on this one.
+    torchrun sets the number of ranks on a machine; without it all of them run on this one.
     """
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
