@@ -3,13 +3,13 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 OLDER = Path(__file__).parent / "data" / "written_before" / "b48f258"
 EXPECTED = json.loads((OLDER / "expected.json").read_text())
@@ -41,16 +41,11 @@ def unpack(root: Path, name: str) -> None:
     _place(root)
 
 
-def muster(*arguments: str, code: int = 0) -> str:
-    """Runs a command and returns its standard output; its warnings are checked by `renames`."""
-    return run_muster(*arguments, code=code)[0]
-
-
-def run_muster(*arguments: str, code: int = 0) -> tuple[str, str]:
-    command = [sys.executable, "-m", "muster", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == code, f"{arguments}: {done.stderr}"
-    return done.stdout, done.stderr
+def muster(*arguments: str) -> str:
+    """Runs a command, which must succeed, and returns its standard output."""
+    done = forks.run(*arguments)
+    assert done.returncode == 0, f"{arguments}: {done.stderr}"
+    return done.stdout
 
 
 def losses(run: Path) -> list[float]:

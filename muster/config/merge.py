@@ -114,7 +114,7 @@ class MergedConfig:
         kept = {field: (self.values[path], self.origins[path]) for field, path in paths.items() if path in self.values}
         said: dict[str, tuple[Any, str]] = {}
         if looks_like_path(text):
-            layer = read_file_layer(folder / text)
+            layer = current_layer("plan", read_file_layer(folder / text))
             said = {field: (value, layer.origin(field)) for field, value in layer.values.items()}
         elif text != "auto":
             said = {field: (value, origin) for field, value in self._named(text, origin).items()}
