@@ -186,11 +186,14 @@ def test_compare_prints_the_shortest_first_and_why_others_refuse(schedule):
     assert code == 0
     head, *rows = out.splitlines()
     assert head.split() == ["stages", "per", "rank", "makespan", "bubble", "part", "peak"]
-    shown = [row.split() for row in rows if " refuses: " not in row]
+    shown = [row.split() for row in rows if " is not possible: " not in row]
     assert [float(row[2]) for row in shown] == sorted(float(row[2]) for row in shown)
     assert {row[0] for row in shown} >= {"interleaved", "1f1b"}
-    assert "gpipe refuses: gpipe keeps the activations of 8 micro-batches on rank 0, more than the limit of 6" in rows
-    refused = {row.partition(" ")[0] for row in rows if " refuses: " in row}
+    assert (
+        "gpipe is not possible: gpipe keeps the activations of 8 micro-batches on rank 0, more than the limit of 6"
+        in rows
+    )
+    refused = {row.partition(" ")[0] for row in rows if " is not possible: " in row}
     assert {row[0] for row in shown} | refused == set(SCHEDULES)
 
 
@@ -202,8 +205,8 @@ SIZE = "--ranks 2 --microbatches 2"
     [
         ("", 2, "expected one of NAME (such as 1f1b), --file FILE, --compare and --list"),
         ("1f1b --list", 2, "expected one of NAME"),
-        ("1f1b --ranks 2", 2, "--microbatches is missing: how many micro-batches are there?"),
-        ("--compare --microbatches 2", 2, "--ranks is missing: how many ranks are there?"),
+        ("1f1b --ranks 2", 2, "--microbatches is missing: expected the number of micro-batches"),
+        ("--compare --microbatches 2", 2, "--ranks is missing: expected the number of ranks"),
         ("1f1b --ranks 2 --microbatches 0", 2, "--microbatches: expected a whole number >= 1, got '0'"),
         ("1f1b --ranks 2000 --microbatches 200000", 2, "are 400,000,000, too many to draw: expected at most 1,000,000"),
         (f"1f1a {SIZE}", 2, "unknown schedule '1f1a'; known: gpipe, 1f1b,"),
@@ -224,11 +227,15 @@ SIZE = "--ranks 2 --microbatches 2"
             3,
             "gis with words keeps 4.5 micro-batches' activations",
         ),
-        (f"--compare {SIZE} --vocab-parallel 1", 2, "--vocab-parallel is for a schedule by its name"),
-        (f"--compare {SIZE} --json", 2, "--json, --svg and --trace are for one schedule, not for --list or --compare"),
+        (f"--compare {SIZE} --vocab-parallel 1", 2, "--vocab-parallel needs a schedule's name"),
+        (
+            f"--compare {SIZE} --json",
+            2,
+            "--json, --svg and --trace need a single schedule: leave out --list or --compare",
+        ),
         (f"1f1b {SIZE} --svg /nowhere/at/all.svg", 2, "can't write /nowhere/at/all.svg: No such file or directory"),
         ("--file /nowhere", 2, "can't read /nowhere: No such file or directory"),
-        ("--file /nowhere --ranks 2", 2, "--ranks is said by the file, it can't be given as well"),
+        ("--file /nowhere --ranks 2", 2, "--ranks is set by the file and can't be given too"),
     ],
 )
 def test_a_wrong_request_gets_one_sentence(line, code, sentence, schedule):
@@ -258,7 +265,7 @@ OWN = {
         ({"n_microbatches": 0}, 3, "num_micro_batches of at least 1, got 0"),
         ({"ranks": []}, 3, "num_ranks of at least 1, got 0"),
         ({"ranks": [["zero"], []]}, 2, "'zero' is not an action; one looks like 2F0"),
-        ({"stages": [OWN["stages"][0]]}, 2, "has 1 stages, which don't spread over its ranks evenly"),
+        ({"stages": [OWN["stages"][0]]}, 2, "has 1 stages, which can't be divided evenly among its ranks"),
         ({"stages": [OWN["stages"][0], OWN["stages"][0]]}, 2, "stages are numbered replica by replica"),
         ({"ranks": 5}, 2, "expected one object as 'muster schedule NAME --json' prints it"),
     ],

@@ -117,22 +117,22 @@ def _parse_convert(arguments: list[str]) -> argparse.Namespace:
         " torch.distributed.checkpoint folder as another kind of directory.",
         "SRC DST --to muster|hf|dcp [flags]",
     )
-    parser.add_argument("source", type=Path, metavar="SRC", help="what is converted")
-    parser.add_argument("target", type=Path, metavar="DST", help="the directory that is written; it must not be there")
-    parser.add_argument("--to", choices=("muster", "hf", "dcp"), required=True, help="what DST will be")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they are stored)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files from there")
-    parser.add_argument("--model", metavar="NAME", help="what SRC holds, where it doesn't say it: a name or hf:DIR")
+    parser.add_argument("source", type=Path, metavar="SRC", help="directory to convert")
+    parser.add_argument("target", type=Path, metavar="DST", help="new directory; must not exist yet")
+    parser.add_argument("--to", choices=("muster", "hf", "dcp"), required=True, help="format of DST")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as stored)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer files")
+    parser.add_argument("--model", metavar="NAME", help="model in SRC if SRC doesn't name it: a name or hf:DIR")
     return parser.parse(arguments)
 
 
 def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
-    parser = _parser("inspect", "Say what a directory holds: plan, step, sizes, dtypes.", "PATH [flags]")
+    parser = _parser("inspect", "Show the contents of a directory: plan, step, sizes, dtypes.", "PATH [flags]")
     parser.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or another directory of weights")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument(
-        "--tensor", action="append", default=[], metavar="NAME", help="statistics of a tensor's numbers; repeatable"
+        "--tensor", action="append", default=[], metavar="NAME", help="statistics of a tensor's elements; repeatable"
     )
     return parser.parse(arguments)
 
@@ -140,7 +140,7 @@ def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
 def _parse_verify(arguments: list[str]) -> argparse.Namespace:
     parser = _parser(
         "verify",
-        "Read everything once, and compare each piece with its checksum where there is one. Exit code 1: damaged.",
+        "Read everything once, and compare each shard with its checksum if there is one. Exit code 1: damaged.",
         "PATH [--json]",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a run (all of its checkpoints), or one directory")
@@ -150,7 +150,7 @@ def _parse_verify(arguments: list[str]) -> argparse.Namespace:
 def _parse_diff(arguments: list[str]) -> argparse.Namespace:
     parser = _parser(
         "diff",
-        "Compare two directories: step, plan, model, and every tensor that both can hold. Exit code 1: tensors differ.",
+        "Compare two directories: step, plan, model, and every tensor that both may hold. Exit code 1: tensors differ.",
         "A B [--json]",
     )
     for name in ("a", "b"):
@@ -161,18 +161,20 @@ def _parse_diff(arguments: list[str]) -> argparse.Namespace:
 def _parse_prune(arguments: list[str]) -> argparse.Namespace:
     parser = _parser(
         "prune",
-        "Remove a run's older checkpoints, and what killed runs left half-written. The last good one always stays.",
+        "Remove a run's older checkpoints, and unfinished files of killed runs. The last good checkpoint always stays.",
         "RUN --keep-last N [flags]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo")
-    parser.add_argument("--keep-last", type=positive_int, required=True, metavar="N", help="so many of the newest stay")
+    parser.add_argument(
+        "--keep-last", type=positive_int, required=True, metavar="N", help="number of newest checkpoints to keep"
+    )
     parser.add_argument(
         "--keep-every",
         type=positive_int,
         metavar="N",
-        help="steps that are multiples of it stay too (default: the run's train.keep_every)",
+        help="also keep steps that are multiples of N (default: the run's train.keep_every)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     return parser.parse(arguments)
 
 
@@ -186,8 +188,8 @@ VERBS: dict[
     str, tuple[str, Callable[[list[str]], argparse.Namespace], Callable[[argparse.Namespace], SubcommandOutput]]
 ] = {
     "convert": ("write a checkpoint as another kind of directory", _parse_convert, _convert),
-    "inspect": ("say what a directory holds", _parse_inspect, _inspect),
-    "verify": ("read everything, and check it", _parse_verify, _verify),
+    "inspect": ("show the contents of a directory", _parse_inspect, _inspect),
+    "verify": ("read everything and check it", _parse_verify, _verify),
     "diff": ("compare two directories", _parse_diff, _diff),
     "prune": ("remove a run's older checkpoints", _parse_prune, _prune),
 }
@@ -197,7 +199,7 @@ def _help() -> str:
     verbs = "".join(f"  {verb:<8} {explanation}\n" for verb, (explanation, _, _) in VERBS.items())
     return (
         "usage: muster checkpoint VERB …\n\n"
-        "Look at, convert and tidy up checkpoints, Hugging Face directories and\n"
+        "Inspect, convert and prune checkpoints, Hugging Face directories and\n"
         "torch.distributed.checkpoint folders.\n\n"
         f"{verbs}\n'muster checkpoint VERB --help' explains a verb.\n"
     )

@@ -54,7 +54,7 @@ def _prepare(args: argparse.Namespace) -> SubcommandOutput:
 
     what = _preparation(args)
     if args.out.exists() and not (args.out / HEADER_FILE).exists():
-        raise ConfigError(f"--out {args.out} is there already and is not a token store: choose another place")
+        raise ConfigError(f"--out {args.out} exists and is not a token store: choose another directory")
     with ByteProgress("preparing") as bar:
         bar.add_total(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
         seen = 0
@@ -120,48 +120,60 @@ def _preparation(args: argparse.Namespace) -> "PrepareOptions":
 
 
 def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("data prepare", "Make a token store, which training reads at once. The same command goes on.")
+    parser = Parser(
+        "data prepare",
+        "Make a token store, which training reads directly. The same command resumes an interrupted one.",
+    )
     parser.add_argument("source", metavar="SOURCE", help="a file, a directory, or python-stdlib")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the store to be made")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="token store to write")
     _add_reading(parser)
     parser.add_argument(
-        "--on-invalid-row", choices=("stop", "skip"), default="stop", help="stop at a bad row, or leave it out"
+        "--on-invalid-row",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop at an invalid row, or skip it (default: stop)",
     )
-    parser.add_argument("--max-bytes", type=positive_int, metavar="N", help="read no more of text and JSON lines")
+    parser.add_argument(
+        "--max-bytes", type=positive_int, metavar="N", help="read at most N bytes of text and JSON lines"
+    )
     parser.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one per core)")
-    parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx, too")
+    parser.add_argument("--megatron", type=Path, metavar="PREFIX", help="also write PREFIX.bin and PREFIX.idx")
     return parser.parse(arguments)
 
 
 def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("data inspect", "Say what a token store holds.")
-    parser.add_argument("store", type=Path, metavar="STORE", help="a directory that prepare made")
-    parser.add_argument("--documents", type=positive_int, metavar="N", help="show the beginnings of the first N")
+    parser = Parser("data inspect", "Show the contents of a token store.")
+    parser.add_argument("store", type=Path, metavar="STORE", help="a token store made by prepare")
+    parser.add_argument(
+        "--documents", type=positive_int, metavar="N", help="show the beginnings of the first N documents"
+    )
     parser.add_argument("--tokenizer", default="bytes", metavar="T", help="the store's tokenizer (default: bytes)")
-    parser.add_argument("--eos-token", metavar="TOKEN", help="the token that ends documents")
+    parser.add_argument("--eos-token", metavar="TOKEN", help="end-of-document token")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)
 
 
 def _parse_check(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("data check", "Read all of a token store or of a source, and name what is wrong with it.")
-    parser.add_argument("source", metavar="STORE|SOURCE", help="a store, or what prepare could make one of")
+    parser = Parser("data check", "Read a whole token store or source, and report its errors.")
+    parser.add_argument("source", metavar="STORE|SOURCE", help="a token store, or a source for prepare")
     _add_reading(parser)
     return parser.parse(arguments)
 
 
 def _add_reading(parser: Parser) -> None:
     parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
-    parser.add_argument("--eos-token", metavar="TOKEN", help="the token that ends documents, if the files don't say it")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template of dialogues")
-    parser.add_argument("--text-key", metavar="KEY", help="the key of a row's text")
+    parser.add_argument(
+        "--eos-token", metavar="TOKEN", help="end-of-document token, if the tokenizer's files don't name it"
+    )
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template for dialogues")
+    parser.add_argument("--text-key", metavar="KEY", help="key of a row's text")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 VERBS = {
-    "prepare": ("make a token store of texts and tables", _parse_prepare, _prepare),
-    "inspect": ("say what a token store holds", _parse_inspect, _inspect),
-    "check": ("read all of a store or a source, and name what is wrong", _parse_check, _check),
+    "prepare": ("make a token store from texts and tables", _parse_prepare, _prepare),
+    "inspect": ("show the contents of a token store", _parse_inspect, _inspect),
+    "check": ("read a whole store or source, and report its errors", _parse_check, _check),
 }
 
 

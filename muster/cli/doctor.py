@@ -14,18 +14,20 @@ def run(arguments: list[str]) -> int:
     """Check the machine. Returns 0 when all is well, 1 otherwise."""
     parser = Parser(
         "doctor",
-        "Look at this machine before training: versions, memory, disk, clocks, ports, ranks, bandwidth.",
-        epilog="Ends with 0 when all is well, with 1 otherwise; no check takes longer than --time-limit.",
+        "Check this machine before training: versions, memory, disk, clocks, ports, ranks, bandwidth.",
+        epilog="Exit code 0: all is well; 1: problems. No check takes longer than --time-limit.",
     )
-    parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="where runs are to be written")
+    parser.add_argument("--run", type=Path, default=Path("runs"), metavar="DIR", help="directory for runs")
     parser.add_argument(
         "--ranks",
         type=positive_int,
         metavar="N",
-        help="processes that meet (default: 2, or 1 a node)",
+        help="processes of the all-reduce check (default: 2, or 1 per node)",
     )
-    parser.add_argument("--time-limit", type=positive_int, default=60, metavar="S", help="seconds for each check, 60")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--time-limit", type=positive_int, default=60, metavar="S", help="seconds for each check (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_node_flags(parser)
     args = parser.parse(arguments)
     nodes = nodes_request(args)

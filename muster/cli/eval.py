@@ -49,18 +49,20 @@ def _run_tasks(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval", "Say what loss and perplexity a trained model has on held-out or other data, or run tasks.")
+    parser = Parser("eval", "Compute a trained model's loss and perplexity on validation or other data, or run tasks.")
     parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
-    parser.add_argument("--source", metavar="SOURCE", help="other data than what the run holds out")
-    parser.add_argument("--tokenizer", metavar="T", help="another tokenizer than the run's or the directory's own")
+    parser.add_argument("--source", metavar="SOURCE", help="data to use instead of the run's validation split")
+    parser.add_argument("--tokenizer", metavar="T", help="tokenizer to use instead of the run's or directory's")
     parser.add_argument("--seq-len", type=positive_int, metavar="N", help="tokens of each sample (default: the run's)")
     parser.add_argument(
         "--samples",
         type=positive_int,
         metavar="N",
-        help=f"of each source (default: {DEFAULT_SAMPLES}) or task (default: all)",
+        help=f"samples of each source (default: {DEFAULT_SAMPLES}) or task (default: all)",
     )
-    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, over a Hugging Face directory")
-    parser.add_argument("--task-dir", type=Path, metavar="DIR", help="tasks beside the harness's own")
+    parser.add_argument(
+        "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, run on a Hugging Face directory"
+    )
+    parser.add_argument("--task-dir", type=Path, metavar="DIR", help="directory of further tasks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)

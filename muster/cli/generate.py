@@ -62,7 +62,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "generate",
-        "Let a trained model go on from a prompt, or from several at once.",
+        "Let a trained model continue a prompt, or several at once.",
         usage="muster generate RUN --prompt TEXT [--prompt TEXT …] [flags]",
     )
     parser.add_argument(
@@ -71,18 +71,33 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="RUN",
         help="a run directory, such as runs/demo, a checkpoint, or a converted directory",
     )
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--tokens", type=positive_int, default=200, metavar="N", help="new ones at most (default: 200)")
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="beginning of the text")
     parser.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest token (default: 0.7)"
+        "--tokens", type=positive_int, default=200, metavar="N", help="maximum number of new tokens (default: 200)"
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, metavar="K", help="draw from so many of the likeliest; 0: all (default: 40)"
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="sampling temperature; 0: always the likeliest token (default: 0.7)",
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this probability together"
+        "--top-k", type=int, default=40, metavar="K", help="sample from the K likeliest tokens; 0: all (default: 40)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="what the draws come from (default: 0)")
-    parser.add_argument("--plan", default="dp1", metavar="PLAN", help="tp2: on two processes; bf16: in that precision")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens with total probability P (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling (default: 0)")
+    parser.add_argument(
+        "--plan",
+        default="dp1",
+        metavar="PLAN",
+        help="plan, such as tp2 (two processes) or bf16 (precision) (default: dp1)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse(arguments)

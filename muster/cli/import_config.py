@@ -19,14 +19,14 @@ def run(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE")
-    add("-o", "--output", type=Path, metavar="RUN.yaml", help="where the run file is written (it is printed)")
+    add("-o", "--output", type=Path, metavar="RUN.yaml", help="run file to write (default: print it)")
     add(
         "--nproc",
         type=positive_int,
         metavar="N",
-        help="processes of the run, where the file leaves them to the launcher",
+        help="number of processes, if FILE leaves it to the launcher",
     )
-    add("--model", metavar="M", help="torchtitan: Muster's name, or the file, of a model that it knows by no such name")
+    add("--model", metavar="M", help="torchtitan: Muster's name or file of a model that has another name there")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     from muster.config.import_config import import_config
@@ -54,8 +54,8 @@ def _show(found: "ImportedConfig", output: Path | None) -> None:
         value = "" if one.value is True or one.value is None else f" {one.value}"
         print(f"not carried over: {one.option}{value}: {one.reason}")
     for key in found.missing:
-        print(f"still to be said: {key}")
+        print(f"still to be set: {key}")
     for reason in found.refused:
-        print(f"can't be run as it is: {reason}")
+        print(f"can't be run as is: {reason}")
     if output is not None:
         print(f"run file: {output}")

@@ -58,21 +58,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "memory-check",
         "Compare the forecast of a plan's memory, on the first rank of each pipeline rank, with PyTorch's accounting of"
-        " a step: of one process that plays the rank on tensors without memory, or of real processes. Exit code 1:"
+        " a step: of one process that simulates the rank on fake tensors, or of real processes. Exit code 1:"
         f" they differ by more than {TOLERANCE:.0%}.",
         usage="muster memory-check --model M --plan PLAN [flags]",
     )
     add = parser.add_argument
-    add("--model", metavar="M", help="a model that comes with Muster, such as llama3-8b, or its file")
+    add("--model", metavar="M", help="model: a name such as llama3-8b, or a file")
     add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2")
-    add("--seq-len", type=positive_int, default=2048, metavar="S", help="tokens of a sequence (default: 2048)")
+    add("--seq-len", type=positive_int, default=2048, metavar="S", help="tokens per sequence (default: 2048)")
     add(
         "--micro-batches",
         type=positive_int,
         metavar="N",
-        help=f"micro-batches of a step (default: {DEFAULT_MICRO_BATCHES} for each pipeline rank)",
+        help=f"micro-batches per step (default: {DEFAULT_MICRO_BATCHES} per pipeline rank)",
     )
-    add("--on-device", action="store_true", help="run the plan's ranks as processes on this machine, with real memory")
+    add("--on-device", action="store_true", help="run the plan's ranks as real processes on this machine")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     for flag, example in (("model", "llama3-8b"), ("plan", "dp8-tp4-pp2")):
@@ -118,8 +118,8 @@ def _print(found: list[RankComparison], plan: "Plan", args: argparse.Namespace) 
         ]
         print(json.dumps({"version": 1, "plan": format_plan_name(plan), "real": args.on_device, "ranks": ranks}))
         return
-    how = "processes of this machine" if args.on_device else f"one process that plays {plan.world_size} ranks"
-    print(f"{args.model}, plan {format_plan_name(plan)}, sequences of {args.seq_len:,} tokens, counted in {how}")
+    how = "real processes" if args.on_device else f"one process that simulates {plan.world_size} ranks"
+    print(f"{args.model}, plan {format_plan_name(plan)}, sequences of {args.seq_len:,} tokens, counted with {how}")
     for one in found:
         print(
             f"rank {one.rank:<5} forecast {format_bytes(one.forecast_bytes):>9}, PyTorch counts"

@@ -36,10 +36,14 @@ def add_node_flags(parser: Parser) -> None:
     """Add the flags, which `nodes_request` reads."""
     parser.foreign_flags |= OTHER_LAUNCHERS_FLAGS
     add = parser.add_argument
-    add("--nodes", type=positive_int, metavar="N", help="machines, on each of which this command is started")
-    add("--node-rank", type=_rank, metavar="R", help="which of them this is, from 0")
-    add("--rendezvous", metavar="HOST[:PORT]", help="where node 0 listens for the others (default port: 29400)")
-    add("--interface", metavar="NAME", help="network interface of the ranks (default: the one towards HOST)")
+    add("--nodes", type=positive_int, metavar="N", help="number of nodes, on each of which this command is started")
+    add("--node-rank", type=_rank, metavar="R", help="number of this node, from 0")
+    add(
+        "--rendezvous",
+        metavar="HOST[:PORT]",
+        help="address at which node 0 listens for the others (default port: 29400)",
+    )
+    add("--interface", metavar="NAME", help="network interface of the ranks (default: that of the route to HOST)")
     add(
         "--rendezvous-timeout",
         type=positive_int,
@@ -55,17 +59,17 @@ def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
     if args.nodes in (None, 1) and given in ([], ["--nodes"]):
         return None
     if args.nodes is None:
-        raise ConfigError(f"{given[0]} without --nodes would train a world of one: expected {_FORM}")
+        raise ConfigError(f"{given[0]} without --nodes would train on one node: expected {_FORM}")
     if args.nodes == 1:
-        raise ConfigError(f"--nodes 1 with {given[1]}: expected {_FORM} with N of 2 or more, or none of them")
+        raise ConfigError(f"--nodes 1 with {given[1]}: expected {_FORM} with N >= 2, or none of these flags")
     missing = [f"--{flag}" for flag in ("node-rank", "rendezvous") if f"--{flag}" not in given]
     if missing:
         raise ConfigError(
-            f"--nodes {args.nodes} without {missing[0]}: expected {_FORM}, the same but for R on all nodes"
+            f"--nodes {args.nodes} without {missing[0]}: expected {_FORM}, with a different R on each node"
         )
     if args.node_rank >= args.nodes:
         raise ConfigError(
-            f"--node-rank {args.node_rank} of {args.nodes} nodes: expected 0 to {args.nodes - 1}, another on each"
+            f"--node-rank {args.node_rank} of {args.nodes} nodes: expected 0 to {args.nodes - 1}, one for each node"
         )
     from muster.launch.nodes.rendezvous_config import DEFAULT_PORT, DEFAULT_TIMEOUT_S, RendezvousConfig
 
@@ -88,5 +92,5 @@ def _place(text: str, usual_port: int) -> tuple[str, int]:
 
 def _rank(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got '{text}'")
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 0, got '{text}'")
     return int(text)

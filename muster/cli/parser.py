@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import fill, wrap
 from typing import Any, NoReturn, TypeVar
 
 from muster.spec.errors import ConfigError
@@ -12,11 +13,25 @@ Override = tuple[str, Any]
 """Dotted key with its text or value."""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help that never breaks a flag such as `--time-limit` at its hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fill(
+            " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        )
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are ConfigErrors."""
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
-        super().__init__(prog=f"muster {verb}", description=description, allow_abbrev=False, **more)
+        super().__init__(
+            prog=f"muster {verb}", description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **more
+        )
         self.foreign_flags: dict[str, str] = {}
         """Flags of other programs → Muster's flags with the same meaning."""
         self.add_argument(
@@ -24,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             action="append",
             default=[],
             metavar="FILE",
-            help="a Python file that registers parts of one's own",
+            help="Python file that registers plugins",
         )
 
     def error(self, message: str) -> NoReturn:

@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
         return _run(args)
     except KeyboardInterrupt:
         print(
-            "muster: interrupted before an answer; --time-limit S ends a search with the best plan so far",
+            "muster: interrupted before an answer; --time-limit S ends a search with its best plan so far",
             file=sys.stderr,
         )
         return 130
@@ -56,42 +56,51 @@ def _run(args: argparse.Namespace) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "plan",
-        "Find the best plans for a model on a cluster, simulate them, and say why they are the best.",
+        "Find the best plans for a model on a cluster by simulation, and explain why they are best.",
         usage="muster plan --model M --cluster C [--seq-len S] [--global-batch B] [--tokens T] [flags]",
-        epilog="A plan marked * is predicted, but can't be run yet.",
+        epilog="Plans marked * are predicted, but can't be run yet.",
     )
     add = parser.add_argument
     add_planning_flags(parser, "4 Mi tokens, or the Step Law")
-    add("--tokens", metavar="T", help="tokens of the whole training, such as 15T: days, cost, energy and CO₂ of it")
-    add("--objective", choices=("time", "cost", "energy", "memory"), default="time", help="what is made small")
-    add("--top", type=positive_int, default=5, metavar="K", help="plans that are shown (default: 5)")
-    add("--precision", metavar="P", help="of the compute (default: bf16, fp32 on CPUs)")
+    add("--tokens", metavar="T", help="tokens of the whole training, such as 15T; shows its days, cost, energy and CO₂")
+    add(
+        "--objective",
+        choices=("time", "cost", "energy", "memory"),
+        default="time",
+        help="metric to minimize (default: time)",
+    )
+    add("--top", type=positive_int, default=5, metavar="K", help="number of plans to show (default: 5)")
+    add("--precision", metavar="P", help="compute precision (default: bf16, fp32 on CPUs)")
     add(
         "--require",
         action="append",
         metavar="PARTS",
-        help="parts of a name that all plans must have, such as tp8-z1",
+        help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
-    add("--memory-limit", metavar="SIZE", help="of each device, what may be used at most, such as 70GB")
-    add("--runnable", action="store_true", help="only plans that muster train runs today")
-    add("--explain", action="store_true", help="say what became of every family of plans")
+    add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
+    add("--runnable", action="store_true", help="only plans that muster train can run")
+    add("--explain", action="store_true", help="show the best plan of every family")
     add(
         "--time-limit",
         type=_seconds,
         default=SEARCH_TIME_LIMIT_S,
         metavar="S",
-        help="seconds of search at most; most need less (default: %(default)g)",
+        help="maximum seconds of search (default: %(default)g)",
     )
     add("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for muster train --parallel FILE")
-    add("--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write files that start it on nodes")
-    add("--run-file", metavar="FILE", help="the run file that they name (default: run.yaml)")
-    add("--pareto", action="store_true", help="the front over step time, memory, cost and number of devices")
+    add(
+        "--launch", choices=("torchrun", "slurm", "kubernetes", "skypilot"), help="write launch files for the best plan"
+    )
+    add("--run-file", metavar="FILE", help="run file named in the launch files (default: run.yaml)")
+    add(
+        "--pareto", action="store_true", help="show the Pareto front over step time, memory, cost and number of devices"
+    )
     add("--html", type=Path, metavar="FILE", help="with --pareto: write it as a page")
     add(
         "--what-if",
         action="append",
         metavar="CHANGE",
-        help="compare with another cluster: nodes=x2, network=/2, failed=1, cluster=64xa100; may be repeated",
+        help="compare with another cluster: nodes=x2, network=/2, failed=1, cluster=64xa100; repeatable",
     )
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
@@ -100,15 +109,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if (args.pareto or args.what_if) and (others or (args.pareto and args.what_if)):
         mine = "pareto" if args.pareto else "what-if"
         given = [*(["what-if"] if mine == "pareto" and args.what_if else []), *others]
-        raise ConfigError(f"--{mine} compares plans, and doesn't go with --{', --'.join(given)}: leave that out")
+        raise ConfigError(f"--{mine} compares plans and can't be combined with --{', --'.join(given)}: leave that out")
     if args.html and not args.pareto:
-        raise ConfigError(f"--html {args.html} is the page of --pareto: give that too")
+        raise ConfigError(f"--html {args.html} is the page of --pareto, which is missing")
     if args.run_file and not args.launch:
-        raise ConfigError(f"--run-file {args.run_file} is named in the files of --launch: say which, such as slurm")
+        raise ConfigError(
+            f"--run-file {args.run_file} is for the files of --launch, which is missing: add --launch slurm"
+        )
     if args.output and not args.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {args.output}: there is no folder {args.output.absolute().parent}")
+        raise ConfigError(f"--output {args.output}: there is no directory {args.output.absolute().parent}")
     if args.output and args.output.is_dir():
-        raise ConfigError(f"--output {args.output} is a folder: expected a file such as {args.output / 'plan.yaml'}")
+        raise ConfigError(f"--output {args.output} is a directory: expected a file such as {args.output / 'plan.yaml'}")
     return args
 
 

@@ -14,20 +14,20 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
     add(
         "--model",
         metavar="M",
-        help="a model that comes with Muster, such as llama3-8b, its file or a Hugging Face directory",
+        help="model: a name such as llama3-8b, a file or a Hugging Face directory",
     )
     add(
         "--cluster",
         metavar="C",
-        help="devices, such as 64xh100, a cluster that comes with Muster, its file, or this (machine, once profiled)",
+        help="cluster: devices such as 64xh100, a name, a file, or 'this' (this machine, profiled)",
     )
     add(
         "--seq-len",
         type=positive_int,
         metavar="S",
-        help=f"tokens of a sequence (default: {SEQ_LEN}, or the model's most)",
+        help=f"tokens per sequence (default: {SEQ_LEN}, or the model's maximum)",
     )
-    add("--global-batch", type=positive_int, metavar="B", help=f"sequences of a step (default: {default_batch})")
+    add("--global-batch", type=positive_int, metavar="B", help=f"sequences per step (default: {default_batch})")
 
 
 def require_flags(args: argparse.Namespace, examples: Mapping[str, str]) -> None:

@@ -38,13 +38,13 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "predict",
-        "Predict the step time, throughput and memory of a plan, from the specification of a cluster alone.",
+        "Predict step time, throughput and memory of a plan from the specification of a cluster.",
         usage="muster predict --model M --cluster C --plan PLAN [flags]",
-        epilog="A cluster measured by muster profile gives the times of that machine.",
+        epilog="With a cluster file of muster profile, the measured times of that machine are used.",
     )
     add = parser.add_argument
-    add("--plan", metavar="PLAN", help="a plan's name, such as dp8-tp4-pp2, its file, or a run file")
-    add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches for each pipeline rank")
+    add("--plan", metavar="PLAN", help="plan: a name such as dp8-tp4-pp2, a plan file or a run file")
+    add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches per pipeline rank")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")

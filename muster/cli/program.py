@@ -11,18 +11,18 @@ def run(arguments: list[str]) -> int:
     """Print or check a program. Returns the exit code."""
     parser = Parser(
         "program",
-        "Print what each pipeline rank does in one step of a plan, or check a program.",
+        "Print each pipeline rank's instructions in one step of a plan, or check a program.",
         usage="muster program (PLAN [--preset NAME] [--model NAME] [--section.key VALUE …] | --check FILE)",
-        epilog="Batch and sequence length come from the preset: --train.global_batch_size 64 changes one.",
+        epilog="Batch and sequence length come from the preset; change them as in --train.global_batch_size 64.",
     )
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, or its file")
-    parser.add_argument("--preset", default="tiny", metavar="NAME", help="what is trained (default: tiny)")
+    parser.add_argument("--preset", default="tiny", metavar="NAME", help="preset of the run (default: tiny)")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as llama3-8b")
     parser.add_argument("--check", metavar="FILE", help="check the program in a file (- is standard input) instead")
     rest, overrides = split_overrides(arguments)
     args = parser.parse(rest, run_file_keys)
     if (args.plan is None) == (args.check is None):
-        raise ConfigError("expected either a plan, such as dp2-pp2-mb4, or --check FILE")
+        raise ConfigError("expected a plan such as dp2-pp2-mb4, or --check FILE")
     if args.check is not None:
         _check(args.check)
     else:
@@ -58,4 +58,4 @@ def _check(file: str) -> None:
     except ValueError as error:
         raise ConfigError(f"{file} is not a program: {error}") from None
     peaks = ", ".join(map(str, check(program).peak_activations))
-    print(f"{file} can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
+    print(f"{file} can be run; peak activations by pipeline rank, in micro-batches: {peaks}")

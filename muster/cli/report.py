@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> int:
     parser = Parser("report", "Show the report of a run, or compare several runs in one page.")
     add = parser.add_argument
     add("runs", type=Path, metavar="RUN", nargs="+", help="a run directory, such as runs/demo; several are compared")
-    add("--html", type=Path, metavar="FILE", help="where the page of several runs is written (comparison.html)")
+    add("--html", type=Path, metavar="FILE", help="path of the comparison page (default: comparison.html)")
     add("--json", action="store_true", help="print one JSON object: figures and differences")
     args = parser.parse(arguments)
     if len(args.runs) == 1 and not args.json and args.html is None:
@@ -28,7 +28,9 @@ def run(arguments: list[str]) -> int:
         print(f"report: {report_path(args.runs[0])}")
         return 0
     if len(args.runs) > MAX_RUNS:
-        raise ConfigError(f"{len(args.runs)} runs are given, expected at most {MAX_RUNS}, which a picture tells apart")
+        raise ConfigError(
+            f"{len(args.runs)} runs are given, expected at most {MAX_RUNS}, which a chart can distinguish"
+        )
     _compare(args.runs, args.html or (None if args.json else Path("comparison.html")), args.json)
     return 0
 
@@ -57,4 +59,4 @@ def _show(found: "RunComparison") -> None:
     plans = [(run.name, format_plan_name(run.plan)) for run in found.runs]
     print("\n".join([*(f"{name}: {plan}" for name, plan in plans), "", *align_columns(figure_rows(found))]))
     rows = difference_rows(found)
-    print("\n".join(["", "what differs:", *align_columns(rows[1:])] if found.differences else ["", "nothing differs"]))
+    print("\n".join(["", "differences:", *align_columns(rows[1:])] if found.differences else ["", "no differences"]))

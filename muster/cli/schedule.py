@@ -32,28 +32,33 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         "schedule",
-        "Draw a pipeline schedule: which pass each rank runs when, what it waits and what it keeps.",
+        "Draw a pipeline schedule: the passes of each rank over time, its idle time and peak activations.",
         usage=(
             "muster schedule NAME --ranks P --microbatches M [flags]\n"
             "       muster schedule --compare --ranks P --microbatches M [flags]\n"
             "       muster schedule --file FILE [flags]\n"
             "       muster schedule --list"
         ),
-        epilog="Times have any unit, the same for all; memory counts what one micro-batch leaves on one rank as 1.",
+        epilog="All times have the same unit. Unit of memory: the activations of one micro-batch on one rank.",
     )
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="a schedule, such as 1f1b; --list names them")
-    add("--list", action="store_true", help="explain each schedule in a line, with its bubble and memory")
-    add("--compare", action="store_true", help="all schedules for one setting, the shortest first")
-    add("--file", metavar="FILE", help="a schedule of your own, as --json prints one (- is standard input)")
+    add("name", nargs="?", metavar="NAME", help="schedule such as 1f1b; see --list")
+    add("--list", action="store_true", help="list all schedules with bubble and memory")
+    add("--compare", action="store_true", help="compare all schedules for one set of flags, the shortest first")
+    add("--file", metavar="FILE", help="your own schedule, in the format of --json (-: standard input)")
     add("--ranks", type=positive_int, metavar="P", help="pipeline ranks")
-    add("--microbatches", type=positive_int, metavar="M", help="micro-batches of a step, over all replicas")
-    add("--vpp", type=positive_int, metavar="V", help="stages of a rank, over all replicas (default: as usual)")
+    add("--microbatches", type=positive_int, metavar="M", help="micro-batches per step, over all replicas")
+    add(
+        "--vpp",
+        type=positive_int,
+        metavar="V",
+        help="stages per rank, over all replicas (default: the schedule's usual)",
+    )
     add(
         "--times",
         default="1,1,1",
         metavar="F,I,W",
-        help="forward, backward for inputs, for weights, of one rank's share",
+        help="times of forward, backward for inputs and for weights of one rank's share of the layers",
     )
     add(
         "--p2p-time",
@@ -61,9 +66,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="C",
         help="time to send a pass's result to another rank (default: 0)",
     )
-    add("--memory-limit", default="inf", metavar="X", help="activations that a rank may keep (default: no limit)")
+    add(
+        "--memory-limit",
+        default="inf",
+        metavar="X",
+        help="maximum activations that a rank may keep (default: no limit)",
+    )
     add("--replicas", type=positive_int, metavar="R", help="copies of the model: 2 run in opposite directions")
-    add("--fill", action="store_true", help="2bp-*: weight backwards fill idle slots instead of standing at the end")
+    add("--fill", action="store_true", help="2bp-*: put weight backwards into idle slots instead of at the end")
     add(
         "--vocab-parallel", metavar="S", help="spread a vocabulary over the ranks; a rank's share of the logits takes S"
     )
@@ -75,9 +85,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if sum(modes) != 1:
         raise ConfigError("expected one of NAME (such as 1f1b), --file FILE, --compare and --list")
     if (args.list or args.compare) and (args.json or args.svg or args.trace):
-        raise ConfigError("--json, --svg and --trace are for one schedule, not for --list or --compare")
+        raise ConfigError("--json, --svg and --trace need a single schedule: leave out --list or --compare")
     if args.vocab_parallel is not None and (args.list or args.compare or args.file):
-        raise ConfigError("--vocab-parallel is for a schedule by its name, not for --list, --compare or --file")
+        raise ConfigError("--vocab-parallel needs a schedule's name: leave out --list, --compare or --file")
     args.times = _times(args.times)
     args.p2p_time, args.memory_limit = (
         _number("--p2p-time", args.p2p_time),
@@ -130,7 +140,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
     for flag in ("ranks", "microbatches"):
         if getattr(args, flag) is None:
             raise ConfigError(
-                f"--{flag} is missing: how many {flag.replace('microbatches', 'micro-batches')} are there?"
+                f"--{flag} is missing: expected the number of {flag.replace('microbatches', 'micro-batches')}"
             )
     size = args.ranks * args.microbatches * (args.vpp or 1)
     if size > _MOST_DRAWN:
@@ -139,7 +149,7 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
             " Every micro-batch adds the same period, so fewer of them show the schedule"
         )
     if size > _SLOW:
-        print(f"making and timing the passes of {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
+        print(f"scheduling {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return CompareRequest(
         args.ranks, args.microbatches, args.vpp, args.times, args.p2p_time, args.memory_limit, args.replicas, args.fill
     )
@@ -196,7 +206,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
 
     for flag in ("ranks", "microbatches", "vpp", "replicas"):
         if getattr(args, flag) is not None:
-            raise ConfigError(f"--{flag} is said by the file, it can't be given as well")
+            raise ConfigError(f"--{flag} is set by the file and can't be given too")
     try:
         text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
         schedule = schedule_from_json(json.loads(text))
@@ -206,7 +216,9 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
         raise ConfigError(f"{args.file} is not a schedule: {error}") from None
     chunks = len(schedule.placement) / max(1, len(schedule.ranks))
     if chunks != int(chunks):
-        raise ConfigError(f"{args.file} has {schedule.num_stages} stages, which don't spread over its ranks evenly")
+        raise ConfigError(
+            f"{args.file} has {schedule.num_stages} stages, which can't be divided evenly among its ranks"
+        )
     setting = ScheduleSpec.uniform(
         len(schedule.ranks),
         schedule.num_micro_batches,
@@ -271,4 +283,4 @@ def _compare(request: "CompareRequest") -> None:
     made, refused = compare_schedules(request)
     table_console().print(schedule_comparison(made), soft_wrap=True)
     for name, reason in refused:
-        print(f"{name} refuses: {reason}")
+        print(f"{name} is not possible: {reason}")

@@ -32,23 +32,25 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser = Parser(
         "train",
-        "Train a model, or go on with a run that was interrupted. Run file over preset, command line over both.",
+        "Train a model, or resume an interrupted run. The run file overrides the preset, the command line both.",
         usage="muster train [RUN.yaml] [--preset NAME] [flags] [--section.key VALUE …]",
-        epilog="Any key of the run file can be given, as in --train.steps 100 --optim.lr=1e-3.",
+        epilog="Any run-file key is a flag too, such as --train.steps 100 --optim.lr=1e-3.",
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="what to train")
+    parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="run file")
     parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="the run directory (default: runs/ and the file's name)"
     )
     parser.add_argument(
-        "--nproc", type=positive_int, metavar="N", help="processes of a node (default: as the plan wants)"
+        "--nproc", type=positive_int, metavar="N", help="processes per node (default: as the plan requires)"
     )
     add_node_flags(parser)
     parser.add_argument("--parallel", metavar="PLAN", help="a plan's name, such as dp2-pp2-mb4, its file, or auto")
     parser.add_argument("--model", metavar="NAME", help="a model that comes with Muster, such as tiny or llama3-8b")
-    parser.add_argument("--init-from", metavar="DIR", help="begin with the weights of a checkpoint or Hugging Face DIR")
-    parser.add_argument("--seed", metavar="S", help="what all randomness comes from")
+    parser.add_argument(
+        "--init-from", metavar="DIR", help="checkpoint or Hugging Face directory of the initial weights"
+    )
+    parser.add_argument("--seed", metavar="S", help="seed of all randomness")
     parser.add_argument(
         *("--fresh", "--no-resume"),
         dest="fresh",
@@ -56,7 +58,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
         help="start anew, even if the run directory holds a run",
     )
     parser.add_argument(
-        "--allow-changes", action="store_true", help="go on with another configuration or other data, and say which"
+        "--allow-changes",
+        action="store_true",
+        help="resume with a changed configuration or changed data, and list the changes",
     )
     parser.add_argument("--dry-run", action="store_true", help="print configuration, plan and program; write nothing")
     rest, overrides = split_overrides(arguments)
@@ -99,8 +103,8 @@ def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "
         f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
     )
     if plan.uneven_micro_batches:
-        print("         as many micro-batches run on the data-parallel ranks with the largest uneven_micro_batches")
-    print(f"         can be run; micro-batches kept for the backward, per pipeline rank: {peaks}")
+        print("         that number of micro-batches is of the data-parallel ranks with the most")
+    print(f"         can be run; peak activations by pipeline rank, in micro-batches: {peaks}")
     for line in (*chosen.lines, *filter(None, [chosen.step_line])):
         print(line)
     print(f"run      {run_dir} (dry run: nothing is written)")

@@ -18,13 +18,22 @@ SEARCH_S = 12.0
 
 def run(arguments: list[str]) -> int:
     """Predict a table's rows and print the scores. Returns the exit code."""
-    parser = Parser("validate", "Predict published measurements, and say how far off the predictions are.")
+    parser = Parser("validate", "Compare predictions with published measurements.")
     add = parser.add_argument
-    add("--csv", type=Path, metavar="FILE", help="a table of your own (default: those that come with Muster)")
+    add(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="your own table of measurements (default: the tables that come with Muster)",
+    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")
-    add("--recipes", action="store_true", help="judge published recipes of large runs, beside the planner's own plans")
+    add(
+        "--recipes",
+        action="store_true",
+        help="evaluate published recipes of large runs, and the planner's own plans for them",
+    )
     args = parser.parse(arguments)
     if args.recipes:
         if args.csv or args.html:
