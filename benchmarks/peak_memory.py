@@ -31,7 +31,7 @@ def count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> i
         for _ in range(WARM_UP_STEPS):
             trainer.step()
         resident = sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values())
-        resident += sum(tensor.nbytes for _, tensor in trainer.optimizer.state().values())
+        resident += sum(tensor.nbytes for _, tensor in trainer.updater.optimizer.state().values())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             trainer.step()
         (folder / f"peak-{rank}.json").write_text(json.dumps(resident + _highest(found)))

@@ -21,6 +21,7 @@ from muster.data.dataset import Dataset
 from muster.launch.rank_process import exit_process, rank_main
 from muster.parallel.stage import DecoderStage
 from muster.train import worker
+from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
 
 
@@ -70,14 +71,14 @@ def seed_fault(fault: str, step: int) -> None:
     made = [0]
     feed_step, batch, forward = Trainer.load_batch, Dataset.rows, DecoderStage.forward
 
-    def fed(self: Trainer) -> None:
+    def fed(self: Trainer) -> StepState:
         made[0] = self.step_count
         if made[0] == step and fault in ("stopped", "dead"):
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
         if made[0] == step and fault == "network":
             cable = os.environ.get("CUT", f"veth{self.world.rank}")
             subprocess.run(["ip", "link", "set", cable, "down"], check=True)
-        feed_step(self)
+        return feed_step(self)
 
     def read_forever(self: Dataset, *args: Any) -> Any:
         while made[0] >= step and fault == "data":

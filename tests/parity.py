@@ -226,10 +226,10 @@ class WatchedTrainer(Trainer):
 
     first_gradients: dict[str, Tensor] | None = None
 
-    def _apply(self, action: Any) -> None:
+    def _update_parameters(self, action: Any) -> None:
         if self.first_gradients is None:
-            self.first_gradients = {n: p.grad.clone() for n, p in self.parameters.items() if p.grad is not None}
-        super()._apply(action)
+            self.first_gradients = {n: p.grad.clone() for n, p in self.updater.parameters.items() if p.grad is not None}
+        super()._update_parameters(action)
 
 
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -295,7 +295,7 @@ def run_case(
             # The bias of keys that aren't turned adds the same to all scores of a query: its gradient is 0.
             size = max(float(whole.abs().max()), 1e-6 * norm)
             gradient_error = max(gradient_error, float((gradient - part).abs().max()) / size)
-            digest.update(trainer.parameters[name].numpy().tobytes())
+            digest.update(trainer.updater.parameters[name].numpy().tobytes())
         return {
             "loss_error": max(abs(a - b) / b for a, b in zip(own, losses, strict=True)),
             "gradient_error": max(gradient_error, abs(results[0].grad_norm - norm) / norm),

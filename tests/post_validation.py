@@ -19,18 +19,20 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from muster.train.loop import TrainingLoop
+from muster.train.parameter_updater import ParameterUpdater
 from muster.train.post_validation import PostValidation
+from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
 from tests.parity import open_data, small_run
 
 
-class RoughTrainer(Trainer):
+class RoughUpdater(ParameterUpdater):
     """Multiplies one rank's gradients by `factors[step]`: the last rank's, or the first one's at odd steps."""
 
     factors: dict[int, float] = {}
 
     def local_statistics(self) -> Tensor:
-        step = self.step_count + 1
+        step = self.state.step
         if step in self.factors and self.world.rank == (0 if step % 2 else self.world.size - 1):
             for stage in self.stages.values():
                 stage.attach_local_gradients()
@@ -38,6 +40,10 @@ class RoughTrainer(Trainer):
                     if local.grad is not None:
                         local.grad.mul_(self.factors[step])
         return super().local_statistics()
+
+
+class RoughTrainer(Trainer):
+    updater_type = RoughUpdater
 
 
 @contextmanager
@@ -62,7 +68,7 @@ def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, 
     for index, case in enumerate(payload["cases"]):
         factors = {int(step): float(factor) for step, factor in case.pop("factors", {}).items()}
         with (
-            patch.object(RoughTrainer, "factors", factors),
+            patch.object(RoughUpdater, "factors", factors),
             patch("muster.train.post_validation.MIN_UNCLIPPED_STEPS", 3),
         ):
             found.append(_run_case(rank, world_size, store, index, payload["folder"], **case))
@@ -90,19 +96,23 @@ def _run_case(
         if run:
             return _run(TrainingLoop, config, full_plan, world, data, Path(folder) / run, stop_at)
         trainer = RoughTrainer(config, full_plan, world, data)
+        post_validation = PostValidation(trainer) if full_plan.post_validation else None
         results = []
         while trainer.step_count < steps:
-            at_once = trainer.post_validation is not None
-            results += trainer.post_validation.advance(trainer.step_count == steps - 1) if at_once else [trainer.step()]
+            is_last = trainer.step_count == steps - 1
+            results += post_validation.advance(is_last) if post_validation else [trainer.step()]
         digest = hashlib.sha256()
-        for tensor in [*trainer.parameters.values(), *(one for _, one in trainer.optimizer.state().values())]:
+        for tensor in [
+            *trainer.updater.parameters.values(),
+            *(one for _, one in trainer.updater.optimizer.state().values()),
+        ]:
             digest.update(tensor.numpy().tobytes())
         return {
             "digest": digest.hexdigest(),
             "steps": [result.step for result in results],
             "told": [[result.loss, result.grad_norm, result.learning_rate, result.skip_reason] for result in results],
-            "taken_back": trainer.post_validation.num_rollbacks if trainer.post_validation else None,
-            "finite": all(bool(torch.isfinite(local).all()) for local in trainer.parameters.values()),
+            "taken_back": post_validation.num_rollbacks if post_validation else None,
+            "finite": all(bool(torch.isfinite(local).all()) for local in trainer.updater.parameters.values()),
         }
 
 
@@ -114,9 +124,9 @@ def _run(
         body = kind(config, plan, world, data, run_dir)
         feed = body.trainer.load_batch
 
-        def feed_and_ask() -> None:
-            body.trainer.stop_requested = body.trainer.step_count + 1 == stop_at
-            feed()
+        def feed_and_ask() -> StepState:
+            body.stop_requested = body.trainer.step_count + 1 == stop_at
+            return feed()
 
         body.trainer.load_batch = feed_and_ask  # type: ignore[method-assign]
         try:

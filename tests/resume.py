@@ -24,6 +24,7 @@ from muster.spec.errors import MusterError
 from muster.spec.legality import schedules_for_vpp
 from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import LayerStrategy, Mesh, Plan, StageSpec
+from muster.train.step_state import StepHooks
 from muster.train.trainer import Trainer
 from tests.parity import open_data
 
@@ -123,9 +124,9 @@ class Link:
 
     def go_on(self, world: World, plan: Plan) -> dict[str, Any] | None:
         """Loads what was saved, trains STEPS steps, saves, and trains STEPS more for the next to compare with."""
-        trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache))
         saver = AsyncSaver(world.rank, world.size, world.store)
-        trainer.before_change = saver.wait_staged
+        hooks = StepHooks(before_update=saver.wait_staged)
+        trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache), hooks)
         result: dict[str, Any] = {}
         if self.step:
             folder = checkpoint_path(self.root, self.step)

@@ -23,15 +23,15 @@ class PoisonedTrainer(Trainer):
 
     factors: dict[int, float] = {}
 
-    def _norm(self, action: Action) -> None:
+    def _reduce_norm(self, action: Action) -> None:
         factor = self.factors.get(self.step_count + 1)
         if factor is not None and self.world.rank == self.world.size - 1:
             for stage in self.stages.values():
                 stage.attach_local_gradients()
-            for parameter in self.parameters.values():
+            for parameter in self.updater.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        super()._norm(action)
+        super()._reduce_norm(action)
 
 
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> list[str]:
@@ -77,7 +77,7 @@ def _stop(run: TrainingLoop, step: int) -> None:
     trainer, made = run.trainer, run.trainer.step
 
     def step_and_ask() -> Any:
-        trainer.stop_requested = trainer.step_count + 1 == step
+        run.stop_requested = trainer.step_count + 1 == step
         return made()
 
     trainer.step = step_and_ask  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ def compare(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
         with open_world(store, rank, world_size, plan, index) as world:
             trainer = WatchedTrainer(config, plan, world, open_data(config, payload["cache"]))
             trainer.step()
-            own, layouts = trainer.first_gradients or {}, trainer._layouts
+            own, layouts = trainer.first_gradients or {}, trainer.updater.layouts
             errors = []
             for dtype in (torch.float32, torch.bfloat16):
                 worst = 0.0
@@ -80,13 +80,13 @@ def overflow(rank: int, world_size: int, store: dist.Store, payload: dict[str, A
         with open_world(store, rank, world_size, plan, index) as world:
             trainer = Trainer(config, plan, world, open_data(config, payload["cache"]))
             own = [trainer.step().loss for _ in range(20)]
-            before = {name: local.clone() for name, local in trainer.parameters.items()}
-            assert trainer.loss_scale is not None
-            trainer.loss_scale.value = 2.0**60
+            before = {name: local.clone() for name, local in trainer.updater.parameters.items()}
+            assert trainer.updater.loss_scale is not None
+            trainer.updater.loss_scale.value = 2.0**60
             skipped = trainer.step().skip_reason
-            same = all(torch.equal(local, before[name]) for name, local in trainer.parameters.items())
+            same = all(torch.equal(local, before[name]) for name, local in trainer.updater.parameters.items())
             scale = trainer.counters()["loss_scale"]["value"]
-            trainer.loss_scale.value = 2.0**10
+            trainer.updater.loss_scale.value = 2.0**10
             applied = trainer.step().skip_reason is None
             error = max(abs(a - b) / b for a, b in zip(own, losses, strict=False))
             found.append({"error": error, "skipped": skipped, "same": same, "scale": scale, "applied": applied})

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,8 @@ from muster.checkpoint.staging import StagingBuffer
 from muster.plugins.registry import PluginComponent
 from muster.train import custom_step
 from muster.train.custom_step import CustomStep
-from muster.train.trainer import Trainer
+from muster.train.parameter_updater import ParameterUpdater
+from muster.train.step_state import StepHooks, no_step
 from tests.ranks import run_ranks, started
 from tests.saver_ranks import all_equal
 from tests.test_checkpoint import INFO, one_shard
@@ -57,10 +59,13 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
 
     def step() -> None:
         optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), piece.tensor.fill_(4)))
-        trainer = SimpleNamespace(
-            before_change=saver.wait_staged, optimizer=optimizer, learning_rate=0.0, sync_tied_copies=lambda: None
+        updater = SimpleNamespace(
+            hooks=StepHooks(before_update=saver.wait_staged),
+            optimizer=optimizer,
+            state=no_step(),
+            sync_tied_copies=lambda: None,
         )
-        Trainer.optimizer_step(cast(Any, trainer))
+        ParameterUpdater.optimizer_step(cast(Any, updater))
 
     stepping = threading.Thread(target=step)
     stepping.start()
@@ -82,17 +87,14 @@ def test_a_step_of_a_plugin_waits_for_the_copy_before_it_changes_parameters(monk
         order.append("moved aside")
         now.update()
 
-    trainer = SimpleNamespace(
-        is_skipped=False,
-        step_count=0,
-        learning_rate=0.0,
-        grad_norm=1.0,
-        before_change=lambda: order.append("copied"),
+    updater = SimpleNamespace(
+        state=replace(no_step(), grad_norm=1.0),
+        hooks=StepHooks(before_update=lambda: order.append("copied")),
         optimizer_step=lambda: order.append("changed"),
         drop_gradients=lambda: None,
     )
     monkeypatch.setattr(custom_step, "find_component", lambda *_: PluginComponent("step", "sam", sam, None))
-    CustomStep(cast(Any, trainer), "sam").run(lambda: None)
+    CustomStep(cast(Any, updater), "sam").run(lambda: None)
     assert order == ["copied", "moved aside", "changed"]
 
 

@@ -69,13 +69,13 @@ def unsynchronised_norms() -> AbstractContextManager:
 
 
 def untied_gradients() -> AbstractContextManager:
-    return patch.object(Trainer, "_tie", lambda self, action: None)
+    return patch.object(Trainer, "_reduce_tied_gradients", lambda self, action: None)
 
 
 @contextmanager
 def stale_tied_weight() -> Iterator[None]:
     """The last stage's copy of the embedding never changes."""
-    right = Trainer._apply
+    right = Trainer._update_parameters
 
     def faulty(self: Trainer, action: Any) -> None:
         last = self.stages.get(self.plan.num_stages - 1)
@@ -83,7 +83,7 @@ def stale_tied_weight() -> Iterator[None]:
             last.parameters["embed.weight"].grad = None
         right(self, action)
 
-    with patch.object(Trainer, "_apply", faulty):
+    with patch.object(Trainer, "_update_parameters", faulty):
         yield
 
 

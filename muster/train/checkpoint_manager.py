@@ -49,12 +49,16 @@ class CheckpointManager:
         self._last_targets = (False, False)
         """Whether the last save was one to disk, and whether to memory."""
         self._failures, self._retry_at, self._exchanges = 0, 0, 0
-        trainer.save_votes, trainer.before_change = self._votes, self._saver.wait_staged
 
-    def _votes(self) -> tuple[bool, bool]:
+    def status(self) -> tuple[bool, bool]:
+        """Return whether this rank is still saving, and whether rank 0 knows of a failure since the step before."""
         busy = self._saver.is_saving  # asked first: what has failed by then is told in the same step
         self._failure = self._saver.pop_error() or self._failure
         return busy, self._failure is not None and self._world.rank == 0
+
+    def wait_staged(self) -> None:
+        """Wait until the tensors of a save under way have been copied, so that they may change."""
+        self._saver.wait_staged()
 
     def prepare(self) -> None:
         """Makes the memory for copies before the first of them is wanted."""
@@ -63,8 +67,11 @@ class CheckpointManager:
         if train.async_save and every:
             self._saver.preallocate(self._trainer.local_shards())
 
-    def after_step(self, result: StepResult, info: Callable[[], dict[str, Any]]) -> str | None:
-        """Begins a save if one is due and the last is done. Returns a sentence when one has failed."""
+    def after_step(self, result: StepResult, is_settled: bool, info: Callable[[], dict[str, Any]]) -> str | None:
+        """Start a save if one is due and the last is done; returns a sentence when one has failed.
+
+        `is_settled`: the trainer's state is that after this step, for good.
+        """
         said = None
         if result.save_failed:
             self._failures += 1
@@ -76,7 +83,7 @@ class CheckpointManager:
         self._under_way = self._under_way and result.is_saving
         self._due |= self._is_disk_save_due(result.step)
         self._copies_due |= self._is_memory_save_due(result.step)
-        if (self._due or self._copies_due) and not result.is_saving and self._trainer.is_state_after(result.step):
+        if (self._due or self._copies_due) and not result.is_saving and is_settled:
             self._last_targets = self._due, self._copies_due
             self._begin(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
             if not self._train.async_save:

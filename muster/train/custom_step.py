@@ -1,9 +1,8 @@
-"""A training step that a plugin registers: what is done with the gradients of a global batch."""
+"""A training step registered by a plugin, in place of clipping the gradients and stepping the optimizer."""
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,96 +11,104 @@ from muster.plugins.loader import error_location
 from muster.plugins.registry import find_component
 from muster.schedule.action import Action
 from muster.spec.errors import ConfigError, MusterError
-
-if TYPE_CHECKING:
-    from muster.train.trainer import Trainer
+from muster.train.parameter_updater import ParameterUpdater
 
 
 class StepContext:
-    """One step, as a registered function sees it on one rank: the gradients of the global batch are complete.
+    """One step on one rank, as a registered function sees it: the gradients of the global batch are complete.
 
     All ranks call the same methods in the same order, as some of them communicate.
     """
 
-    def __init__(self, trainer: "Trainer", run_passes: Callable[[], None]) -> None:
-        self._trainer, self._run_passes = trainer, run_passes
+    def __init__(self, updater: ParameterUpdater, run_passes: Callable[[], None]) -> None:
+        self._updater = updater
+        self._run_passes = run_passes
         self.updates = 0
-        self.step = trainer.step_count + 1
-        """Counted from 1."""
-        self.learning_rate = trainer.learning_rate
+        self.step = updater.state.step
+        """Number of the step, from 1."""
+        self.learning_rate = updater.state.learning_rate
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parts, by the parameter's name, with `.grad`; both may be changed in place, but for gradients
-        of parts that ranks hold copies of: change those alike."""
-        return self._trainer.parameters
+        """This rank's parts of the parameters, by name, with `.grad`.
+
+        Parameters and gradients may be changed in place; where several ranks hold the same part, each has to make the
+        same change.
+        """
+        return self._updater.parameters
 
     @property
     def loss(self) -> float:
-        """Of the last passes, over the global batch."""
-        return self._trainer.loss
+        """Loss of the last passes, over the global batch."""
+        return self._updater.state.loss
 
     @property
     def grad_norm(self) -> float:
-        """Of the last passes, over all parameters of the model."""
-        return self._trainer.grad_norm
+        """Global gradient norm of the last passes, over all parameters of the model."""
+        return self._updater.state.grad_norm
 
     def passes(self) -> float:
-        """Forwards and backwards over the same batch again, with the parameters as they are now: new gradients, new
-        `grad_norm`. Returns the loss."""
-        self._trainer.drop_gradients()
-        self._trainer.sync_tied_copies()
+        """Run forward and backward over the same batch again with the present parameters; returns the loss.
+
+        Gradients and `grad_norm` are new afterwards.
+        """
+        self._updater.drop_gradients()
+        self._updater.sync_tied_copies()
         with torch.enable_grad():
             self._run_passes()
         return self.loss
 
     def clip(self) -> None:
-        """Cuts the gradients down to `optim.clip_norm`."""
-        self._trainer.clip()
+        """Clip the gradients to the global norm `optim.clip_norm`."""
+        self._updater.clip()
 
     def update(self) -> None:
-        """Lets the optimizer step, once in each step. It does nothing where the gradients are not finite."""
+        """Step the optimizer, exactly once in each step; without effect where the gradients are not finite."""
         self.updates += 1
         if math.isfinite(self.grad_norm):
-            self._trainer.optimizer_step()
+            self._updater.optimizer_step()
 
 
 class CustomStep:
-    """Calls the registered function in each step of a trainer that isn't skipped."""
+    """Calls the registered function in each step that isn't skipped."""
 
-    def __init__(self, trainer: "Trainer", name: str) -> None:
-        part = find_component("step", name)
-        assert part is not None, "the configuration was checked"
-        self._trainer, self._part, self._is_repeated_pass = trainer, part, False
-        self.handlers = {"NORM": self._norm, "STEP": lambda action: None}
-        """What an executor does in place of judging and stepping."""
+    def __init__(self, updater: ParameterUpdater, name: str) -> None:
+        component = find_component("step", name)
+        assert component is not None, "the configuration was checked"
+        self._updater = updater
+        self._component = component
+        self._is_repeated_pass = False
+        self.handlers = {"NORM": self._reduce_norm, "STEP": lambda action: None}
+        """Handlers that an executor uses in place of the trainer's own."""
 
     def run(self, run_passes: Callable[[], object]) -> None:
-        """Goes on where the passes have ended; `run` makes them again. Raises ConfigError where the function fails."""
+        """Finish a step whose passes have ended; `run_passes` runs them again.
 
-        def again() -> None:
+        Raises ConfigError where the function fails or doesn't update the parameters exactly once.
+        """
+
+        def repeat_passes() -> None:
             self._is_repeated_pass = True
             run_passes()
             self._is_repeated_pass = False
 
-        if not self._trainer.is_skipped:
-            now = StepContext(self._trainer, again)
-            self._trainer.before_change()  # what follows may change parameters at any time
+        if self._updater.state.skip_reason is None:
+            context = StepContext(self._updater, repeat_passes)
+            self._updater.hooks.before_update()  # the function may change parameters at any time
+            name = self._component.name
             try:
-                self._part.target(now)
+                self._component.target(context)
             except MusterError:
                 raise
             except Exception as error:
-                where = error_location(self._part.file or Path(self._part.name), error)
+                where = error_location(self._component.file or Path(name), error)
+                raise ConfigError(f"train.training_step {name}: {where}: {type(error).__name__}: {error}") from error
+            if context.updates != 1:
                 raise ConfigError(
-                    f"train.training_step {self._part.name}: {where}: {type(error).__name__}: {error}"
-                ) from error
-            if now.updates != 1:
-                raise ConfigError(
-                    f"train.training_step {self._part.name} called update() {now.updates} times in a step: expected"
-                    " once, as checkpoints count steps"
+                    f"train.training_step {name} called update() {context.updates} times in a step: expected once, as"
+                    " checkpoints count steps"
                 )
-        self._trainer.drop_gradients()
+        self._updater.drop_gradients()
 
-    def _norm(self, action: Action) -> None:
-        self._trainer.reduce_norm(decides=not self._is_repeated_pass)
+    def _reduce_norm(self, action: Action) -> None:
+        self._updater.reduce_norm(decides=not self._is_repeated_pass)

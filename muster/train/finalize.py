@@ -125,12 +125,12 @@ def _measured_timeline(trainer: Trainer) -> Timeline:
 def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[int, int]]:
     """This rank's bytes by term: (predicted, counted)."""
     live, config = trainer.peak_by_stage, trainer.config
-    rank, words = trainer.world.rank, trainer.peak_words
+    rank, words = trainer.world.rank, trainer.peak_logits
     terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words)
     counted = {
         "parameters": sum(local.nbytes for stage in trainer.stages.values() for local in stage.parameters.values()),
         "gradients": profile.gradients_bytes,
-        "optimizer": sum(tensor.nbytes for _, tensor in trainer.optimizer.state().values()),
+        "optimizer": sum(tensor.nbytes for _, tensor in trainer.updater.optimizer.state().values()),
         "activations": sum(size * live[stage] for stage, size in profile.saved_bytes.items())
         + words * profile.vocab_bytes,
     }

@@ -31,8 +31,10 @@ from muster.train.data import open_dataset
 from muster.train.finalize import finalize, print_plan
 from muster.train.in_memory_checkpoint import LOAD_TIMEOUT, load_in_memory_checkpoint, open_in_memory_checkpoint
 from muster.train.metrics import MetricsLog, metrics_row, write_text
+from muster.train.post_validation import PostValidation
 from muster.train.schedule_refinement import refine_schedule_from_profile
 from muster.train.step_result import StepResult
+from muster.train.step_state import StepHooks
 from muster.train.tracking import Trackers
 from muster.train.trainer import Trainer
 from muster.train.validation_loss import validation_losses, validation_metrics, validation_text
@@ -54,7 +56,9 @@ class TrainingLoop:
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, run_dir: Path) -> None:
         self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
         self.is_main = world.rank == 0
-        self.trainer = Trainer(config, plan, world, dataset)
+        self.stop_requested = False
+        self.trainer = Trainer(config, plan, world, dataset, self._hooks())
+        self.post_validation: PostValidation | None = None
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
         self.tokens_seen = 0
@@ -67,8 +71,16 @@ class TrainingLoop:
         )
         signal.signal(signal.SIGTERM, self._on_stop)
 
+    def _hooks(self) -> StepHooks:
+        """Connect the trainer's steps with this run; the checkpoint manager is made after the trainer."""
+        return StepHooks(
+            stop_requested=lambda: self.stop_requested,
+            save_status=lambda: self.checkpoint_manager.status(),
+            before_update=lambda: self.checkpoint_manager.wait_staged(),
+        )
+
     def _on_stop(self, *_: object) -> None:
-        self.trainer.stop_requested = True
+        self.stop_requested = True
 
     def run(self) -> int:
         """Profiles, resumes, trains, reports."""
@@ -79,6 +91,8 @@ class TrainingLoop:
             self.plan = self.trainer.plan
             if self.is_main:
                 write_atomically(self.run_dir / "plan.yaml", plan_yaml(self.plan))
+        if self.plan.post_validation:
+            self.post_validation = PostValidation(self.trainer)
         # Of the ranks with most micro-batches, for which the others wait.
         predicted = simulate(build_program(self.plan, self.config.model, self.config.workload), profile.times)
         self._resume()
@@ -103,14 +117,15 @@ class TrainingLoop:
             while trainer.step_count < train.num_steps:
                 stopping = False
                 if self.is_main and train.max_minutes and time() - self.started_at >= 60 * train.max_minutes:
-                    trainer.stop_requested = True
+                    self.stop_requested = True
                 for result in self._finished_steps():
                     self._record(result, display)
                     if result.skip_reason and result.consecutive_skips >= train.max_consecutive_skips:
                         self._stop_after_skips(result, result.skip_reason)
                     stopping = stopping or result.stop_requested
                     if result.step < train.num_steps and not stopping:
-                        problem = self.checkpoint_manager.after_step(result, self._checkpoint_info)
+                        is_settled = self._is_settled_after(result.step)
+                        problem = self.checkpoint_manager.after_step(result, is_settled, self._checkpoint_info)
                         if problem and self.is_main:
                             display.print_line(problem)
                 at_end = trainer.step_count == train.num_steps
@@ -129,8 +144,8 @@ class TrainingLoop:
     def _finished_steps(self) -> Iterator[StepResult]:
         """Makes the next step, and gives the steps whose outcome is known by now: all, where a save may begin then, or
         the fed samples are hashed."""
-        ahead, step = self.trainer.post_validation, self.trainer.step_count + 1
-        if ahead is None:
+        step = self.trainer.step_count + 1
+        if self.post_validation is None:
             yield self.trainer.step()
             return
         settle = (
@@ -139,10 +154,15 @@ class TrainingLoop:
             or self.checkpoint_manager.may_save_after(step)
         )
         settle = settle or self._is_validation_step(step)
-        for result in ahead.advance(settle):
+        for result in self.post_validation.advance(settle):
             yield result
             if result.stop_requested:
-                yield from ahead.settle()
+                yield from self.post_validation.settle()
+
+    def _is_settled_after(self, step: int) -> bool:
+        """Return whether the trainer's state is that after this step, for good."""
+        is_last = step == self.trainer.step_count
+        return is_last and (self.post_validation is None or self.post_validation.is_settled)
 
     def _record(self, result: StepResult, display: TrainingDisplay) -> None:
         self.tokens_seen += result.num_tokens

@@ -40,6 +40,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 from muster.train.prefetch import LocalBatch
+from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
 
 
@@ -168,7 +169,7 @@ class _CountedTrainer(Trainer):
 
     def tensors(self) -> list[Any]:
         """All that is there before a step."""
-        states = [tensor for _, tensor in self.optimizer.state().values()]
+        states = [tensor for _, tensor in self.updater.optimizer.state().values()]
         locals_ = [local for stage in self.stages.values() for local in stage.parameters.values()]
         return [*(stage.module for stage in self.stages.values()), *states, *locals_]
 
@@ -176,22 +177,22 @@ class _CountedTrainer(Trainer):
         """One step."""
         workload, rows = self.config.workload, self.plan.local_micro_batch_size(self.world.at.pp)
         tokens = np.zeros((self.batch_loader.num_micro_batches * rows, workload.seq_len), np.int64)
-        self.num_valid = count = workload.tokens_per_step
+        count = workload.tokens_per_step
+        self.updater.state = StepState(step=1, learning_rate=0.0, num_valid=count, num_tokens=count)
         batch = Batch(tokens, tokens, tokens.size) if self.batch_loader.needs_data else None
         self.batch_loader.feed_stages(LocalBatch(0, batch, count, count))
-        self.learning_rate = 0.0
         self._executor.run()
 
 
 class _FakeTrainer(_CountedTrainer):
     stage_type = _FakeStage
 
-    def _norm(self, action: Action) -> None:
+    def _reduce_norm(self, action: Action) -> None:
         """Without looking at the values, which fake tensors haven't: as if the gradients were to be clipped."""
         for stage in self.stages.values():
             stage.attach_local_gradients()
             stage.pop_losses()
-        self._skipped, self.grad_norm = None, 2 * self.config.optim.clip_norm
+        self.updater.state.grad_norm = 2 * self.config.optim.clip_norm
 
 
 class _NoModuleTracker:

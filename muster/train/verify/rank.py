@@ -47,7 +47,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
             sketches.append(world.all_reduce(trainer.sketches.values).cpu())
             if len(losses) == 1:
                 trainer.save_tensors(folder / GRADIENTS_FOLDER, trainer.first_gradients)
-                trainer.save_tensors(folder / UPDATED_FOLDER, trainer.parameters)
+                trainer.save_tensors(folder / UPDATED_FOLDER, trainer.updater.parameters)
                 trainer.first_gradients = {}
         if rank == 0:
             # No rank has their outputs as a whole or as a stage's: the loss and the gradients speak for them.
@@ -94,13 +94,13 @@ class TracingTrainer(Trainer):
                 column=words.start[0] if cut_along_width else 0,
             )
 
-    def _apply(self, action: Action) -> None:
+    def _update_parameters(self, action: Action) -> None:
         if self.first_gradients is None:
             self.first_gradients = {
                 name: torch.zeros_like(local) if local.grad is None else local.grad.clone()
-                for name, local in self.parameters.items()
+                for name, local in self.updater.parameters.items()
             }
-        super()._apply(action)
+        super()._update_parameters(action)
 
     def save_tensors(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
         """Writes this rank's part of each parameter or gradient. Every copy gets a name of its own: `0/embed.weight`
@@ -109,7 +109,7 @@ class TracingTrainer(Trainer):
             LocalShard(
                 f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0, num_writers=1), tensors[name]
             )
-            for name, layout in self._layouts.items()
+            for name, layout in self.updater.layouts.items()
             if tensors and name in tensors
         ]
         info = {"plan": {}, "model": {}, "counters": {}}

@@ -1,0 +1,175 @@
+"""From complete gradients to new parameters: global norm, skipped steps, clipping and the optimizer, on one rank."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.checkpoint.local_shard import LocalShard
+from muster.config.run_config import RunConfig
+from muster.layout.tensor_layout import TensorLayout
+from muster.optim.build import build_optimizer
+from muster.parallel.stage import DecoderStage
+from muster.parallel.world import World
+from muster.spec.plan import Plan
+from muster.train.gradients import find_tied_copies, sum_of_squares
+from muster.train.loss_scale import LossScale
+from muster.train.step_skipper import StepSkipper
+from muster.train.step_state import StepHooks, StepState, no_step
+
+
+class ParameterUpdater:
+    """This rank's parameters, their optimizer, and everything that decides how a step changes them.
+
+    One all-reduce per step carries all that the ranks have to agree on: the squared gradient norm, the loss, a request
+    to stop and the progress of saving. All ranks read the same sums, so all decide alike.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, world: World, stages: Mapping[int, DecoderStage], hooks: StepHooks
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.stages = stages
+        self.hooks = hooks
+        self.parameters: dict[str, Tensor] = {}
+        """Local parts of the parameters that the optimizer updates, by name; a tied weight is here once."""
+        self.layouts: dict[str, TensorLayout] = {}
+        for stage in stages.values():
+            for name, layout in stage.layouts.items():
+                if self.layouts.setdefault(name, layout) is layout and layout.boxes:
+                    self.parameters[name] = stage.parameters[name]
+        self._tied_copies = find_tied_copies(stages.values(), self.parameters)
+        # On different ranks the two copies of a tied embedding sum their gradients by an instruction of the program.
+        self._sums_tied_copies = plan.pp_rank(0) == plan.pp_rank(plan.stages_per_replica - 1)
+        self._scales_loss = plan.precision == "fp16"
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the optimizer, the skipped steps and the loss scale as new, for parameters that have been reset."""
+        self.state = no_step()
+        """The step under way."""
+        self.optimizer = build_optimizer(self.config.optim, self.parameters, self.layouts, self.world)
+        self.step_skipper = StepSkipper(self.config.train)
+        self.loss_scale = LossScale() if self._scales_loss else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Deciding
+
+    def reduce_norm(self, decides: bool = True) -> None:
+        """All-reduce the statistics of the step under way, and decide whether it is skipped.
+
+        `decides` False: for further passes within a step, which has been decided on already.
+        """
+        sums = self.world.all_reduce(self.local_statistics())
+        if decides:
+            self.decide_step(self.state, sums)
+        else:
+            _read_sums(self.state, sums)
+
+    def local_statistics(self) -> Tensor:
+        """This rank's part of the statistics, from its complete gradients, which are unscaled on the way: float64 [6].
+
+        (squared gradient norm, loss sum, z-loss sum, stop requested, is saving, a save failed).
+        """
+        sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
+        for stage in self.stages.values():
+            stage.attach_local_gradients()
+        if self._sums_tied_copies:
+            for copy, original in self._tied_copies:
+                assert copy.grad is not None
+                assert original.grad is not None
+                original.grad += copy.grad
+                copy.grad.copy_(original.grad)
+        if self.loss_scale is not None:
+            self._multiply_gradients(1 / self.loss_scale.value)
+        for stage in self.stages.values():
+            sums[0] += sum_of_squares(stage)
+            sums[1:3] += stage.pop_losses()
+        sums[3] = self.hooks.stop_requested()
+        sums[4], sums[5] = self.hooks.save_status()
+        return sums
+
+    def decide_step(self, state: StepState, sums: Tensor) -> None:
+        """Complete the state of a step from the sums over all ranks, and decide whether it is skipped."""
+        _read_sums(state, sums)
+        state.skip_reason = self.step_skipper.check(state.loss, state.grad_norm)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=not math.isfinite(state.grad_norm))
+
+    def exceeds_clip_norm(self, state: StepState) -> bool:
+        """Return whether the gradients of a step are clipped."""
+        return 0 < self.config.optim.clip_norm < state.grad_norm
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Updating
+
+    def apply(self) -> None:
+        """Clip the gradients and step the optimizer, unless the step is skipped; then drop the gradients."""
+        if self.state.skip_reason is None:
+            self.clip()
+            self.optimizer_step()
+        self.drop_gradients()
+
+    def clip(self) -> None:
+        """Scale the gradients down to the largest global norm allowed, `optim.clip_norm`."""
+        if self.exceeds_clip_norm(self.state):
+            self._multiply_gradients(self.config.optim.clip_norm / (self.state.grad_norm + 1e-6))
+
+    def optimizer_step(self) -> None:
+        """Step the optimizer with the gradients as they are."""
+        self.hooks.before_update()
+        self.optimizer.step(self.state.learning_rate)
+        self.sync_tied_copies()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients and the gathered parameters, which are out of date after a step."""
+        for stage in self.stages.values():
+            stage.zero_grad()
+            stage.reshard()
+
+    def sync_tied_copies(self) -> None:
+        """Copy each updated weight to the last stage's copy of it on this rank."""
+        for copy, original in self._tied_copies:
+            copy.copy_(original)
+
+    def _multiply_gradients(self, factor: float) -> None:
+        locals_ = (local for stage in self.stages.values() for local in stage.parameters.values())
+        if gradients := [local.grad for local in locals_ if local.grad is not None]:  # a rank may hold no part of any
+            torch._foreach_mul_(gradients, factor)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoints
+
+    def local_shards(self) -> list[LocalShard]:
+        """Everything on this rank that a checkpoint holds."""
+        shards = [LocalShard(f"model/{name}", self.layouts[name], local) for name, local in self.parameters.items()]
+        for key, (name, tensor) in self.optimizer.state().items():
+            shards.append(LocalShard(f"optim/{key}", self.layouts[name], tensor))
+        return shards
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of a checkpoint's manifest that the next updates depend on."""
+        counters: dict[str, Any] = {"skips": self.step_skipper.state()}
+        return counters if self.loss_scale is None else counters | {"loss_scale": self.loss_scale.state()}
+
+    def restore(self, step: int, counters: Mapping[str, Any]) -> None:
+        """Take up the counters of a checkpoint after `step` steps, whose shards have been loaded."""
+        self.sync_tied_copies()
+        if "skips" in counters:
+            self.step_skipper.load(counters["skips"])
+        if self.loss_scale is not None and "loss_scale" in counters:
+            self.loss_scale.load(counters["loss_scale"])
+        self.optimizer.step_count = step - self.step_skipper.total
+
+
+def _read_sums(state: StepState, sums: Tensor) -> None:
+    squares, loss_sum, z_loss_sum, stop, saving, save_failed = sums.tolist()
+    state.loss = loss_sum / state.num_valid
+    state.z_loss = z_loss_sum / state.num_valid
+    state.grad_norm = math.sqrt(squares) if squares >= 0 else math.nan
+    state.stop_requested |= stop > 0
+    state.is_saving |= saving > 0
+    state.save_failed |= save_failed > 0

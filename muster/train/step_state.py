@@ -1,0 +1,49 @@
+"""State of one optimizer step while it is under way, and the hooks that others have into each step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class StepState:
+    """One optimizer step under way: known when its batch is loaded, completed by the all-reduce over all ranks."""
+
+    step: int
+    """Number of the step, from 1."""
+    learning_rate: float
+    num_valid: int
+    """Non-ignored labels of the global batch; at least 1."""
+    num_tokens: int
+    """Positions of the global batch that are no padding."""
+    loss: float = math.nan
+    """Mean cross-entropy over the non-ignored labels."""
+    z_loss: float = math.nan
+    """Mean z-loss, by the same divisor."""
+    grad_norm: float = math.nan
+    """Global gradient norm before clipping."""
+    skip_reason: str | None = None
+    """Reason why the step changes nothing; None when it is applied."""
+    stop_requested: bool = False
+    """Set when any rank was asked to stop."""
+    is_saving: bool = False
+    """Set when any rank is still busy with a checkpoint."""
+    save_failed: bool = False
+    """Set when a checkpoint has failed since the step before."""
+
+
+def no_step() -> StepState:
+    """Return the state outside of a step: nothing is learnt at a learning rate of 0."""
+    return StepState(step=0, learning_rate=0.0, num_valid=1, num_tokens=0)
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Functions that a trainer calls in each step; the defaults suit a trainer without a run around it."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    """True once this rank was asked to stop."""
+    save_status: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+    """(this rank is still saving a checkpoint, a checkpoint has failed since the last call)."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before parameters and optimizer state change."""
