@@ -57,6 +57,14 @@ def test_each_axis_gets_what_ranks_wait_for_on_it():
     assert parts.bubble_s == pytest.approx(6)
 
 
+def test_one_device_waits_for_no_world(capsys):
+    one = predict(SMALL, Plan(), Workload(seq_len=64, global_batch_size=2), load_cluster("1xh100"))
+    assert one.parts.communication_s == {}
+    assert one.parts.optimizer_s > 0
+    assert main(["predict", "--model", "tiny", "--cluster", "1xh100", "--plan", "dp1"]) == 0
+    assert "waiting for" not in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_says_why():
     for name, words in (
         ("dp4", "it needs 4 devices (dp_shard 4), but there are 8"),
