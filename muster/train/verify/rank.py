@@ -107,7 +107,7 @@ class TracingTrainer(Trainer):
         and `1/embed.weight`."""
         pieces = [
             LocalShard(
-                f"{layout.copy_index}/{name}", replace(layout, copies=1, copy_index=0, num_writers=1), tensors[name]
+                f"{layout.copy_index}/{name}", replace(layout, num_copies=1, copy_index=0, num_writers=1), tensors[name]
             )
             for name, layout in self.updater.layouts.items()
             if tensors and name in tensors
