@@ -28,7 +28,10 @@ class PlanCosts:
     def op_times(self, plan: Plan) -> OpTimes:
         """Return the times of all instructions of a plan."""
         if plan not in self._op_times:
-            self._op_times[plan] = plan_times(self.request.model, plan, self.request.workload, self.request.cluster)
+            request = self.request
+            self._op_times[plan] = plan_times(
+                request.model, plan, request.workload, request.cluster, cache=request.cost_cache
+            )
         return self._op_times[plan]
 
     def pass_times(self, plan: Plan) -> PassTimes:
@@ -39,7 +42,8 @@ class PlanCosts:
 
     def placed(self, plan: Plan) -> PlacedPlan:
         """Return a plan with its ranks laid on the cluster."""
-        return place_plan(self.request.model, plan, self.request.workload, self.request.cluster)
+        request = self.request
+        return place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
 
     @cached_property
     def has_uniform_layers(self) -> bool:

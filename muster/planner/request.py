@@ -7,6 +7,7 @@ from math import log2, sqrt
 from typing import Any, Literal, get_args
 
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
+from muster.cost.time.cost_cache import CostCache
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
@@ -48,6 +49,8 @@ class PlanRequest:
     """Tokens of the whole training, where they are known: its cost is shown then."""
     derived_lines: tuple[str, ...] = ()
     """Line for each value that was left out and derived from others."""
+    cost_cache: CostCache = field(default_factory=CostCache, compare=False, repr=False)
+    """Costs that this request's plans share; requests made from it by `replace` share them too."""
 
     @property
     def base(self) -> Plan:

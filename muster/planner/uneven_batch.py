@@ -108,11 +108,11 @@ class BatchSplitter:
         """Of data-parallel ranks on devices alike (`links`: and over links alike) the times of the first one's
         pipeline, and the ranks."""
         request = self.request
-        setting = place_plan(request.model, plan, request.workload, request.cluster)
+        setting = place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
         kinds = self._groups_of(setting, links)
         if len(kinds) == 1:
             return [(pass_times_of_placed(setting), ranks) for ranks in kinds]
-        return [(pass_times_of_placed(replace(setting, data=ranks[0])), ranks) for ranks in kinds]
+        return [(pass_times_of_placed(replace(setting, data_rank=ranks[0])), ranks) for ranks in kinds]
 
     def _groups_of(self, placed: PlacedPlan, links: bool) -> list[list[int]]:
         """Plans whose ranks lie alike are alike in this."""

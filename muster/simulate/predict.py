@@ -9,6 +9,7 @@ from typing import Any
 from muster.cost.flops import train_flops_per_token
 from muster.cost.memory.forecast import MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
+from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
 from muster.schedule.action import Action
@@ -94,7 +95,10 @@ class Prediction:
             return []
 
         def step_time_s(plan: Plan) -> float:
-            return predict(self.model, plan, self.workload, self.cluster, framework=self.framework).step_time_s
+            prediction = predict(self.model, plan, self.workload, self.cluster, framework=self.framework, cache=cache)
+            return prediction.step_time_s
+
+        cache = CostCache()
 
         return memory_fixes(self.model, self.plan, self.workload, self.cluster, self.framework, step_time_s)
 
@@ -182,12 +186,13 @@ def predict(
     program: Program | None = None,
     times: OpTimes | None = None,
     framework: FrameworkTraits | None = None,
+    cache: CostCache | None = None,
 ) -> Prediction:
-    """What a step of the plan takes and holds, by lowering its Program and simulating it.
+    """Predict the time and the memory of a plan's step, by lowering its Program and simulating it.
 
-    `software` says what computes, where that is not Muster itself on what is usual.
-    `program` (of `program_of`) and `times` (of `plan_times`) spare their making where they are known from another
-    call: plans that differ in neither schedule, micro-batches nor sharding level have the same program. A call takes
+    `framework` is the program that trains (default: Muster). Pass `program` (of `build_program`) and `times` (of
+    `plan_times`) where they are known from another call: plans with the same schedule, micro-batches and sharding
+    level have the same program. Calls with one `cache` share the costs of equal layers and stages. A call takes
     one core about 4 µs for each instruction of the program, a third of it for lowering: 7 ms for 4 pipeline ranks and
     32 micro-batches, 24 ms for 16 and 64, 0.6 s for 64 and 512, whatever the number of devices.
 
@@ -197,9 +202,9 @@ def predict(
     plan = resolve_schedule(plan, model, workload)
     longest = program or build_program(plan, model, workload)
     if plan.uneven_micro_batches:
-        program, times = _slowest_data_rank(model, plan, workload, cluster, framework)
+        program, times = _slowest_data_rank(model, plan, workload, cluster, framework, cache or CostCache())
     else:
-        program, times = longest, times or plan_times(model, plan, workload, cluster, framework)
+        program, times = longest, times or plan_times(model, plan, workload, cluster, framework, cache=cache)
     found_s, make_timeline = simulate_parts(program, times)
     round_s = sum(found_s.values())
     found = forecast_memory(model, plan, workload, cluster, longest, framework)
@@ -222,21 +227,26 @@ def predict(
 
 
 def _slowest_data_rank(
-    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits | None
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None,
+    cache: CostCache,
 ) -> tuple[Program, OpTimes]:
-    """Of the data-parallel ranks with unequal shares, the Program and times of those that are done last.
+    """Return the Program and the times of the data-parallel ranks that are done last, under uneven micro-batches.
 
-    Exactly what all wait for: ranks of different shares meet in the sums of gradients alone, at the end, and a maximum
-    over ranks may be taken before what follows is added as well as after.
+    Their time is exact for the whole step: ranks with different numbers of micro-batches meet in the gradients'
+    reductions alone, at the end, and a maximum over ranks may be taken before the rest is added as well as after.
     """
-    kinds = data_ranks_by_kind(place_plan(model, plan, workload, cluster, framework))
+    kinds = data_ranks_by_kind(place_plan(model, plan, workload, cluster, framework, cache=cache))
     awaited: dict[tuple[int, int], tuple[Program, OpTimes]] = {}
     for number, ranks in enumerate(kinds.values()):
         for data in ranks:
             key = number, plan.num_micro_batches(workload, data)
             if key not in awaited:
                 program = build_program(plan, model, workload, data_rank=data)
-                awaited[key] = program, plan_times(model, plan, workload, cluster, framework, data)
+                awaited[key] = program, plan_times(model, plan, workload, cluster, framework, data, cache)
     return max(awaited.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
 
 

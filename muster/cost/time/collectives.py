@@ -20,7 +20,7 @@ COLLECTIVE_START_S = 6e-6
 """To start a collective's kernel and find the partners' buffers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CommGroup:
     """The ranks of a collective as the network sees them."""
 

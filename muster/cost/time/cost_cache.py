@@ -12,7 +12,6 @@ from muster.cost.time.collectives import CommGroup
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerPasses
 from muster.spec.cluster import ClusterSpec
-from muster.spec.device import DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy
@@ -36,43 +35,90 @@ class StageKinds(NamedTuple):
     """Of each stage, its kind."""
 
 
-@dataclass(frozen=True)
-class CostCache:
-    """What many plans for a model on a cluster share."""
+@dataclass(frozen=True, eq=False)
+class CostTables:
+    """Costs that all plans for one model, sequence length, cluster and framework share."""
 
+    model: ModelSpec
+    seq_len: int
+    cluster: ClusterSpec
+    framework: FrameworkTraits
     layer_types: tuple[int, ...]
-    """Of each layer of the model a number that tells it from others, whatever the plan does with single ones."""
+    """For each layer of the model, the index of the first layer of the same architecture (experts, linear attention,
+    window)."""
+    device_types: tuple[int, ...]
+    """For each node group of the cluster, the index of the first group with the same device."""
     comm_groups: dict[tuple, CommGroup] = field(default_factory=dict)
-    """Where ranks lie, by their strides (`PlanSetting.group`)."""
+    """Groups of ranks, by the strides between these (`PlacedPlan.group`)."""
+    interned_groups: dict[tuple, list[CommGroup]] = field(default_factory=dict)
+    """Groups of ranks, by their sizes and rates."""
     layer_passes: dict[tuple, LayerPasses] = field(default_factory=dict)
-    """Of a layer, by its kind and the groups of its ranks."""
+    """Costs of a layer's passes, by its kind and the groups of its ranks."""
     stage_compute: dict[tuple, tuple[PassCost, PassCost, PassCost, PassCost]] = field(default_factory=dict)
-    """Of a stage what it computes of a micro-batch: forward, both parts of backward, what is made again."""
+    """Costs of a stage's compute on one micro-batch: forward, both parts of the backward, recompute."""
     stage_times: dict[tuple, Any] = field(default_factory=dict)
-    """The same as seconds, with what travels beside it (`StageTimes`)."""
+    """Seconds of a stage's passes, with the exposed communication (`StageTimes`)."""
     param_numels: dict[tuple, float] = field(default_factory=dict)
-    """Numbers of parameters on a rank: of a layer, and of embedding and head."""
-    slowest_devices: dict[tuple, DeviceSpec] = field(default_factory=dict)
-    """The slowest of a stage's."""
+    """Elements of parameters on a rank: of a layer, and of embedding and head."""
+    slowest_devices: dict[tuple, int] = field(default_factory=dict)
+    """Type of the slowest of a stage's devices."""
     stage_kinds: dict[tuple, StageKinds] = field(default_factory=dict)
-    """Which stages are alike, and which hops."""
+    """Stages, or p2p transfers between stages, sorted into kinds that cost the same."""
 
     @cached_property
     def layers_are_alike(self) -> bool:
-        """Whether it is the same for all."""
+        """Tell if all layers have one architecture."""
         return len(set(self.layer_types)) == 1
 
+    def intern(self, group: CommGroup) -> CommGroup:
+        """Return the first known group that is equal to this one and has the very same links.
 
-_RECENT: deque[tuple[ModelSpec, int, ClusterSpec, FrameworkTraits, CostCache]] = deque(maxlen=8)
+        Collectives of equal groups take equal times. With one object for all of them, the object itself is the key of
+        what was worked out for a group: hashing it costs nothing, hashing its links would.
+        """
+        rates = group.network_bytes_per_s, group.network_latency_s
+        key = group.size, group.num_domains, group.max_ranks_per_domain, *rates
+        alike = self.interned_groups.setdefault(key, [])
+        for known in alike:
+            if known.intra_link is group.intra_link and known.network_link is group.network_link:
+                return known
+        alike.append(group)
+        return group
+
+    def is_for(self, model: ModelSpec, seq_len: int, cluster: ClusterSpec, framework: FrameworkTraits) -> bool:
+        """Tell if these tables hold for the very same model and cluster objects."""
+        same_objects = self.model is model and self.cluster is cluster
+        return same_objects and self.seq_len == seq_len and self.framework == framework
 
 
-def cost_cache_of(model: ModelSpec, seq_len: int, cluster: ClusterSpec, framework: FrameworkTraits) -> CostCache:
-    """What is known from recent calls for the same objects."""
-    for its_model, its_len, its_cluster, its_software, known in _RECENT:
-        if its_model is model and its_len == seq_len and its_cluster is cluster and its_software == framework:
-            return known
+class CostCache:
+    """Cost tables of the most recent models and clusters; made by the caller of many predictions and passed to each.
+
+    A search predicts thousands of plans that differ in little. With one cache for all of them, whatever they share is
+    worked out once. Models and clusters are compared by identity, which costs nothing; the cache keeps them alive.
+    """
+
+    def __init__(self, max_tables: int = 8) -> None:
+        self._recent: deque[CostTables] = deque(maxlen=max_tables)
+
+    def tables(self, model: ModelSpec, seq_len: int, cluster: ClusterSpec, framework: FrameworkTraits) -> CostTables:
+        """Return the tables for a model on a cluster, empty ones where there are none yet."""
+        for tables in self._recent:
+            if tables.is_for(model, seq_len, cluster, framework):
+                return tables
+        made = CostTables(model, seq_len, cluster, framework, _layer_types(model), _device_types(cluster))
+        self._recent.append(made)
+        return made
+
+
+def _layer_types(model: ModelSpec) -> tuple[int, ...]:
     layers = range(model.num_layers)
-    kinds = [(model.has_experts(one), model.has_linear_attention(one), model.attention_window(one)) for one in layers]
-    numbers = tuple(kinds.index(kind) for kind in kinds)
-    _RECENT.append((model, seq_len, cluster, framework, CostCache(numbers)))
-    return _RECENT[-1][-1]
+    types = [
+        (model.has_experts(layer), model.has_linear_attention(layer), model.attention_window(layer)) for layer in layers
+    ]
+    return tuple(types.index(layer_type) for layer_type in types)
+
+
+def _device_types(cluster: ClusterSpec) -> tuple[int, ...]:
+    devices = [group.device for group in cluster.groups]
+    return tuple(next(i for i, first in enumerate(devices) if first is device) for device in devices)

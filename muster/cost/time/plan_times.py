@@ -9,7 +9,7 @@ import numpy as np
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
-from muster.cost.time.cost_cache import cost_cache_of
+from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.kernels import matmul_s, stream_s
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.profiled_times import profiled_times
@@ -42,18 +42,19 @@ def plan_times(
     workload: Workload,
     cluster: ClusterSpec,
     framework: FrameworkTraits | None = None,
-    data: int | None = None,
+    data_rank: int | None = None,
+    cache: CostCache | None = None,
 ) -> OpTimes:
-    """Seconds of each (kind, stage) of the plan's Program, and of each hop between stages.
+    """Return the seconds of each (kind, stage) of the plan's Program, and of each p2p transfer between stages.
 
-    Ranks are those of the plan's mesh, laid on the cluster's devices in order. `data`: on the pipeline of that
-    data-parallel rank; not given: on the slowest device and link of each stage. On a machine that was measured Muster
-    itself computes (`measured_times`).
+    The plan's ranks are laid on the cluster's devices in order. The times are those of the pipeline of `data_rank`, or
+    of the slowest device and link of each stage where it is None. On a measured machine they are those of Muster's own
+    kernels (`profiled_times`). Calls with one `cache` share the costs of equal layers and stages.
     Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
     if cluster.device.rates is not None:
         return profiled_times(model, plan, workload, cluster.device.rates)
-    setting = place_plan(model, plan, workload, cluster, framework, data)
+    setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache)
     examples = example_stage_times(setting)
     stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
     seconds = {(kind, stage): time_s for stage, at in enumerate(stages) for kind, time_s in at.seconds.items()}
@@ -63,9 +64,9 @@ def plan_times(
     seconds.update(_offload_times(setting))
     if plan.vocab_parallel:
         seconds.update(_vocab_parallel_times(setting))
-    whole = setting if data is None else replace(setting, data=None)  # all wait for the slowest
+    whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
     seconds["NORM", -1], seconds["STEP", -1] = per_step_s(
-        whole, examples if data is None else example_stage_times(whole)
+        whole, examples if data_rank is None else example_stage_times(whole)
     )
     hops = {}
     for stage, pair in enumerate(stage_p2p_times(setting)):
@@ -94,17 +95,18 @@ def place_plan(
     workload: Workload,
     cluster: ClusterSpec,
     framework: FrameworkTraits | None = None,
-    data: int | None = None,
+    data_rank: int | None = None,
+    cache: CostCache | None = None,
 ) -> PlacedPlan:
-    """What the plan's stages share. Raises InfeasibleError where the cluster has fewer devices than the plan."""
+    """Return the plan laid on the cluster's devices, its cost tables from `cache` (None: new ones). Raises InfeasibleError where the cluster has fewer devices than the plan."""
     world_size = plan.world_size
     if world_size > cluster.num_devices:
         raise InfeasibleError(
             f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
     framework = framework or _DEFAULT_FRAMEWORK
-    known = cost_cache_of(model, workload.seq_len, cluster, framework)
-    return PlacedPlan(model, plan, workload, cluster, framework, world_size, known, data)
+    tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
+    return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank)
 
 
 def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable, list[int]]:
@@ -115,17 +117,17 @@ def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable
     stages = range(len(setting.placement))
     found: dict[Hashable, list[int]] = {}
     for data in ranks:
-        own = replace(setting, data=data)
+        own = replace(setting, data_rank=data)
         if not links:
             found.setdefault(tuple(own.device(stage).name for stage in stages[: setting.plan.pp]), []).append(data)
             continue
         places = (
-            id(part)
+            part
             for stage in stages[: setting.plan.pp]
-            for part in own.stage_groups(stage)[:1] + own.stage_groups(stage)[3:5]
+            for part in (own.stage_groups(stage).device_type, own.stage_groups(stage).tp, own.stage_groups(stage).cp)
         )
         hops = (
-            id(own.p2p_group(stage - 1, stage))
+            own.p2p_group(stage - 1, stage)
             for stage in stages[1:]
             if stage % setting.stages_per_replica and setting.placement[stage] != setting.placement[stage - 1]
         )
@@ -237,7 +239,7 @@ def _stage_p2p_time(setting: PlacedPlan, stage: int) -> tuple[P2PTime, P2PTime] 
 
 def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp: bool) -> P2PTime:
     split = mesh.tp if sp or setting.framework.scatter_gather_p2p else 1
-    tokens = setting.rows(source) * setting.workload.seq_len / mesh.sequence_shards / split
+    tokens = setting.micro_batch_size(source) * setting.workload.seq_len / mesh.sequence_shards / split
     size = tokens * setting.model.hidden_size * compute_bytes(setting.plan.precision)
     return P2PTime(p2p_s(pair, size), size / _link_bytes_per_s(pair))
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a plan lie on a cluster: the groups of its axes, the devices of its stages."""
+"""Placement of a plan's ranks on a cluster: the communication groups of its axes, the devices of its stages."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muster.cost.time.collectives import CommGroup, all_reduce_s, make_comm_group, p2p_s
-from muster.cost.time.cost_cache import CostCache, LayerKind, StageKinds
+from muster.cost.time.cost_cache import CostTables, LayerKind, StageKinds
 from muster.cost.time.kernels import sustained_flops_per_s
 from muster.layout.mesh import axis_sizes
 from muster.spec.cluster import ClusterSpec
@@ -21,7 +21,7 @@ from muster.spec.workload import Workload
 
 _DATA_AXES = "dp_replicate", "dp_shard"
 _PROBE_BYTES = 2**26
-"""Groups are compared by how long so much takes."""
+"""Message size at which the speeds of groups are compared."""
 _SHAPE_FIELDS = "pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "axis_order", "micro_batch_size"
 _SCHEDULE_FIELDS = (
     "version",
@@ -33,12 +33,16 @@ _SCHEDULE_FIELDS = (
     "default_strategy",
 )
 _SHARED_FIELDS = tuple(name for name in Plan.model_fields if name not in (*_SHAPE_FIELDS, *_SCHEDULE_FIELDS))
-"""Fields of a plan that may tell on all stages; the others do through a stage's layers, mesh and groups."""
+"""Plan fields that may change the cost of every stage; the others do so only through a stage's layers, mesh and groups."""
 
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """What all stages share."""
+    """A plan laid on a cluster's devices in rank order, with the groups and devices of each stage.
+
+    Thousands of placed plans share one `cache`. The keys of its tables hold relative positions only (ranks modulo
+    `period`, strides between ranks), so that a group worked out for one plan serves all plans that place ranks alike.
+    """
 
     model: ModelSpec
     plan: Plan
@@ -46,34 +50,37 @@ class PlacedPlan:
     cluster: ClusterSpec
     framework: FrameworkTraits
     world_size: int
-    cache: CostCache
-    data: int | None = None
-    """The data-parallel rank whose pipeline is meant; None: of each stage's ranks and links the slowest."""
+    cache: CostTables
+    data_rank: int | None = None
+    """Data-parallel rank whose pipeline is timed; None: the slowest of each stage's ranks and links."""
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes that the plan's ranks fill."""
+        """Number of nodes that the plan's ranks fill."""
         per_node = self.cluster.groups[0].devices_per_node
         return max(1, min(self.cluster.num_nodes, -(-self.world_size // per_node)))
 
     @property
     def single_rank(self) -> CommGroup:
-        """A rank by itself."""
+        """Group of a rank alone."""
         return self.group(0, ())
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether it doesn't matter which nodes ranks are on: nodes are alike, and so are the links between them."""
+        """True where all nodes are alike and equally linked, so that it doesn't matter on which of them ranks are."""
         cluster = self.cluster
         return cluster.is_uniform and not cluster.tiers and cluster.node_bandwidth_bytes_per_s is None
 
     @cached_property
     def period(self) -> int:
-        """Groups that begin so many ranks apart lie alike: the devices of a fabric, where all are alike."""
+        """Distance in ranks at which groups are alike: the devices of one fabric where the cluster is flat."""
         return self.cluster.groups[0].domain_devices if self.is_flat else self.cluster.num_devices
 
     def group(self, first: int, steps: tuple[tuple[int, int], ...]) -> CommGroup:
-        """Where the ranks lie that go out from `first` by (stride, number) on some axes."""
+        """Return the group of ranks that spans from rank `first` by (stride, size) on some axes.
+
+        Example: `group(4, ((1, 2), (16, 2)))` holds ranks 4, 5, 20, 21.
+        """
         key = first % self.period, steps
         if key not in self.cache.comm_groups:
             real = tuple(step for step in steps if step[1] > 1)
@@ -81,26 +88,25 @@ class PlacedPlan:
         return self.cache.comm_groups[key]
 
     def _make_group(self, first: int, steps: tuple[tuple[int, int], ...]) -> CommGroup:
-        """The same object for groups that are alike."""
+        """Return one object for all groups that are alike."""
         key = ("made", first, steps) if steps else ("made",)
         if key not in self.cache.comm_groups:
             ranks = [first]
             for stride, size in steps:
                 ranks = [rank + stride * index for index in range(size) for rank in ranks]
-            intra = self.cluster.groups[0].intra
-            made = make_comm_group(self.cluster, sorted(ranks)) if steps else CommGroup(1, 1, 1, intra, None)
-            own = made.size, made.num_domains, made.max_ranks_per_domain, id(made.intra_link), id(made.network_link)
-            alike = "alike", *own, made.network_bytes_per_s, made.network_latency_s
-            self.cache.comm_groups[key] = self.cache.comm_groups.setdefault(alike, made)
+            intra_link = self.cluster.groups[0].intra
+            made = make_comm_group(self.cluster, sorted(ranks)) if steps else CommGroup(1, 1, 1, intra_link, None)
+            self.cache.comm_groups[key] = self.cache.intern(made)
         return self.cache.comm_groups[key]
 
-    def pair(self, one: int, other: int) -> CommGroup:
-        """Where two ranks lie."""
-        low, high = (one, other) if one < other else (other, one)
+    def pair(self, rank: int, other: int) -> CommGroup:
+        """Return the group of two ranks."""
+        low, high = sorted((rank, other))
         return self.group(low, ((high - low, 2),)) if low != high else self.single_rank
 
     @cached_property
     def _first_ranks(self) -> list[int]:
+        """First world rank of each pipeline rank."""
         if self.is_uniform:
             stride = axis_strides(axis_sizes(self.plan))["pp"]
             return [pp_rank * stride for pp_rank in range(self.plan.pp)]
@@ -109,13 +115,13 @@ class PlacedPlan:
 
     @cached_property
     def shared_key(self) -> tuple:
-        """What all stages have in common, as far as it tells on what a stage costs."""
+        """Cache key of everything that all stages have in common and that changes their cost."""
         plan = self.plan
         return *(getattr(plan, name) for name in _SHARED_FIELDS), plan.vocab_parallel and plan.pp, self.num_nodes
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all stages run on meshes alike."""
+        """True where all stages have equal meshes."""
         return self.plan.is_uniform
 
     @cached_property
@@ -123,92 +129,79 @@ class PlacedPlan:
         return self.plan.mesh(0)
 
     def mesh(self, stage: int) -> Mesh:
-        """`Plan.mesh`, quickly where all are alike."""
+        """Return `Plan.mesh`, quickly where all meshes are equal."""
         return self._mesh if self.is_uniform else self.plan.mesh(stage)
 
-    def rows(self, stage: int) -> int:
-        """`Plan.rows`, quickly where all meshes are alike."""
+    def micro_batch_size(self, stage: int) -> int:
+        """Return `Plan.local_micro_batch_size`, quickly where all meshes are equal."""
         return self.plan.micro_batch_size if self.is_uniform else self.plan.local_micro_batch_size(stage)
 
     @cached_property
     def stages_per_replica(self) -> int:
-        """Stages of one replica."""
+        """Number of stages of one pipeline replica."""
         return self.plan.stages_per_replica
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
+        """Pipeline rank of each stage."""
         return self.plan.placement
 
     @cached_property
     def layers(self) -> list[range]:
-        """Of each stage of one replica."""
+        """Layers of each stage of one pipeline replica."""
         counts = self.plan.layer_counts(self.model.num_layers)
         ends = list(accumulate(counts))
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     def first_rank(self, stage: int) -> int:
-        """The first world rank that holds a stage."""
+        """Return the first world rank of a stage."""
         return self._first_ranks[self.placement[stage]]
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # Kinds of stages and of transfers: one example of each kind is costed, however many there are
+
     def stage_key(self, stage: int) -> tuple:
-        """Equal for stages whose times are: they lie alike, and have layers alike."""
+        """Return a key that is equal for stages with equal times: they are placed alike, and their layers are alike."""
         within = stage % self.stages_per_replica
-        return self._location_key(stage), within == 0, within == self.stages_per_replica - 1, self._layer_keys[within]
+        is_first, is_last = within == 0, within == self.stages_per_replica - 1
+        return self._location_key(stage), is_first, is_last, self._layer_keys[within]
 
     @cached_property
     def stage_kinds(self) -> StageKinds:
-        """Which stages have equal signatures."""
+        """Stages sorted by equal `stage_key`."""
         return self._kinds_by(("stages", self.is_uniform, *self._layer_keys), self.stage_key)
 
     @cached_property
     def p2p_kinds(self) -> StageKinds:
-        """Which stages are as far from the one before; those with none before, or one on the same rank, are alike."""
+        """Stages sorted by the distance to the stage before; those that receive nothing from another rank are alike."""
         return self._kinds_by(("hops", self.stages_per_replica), self._p2p_key)
 
-    def _kinds_by(self, key: tuple, signature_of: Callable[[int], Hashable]) -> StageKinds:
+    def _kinds_by(self, key: tuple, key_of: Callable[[int], Hashable]) -> StageKinds:
         key = *key, self.period, self.placement, *self._first_ranks
         if key not in self.cache.stage_kinds:
             numbers: dict[Hashable, int] = {}
-            which = [numbers.setdefault(signature_of(stage), len(numbers)) for stage in range(len(self.placement))]
-            self.cache.stage_kinds[key] = StageKinds(
-                [which.index(number) for number in numbers.values()], np.array(which)
-            )
+            kinds = [numbers.setdefault(key_of(stage), len(numbers)) for stage in range(len(self.placement))]
+            self.cache.stage_kinds[key] = StageKinds([kinds.index(kind) for kind in numbers.values()], np.array(kinds))
         return self.cache.stage_kinds[key]
 
     def _p2p_key(self, stage: int) -> tuple[int, ...]:
         if self.receives_p2p(stage):
-            before, own = self.first_rank(stage - 1), self.first_rank(stage)
-            return before % self.period, own - before
+            sender, receiver = self.first_rank(stage - 1), self.first_rank(stage)
+            return sender % self.period, receiver - sender
         return ()
 
     def receives_p2p(self, stage: int) -> bool:
-        """Whether a stage receives from another rank."""
+        """Tell if a stage receives its input from another rank."""
         return stage % self.stages_per_replica > 0 and self.placement[stage] != self.placement[stage - 1]
 
     def _location_key(self, stage: int) -> int:
-        """Equal for stages that lie alike."""
+        """Return a number that is equal for stages placed alike."""
         pp_rank = self.placement[stage]
         return self._first_ranks[pp_rank] % self.period if self.is_uniform else pp_rank
 
-    def stage_groups(self, stage: int) -> "StageGroups":
-        """Of a stage's ranks."""
-        where = self._location_key(stage)
-        if where not in self._stage_groups:
-            data, replicas = self.axis_group(stage, "cp", "dp_shard"), self.axis_group(stage, "dp_replicate")
-            tp, cp = self.axis_group(stage, "tp"), self.axis_group(stage, "cp")
-            self._stage_groups[where] = StageGroups(
-                self.device(stage), data, replicas, tp, cp, self.expert_group(stage)
-            )
-        return self._stage_groups[where]
-
-    @cached_property
-    def _stage_groups(self) -> dict[int, "StageGroups"]:
-        return {}
-
     @cached_property
     def _layer_keys(self) -> list[Hashable]:
-        """Equal for stages of one replica whose layers are alike."""
+        """For each stage of one replica, a key that is equal where the layers are alike."""
         if self.plan.overrides:
             return [tuple(map(self.layer_kind, layers)) for layers in self.layers]
         if self.cache.layers_are_alike:
@@ -216,7 +209,7 @@ class PlacedPlan:
         return [self.cache.layer_types[layers.start : layers.stop] for layers in self.layers]
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """What a layer's times depend on besides where it lies."""
+        """Return everything that a layer's times depend on besides its place."""
         model = self.model
         return LayerKind(
             self.plan.strategy(layer),
@@ -225,99 +218,141 @@ class PlacedPlan:
             model.attention_window(layer),
         )
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # Groups and devices of a stage
+
+    def stage_groups(self, stage: int) -> "StageGroups":
+        """Return the device of a stage's ranks, and the groups in which they communicate."""
+        location = self._location_key(stage)
+        if location not in self._stage_groups:
+            device_type = self._device_type(stage)
+            self._stage_groups[location] = StageGroups(
+                device_type,
+                self.cluster.groups[device_type].device,
+                data_parallel=self.axis_group(stage, "cp", "dp_shard"),
+                replicas=self.axis_group(stage, "dp_replicate"),
+                tp=self.axis_group(stage, "tp"),
+                cp=self.axis_group(stage, "cp"),
+                ep=self.expert_group(stage),
+            )
+        return self._stage_groups[location]
+
+    @cached_property
+    def _stage_groups(self) -> dict[int, "StageGroups"]:
+        return {}
+
     @cached_property
     def _axis_sizes_and_strides(self) -> list[tuple[dict[str, int], dict[str, int]]]:
         """Sizes and strides of the axes, by pipeline rank."""
-        plan, found = self.plan, []
+        plan = self.plan
+        found = []
         for pp_rank in range(1 if self.is_uniform else plan.pp):
             sizes = axis_sizes(plan, pp_rank) if self.is_uniform else axis_sizes(plan, pp_rank) | {"pp": 1}
             found.append((sizes, axis_strides(sizes)))
         return found * plan.pp if self.is_uniform else found
 
     def axis_group(self, stage: int, *axes: str) -> CommGroup:
-        """The slowest of the groups of a stage's ranks that differ on these axes alone: the others wait for it."""
+        """Return the slowest group of a stage's ranks that differ on these axes only: the others wait for it."""
         sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
         steps = tuple((strides[axis], sizes[axis]) for axis in axes)
         first = self.first_rank(stage)
         if self.is_flat:
             return self.group(first, steps)
-        key = "slowest", first, steps, tuple(sizes.items()), self.data
+        key = "slowest", first, steps, tuple(sizes.items()), self.data_rank
         if key not in self.cache.comm_groups:
-            found = [self.group(first + offset, steps) for offset in self._offsets(stage, axes)]
-            self.cache.comm_groups[key] = max(found, key=lambda group: all_reduce_s(group, _PROBE_BYTES))
+            groups = [self.group(first + offset, steps) for offset in self._offsets(stage, axes)]
+            self.cache.comm_groups[key] = max(groups, key=lambda group: all_reduce_s(group, _PROBE_BYTES))
         return self.cache.comm_groups[key]
 
     def ranks(self, stage: int) -> list[int]:
-        """The world ranks that hold a stage."""
+        """Return the world ranks of a stage."""
         return [self.first_rank(stage) + offset for offset in self._offsets(stage)]
 
     def _offsets(self, stage: int, without: Sequence[str] = ()) -> list[int]:
-        """From a stage's first rank to its others that don't differ from it on some axes; without data-parallel axes
-        among these, of the one data-parallel rank that is meant."""
+        """Return the distances from a stage's first rank to its ranks that have index 0 on the axes `without`.
+
+        With a `data_rank`, ranks of other data-parallel ranks are left out, unless `without` names a data axis.
+        """
         sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
-        own = {} if self.data is None or set(without) & set(_DATA_AXES) else self._data_indices
+        fixed = {} if self.data_rank is None or set(without) & set(_DATA_AXES) else self._data_indices
         offsets = [0]
         for axis, size in sizes.items():
             if axis not in without and axis != "pp":
-                indices = (own[axis],) if axis in own else range(size)
+                indices = (fixed[axis],) if axis in fixed else range(size)
                 offsets = [offset + strides[axis] * index for offset in offsets for index in indices]
         return offsets
 
     @cached_property
     def _data_indices(self) -> dict[str, int]:
-        """Where the data-parallel rank stands on its axes."""
-        return dict(zip(_DATA_AXES, divmod(self.data or 0, self.plan.dp_shard), strict=True))
+        """Index of the `data_rank` on each data axis."""
+        return dict(zip(_DATA_AXES, divmod(self.data_rank or 0, self.plan.dp_shard), strict=True))
 
     def device(self, stage: int) -> DeviceSpec:
-        """The slowest of a stage's devices."""
-        first = self.first_rank(stage)
+        """Return the slowest of a stage's devices."""
+        return self.cluster.groups[self._device_type(stage)].device
+
+    def _device_type(self, stage: int) -> int:
+        """Return the index of a node group with the slowest of a stage's devices, one index for equal devices."""
         if self.cluster.is_uniform:
-            return self.cluster.groups[0].device
+            return 0
+        first = self.first_rank(stage)
         sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
-        key = first, tuple(sizes.items()), tuple(strides.items()), self.data, self.plan.precision
+        key = first, tuple(sizes.items()), tuple(strides.items()), self.data_rank, self.plan.precision
         if key not in self.cache.slowest_devices:
-            devices = {id(one): one for one in (self._device_at(first + offset) for offset in self._offsets(stage))}
-            self.cache.slowest_devices[key] = min(
-                devices.values(), key=lambda one: sustained_flops_per_s(one, self.plan.precision)
-            )
+            ranks = (first + offset for offset in self._offsets(stage))
+            types = dict.fromkeys(self.cache.device_types[self.cluster.locate(rank)[0]] for rank in ranks)
+            self.cache.slowest_devices[key] = min(types, key=self._device_flops_per_s)
         return self.cache.slowest_devices[key]
 
-    def _device_at(self, rank: int) -> DeviceSpec:
-        return self.cluster.group_of(rank).device
+    def _device_flops_per_s(self, device_type: int) -> float:
+        return sustained_flops_per_s(self.cluster.groups[device_type].device, self.plan.precision)
 
     def p2p_group(self, source: int, target: int) -> CommGroup:
-        """The slowest pair of ranks of two stages that send to each other."""
-        one, other = self.first_rank(source), self.first_rank(target)
+        """Return the slowest pair of ranks of two stages that send to each other."""
+        sender, receiver = self.first_rank(source), self.first_rank(target)
         if self.is_flat or not self.is_uniform:
-            return self.pair(one, other)
-        key = "pair", min(one, other), max(one, other), tuple(self._axis_sizes_and_strides[0][0].items()), self.data
+            return self.pair(sender, receiver)
+        sizes = tuple(self._axis_sizes_and_strides[0][0].items())
+        key = "pair", min(sender, receiver), max(sender, receiver), sizes, self.data_rank
         if key not in self.cache.comm_groups:
-            found = [self.pair(one + offset, other + offset) for offset in self._offsets(source)]
-            self.cache.comm_groups[key] = max(found, key=lambda pair: p2p_s(pair, _PROBE_BYTES))
+            pairs = [self.pair(sender + offset, receiver + offset) for offset in self._offsets(source)]
+            self.cache.comm_groups[key] = max(pairs, key=lambda pair: p2p_s(pair, _PROBE_BYTES))
         return self.cache.comm_groups[key]
 
     def expert_group(self, stage: int) -> CommGroup:
-        """Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's
-        tensors (arXiv:2504.14960)."""
+        """Return the expert-parallel group of a stage.
+
+        Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's tensors
+        (arXiv:2504.14960).
+        """
         mesh = self.mesh(stage)
         return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
 
 
 class StageGroups(NamedTuple):
-    """What a stage's ranks are, and the groups in which they communicate."""
+    """The device of a stage's ranks, and the groups in which they communicate."""
 
+    device_type: int
+    """Index of the first node group of the cluster with this device."""
     device: DeviceSpec
     data_parallel: CommGroup
-    """Those that share parameters and gradients: dp_shard and cp."""
+    """Ranks that share parameters and gradients: dp_shard and cp."""
     replicas: CommGroup
     tp: CommGroup
     cp: CommGroup
     ep: CommGroup
 
+    @property
+    def layer_key(self) -> tuple[Hashable, ...]:
+        """Device and groups that a layer's own kernels and collectives depend on."""
+        return self.device_type, self.tp, self.cp, self.ep
+
 
 def axis_strides(sizes: dict[str, int]) -> dict[str, int]:
-    """How many ranks lie between neighbours on each axis; `sizes`: outermost first."""
-    strides, stride = {}, 1
+    """Return the distance in ranks between neighbours on each axis; `sizes` begins with the outermost axis."""
+    strides = {}
+    stride = 1
     for axis in reversed(sizes):
-        strides[axis], stride = stride, stride * sizes[axis]
+        strides[axis] = stride
+        stride *= sizes[axis]
     return strides

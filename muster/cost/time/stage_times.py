@@ -1,4 +1,4 @@
-"""How long the passes of one stage take, and what it does once a step."""
+"""Times of one stage's passes, and of its communication once per step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,146 +14,155 @@ from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.sublayer import LayerContext, LayerPasses
 
 STRAGGLER_SHARE = 0.005
-"""Share of the passes that ranks lose for each doubling of nodes because they wait for the slowest, where data-parallel
-ranks meet once a step: beside what the collectives take, the same plan takes 0 to 0.4 % longer on twice the nodes in
-bf16 and 0.5 to 1 % in fp8 (Llama 3 on 8 to 256 nodes of H100, github:NVIDIA/dgxc-benchmarking), and 1 % with float16
-(530B on 35 to 280 nodes, arXiv:2205.05198 §6.3)."""
+"""Share of the passes' time that ranks lose to the slowest of them per doubling of nodes, where data-parallel ranks
+meet once per step. Besides its collectives, the same plan takes 0 to 0.4 % longer on twice the nodes in bf16 and 0.5 to
+1 % in fp8 (Llama 3 on 8 to 256 nodes of H100, github:NVIDIA/dgxc-benchmarking), and 1 % with float16 (530B on 35 to 280
+nodes, arXiv:2205.05198 §6.3)."""
 STRAGGLER_SHARE_PER_LAYER_SYNC = 0.01
-"""The same where they meet at every layer, under z2 and z3, so that what is slow by chance doesn't even out over a
-step: 0.7 to 2.5 % (llm-foundry's tables of A100 and H100, torchtitan's of H100 and H200)."""
+"""The same share under z2 and z3, where ranks meet at every layer, so that random delays don't even out over a step:
+0.7 to 2.5 % (llm-foundry's tables of A100 and H100, torchtitan's of H100 and H200)."""
 
 
 class StageTimes:
-    """The passes of one stage, and its collectives.
+    """Times of the passes of one stage, and of its collectives, on the slowest of its ranks.
 
-    A search asks for thousands of plans that differ in little. What a stage's passes take depends on its layers, how
-    they are stored and computed, and how far apart the ranks lie that it communicates with, but not on which stage of
-    which plan it is: they are worked out once for all that are alike.
+    The time of a stage's passes depends on its layers, on how they are stored and computed, and on the groups that its
+    ranks communicate in, but not on which stage of which plan it is. The cost cache holds one result for all stages of
+    all plans that agree in these.
     """
 
-    def __init__(self, setting: PlacedPlan, stage: int) -> None:
-        plan = setting.plan
-        self.setting, self.stage, self.mesh = setting, stage, setting.mesh(stage)
-        self.layers = setting.layers[stage % setting.stages_per_replica]
-        self.groups = place = setting.stage_groups(stage)
-        self.device, self.data, self.replicas = place.device, place.data_parallel, place.replicas
-        self.launch_s = 0.0 if setting.framework.cuda_graphs else self.device.launch_s
-        self.strategy = plan.strategy(self.layers.start)
+    def __init__(self, placed: PlacedPlan, stage: int) -> None:
+        self.placed = placed
+        self.stage = stage
+        self.mesh = placed.mesh(stage)
+        self.layers = placed.layers[stage % placed.stages_per_replica]
+        self.groups = placed.stage_groups(stage)
+        self.device = self.groups.device
+        self.launch_s = 0.0 if placed.framework.cuda_graphs else self.device.launch_s
+        self.strategy = placed.plan.strategy(self.layers.start)
         self.zero = self.strategy.zero
 
     @cached_property
-    def p2p_groups(self) -> tuple[CommGroup | None, ...]:
-        """The pairs over which it receives its input and sends its output, where its passes wait for that."""
-        if self.setting.framework.overlap_p2p:
-            return ()
-        return self._pair(-1), self._pair(1)
-
-    def _pair(self, step: int) -> CommGroup | None:
-        setting, stage = self.setting, self.stage
-        at_end = setting.plan.is_last(stage) if step > 0 else setting.plan.is_first(stage)
-        if at_end or setting.placement[stage] == setting.placement[stage + step]:
-            return None
-        return setting.p2p_group(stage, stage + step)
-
-    @cached_property
     def layer_context(self) -> LayerContext:
-        """What its layers' times depend on."""
-        plan = self.setting.plan
+        """Everything that the times of its layers depend on."""
+        placed = self.placed
         return LayerContext(
-            self.setting.model,
+            placed.model,
             self.device,
-            self.setting.framework,
+            placed.framework,
             self.strategy,
-            plan.precision,
-            plan.local_micro_batch_size(self.stage),
-            self.setting.workload.seq_len,
+            placed.plan.precision,
+            placed.plan.local_micro_batch_size(self.stage),
+            placed.workload.seq_len,
             self.groups.tp,
             self.groups.cp,
             self.groups.ep,
             self.mesh.etp,
-            self.data.size > 1,
+            self._is_data_parallel,
         )
+
+    @property
+    def _is_data_parallel(self) -> bool:
+        return self.groups.data_parallel.size > 1
 
     @cached_property
     def param_communication(self) -> ParamCommunication:
-        """What it has of the model, and how that travels."""
-        return ParamCommunication(self.setting, self.stage)
+        """Its parameters on one rank, and the times in which they and their gradients are communicated."""
+        return ParamCommunication(self.placed, self.stage)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """By kind: the passes, and what happens once a step."""
+        """Seconds by kind of instruction: the passes, and what happens once per step."""
         return self.passes_s | dict(self.param_communication.per_step_times(self.passes_s))
 
     @property
     def passes_s(self) -> dict[str, float]:
-        """By kind: the passes alone."""
+        """Seconds of the passes by kind, F, B, I and W."""
         return self._passes[0]
 
     @property
     def exposed_s(self) -> dict[str, dict[str, float]]:
-        """By pass: axis → what is waited for."""
+        """Kind of pass → axis → seconds of communication that nothing hides."""
         return self._passes[1]
 
     @property
     def recompute_is_additive(self) -> bool:
-        """Whether backwards take as much longer for each layer that is computed again, however many are: all are of one
-        kind, nothing travels beside them, and the host launches kernels faster than they run."""
+        """True where every further recomputed layer makes the backward longer by the same time.
+
+        This holds where all layers are of one kind, no communication overlaps with them, and the host launches kernels
+        faster than they run.
+        """
         return self._passes[2]
 
     @cached_property
     def _passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
-        key = self._key if self.zero == "z1" else (*self._key, id(self.data), id(self.replicas))
-        known = self.setting.cache.stage_times
+        key = self._key if self.zero == "z1" else (*self._key, self.groups.data_parallel, self.groups.replicas)
+        known = self.placed.cache.stage_times
         if key not in known:
-            waiting = STRAGGLER_SHARE if self.zero == "z1" else STRAGGLER_SHARE_PER_LAYER_SYNC
-            slower, spent = 1 + waiting * log2(self.setting.num_nodes), dict(self.passes())
-            seconds = {kind: slower * one.total_s(self.launch_s) for kind, one in spent.items()}
-            alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._counts) == 1
-            later = self.setting.plan.is_last(self.stage) and self.setting.model.mtp_layers > 0
-            launched = all(spent[kind].compute_s >= spent[kind].kernels * self.launch_s for kind in ("B", "I"))
-            waits_s = {kind: one.exposed_s for kind, one in spent.items()}
-            known[key] = seconds, waits_s, alike and launched and not later
+            known[key] = self._make_passes()
         return known[key]
+
+    def _make_passes(self) -> tuple[dict[str, float], dict[str, dict[str, float]], bool]:
+        share = STRAGGLER_SHARE if self.zero == "z1" else STRAGGLER_SHARE_PER_LAYER_SYNC
+        slowdown = 1 + share * log2(self.placed.num_nodes)
+        costs = dict(self._pass_costs())
+        seconds = {kind: slowdown * cost.total_s(self.launch_s) for kind, cost in costs.items()}
+        exposed_s = {kind: cost.exposed_s for kind, cost in costs.items()}
+        is_alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._layer_counts) == 1
+        has_mtp = self.placed.plan.is_last(self.stage) and self.placed.model.mtp_layers > 0
+        is_device_bound = all(costs[kind].compute_s >= costs[kind].kernels * self.launch_s for kind in ("B", "I"))
+        return seconds, exposed_s, is_alike and is_device_bound and not has_mtp
 
     @cached_property
     def _key(self) -> tuple:
-        """Equal for stages of any plans that compute the same; objects that are equal are the same here."""
-        setting = self.setting
-        places = map(id, (self.device, *self.groups[-3:], *self.p2p_groups))
-        own = self.mesh.etp, self.mesh.ep, setting.rows(self.stage), self.strategy, self.data.size > 1
-        return *setting.shared_key, *setting.stage_key(self.stage)[1:], *own, *places
+        """Cache key of the stage's compute: equal for all stages of all plans that compute the same."""
+        placed = self.placed
+        p2p_groups = () if placed.framework.overlap_p2p else (self._p2p_group(-1), self._p2p_group(1))
+        own = self.mesh.etp, self.mesh.ep, placed.micro_batch_size(self.stage), self.strategy, self._is_data_parallel
+        return *placed.shared_key, *placed.stage_key(self.stage)[1:], *own, *self.groups.layer_key, *p2p_groups
 
-    def passes(self) -> Iterator[tuple[str, PassCost]]:
-        """(kind, what it spends) of F, B, I and W."""
-        forward, inputs, weights, again = self._compute()
+    def _p2p_group(self, step: int) -> CommGroup | None:
+        """Return the pair of ranks between this stage and the next (`step` 1) or the one before (−1), if there is."""
+        placed, stage = self.placed, self.stage
+        at_end = placed.plan.is_last(stage) if step > 0 else placed.plan.is_first(stage)
+        if at_end or placed.placement[stage] == placed.placement[stage + step]:
+            return None
+        return placed.p2p_group(stage, stage + step)
+
+    def _pass_costs(self) -> Iterator[tuple[str, PassCost]]:
+        """Yield (kind, cost) of F, B, I and W."""
+        forward, input_grads, weight_grads, recompute = self._compute()
         gather_s, reduce_s = self.param_communication.per_micro_batch_s(self.layers)
-        backward = again + inputs + weights
-        if not self.setting.framework.overlap_p2p:
-            forward, again = self._with_blocking_p2p(forward, 1), self._with_blocking_p2p(again, -1)
-            backward = again + inputs + weights
+        if not self.placed.framework.overlap_p2p:
+            forward = self._with_blocking_p2p(forward, 1)
+            recompute = self._with_blocking_p2p(recompute, -1)
+        backward = recompute + input_grads + weight_grads
         yield "F", self._with_data_parallel(forward, gather_s)
-        # A layer that is computed again stays gathered for its backward, unless parts are gathered one by one.
-        gathers = 1 + (self.setting.framework.per_parameter_collectives and again.compute_s > 0)
+        # A recomputed layer stays gathered for its backward, unless each parameter is gathered by itself.
+        gathers = 1 + (self.placed.framework.per_parameter_collectives and recompute.compute_s > 0)
         yield "B", self._with_data_parallel(backward, gathers * gather_s + reduce_s)
-        yield "I", self._with_data_parallel(again + inputs, gathers * gather_s)
-        yield "W", self._with_data_parallel(weights, reduce_s)
+        yield "I", self._with_data_parallel(recompute + input_grads, gathers * gather_s)
+        yield "W", self._with_data_parallel(weight_grads, reduce_s)
 
     def _compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
-        """All that the stage computes of one micro-batch."""
-        known = self.setting.cache.stage_compute
+        """Return the cost of forward, input gradients, weight gradients and recompute of one micro-batch."""
+        known = self.placed.cache.stage_compute
         if self._key not in known:
             known[self._key] = self._make_compute()
         return known[self._key]
 
     def _make_compute(self) -> tuple[PassCost, PassCost, PassCost, PassCost]:
-        """Layers that are alike are costed once."""
-        model, plan = self.setting.model, self.setting.plan
+        """Sum the layers, each kind costed once, with embedding and head where the stage has them."""
+        model, plan = self.placed.model, self.placed.plan
         parts: list[LayerPasses] = []
-        for kind, count in self._counts.items():
-            one = self._layer_passes(kind)
+        for kind, count in self._layer_counts.items():
+            layer = self._layer_passes(kind)
             parts.append(
                 LayerPasses(
-                    one.forward * count, one.input_grads * count, one.weight_grads * count, one.recompute * count
+                    layer.forward * count,
+                    layer.input_grads * count,
+                    layer.weight_grads * count,
+                    layer.recompute * count,
                 )
             )
         if not plan.vocab_parallel:
@@ -162,75 +171,82 @@ class StageTimes:
             if plan.is_last(self.stage):
                 head = head_passes(self.layer_context, model.vocab_size / self.mesh.tp)
                 parts += [head] * (1 + model.mtp_layers)
-        forward, inputs, weights, again = PassCost(), PassCost(), PassCost(), PassCost()
+        forward, input_grads, weight_grads, recompute = PassCost(), PassCost(), PassCost(), PassCost()
         for part in parts:
-            forward, inputs = forward + part.forward, inputs + part.input_grads
-            weights, again = weights + part.weight_grads, again + part.recompute
-        return forward, inputs, weights, again
+            forward += part.forward
+            input_grads += part.input_grads
+            weight_grads += part.weight_grads
+            recompute += part.recompute
+        return forward, input_grads, weight_grads, recompute
 
     @cached_property
-    def _counts(self) -> dict[LayerKind, int]:
-        """The kinds of its layers, and how many there are of each."""
-        model, plan = self.setting.model, self.setting.plan
+    def _layer_counts(self) -> dict[LayerKind, int]:
+        """Number of its layers of each kind."""
+        model, plan = self.placed.model, self.placed.plan
         layers = list(self.layers)
         if plan.is_last(self.stage):
             layers += [model.num_layers - 1] * model.mtp_layers
-        if layers and self.setting.cache.layers_are_alike and not plan.overrides:
-            kind = self.setting.layer_kind(layers[0])
-            self._example[kind] = layers[0]
+        if layers and self.placed.cache.layers_are_alike and not plan.overrides:
+            kind = self.placed.layer_kind(layers[0])
+            self._example_layers[kind] = layers[0]
             return {kind: len(layers)}
         counts: dict[LayerKind, int] = {}
         for layer in layers:
-            kind = self.setting.layer_kind(layer)
+            kind = self.placed.layer_kind(layer)
             counts[kind] = counts.get(kind, 0) + 1
-            self._example.setdefault(kind, layer)
+            self._example_layers.setdefault(kind, layer)
         return counts
 
     @cached_property
-    def _example(self) -> dict[LayerKind, int]:
+    def _example_layers(self) -> dict[LayerKind, int]:
+        """A layer of each kind."""
         return {}
 
     def _layer_passes(self, kind: LayerKind) -> LayerPasses:
-        known, plan = self.setting.cache.layer_passes, self.setting.plan
-        places = tuple(map(id, (self.device, *self.groups[-3:])))
-        key = kind, plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self.data.size > 1, places
+        plan = self.placed.plan
+        known = self.placed.cache.layer_passes
+        own = plan.precision, plan.local_micro_batch_size(self.stage), self.mesh.etp, self._is_data_parallel
+        key = kind, *own, self.groups.layer_key
         if key not in known:
-            known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example[kind])
+            known[key] = layer_passes(replace(self.layer_context, strategy=kind.strategy), self._example_layers[kind])
         return known[key]
 
-    def _with_data_parallel(self, spent: PassCost, travels_s: float) -> PassCost:
-        """A pass beside which parameters are gathered, or gradients reduced, layer by layer: the first one's, or the
-        last one's, is waited for, the others travel beside the compute."""
-        if travels_s <= 0:
-            return spent
-        total = spent + PassCost()
-        if self.setting.framework.per_parameter_collectives:
-            total.add_exposed("dp", travels_s)
+    def _with_data_parallel(self, cost: PassCost, communication_s: float) -> PassCost:
+        """Add the gathers of parameters, or the reductions of gradients, of all layers to a pass.
+
+        The first layer's gather (the last layer's reduction) is exposed, the others overlap with the compute.
+        """
+        if communication_s <= 0:
+            return cost
+        total = cost + PassCost()
+        if self.placed.framework.per_parameter_collectives:
+            total.add_exposed("dp", communication_s)
             return total
-        first_s = travels_s / max(1, len(self.layers))
+        first_s = communication_s / max(1, len(self.layers))
         total.add_exposed("dp", first_s)
-        total.add_overlapped("dp", travels_s - first_s, spent.total_s(self.launch_s))
+        total.add_overlapped("dp", communication_s - first_s, cost.total_s(self.launch_s))
         return total
 
-    def _with_blocking_p2p(self, spent: PassCost, step: int) -> PassCost:
-        """A pass that waits until what it made has come to the next stage, or to the one before."""
-        total, pair = spent + PassCost(), self._pair(step)
+    def _with_blocking_p2p(self, cost: PassCost, step: int) -> PassCost:
+        """Add the transfer of a pass's result to the next stage (`step` 1) or the one before (−1), which it waits for."""
+        total = cost + PassCost()
+        pair = self._p2p_group(step)
         if pair is None:
             return total
         size, tp = self.layer_context.hidden_bytes, self.layer_context.tp
-        split = tp.size if self.layer_context.strategy.sp or self.setting.framework.scatter_gather_p2p else 1
+        split = tp.size if self.strategy.sp or self.placed.framework.scatter_gather_p2p else 1
         total.add_exposed("pp", p2p_s(pair, size / split))
-        if split > 1 and not self.layer_context.strategy.sp:
+        if split > 1 and not self.strategy.sp:
             total.add_exposed("tp", all_gather_s(tp, size))
         return total
 
 
-def stage_times(setting: PlacedPlan) -> list[StageTimes]:
-    """Of every stage of the plan; the same object where stages are alike."""
-    examples = example_stage_times(setting)
-    return [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
+def stage_times(placed: PlacedPlan) -> list[StageTimes]:
+    """Return the times of every stage of the plan, one object for all stages that are alike."""
+    examples = example_stage_times(placed)
+    return [examples[kind] for kind in placed.stage_kinds.kind_by_stage.tolist()]
 
 
-def example_stage_times(setting: PlacedPlan) -> list[StageTimes]:
-    """Of a stage of each kind (`PlanSetting.alike`)."""
-    return [StageTimes(setting, stage) for stage in setting.stage_kinds.examples]
+def example_stage_times(placed: PlacedPlan) -> list[StageTimes]:
+    """Return the times of one stage of each kind (`PlacedPlan.stage_kinds`)."""
+    return [StageTimes(placed, stage) for stage in placed.stage_kinds.examples]
