@@ -98,7 +98,10 @@ def place_plan(
     data_rank: int | None = None,
     cache: CostCache | None = None,
 ) -> PlacedPlan:
-    """Return the plan laid on the cluster's devices, its cost tables from `cache` (None: new ones). Raises InfeasibleError where the cluster has fewer devices than the plan."""
+    """Return the plan laid on the cluster's devices, with the cost tables of `cache` (None: new ones).
+
+    Raises InfeasibleError where the cluster has fewer devices than the plan.
+    """
     world_size = plan.world_size
     if world_size > cluster.num_devices:
         raise InfeasibleError(

@@ -33,7 +33,8 @@ _SCHEDULE_FIELDS = (
     "default_strategy",
 )
 _SHARED_FIELDS = tuple(name for name in Plan.model_fields if name not in (*_SHAPE_FIELDS, *_SCHEDULE_FIELDS))
-"""Plan fields that may change the cost of every stage; the others do so only through a stage's layers, mesh and groups."""
+"""Plan fields that may change the cost of every stage. The others change it only through a stage's layers, mesh and
+groups."""
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ class StageTimes:
         return total
 
     def _with_blocking_p2p(self, cost: PassCost, step: int) -> PassCost:
-        """Add the transfer of a pass's result to the next stage (`step` 1) or the one before (−1), which it waits for."""
+        """Add the exposed transfer of a pass's result to the next stage (`step` 1) or the one before (−1)."""
         total = cost + PassCost()
         pair = self._p2p_group(step)
         if pair is None:
