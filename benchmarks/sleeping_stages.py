@@ -136,8 +136,8 @@ def span_s(executor: Executor, steps: int) -> float:
 def compare_simulated(rank: int, args: argparse.Namespace, passes: dict[str, float], p2p_s: float) -> None:
     if rank == 0:
         print(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'spread':>15} {'ratio':>7}", flush=True)
-    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
-    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier()}
+    handlers |= dict.fromkeys(("ALL_REDUCE_REPLICAS", "STEP"), lambda _: None)
     for schedule in schedules(args):
         executor = executor_of(schedule, rank, handlers, ahead=False)
         times = OpTimes({(kind, -1): seconds for kind, seconds in passes.items()}, p2p_s=p2p_s)
@@ -164,8 +164,8 @@ def compare_waiting(rank: int, args: argparse.Namespace) -> None:
         assert work is not None
         votes.append(work)
 
-    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier(), "VOTE": vote}
-    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier(), "GRAD_NORM_ASYNC": vote}
+    handlers |= dict.fromkeys(("ALL_REDUCE_REPLICAS", "STEP"), lambda _: None)
     for schedule in schedules(args):
         both = [executor_of(schedule, rank, handlers, ahead) for ahead in (False, True)]
         spans: tuple[list[float], list[float]] = ([], [])

@@ -75,7 +75,7 @@ class SilentExecutor(Executor):
 def cost_of_one(rounds: int) -> tuple[float, float]:
     """(seconds that one recorded instruction takes more, the same of the middle half of the rounds' spread)."""
     program = lower(make_schedule("1f1b", ScheduleSpec(1, 500)), LoweringOptions())
-    handlers: dict[str, Callable[[Action], None]] = dict.fromkeys(("NORM", "STEP"), lambda _: None)
+    handlers: dict[str, Callable[[Action], None]] = dict.fromkeys(("GRAD_NORM", "STEP"), lambda _: None)
     both = [kind(program, 0, 0, {0: IdleStage()}, {}, handlers) for kind in (SilentExecutor, Executor)]
     count = len(both[1].run())
     differences = []

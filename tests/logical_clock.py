@@ -101,7 +101,7 @@ class LogicalExecutor(Executor):
     def _complete(self, wait: Wait) -> None:
         super()._complete(wait)
         kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
-        message = (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch]
+        message = (self._inputs if kind == "RECV_F" else self._output_gradients)[stage, micro_batch]
         self.clock.now_s = max(self.clock.now_s, message.item() + HOP_S)
 
 
@@ -149,8 +149,8 @@ def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     program = lower(schedule, LoweringOptions(offload=frozenset(offloaded)))
     clock, live = Clock(), [0]
     stages = {index: LogicalStage(index, clock, live) for index, place in enumerate(program.placement) if place == rank}
-    handlers: dict[str, Callable[[Action], None]] = {"NORM": lambda _: dist.barrier()}
-    handlers |= dict.fromkeys(("MERGE", "STEP"), lambda _: None)
+    handlers: dict[str, Callable[[Action], None]] = {"GRAD_NORM": lambda _: dist.barrier()}
+    handlers |= dict.fromkeys(("ALL_REDUCE_REPLICAS", "STEP"), lambda _: None)
     executor = LogicalExecutor(program, rank, rank, stages, direct_routes(program.placement), handlers, clock)
     executor.clock = clock
     executed = [

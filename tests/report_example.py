@@ -50,7 +50,7 @@ def pipeline(pp: int, micro_batches: int, copies: int = 1, slower: float = 1.0) 
                 events.append(Event(rank, "p2p", Action("S" + kind, stage, mb), end_s, end_s + _HOP_S))
                 events.append(Event(rank, "p2p", Action("R" + kind, stage, mb), begin_s - 2 * _HOP_S, begin_s))
         end_s = last_forward_s + slower * (pp + micro_batches) * (_BACKWARD_S + _HOP_S)
-        events.append(Event(rank, "collective", Action("NORM"), end_s, end_s + 0.004))
+        events.append(Event(rank, "collective", Action("GRAD_NORM"), end_s, end_s + 0.004))
         events.append(Event(rank, "compute", Action("STEP"), end_s + 0.004, end_s + 0.012))
     return tuple(events)
 

@@ -154,9 +154,9 @@ def test_a_bad_request_gets_one_sentence_and_its_exit_code(line, code, sentence,
     ("text", "code", "sentence"),
     [
         ("", 2, "a program begins with"),
-        ("program 1 schedule=x ranks=1 micro_batches=1 placement=0\nrank 0 compute: 0F0 0Q0\n", 2, "0Q0"),
+        ("program 2 schedule=x ranks=1 micro_batches=1 placement=0\nrank 0 compute: 0F0 0Q0\n", 2, "0Q0"),
         (
-            "program 1 schedule=x ranks=1 micro_batches=2 placement=0\nrank 0 compute: 0F0 0B0 0F1\n",
+            "program 2 schedule=x ranks=1 micro_batches=2 placement=0\nrank 0 compute: 0F0 0B0 0F1\n",
             1,
             "0B1 is missing",
         ),

@@ -210,8 +210,8 @@ def test_the_commands_of_a_page_print_what_it_shows_as_a_person_runs_them(page: 
     [
         "$ muster --version # exit 3",
         "$ muster trian # exit 2\nmuster: unknown verb 'trian'; did you mean 'report'?…",
-        "$ muster program pp2-mb12\nprogram 1 schedule=1f1b ranks=2 micro_batches=3 placement=0,1\n…",
-        "$ muster program pp2-mb12\nprogram 1 schedule=1f1b ranks=2 micro_batches=2 placement=0,1",
+        "$ muster program pp2-mb12\nprogram 2 schedule=1f1b ranks=2 micro_batches=3 placement=0,1\n…",
+        "$ muster program pp2-mb12\nprogram 2 schedule=1f1b ranks=2 micro_batches=2 placement=0,1",
         "$ cat nothing.yaml",
         "$ make tea",
         "$ pip install '.[trains]'",

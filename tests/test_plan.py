@@ -450,7 +450,7 @@ def test_the_program_of_a_plan_can_run(name, train):
     kinds = {step.action.kind for lanes in program.ranks for lane in lanes.values() for step in lane}
     assert program.num_micro_batches == plan.num_micro_batches(WORKLOAD)
     assert ("STEP" in kinds) == train
-    assert ("TIE" in kinds) == (train and plan.pp > 1)
+    assert ("ALL_REDUCE_TIED" in kinds) == (train and plan.pp > 1)
     assert ("UNSHARD" in kinds) == (plan.dp_shard > 1 and plan.default_strategy.zero != "z3")
 
 

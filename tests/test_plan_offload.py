@@ -196,7 +196,7 @@ def prediction_lines_of(request: PlanRequest, host: ClusterSpec, plan: Plan) -> 
 
 def peak_away(program: Program, rank: int, sizes: dict[int, int]) -> int:
     """Followed pass by pass."""
-    copied = {item.action[1:3] for item in program.ranks[rank].get("copy", ())}
+    copied = {item.action[1:3] for item in program.ranks[rank].get("host_copy", ())}
     away, most = set(), 0
     for item in program.ranks[rank]["compute"]:
         pair = item.action[1:3]
@@ -251,8 +251,8 @@ def test_a_rank_with_too_few_micro_batches_to_offload_keeps_them() -> None:
     host, work = cluster(4, 12e9, None), Workload(seq_len=4096, global_batch_size=8)
     plan = parse_plan_name("dp2-pp2-sgpipe-oact-z1-bf16").model_copy(update={"uneven_micro_batches": (7, 1)})
     most, least = (build_program(plan, MODEL, work, data_rank=data) for data in (0, 1))
-    assert any(lanes.get("copy") for lanes in most.ranks)
-    assert not any(lanes.get("copy") for lanes in least.ranks)
+    assert any(lanes.get("host_copy") for lanes in most.ranks)
+    assert not any(lanes.get("host_copy") for lanes in least.ranks)
     plain = plan.model_copy(update={"default_strategy": LayerStrategy(zero="z1")})
     assert predict(MODEL, plan, work, host).step_time_s >= predict(MODEL, plain, work, host).step_time_s
 

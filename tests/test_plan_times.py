@@ -182,7 +182,7 @@ def test_gradients_that_are_reduced_whole_go_round_the_ring_twice_in_float32():
     plan = Plan(dp_shard=64, default_strategy=LayerStrategy(zero="z1"))
     usual = FrameworkTraits(overlap_grad_reduce=False, grad_bytes=2)
     parts, whole = (
-        step_parts(usual.model_copy(update=how), plan, "64xa100")[0]["REDUCE", 0]
+        step_parts(usual.model_copy(update=how), plan, "64xa100")[0]["REDUCE_GRAD", 0]
         for how in ({}, {"all_reduce_grads": True})
     )
     assert 4 * parts < whole < 6 * parts

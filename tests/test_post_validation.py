@@ -98,8 +98,8 @@ def test_the_program_votes_and_steps_at_once() -> None:
     assert "-pv-" in format_plan_name(plan)
     program = build_program(plan, MODEL, WORKLOAD)
     check(program)
-    assert "0REDUCE@compute:7 VOTE@compute:7,collective:1\n" in str(program)
-    for wrong, said in (("@collective:2", "STEP on rank 0 begins before VOTE is known to be over"),):
+    assert "0REDUCE_GRAD@compute:7 GRAD_NORM_ASYNC@compute:7,collective:1\n" in str(program)
+    for wrong, said in (("@collective:2", "STEP on rank 0 begins before GRAD_NORM_ASYNC is known to be over"),):
         with pytest.raises(ProgramError, match=said):
             check(parse_program(str(program).replace(f"STEP{wrong}", "STEP", 1)))
 

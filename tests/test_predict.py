@@ -43,9 +43,9 @@ def test_the_parts_of_a_step_make_up_the_step(name: str):
 
 
 def test_each_axis_gets_what_ranks_wait_for_on_it():
-    """Two stages, one micro-batch: F 2 (of which 0.5 for tp), hop 1, F 2, B 3 (1 for dp), hop 1, B 3, REDUCE 2."""
+    """Two stages, one micro-batch: F 2 (of which 0.5 for tp), hop 1, F 2, B 3 (1 for dp), hop 1, B 3, REDUCE_GRAD 2."""
     plan = Plan(pp=2, dp_shard=2, default_strategy=LayerStrategy(zero="z1"))
-    seconds = {("F", -1): 2.0, ("B", -1): 3.0, ("REDUCE", -1): 2.0, ("NORM", -1): 0.25, ("STEP", -1): 1.0}
+    seconds = {("F", -1): 2.0, ("B", -1): 3.0, ("REDUCE_GRAD", -1): 2.0, ("GRAD_NORM", -1): 0.25, ("STEP", -1): 1.0}
     exposed_s = {("F", -1): {"tp": 0.5}, ("B", 0): {"dp": 1.0}}
     times = OpTimes(seconds, p2p_times={(0, 1): P2PTime(1.0), (1, 0): P2PTime(1.0)}, exposed_s=exposed_s, data_s=0.125)
     workload = Workload(seq_len=64, global_batch_size=2)
@@ -110,7 +110,13 @@ def test_pictures(tmp_path: Path, capsys):
     assert "MFU" in shown
     assert "a row for each pipeline rank" in shown
     trace = json.loads((tmp_path / "step.json").read_text())
-    assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {"F", "B", "SF", "RB", "STEP"}
+    assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {
+        "F",
+        "B",
+        "SEND_F",
+        "RECV_B",
+        "STEP",
+    }
     page = (tmp_path / "step.html").read_text()
     HTMLParser().feed(page)
     assert "Where the time goes" in page

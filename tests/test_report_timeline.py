@@ -53,7 +53,7 @@ VISIONS = {  # Machado, Oliveira and Fernandes 2009, table 1, severity 1.0
 @pytest.mark.parametrize("paper", ["light", "dark"])
 def test_colours_of_one_lane_differ_for_every_eye(vision: str, paper: str) -> None:
     """CIE76 distances; 10 is clearly different side by side."""
-    for lane in (("F", "B", "I", "W", "STEP"), ("UNSHARD", "NORM")):
+    for lane in (("F", "B", "I", "W", "STEP"), ("UNSHARD", "GRAD_NORM")):
         seen = {kind: _lab(_times(VISIONS[vision], _rgb(getattr(paint_of(kind), paper)))) for kind in lane}
         for one, two in combinations(lane, 2):
             assert math.dist(seen[one], seen[two]) > 12, (one, two)

@@ -96,7 +96,7 @@ def test_forwards_run_under_any_placement(data, ranks: int, stages: int, micro_b
     lowered = lower(forward_only(placement, micro_batches), replace(lowering, train=False))
     assert set(check(lowered).peak_activations) == {0}
     assert {item.action.kind for lanes in lowered.ranks for lane in lanes.values() for item in lane} <= {
-        *("F", "SF", "RF", "UNSHARD")
+        *("F", "SEND_F", "RECV_F", "UNSHARD")
     }
 
 
@@ -152,26 +152,29 @@ def test_two_replicas_add_up_their_gradients():
     assert (
         str(lowered)
         == """\
-program 1 schedule=own ranks=2 micro_batches=2 placement=0,1,1,0 replicas=2
+program 2 schedule=own ranks=2 micro_batches=2 placement=0,1,1,0 replicas=2
 rank 0 compute: 0F0@collective:0 3F1@p2p:1,collective:1 3B1 0B0@p2p:2 STEP@collective:8
-rank 0 p2p: 0SF0>1@compute:0 3RF1<1 0RB0<1@compute:1 3SB1>1@compute:2
-rank 0 collective: 0UNSHARD 3UNSHARD 3REDUCE@compute:2 0REDUCE@compute:3\
- 0MERGE<1@compute:3,collective:2,collective:3 1MERGE<1@compute:3,collective:2,collective:3\
- 0TIE<1@compute:3,collective:2,collective:3,collective:4,collective:5\
- 3TIE<1@compute:3,collective:2,collective:3,collective:4,collective:5\
- NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
+rank 0 p2p: 0SEND_F0>1@compute:0 3RECV_F1<1 0RECV_B0<1@compute:1 3SEND_B1>1@compute:2
+rank 0 collective: 0UNSHARD 3UNSHARD 3REDUCE_GRAD@compute:2 0REDUCE_GRAD@compute:3\
+ 0ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3 1ALL_REDUCE_REPLICAS<1@compute:3,collective:2,collective:3\
+ 0ALL_REDUCE_TIED<1@compute:3,collective:2,collective:3,collective:4,collective:5\
+ 3ALL_REDUCE_TIED<1@compute:3,collective:2,collective:3,collective:4,collective:5\
+ GRAD_NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
 rank 1 compute: 2F1@collective:0 1F0@p2p:0,collective:1 1B0 2B1@p2p:3 STEP@collective:8
-rank 1 p2p: 1RF0<0 2SF1>0@compute:0 1SB0>0@compute:2 2RB1<0@compute:1
-rank 1 collective: 2UNSHARD 1UNSHARD 1REDUCE@compute:2 2REDUCE@compute:3\
- 0MERGE<0@compute:3,collective:2,collective:3 1MERGE<0@compute:3,collective:2,collective:3\
- 1TIE<0@compute:3,collective:2,collective:3,collective:4,collective:5\
- 2TIE<0@compute:3,collective:2,collective:3,collective:4,collective:5\
- NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
+rank 1 p2p: 1RECV_F0<0 2SEND_F1>0@compute:0 1SEND_B0>0@compute:2 2RECV_B1<0@compute:1
+rank 1 collective: 2UNSHARD 1UNSHARD 1REDUCE_GRAD@compute:2 2REDUCE_GRAD@compute:3\
+ 0ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3 1ALL_REDUCE_REPLICAS<0@compute:3,collective:2,collective:3\
+ 1ALL_REDUCE_TIED<0@compute:3,collective:2,collective:3,collective:4,collective:5\
+ 2ALL_REDUCE_TIED<0@compute:3,collective:2,collective:3,collective:4,collective:5\
+ GRAD_NORM@compute:3,collective:2,collective:3,collective:4,collective:5,collective:6,collective:7
 """
     )
     assert check(lowered).peak_activations == (2, 2)
     parts = breakdown(
-        simulate(lowered, OpTimes({("F", -1): 1.0, ("B", -1): 2.0, ("MERGE", -1): 0.5, ("TIE", -1): 0.25}))
+        simulate(
+            lowered,
+            OpTimes({("F", -1): 1.0, ("B", -1): 2.0, ("ALL_REDUCE_REPLICAS", -1): 0.5, ("ALL_REDUCE_TIED", -1): 0.25}),
+        )
     )
     assert (parts.step_s, parts.gather_s, parts.bubble_s) == (7.5, 1.5, 0.0)
 
@@ -179,7 +182,7 @@ rank 1 collective: 2UNSHARD 1UNSHARD 1REDUCE@compute:2 2REDUCE@compute:3\
 def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
     ranks = (tuple(map(parse_action, ["0F0", "1F1", "0B0", "1B1"])),)
     lowered = lower(Schedule("own", (0, 0), 2, ranks, replicas=2), LoweringOptions())
-    assert "\nrank 0 collective: 0MERGE@compute:3 NORM@compute:3,collective:0\n" in str(lowered)
+    assert "\nrank 0 collective: 0ALL_REDUCE_REPLICAS@compute:3 GRAD_NORM@compute:3,collective:0\n" in str(lowered)
     check(lowered)
 
 
@@ -187,19 +190,33 @@ def test_a_copy_of_a_stage_on_the_same_rank_is_merged_there():
     ("edits", "sentence"),
     [
         (
-            [("0MERGE<0@compute:3 1MERGE", "1MERGE"), ("2B1@p2p:3 STEP@collective:4", "2B1@p2p:3 STEP@collective:3")],
-            "0MERGE on rank 0 has no MERGE on its partner, rank 1",
+            [
+                ("0ALL_REDUCE_REPLICAS<0@compute:3 1ALL_REDUCE_REPLICAS", "1ALL_REDUCE_REPLICAS"),
+                ("2B1@p2p:3 STEP@collective:4", "2B1@p2p:3 STEP@collective:3"),
+            ],
+            "0ALL_REDUCE_REPLICAS on rank 0 has no ALL_REDUCE_REPLICAS on its partner, rank 1",
         ),
-        ([("1MERGE<1", "1MERGE")], "1MERGE on rank 0 has no rank as its partner, not rank 1"),
         (
-            [("0MERGE<1@compute:3 1MERGE<1@compute:3", "1MERGE<1@compute:3 0MERGE<1@compute:3")],
-            "where rank 0 has 1MERGE, its partner, rank 1, has 0MERGE",
+            [("1ALL_REDUCE_REPLICAS<1", "1ALL_REDUCE_REPLICAS")],
+            "1ALL_REDUCE_REPLICAS on rank 0 has no rank as its partner, not rank 1",
         ),
-        ([("3TIE<1", "2TIE<1")], "2TIE is on rank 0, but stage 2 lies on rank 1"),
-        ([("0MERGE<1@compute:3", "0MERGE<1@compute:2")], "0MERGE on rank 0 begins before 0B0 is known to be over"),
+        (
+            [
+                (
+                    "0ALL_REDUCE_REPLICAS<1@compute:3 1ALL_REDUCE_REPLICAS<1@compute:3",
+                    "1ALL_REDUCE_REPLICAS<1@compute:3 0ALL_REDUCE_REPLICAS<1@compute:3",
+                )
+            ],
+            "where rank 0 has 1ALL_REDUCE_REPLICAS, its partner, rank 1, has 0ALL_REDUCE_REPLICAS",
+        ),
+        ([("3ALL_REDUCE_TIED<1", "2ALL_REDUCE_TIED<1")], "2ALL_REDUCE_TIED is on rank 0, but stage 2 lies on rank 1"),
+        (
+            [("0ALL_REDUCE_REPLICAS<1@compute:3", "0ALL_REDUCE_REPLICAS<1@compute:2")],
+            "0ALL_REDUCE_REPLICAS on rank 0 begins before 0B0 is known to be over",
+        ),
         ([("2F1 ", "2F0 ")], "micro-batch 0 runs through two replicas: stage 0 on rank 0, stage 2 on rank 1"),
-        ([("0SF0>1", "3SF0>1")], "3SF0 on rank 0 has no other rank to pass anything to or from"),
-        ([("2RB1<0", "2RF1<0")], "2RF1 on rank 1 has no other rank to pass anything to or from"),
+        ([("0SEND_F0>1", "3SEND_F0>1")], "3SEND_F0 on rank 0 has no other rank to pass anything to or from"),
+        ([("2RECV_B1<0", "2RECV_F1<0")], "2RECV_F1 on rank 1 has no other rank to pass anything to or from"),
     ],
 )
 def test_faults_of_two_replicas_are_refused(edits, sentence):
@@ -210,7 +227,7 @@ def test_faults_of_two_replicas_are_refused(edits, sentence):
 
 def test_replicas_must_divide_the_stages():
     with pytest.raises(ValueError, match="3 stages don't spread over 2 replicas"):
-        parse_program("program 1 schedule=own ranks=1 micro_batches=1 placement=0,0,0 replicas=2")
+        parse_program("program 2 schedule=own ranks=1 micro_batches=1 placement=0,0,0 replicas=2")
 
 
 def test_parameters_and_gradients():
@@ -219,14 +236,14 @@ def test_parameters_and_gradients():
         return " ".join(line.partition(": ")[2] for line in lines if line.startswith("rank 2 collective"))
 
     assert collectives(zero="z1") == (
-        "2UNSHARD 2REDUCE@compute:3 2TIE<0@compute:3,collective:1 NORM@compute:3,collective:1,collective:2"
+        "2UNSHARD 2REDUCE_GRAD@compute:3 2ALL_REDUCE_TIED<0@compute:3,collective:1 GRAD_NORM@compute:3,collective:1,collective:2"
     )
-    assert collectives(zero="z2") == "2UNSHARD 2TIE<0@compute:3 NORM@compute:3,collective:1"
-    assert collectives(zero="z3", tied_embeddings=False) == "NORM@compute:3"
-    assert collectives(zero="z1", data_ranks=1, tied_embeddings=False) == "NORM@compute:3"
+    assert collectives(zero="z2") == "2UNSHARD 2ALL_REDUCE_TIED<0@compute:3 GRAD_NORM@compute:3,collective:1"
+    assert collectives(zero="z3", tied_embeddings=False) == "GRAD_NORM@compute:3"
+    assert collectives(zero="z1", data_ranks=1, tied_embeddings=False) == "GRAD_NORM@compute:3"
     assert "UNSHARD" in collectives(train=False)
-    assert "NORM" not in collectives(train=False)
-    assert "TIE" not in str(program(ranks=1))
+    assert "GRAD_NORM" not in collectives(train=False)
+    assert "ALL_REDUCE_TIED" not in str(program(ranks=1))
 
 
 def test_receives_are_posted_ahead_and_hold_up_no_send():
@@ -237,7 +254,7 @@ def test_receives_are_posted_ahead_and_hold_up_no_send():
             for item in lanes["p2p"]:
                 waits = [wait.index for wait in item.waits]
                 if item.action.kind[0] == "R":
-                    reader = item.action._replace(kind=item.action.kind[1])
+                    reader = item.action._replace(kind=item.action.kind[-1])
                     assert max(waits, default=-1) <= max(made[reader] - 2, -1)
                 else:
                     assert max(waits) >= begins  # what stands before a send waits for nothing later
@@ -261,13 +278,13 @@ def test_lowering_refuses_an_order_that_cannot_be_followed():
 # The checker: each seeded fault and its sentence
 
 TWO_RANKS = """\
-program 1 schedule=own ranks=2 micro_batches=2 placement=0,1
+program 2 schedule=own ranks=2 micro_batches=2 placement=0,1
 rank 0 compute: 0F0@collective:0 0F1 0B0@p2p:2 0B1@p2p:3 STEP@collective:3
-rank 0 p2p: 0SF0>1@compute:0 0SF1>1@compute:1 0RB0<1 0RB1<1
-rank 0 collective: 0UNSHARD 0REDUCE@compute:3 0TIE<1@collective:1 NORM@collective:2
+rank 0 p2p: 0SEND_F0>1@compute:0 0SEND_F1>1@compute:1 0RECV_B0<1 0RECV_B1<1
+rank 0 collective: 0UNSHARD 0REDUCE_GRAD@compute:3 0ALL_REDUCE_TIED<1@collective:1 GRAD_NORM@collective:2
 rank 1 compute: 1F0@p2p:0,collective:0 1B0 1F1@p2p:1 1B1 STEP@collective:3
-rank 1 p2p: 1RF0<0 1RF1<0 1SB0>0@compute:1 1SB1>0@compute:3
-rank 1 collective: 1UNSHARD 1REDUCE@compute:3 1TIE<0@collective:1 NORM@collective:2
+rank 1 p2p: 1RECV_F0<0 1RECV_F1<0 1SEND_B0>0@compute:1 1SEND_B1>0@compute:3
+rank 1 collective: 1UNSHARD 1REDUCE_GRAD@compute:3 1ALL_REDUCE_TIED<0@collective:1 GRAD_NORM@collective:2
 """
 
 FAULTS = {
@@ -280,37 +297,66 @@ FAULTS = {
     "wrong rank": ([("0F1 0B0", "1F1 0B0")], "1F1 is on rank 0, but stage 1 lies on rank 1"),
     "no such micro-batch": ([("0F1 0B0", "0F7 0B0")], "0F7 on rank 0 is outside of 2 stages and 2 micro-batches"),
     "no micro-batches": ([("micro_batches=2", "micro_batches=0")], "at least one micro-batch, this one has none"),
-    "wrong lane": ([("0F1 0B0", "0F1 0RB0<1 0B0")], "0RB0 on rank 0 is in lane compute, but belongs in lane p2p"),
-    "wait for nothing": ([("1F1@p2p:1", "1F1@p2p:9")], "1F1 on rank 1 waits for p2p:9, but its p2p lane has 4"),
-    "missing receive": ([("1RF1<0 ", ""), ("p2p:1", "p2p:0")], "0SF1 on rank 0 has no 1RF1 on rank 1"),
-    "missing send": ([("0SF1>1@compute:1 ", ""), ("p2p:3", "p2p:2")], "1RF1 on rank 1 has no 0SF1 on rank 0"),
-    "wrong peer": ([("0SF1>1", "0SF1>0")], "0SF1 on rank 0 has rank 0 as its other end, but stage 1 lies on rank 1"),
-    "send out of the pipeline": ([("1SB1>0", "1SF1>0")], "1SF1 on rank 1 has no other rank to pass anything"),
-    "swapped sends": (
-        [("0SF0>1@compute:0 0SF1>1@compute:1", "0SF1>1@compute:1 0SF0>1@compute:0")],
-        "ranks 0 and 1 order their transfers differently: where rank 0 has 0SF1 → 1RF1, rank 1 has 0SF0 → 1RF0",
+    "wrong lane": (
+        [("0F1 0B0", "0F1 0RECV_B0<1 0B0")],
+        "0RECV_B0 on rank 0 is in lane compute, but belongs in lane p2p",
     ),
-    "no partner": ([("1TIE<0@collective:1 ", ""), ("collective:3", "collective:2")], "0TIE on rank 0 has no TIE"),
-    "no norm": ([("NORM@collective:2\nrank 1", "\nrank 1"), (" STEP@collective:3", "")], "NORM is missing on rank 0"),
+    "wait for nothing": ([("1F1@p2p:1", "1F1@p2p:9")], "1F1 on rank 1 waits for p2p:9, but its p2p lane has 4"),
+    "missing receive": ([("1RECV_F1<0 ", ""), ("p2p:1", "p2p:0")], "0SEND_F1 on rank 0 has no 1RECV_F1 on rank 1"),
+    "missing send": (
+        [("0SEND_F1>1@compute:1 ", ""), ("p2p:3", "p2p:2")],
+        "1RECV_F1 on rank 1 has no 0SEND_F1 on rank 0",
+    ),
+    "wrong peer": (
+        [("0SEND_F1>1", "0SEND_F1>0")],
+        "0SEND_F1 on rank 0 has rank 0 as its other end, but stage 1 lies on rank 1",
+    ),
+    "send out of the pipeline": (
+        [("1SEND_B1>0", "1SEND_F1>0")],
+        "1SEND_F1 on rank 1 has no other rank to pass anything",
+    ),
+    "swapped sends": (
+        [("0SEND_F0>1@compute:0 0SEND_F1>1@compute:1", "0SEND_F1>1@compute:1 0SEND_F0>1@compute:0")],
+        "ranks 0 and 1 order their transfers differently: where rank 0 has 0SEND_F1 → 1RECV_F1, rank 1 has 0SEND_F0 → 1RECV_F0",
+    ),
+    "no partner": (
+        [("1ALL_REDUCE_TIED<0@collective:1 ", ""), ("collective:3", "collective:2")],
+        "0ALL_REDUCE_TIED on rank 0 has no ALL_REDUCE_TIED",
+    ),
+    "no norm": (
+        [("GRAD_NORM@collective:2\nrank 1", "\nrank 1"), (" STEP@collective:3", "")],
+        "GRAD_NORM is missing on rank 0",
+    ),
     "backward first": ([("1F0@p2p:0,collective:0 1B0", "1B0 1F0@p2p:0,collective:0")], "1B0 on rank 1 reads what its"),
-    "input not awaited": ([("1F1@p2p:1", "1F1")], "1F1 on rank 1 reads its input before 1RF1 is known to be over"),
-    "gradient not awaited": ([("0B1@p2p:3", "0B1")], "0B1 on rank 0 reads the gradient of its output before 0RB1"),
-    "sent too early": ([("0SF1>1@compute:1", "0SF1>1")], "0SF1 on rank 0 reads the output before 0F1 is known"),
+    "input not awaited": ([("1F1@p2p:1", "1F1")], "1F1 on rank 1 reads its input before 1RECV_F1 is known to be over"),
+    "gradient not awaited": ([("0B1@p2p:3", "0B1")], "0B1 on rank 0 reads the gradient of its output before 0RECV_B1"),
+    "sent too early": (
+        [("0SEND_F1>1@compute:1", "0SEND_F1>1")],
+        "0SEND_F1 on rank 0 reads the output before 0F1 is known",
+    ),
     "parameters not awaited": (
         [("0F0@collective:0", "0F0")],
         "0F0 on rank 0 reads the gathered parameters before 0UNSHARD is known to be over",
     ),
-    "reduced too early": ([("0REDUCE@compute:3", "0REDUCE")], "0REDUCE on rank 0 begins before 0B0 is known to be"),
+    "reduced too early": (
+        [("0REDUCE_GRAD@compute:3", "0REDUCE_GRAD")],
+        "0REDUCE_GRAD on rank 0 begins before 0B0 is known to be",
+    ),
     "tied before reduced": (
-        [("0REDUCE@compute:3 0TIE<1@collective:1", "0TIE<1@compute:3 0REDUCE@compute:3")],
-        "0TIE on rank 0 begins before 0REDUCE is known to be over",
+        [
+            (
+                "0REDUCE_GRAD@compute:3 0ALL_REDUCE_TIED<1@collective:1",
+                "0ALL_REDUCE_TIED<1@compute:3 0REDUCE_GRAD@compute:3",
+            )
+        ],
+        "0ALL_REDUCE_TIED on rank 0 begins before 0REDUCE_GRAD is known to be over",
     ),
     "step before norm": ([("1B1 STEP@collective:3\nrank 1 p2p", "STEP 1B1\nrank 1 p2p")], "STEP on rank 1 begins"),
     "waits for itself": ([("0F1 0B0", "0F1@compute:1 0B0")], "on rank 0, 0F1 waits for 0F1"),
     "waits for the future": ([("0F1 0B0", "0F1@compute:3 0B0")], "0F1 waits for 0B1, which comes after 0F1"),
     "own circle": (
-        [("0SF0>1@compute:0", "0SF0>1@compute:2")],
-        "deadlock: on rank 0, 0B0 waits for 0SF0>1, 0SF0>1 waits for 0B0",
+        [("0SEND_F0>1@compute:0", "0SEND_F0>1@compute:2")],
+        "deadlock: on rank 0, 0B0 waits for 0SEND_F0>1, 0SEND_F0>1 waits for 0B0",
     ),
 }
 
@@ -332,33 +378,37 @@ def test_fault_is_refused(fault: str):
 def test_deadlock_names_who_waits_for_whom():
     """Three ranks that a transport which ends a rank's transfers one after another would leave standing."""
     circle = """\
-program 1 schedule=own ranks=3 micro_batches=2 placement=0,1,2,0
+program 2 schedule=own ranks=3 micro_batches=2 placement=0,1,2,0
 rank 0 compute: 0F0 3F0@p2p:1 0F1 3F1@p2p:3
-rank 0 p2p: 0SF0>1@compute:0 3RF0<2 0SF1>1@compute:2 3RF1<2
+rank 0 p2p: 0SEND_F0>1@compute:0 3RECV_F0<2 0SEND_F1>1@compute:2 3RECV_F1<2
 rank 1 compute: 1F0@p2p:0 1F1@p2p:1
-rank 1 p2p: 1RF0<0 1RF1<0 1SF0>2@compute:0 1SF1>2@compute:1
+rank 1 p2p: 1RECV_F0<0 1RECV_F1<0 1SEND_F0>2@compute:0 1SEND_F1>2@compute:1
 rank 2 compute: 2F0@p2p:0 2F1@p2p:2
-rank 2 p2p: 2RF0<1 2SF0>0@compute:0 2RF1<1 2SF1>0@compute:1
+rank 2 p2p: 2RECV_F0<1 2SEND_F0>0@compute:0 2RECV_F1<1 2SEND_F1>0@compute:1
 """
     with pytest.raises(ProgramError) as refusal:
         check(parse_program(circle))
     assert str(refusal.value) == (
-        "deadlock: rank 0 stands at 3F0, which waits for 3RF0<2, held up by rank 2;"
-        " rank 2 stands at 2F0, which waits for 2RF0<1, held up by rank 1;"
-        " rank 1 stands at 1F1, which waits for 1RF1<0, held up by rank 0"
+        "deadlock: rank 0 stands at 3F0, which waits for 3RECV_F0<2, held up by rank 2;"
+        " rank 2 stands at 2F0, which waits for 2RECV_F0<1, held up by rank 1;"
+        " rank 1 stands at 1F1, which waits for 1RECV_F1<0, held up by rank 0"
     )
-    check(edited(circle, ("1RF1<0 1SF0>2@compute:0", "1SF0>2@compute:0 1RF1<0"), ("1F1@p2p:1", "1F1@p2p:2")))
+    check(
+        edited(
+            circle, ("1RECV_F1<0 1SEND_F0>2@compute:0", "1SEND_F0>2@compute:0 1RECV_F1<0"), ("1F1@p2p:1", "1F1@p2p:2")
+        )
+    )
 
 
 def test_buffers_are_freed_once_and_not_read_after():
     sound = """\
-program 1 schedule=own ranks=1 micro_batches=2 placement=0
-rank 0 compute: 0F0 0F1 0B1@copy:0 0B0@copy:1
-rank 0 copy: 0OFFLOAD0@compute:0 0RELOAD0@compute:2
+program 2 schedule=own ranks=1 micro_batches=2 placement=0
+rank 0 compute: 0F0 0F1 0B1@host_copy:0 0B0@host_copy:1
+rank 0 host_copy: 0OFFLOAD0@compute:0 0RELOAD0@compute:2
 """
     assert check(parse_program(sound)).peak_activations == (2,)
     with pytest.raises(ProgramError, match="0B0 on rank 0 reads what its forward keeps, already freed"):
-        check(edited(sound, ("0B0@copy:1", "0B0")))
+        check(edited(sound, ("0B0@host_copy:1", "0B0")))
     with pytest.raises(ProgramError, match="0OFFLOAD0 on rank 0 reads what its forward keeps before 0F0 is known"):
         check(edited(sound, ("@compute:0", "")))
     with pytest.raises(
@@ -392,7 +442,7 @@ def test_no_instruction_can_be_dropped(data, name: str, ranks: int, micro_batche
         )
         for other, items in lowered.ranks[rank].items()
     }
-    if lowered.ranks[rank][lane][index].action.kind in ("UNSHARD", "REDUCE"):
+    if lowered.ranks[rank][lane][index].action.kind in ("UNSHARD", "REDUCE_GRAD"):
         return  # how parameters are stored is not the program's to know
     with pytest.raises(ProgramError):
         check(replace(lowered, ranks=tuple(ranks_after)))

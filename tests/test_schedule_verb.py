@@ -71,8 +71,10 @@ def test_words_are_woven_into_a_schedule(schedule):
     _, plain, _ = schedule("1f1b --ranks 4 --microbatches 16 --json")
     _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --vocab-parallel 0.4 --json")
     before, woven = json.loads(plain), json.loads(out)
-    words = [{kind: sum(kind in action for action in order) for kind in ("S", "T", "EW")} for order in woven["ranks"]]
-    assert words == [{"S": 16, "T": 16, "EW": 16}] * 4
+    words = [
+        {kind: sum(kind in action for action in order) for kind in ("S", "T", "EMB_W")} for order in woven["ranks"]
+    ]
+    assert words == [{"S": 16, "T": 16, "EMB_W": 16}] * 4
     own = [[action for action in order if action[1] in "FB"] for order in woven["ranks"]]
     assert [sorted(order) for order in own] == [sorted(order) for order in before["ranks"]]
     grown = woven["makespan"] - before["makespan"]

@@ -30,7 +30,7 @@ def test_what_is_let_go_has_been_read(name: str) -> None:
             for place in gone[rank].get(p2p.index(instruction), ()):
                 read, peer = matching_transfer(p2p[place].action), p2p[place].peer
                 assert peer is not None
-                kinds = ("F",) if read.kind == "RF" else ("B", "I")
+                kinds = ("F",) if read.kind == "RECV_F" else ("B", "I")
                 assert any((peer, kind, read.stage, read.micro_batch) in begun for kind in kinds), (action, read)
         elif not over:
             begun.add((rank, *action[:3]))

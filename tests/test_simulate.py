@@ -87,7 +87,7 @@ def test_transfers_of_a_rank_share_its_way_out(shared: bool):
     own = OpTimes({("F", -1): 1, ("B", -1): 2}, p2p_times={(0, 1): P2PTime(2.5, 2.0)})
     lowered = program("gpipe", 2, 3)
     at = spans(simulate_on_shared_cores(lowered, own) if shared else simulate(lowered, own))
-    assert [at[f"1/1RF{i}"] for i in range(3)] == [(1, 3.5), (3, 5.5), (5, 7.5)]
+    assert [at[f"1/1RECV_F{i}"] for i in range(3)] == [(1, 3.5), (3, 5.5), (5, 7.5)]
     assert at["1/1F2"][0] == 7.5
 
 
@@ -102,9 +102,11 @@ def test_any_timeline_is_possible(
 ):
     """No less than its lower bounds, in the order of its waits, and the same by both ways of simulating."""
     keys = [
-        (kind, stage) for kind in ("F", "B", "UNSHARD", "REDUCE", "TIE", "OFFLOAD", "RELOAD") for stage in range(ranks)
+        (kind, stage)
+        for kind in ("F", "B", "UNSHARD", "REDUCE_GRAD", "ALL_REDUCE_TIED", "OFFLOAD", "RELOAD")
+        for stage in range(ranks)
     ]
-    seconds = {key: data.draw(SECONDS) for key in [*keys, ("NORM", -1), ("STEP", -1)]}
+    seconds = {key: data.draw(SECONDS) for key in [*keys, ("GRAD_NORM", -1), ("STEP", -1)]}
     own = OpTimes(
         seconds, p2p_s, p2p_times={(stage, stage + 1): P2PTime(p2p_s, p2p_s / 2) for stage in range(1, ranks)}
     )
@@ -120,7 +122,7 @@ def test_any_timeline_is_possible(
 
     busy_s = [micro_batches * (seconds["F", rank] + seconds["B", rank]) for rank in range(ranks)]
     through_s = sum(seconds[kind, stage] for kind in "FB" for stage in range(ranks)) + 2 * (ranks - 1) * p2p_s
-    end_s = seconds["NORM", -1] + seconds["STEP", -1]
+    end_s = seconds["GRAD_NORM", -1] + seconds["STEP", -1]
     assert timeline.makespan_s >= max(*busy_s, through_s) + end_s - 1e-9
     parts = breakdown(timeline)
     assert parts.bubble_s >= 0
@@ -142,20 +144,25 @@ def test_any_timeline_is_possible(
 
 def test_every_rank_is_in_the_norm_together():
     timeline = simulate(
-        program("1f1b", 3, 4, LoweringOptions("z1", 2, tied_embeddings=True)), times(F=1, B=2, REDUCE=3, TIE=4, NORM=5)
+        program("1f1b", 3, 4, LoweringOptions("z1", 2, tied_embeddings=True)),
+        times(F=1, B=2, REDUCE_GRAD=3, ALL_REDUCE_TIED=4, GRAD_NORM=5),
     )
     at = spans(timeline)
-    assert at["2/2TIE"][1] == at["0/0TIE"][1] == max(at["0/0TIE"][0], at["2/2TIE"][0]) + 4
-    assert {at[f"{rank}/NORM"][1] for rank in range(3)} == {at["0/0TIE"][1] + 5}
-    assert at["1/NORM"][0] < at["0/NORM"][0]
+    assert (
+        at["2/2ALL_REDUCE_TIED"][1]
+        == at["0/0ALL_REDUCE_TIED"][1]
+        == max(at["0/0ALL_REDUCE_TIED"][0], at["2/2ALL_REDUCE_TIED"][0]) + 4
+    )
+    assert {at[f"{rank}/GRAD_NORM"][1] for rank in range(3)} == {at["0/0ALL_REDUCE_TIED"][1] + 5}
+    assert at["1/GRAD_NORM"][0] < at["0/GRAD_NORM"][0]
 
 
 def test_a_program_that_never_ends_is_refused():
     text = """\
-program 1 schedule=own ranks=2 micro_batches=1 placement=0,1
+program 2 schedule=own ranks=2 micro_batches=1 placement=0,1
 rank 0 compute: 0F0
 rank 1 compute: 1F0@p2p:0
-rank 1 p2p: 1RF0<0
+rank 1 p2p: 1RECV_F0<0
 """
     for cores in (None, 1):
         with pytest.raises(ProgramError, match="the checker says why"):
@@ -169,7 +176,7 @@ rank 1 p2p: 1RF0<0
 def independent(ranks: int, passes: int) -> Program:
     """Ranks that have nothing to do with each other."""
     placement = ",".join(map(str, range(ranks)))
-    lines = [f"program 1 schedule=own ranks={ranks} micro_batches={passes} placement={placement}"]
+    lines = [f"program 2 schedule=own ranks={ranks} micro_batches={passes} placement={placement}"]
     lines += [f"rank {rank} compute: " + " ".join(f"{rank}F{i}" for i in range(passes)) for rank in range(ranks)]
     return parse_program("\n".join(lines))
 
@@ -191,13 +198,15 @@ def test_the_share_changes_when_others_end():
 
 def test_idle_ranks_leave_their_cores_to_others():
     """One core and no hops: the bubbles fill with the others' work, so the step takes the sum of all work."""
-    timeline = simulate(program("1f1b", 4, 8), times(cores=1, F=1, B=2, STEP=1, NORM=0.5))
+    timeline = simulate(program("1f1b", 4, 8), times(cores=1, F=1, B=2, STEP=1, GRAD_NORM=0.5))
     assert timeline.makespan_s == pytest.approx(4 * 8 * 3 + 0.5 + 4)
 
 
 def test_simulation_is_deterministic():
     lowered = program("1f1b", 4, 8, LoweringOptions("z1", 2, True))
-    own = times(0.1, 2, (2, 2, 2, 2), F=1, B=2, UNSHARD=0.3, REDUCE=0.4, TIE=0.2, NORM=0.1, STEP=0.5)
+    own = times(
+        0.1, 2, (2, 2, 2, 2), F=1, B=2, UNSHARD=0.3, REDUCE_GRAD=0.4, ALL_REDUCE_TIED=0.2, GRAD_NORM=0.1, STEP=0.5
+    )
     assert simulate(lowered, own) == simulate(lowered, own)
 
 
@@ -214,9 +223,9 @@ def timeline(source, num_ranks: int, text: str) -> Timeline:
 
 def test_breakdown_of_a_step():
     """Two stages, one micro-batch, a hop of 1: each rank's 20 s are told apart."""
-    own = times(1.0, F=2, B=3, UNSHARD=1, REDUCE=2, NORM=1, STEP=1.5)
+    own = times(1.0, F=2, B=3, UNSHARD=1, REDUCE_GRAD=2, GRAD_NORM=1, STEP=1.5)
     parts = breakdown(simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), own))
-    # rank 0: UNSHARD 0–1, F 1–3, hop 3–4, (rank 1: F 4–6, B 6–9), hop 9–10, B 10–13, REDUCE 13–15, NORM 15–16, STEP
+    # rank 0: UNSHARD 0–1, F 1–3, hop 3–4, (rank 1: F 4–6, B 6–9), hop 9–10, B 10–13, REDUCE_GRAD 13–15, GRAD_NORM 15–16, STEP
     assert parts.step_s == 17.5
     assert (parts.forward_s, parts.backward_s, parts.optimizer_s) == (2, 3, 2.5)
     assert parts.send_s == 1.0  # 9–10 on rank 0, 3–4 on rank 1
@@ -227,18 +236,18 @@ def test_breakdown_of_a_step():
 def test_a_measured_timeline_is_broken_down_alike():
     """Two data-parallel ranks per stage; a receive is recorded from when the rank stood still for it."""
     predicted = breakdown(
-        simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), times(1.0, F=2, B=3, UNSHARD=1, REDUCE=2))
+        simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), times(1.0, F=2, B=3, UNSHARD=1, REDUCE_GRAD=2))
     )
     rows = []
     for rank in (0, 1):
         rows += [f"{rank} {word}" for word in (
-            "collective 0UNSHARD 100 101", "compute 0F0 101 103", "p2p 0SF0 103 103.001", "p2p 0RB0 103 110",
-            "compute 0B0 110 113", "collective 0REDUCE 113 115", "collective NORM 115 115", "compute STEP 115 115",
+            "collective 0UNSHARD 100 101", "compute 0F0 101 103", "p2p 0SEND_F0 103 103.001", "p2p 0RECV_B0 103 110",
+            "compute 0B0 110 113", "collective 0REDUCE_GRAD 113 115", "collective GRAD_NORM 115 115", "compute STEP 115 115",
         )]  # fmt: skip
     for rank in (2, 3):
         rows += [f"{rank} {word}" for word in (
-            "collective 1UNSHARD 100 101", "p2p 1RF0 101 104", "compute 1F0 104 106", "compute 1B0 106 109",
-            "p2p 1SB0 109 109.001", "collective 1REDUCE 109 111", "collective NORM 111 115", "compute STEP 115 115",
+            "collective 1UNSHARD 100 101", "p2p 1RECV_F0 101 104", "compute 1F0 104 106", "compute 1B0 106 109",
+            "p2p 1SEND_B0 109 109.001", "collective 1REDUCE_GRAD 109 111", "collective GRAD_NORM 111 115", "compute STEP 115 115",
         )]  # fmt: skip
     assert breakdown(timeline("measured", 4, ",".join(rows))) == predicted
 
@@ -247,19 +256,19 @@ def test_waiting_for_another_rank_is_bubble_not_communication():
     """A collective counts from when its last rank came, a transfer from when it was sent, and only for its reader."""
     late = timeline(
         "measured", 2,
-        "0 collective 0REDUCE 0 5,1 collective 0REDUCE 4 5,0 compute STEP 5 6,1 compute STEP 5 6,1 compute 0F0 0 4",
+        "0 collective 0REDUCE_GRAD 0 5,1 collective 0REDUCE_GRAD 4 5,0 compute STEP 5 6,1 compute STEP 5 6,1 compute 0F0 0 4",
     )  # fmt: skip
     assert breakdown(late).gather_s == 1.0
     assert breakdown(late).bubble_s == 4 / 2
     early = timeline(
         "measured", 2,
-        "0 compute 0F0 0 1,0 compute 0F1 1 2,0 p2p 0SF0 1 1,0 p2p 0SF1 2 2,1 p2p 1RF0 0 2,1 compute 1F0 2 3,"
-        "0 compute 0B0 7 9,1 compute 1B0 5 6,1 compute 1F1 8 9,1 p2p 1RF1 6 8",
+        "0 compute 0F0 0 1,0 compute 0F1 1 2,0 p2p 0SEND_F0 1 1,0 p2p 0SEND_F1 2 2,1 p2p 1RECV_F0 0 2,1 compute 1F0 2 3,"
+        "0 compute 0B0 7 9,1 compute 1B0 5 6,1 compute 1F1 8 9,1 p2p 1RECV_F1 6 8",
     )  # fmt: skip
     assert breakdown(early).send_s == ((2 - 1) + (8 - 6)) / 2
     assert breakdown(Timeline("measured", 2, ())).bubble_fraction == 0.0
 
 
 def test_timelines_survive_json():
-    predicted = simulate(program("gpipe", 2, 2, LoweringOptions("z1", 2, True)), times(0.25, F=1, B=2, NORM=0.5))
+    predicted = simulate(program("gpipe", 2, 2, LoweringOptions("z1", 2, True)), times(0.25, F=1, B=2, GRAD_NORM=0.5))
     assert timeline_from_json(timeline_to_json(predicted)) == predicted

@@ -274,9 +274,9 @@ def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: S
     model, cluster = MODEL.model_copy(update={"tied_embeddings": True, "vocab_size": 2**17}), load_cluster("32xa100")
     workload = Workload(seq_len=512, global_batch_size=32)
     plan = Plan(pp=2, dp_shard=4, tp=4, default_strategy=LayerStrategy(zero="z1"))
-    sent = pipeline_bytes(model, plan, workload, 0, coordinates_of(plan, 0))["TIE"] * 4 / shards
+    sent = pipeline_bytes(model, plan, workload, 0, coordinates_of(plan, 0))["ALL_REDUCE_TIED"] * 4 / shards
     setting = place_plan(model, plan, workload, cluster)
-    tie_s = plan_times(model, plan, workload, cluster, FrameworkTraits(storage=storage)).seconds["TIE", 0]
+    tie_s = plan_times(model, plan, workload, cluster, FrameworkTraits(storage=storage)).seconds["ALL_REDUCE_TIED", 0]
     assert tie_s == all_reduce_s(setting.pair(0, setting.first_rank(1)), sent)
 
 

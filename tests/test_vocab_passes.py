@@ -66,25 +66,28 @@ def test_words_cost_their_own_time_alone(name: str) -> None:
     schedule = make_schedule(name, ScheduleSpec(4, 16, chunks))
     part = 1 / chunks
     seconds = {("F", -1): part, ("B", -1): 2 * part, ("I", -1): part, ("W", -1): part}
-    seconds |= {(kind, -1): WORDS.of_kind(kind) for kind in ("E", "S", "T", "EW")}
+    seconds |= {(kind, -1): WORDS.of_kind(kind) for kind in ("EMB_F", "S", "T", "EMB_W")}
     plain, woven = (
         simulate(lower(schedule, LoweringOptions(vocab_times=words)), OpTimes(seconds)).makespan_s
         for words in (None, WORDS)
     )
-    assert woven - plain < 16 * sum(WORDS.of_kind(kind) for kind in ("E", "S", "T", "EW")) + 0.5
+    assert woven - plain < 16 * sum(WORDS.of_kind(kind) for kind in ("EMB_F", "S", "T", "EMB_W")) + 0.5
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (("0E1 ", ""), "0E1 is missing on rank 0"),
+        (("0EMB_F1 ", ""), "0EMB_F1 is missing on rank 0"),
         (
             ("0S0@collective:3", "0S0"),
-            "0S0 on rank 0 reads the hidden state under the head before 0HC0 is known to be over",
+            "0S0 on rank 0 reads the hidden state under the head before 0HIDDEN_BCAST0 is known to be over",
         ),
-        (("1B0@collective:4", "1B0"), "1B0 on rank 1 reads the gradient of its output before 1SC0 is known to be over"),
-        (("0HC0 0SC0@compute:5", "0SC0@compute:5 0HC0"), "deadlock"),
-        (("0F0@collective:0", "0F0"), "0F0 on rank 0 reads its input before 0EC0 is known to be over"),
+        (
+            ("1B0@collective:4", "1B0"),
+            "1B0 on rank 1 reads the gradient of its output before 1LOGIT_STATS0 is known to be over",
+        ),
+        (("0HIDDEN_BCAST0 0LOGIT_STATS0@compute:5", "0LOGIT_STATS0@compute:5 0HIDDEN_BCAST0"), "deadlock"),
+        (("0F0@collective:0", "0F0"), "0F0 on rank 0 reads its input before 0EMB_REDUCE0 is known to be over"),
     ],
 )
 def test_wrong_words_are_refused(change: tuple[str, str], problem: str) -> None:

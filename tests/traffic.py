@@ -21,8 +21,8 @@ _CALLS = {"_allgather_base_": (1, "all_gather"), "_reduce_scatter_base_": (1, "r
 _CALLS |= {"allreduce_": (0, "all_reduce"), "send": (0, "send")}
 _CALLS |= {"reduce_": (0, "reduce"), "broadcast_": (0, "broadcast"), "gather_": (1, "gather")}
 """By operator: which argument is given away, and what it counts as."""
-_AXES = {"NORM": "world", "SF": "pp", "SB": "pp", "TIE": "pp", "STEP": "optimizer"}
-_AXES |= dict.fromkeys(("EC", "HC", "SC", "DC"), "pp")
+_AXES = {"GRAD_NORM": "world", "SEND_F": "pp", "SEND_B": "pp", "ALL_REDUCE_TIED": "pp", "STEP": "optimizer"}
+_AXES |= dict.fromkeys(("EMB_REDUCE", "HIDDEN_BCAST", "LOGIT_STATS", "EMB_GRAD_BCAST"), "pp")
 """Of the instructions that reach across the axes of the mesh."""
 _RECEIVES = {"recv_", "barrier"}
 

@@ -24,6 +24,7 @@ __all__ = [
     "FLAGS",
     "INSTRUCTIONS",
     "KEYS",
+    "LANES",
     "PLAN_PARTS",
     "SCHEMAS",
     "VALUES",
@@ -134,8 +135,28 @@ FLAGS: dict[str, dict[str, str]] = {
 }
 """Verb (`*`: all) → former flag → today's, each with its dashes."""
 
-INSTRUCTIONS: dict[str, str] = {}
-"""Former instruction kind → today's, in program texts and timelines of an earlier schema."""
+INSTRUCTIONS: dict[str, str] = {
+    "SF": "SEND_F",
+    "RF": "RECV_F",
+    "SB": "SEND_B",
+    "RB": "RECV_B",
+    "E": "EMB_F",
+    "EC": "EMB_REDUCE",
+    "HC": "HIDDEN_BCAST",
+    "SC": "LOGIT_STATS",
+    "DC": "EMB_GRAD_BCAST",
+    "EW": "EMB_W",
+    "REDUCE": "REDUCE_GRAD",
+    "SYNC": "ALL_REDUCE_TP",
+    "MERGE": "ALL_REDUCE_REPLICAS",
+    "TIE": "ALL_REDUCE_TIED",
+    "NORM": "GRAD_NORM",
+    "VOTE": "GRAD_NORM_ASYNC",
+}
+"""Former instruction kind → today's, in program texts and timelines of version 1 and in profiles."""
+
+LANES: dict[str, str] = {"copy": "host_copy"}
+"""Former lane → today's, in program texts and timelines of version 1."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from muster.layout.tensor_layout import (
     stages_on,
     tp_partial_grad_copies,
 )
+from muster.schedule.action import Kind
 from muster.schedule.build import build_program
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
@@ -173,12 +174,14 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
         * spec.hidden_size
         * compute_bytes(plan.precision)
     )
-    for kind, other, is_end in (("SF", stage + 1, plan.is_last), ("SB", stage - 1, plan.is_first)):
+    for kind, other, is_end in ((Kind.SEND_F, stage + 1, plan.is_last), (Kind.SEND_B, stage - 1, plan.is_first)):
         if not is_end(stage):
             positions = _sent_numel(rank, stage_transfers(spec, plan, workload.seq_len, stage, other))
             sent[kind] = positions * hidden
     if (other := plan.tied_embedding_peer(stage)) is not None and spec.tied_embeddings and not plan.vocab_parallel:
-        sent["TIE"] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(plan.precision)
+        sent[Kind.ALL_REDUCE_TIED] = _sent_numel(rank, tied_grad_transfers(spec, plan, stage, other)) * master_bytes(
+            plan.precision
+        )
     if has_vocab_shard(plan, stage):
         positions = (
             plan.local_micro_batch_size(stage)
@@ -186,13 +189,13 @@ def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, 
             * plan.num_micro_batches(workload, dp_index_of(plan, at))
         )
         vectors = plan.local_micro_batch_size(stage) * workload.seq_len * hidden
-        sent["EC"] = vectors
-        sent["SC"] = 2 * vectors + 3 * positions * master_bytes(plan.precision)
-        sent["HC"] = vectors if plan.pp_rank(plan.stages_per_replica - 1) == at.pp else 0
-        sent["DC"] = vectors if plan.pp_rank(0) == at.pp else 0
+        sent[Kind.EMB_REDUCE] = vectors
+        sent[Kind.LOGIT_STATS] = 2 * vectors + 3 * positions * master_bytes(plan.precision)
+        sent[Kind.HIDDEN_BCAST] = vectors if plan.pp_rank(plan.stages_per_replica - 1) == at.pp else 0
+        sent[Kind.EMB_GRAD_BCAST] = vectors if plan.pp_rank(0) == at.pp else 0
     if plan.pipeline_replicas > 1:
         held = sum(layout.numel for layout in stage_layouts(spec, plan, stage, at))
-        sent["MERGE"] = held * master_bytes(plan.precision)
+        sent[Kind.ALL_REDUCE_REPLICAS] = held * master_bytes(plan.precision)
     return sent
 
 
@@ -202,7 +205,7 @@ def _sent_numel(rank: int, messages: Iterable[BoxTransfer]) -> int:
 
 def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates) -> Counter[str]:
     """What goes to the host's memory and comes back, by kind: whole micro-batches, as the Program says."""
-    lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("copy", ())
+    lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("host_copy", ())
     moved = {stage: offloaded_activation_bytes(spec, plan, workload, stage) for stage in stages_on(plan, at.pp)}
     sent = Counter[str]()
     for item in lane:

@@ -5,25 +5,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.launch.heartbeat import PHASES, RankStatus
-from muster.schedule.action import KINDS, Action
+from muster.schedule.action import KINDS, Action, Kind
 
 _KIND_DESCRIPTIONS = {
-    "F": "the forward",
-    "B": "the backward",
-    "I": "the backward for inputs",
-    "W": "the backward for weights",
-    "SF": "the send of an activation",
-    "SB": "the send of a gradient",
-    "RF": "the receive of an activation",
-    "RB": "the receive of a gradient",
-    "UNSHARD": "the all-gather of the parameters",
-    "REDUCE": "the reduce-scatter of the gradients",
-    "SYNC": "the sum of shared weights' gradients",
-    "TIE": "the sum of the tied embedding's gradients",
-    "MERGE": "the sum of the replicas' gradients",
-    "NORM": "the sum over all ranks",
-    "VOTE": "the sum over all ranks",
-    "STEP": "the optimizer step",
+    Kind.F: "the forward",
+    Kind.B: "the backward",
+    Kind.I: "the backward for inputs",
+    Kind.W: "the backward for weights",
+    Kind.SEND_F: "the send of an activation",
+    Kind.SEND_B: "the send of a gradient",
+    Kind.RECV_F: "the receive of an activation",
+    Kind.RECV_B: "the receive of a gradient",
+    Kind.UNSHARD: "the all-gather of the parameters",
+    Kind.REDUCE_GRAD: "the reduce-scatter of the gradients",
+    Kind.ALL_REDUCE_TP: "the sum of shared weights' gradients",
+    Kind.ALL_REDUCE_TIED: "the sum of the tied embedding's gradients",
+    Kind.ALL_REDUCE_REPLICAS: "the sum of the replicas' gradients",
+    Kind.GRAD_NORM: "the sum over all ranks",
+    Kind.GRAD_NORM_ASYNC: "the sum over all ranks",
+    Kind.STEP: "the optimizer step",
 }
 _WAITS_IN = re.compile(
     r"/torch/distributed/|/muster/(parallel/(axis|route|executor|shard|world)|optim/peers|train/post_validation)\.py$"
@@ -169,10 +169,12 @@ def _describe_missed_call(culprit: RankSnapshot, others: Sequence[RankSnapshot])
     if not places:
         return "stands still"
     # Who waits in what all ranks take part in says most; then who waits first.
-    first, place = min(places, key=lambda item: (item[1].action.kind not in ("NORM", "VOTE"), item[1].step))
+    first, place = min(
+        places, key=lambda item: (item[1].action.kind not in (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC), item[1].step)
+    )
     ranks = [seen.rank for seen, other in places if other.action == place.action]
     word = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
-    entered = "never sent its part of" if place.action.kind in ("RF", "RB") else "never entered"
+    entered = "never sent its part of" if place.action.kind in (Kind.RECV_F, Kind.RECV_B) else "never entered"
     return f"{entered} {_describe_instruction(first, place)}, where {word}"
 
 

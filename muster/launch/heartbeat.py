@@ -10,8 +10,9 @@ import os
 import signal
 import struct
 from dataclasses import dataclass
+from typing import cast
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 
 HEARTBEAT_FD_VARIABLE = "MUSTER_WHEREABOUTS"
 """The environment's word for the file descriptor of this rank's page."""
@@ -20,8 +21,9 @@ STACKS_BYTES = 1 << 16
 """Bytes after the page for the stacks of the rank's threads."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write its stacks there, even while it waits in C++."""
-_RECORD = struct.Struct("<QqiiB12s8s")
-_NO_ACTION = Action("")
+_RECORD = struct.Struct("<QqiiB16s32s")
+"""Counts, stage, micro-batch, flag, then the phase and the instruction's kind: each fits (a test writes them all)."""
+_NO_ACTION = Action(cast(Kind, ""))
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class HeartbeatPage:
         count, step, stage, micro_batch, waiting, phase, kind = _RECORD.unpack_from(self._memory)
         if not count:
             return None
-        action = Action(kind.rstrip(b"\0").decode(), stage, micro_batch)
+        action = Action(cast(Kind, kind.rstrip(b"\0").decode()), stage, micro_batch)
         return RankStatus(count, step, phase.rstrip(b"\0").decode(), action, bool(waiting))
 
     def request_stacks(self, pid: int) -> None:

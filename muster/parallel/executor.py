@@ -11,7 +11,7 @@ from muster.parallel.axis import PendingTensor
 from muster.parallel.p2p import P2PRoute, PendingReceive
 from muster.parallel.stage import Stage
 from muster.parallel.vocab_parallel import VocabShard
-from muster.schedule.action import KINDS, LANES, Action, Lane, matching_transfer
+from muster.schedule.action import KINDS, LANES, RECEIVES, Action, Kind, Lane, matching_transfer
 from muster.schedule.program import Instruction, Program, Wait
 from muster.schedule.send_completion import completed_sends
 from muster.simulate.timeline import Event
@@ -38,7 +38,7 @@ class Executor:
         world_rank: int,
         stages: Mapping[int, Stage],
         routes: Mapping[tuple[int, int], P2PRoute],
-        handlers: Mapping[str, Handler],
+        handlers: Mapping[Kind, Handler],
         clock: Callable[[], float] = perf_counter,
         vocab: VocabShard | None = None,
         heartbeat: Heartbeat | None = None,
@@ -53,22 +53,22 @@ class Executor:
         self.stages = stages
         self.routes = routes
         self._sends_completed_by = completed_sends(program, pp_rank)
-        self._handlers: dict[str, Callable[[Instruction], None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward,
-            "W": lambda instruction: self.stages[instruction.action.stage].backward_weight(
+        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: lambda instruction: self.stages[instruction.action.stage].backward_weight(
                 instruction.action.micro_batch
             ),
-            "SF": self._send,
-            "SB": self._send,
-            "RF": self._receive,
-            "RB": self._receive,
-            "OFFLOAD": self._copy,
-            "RELOAD": self._copy,
-            "UNSHARD": lambda instruction: self.stages[instruction.action.stage].unshard(),
-            "SYNC": lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
-            "REDUCE": lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.OFFLOAD: self._copy,
+            Kind.RELOAD: self._copy,
+            Kind.UNSHARD: lambda instruction: self.stages[instruction.action.stage].unshard(),
+            Kind.ALL_REDUCE_TP: lambda instruction: self.stages[instruction.action.stage].all_reduce_replicated_grads(),
+            Kind.REDUCE_GRAD: lambda instruction: self.stages[instruction.action.stage].reduce_gradients(),
         }
         if vocab is not None:
             for kind, run_pass in vocab.passes.items():
@@ -124,7 +124,7 @@ class Executor:
         start_s = self._clock()
         self._report_start(instruction.action)
         self._handlers[instruction.action.kind](instruction)
-        if instruction.action.kind not in ("RF", "RB") and not KINDS[instruction.action.kind].overlapped:
+        if instruction.action.kind not in RECEIVES and not KINDS[instruction.action.kind].overlapped:
             self._events.append(Event(self.world_rank, lane, instruction.action, start_s, self._clock()))
 
     def _is_complete(self, wait: Wait) -> bool:
@@ -169,7 +169,7 @@ class Executor:
 
     def _backward(self, instruction: Instruction) -> None:
         kind, stage, micro_batch, *_ = instruction.action
-        backward = self.stages[stage].backward if kind == "B" else self.stages[stage].backward_input
+        backward = self.stages[stage].backward if kind == Kind.B else self.stages[stage].backward_input
         d = backward(micro_batch, self._output_gradients.pop((stage, micro_batch), None))
         if d is None:
             return
@@ -183,19 +183,21 @@ class Executor:
 
     def _copy(self, instruction: Instruction) -> None:
         kind, stage, micro_batch, *_ = instruction.action
-        copy = self.stages[stage].offload if kind == "OFFLOAD" else self.stages[stage].reload
-        self._pending_copies[Wait("copy", self._cursor["copy"] - 1)] = copy(micro_batch)
+        copy = self.stages[stage].offload if kind == Kind.OFFLOAD else self.stages[stage].reload
+        self._pending_copies[Wait("host_copy", self._cursor["host_copy"] - 1)] = copy(micro_batch)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Transfers
 
     def _send(self, instruction: Instruction) -> None:
         kind, stage, micro_batch, *_ = instruction.action
-        buffers = self._outputs if kind == "SF" else self._input_gradients
+        buffers = self._outputs if kind == Kind.SEND_F else self._input_gradients
         tensor = buffers.pop((stage, micro_batch))
         receiver = matching_transfer(instruction.action).stage
         route = self.routes[stage, receiver]
-        self._pending_sends[self._cursor["p2p"] - 1] = route.send(tensor, self._tag(kind[1], receiver, micro_batch))
+        self._pending_sends[self._cursor["p2p"] - 1] = route.send(
+            tensor, self._tag(kind == Kind.SEND_B, receiver, micro_batch)
+        )
 
     def _release_send(self, index: int) -> None:
         """Free the memory of a send that has completed, or wait for its end first."""
@@ -207,8 +209,8 @@ class Executor:
         tensor = self.stages[stage].receive_buffer(micro_batch)
         route = self.routes[stage, matching_transfer(instruction.action).stage]
         wait = Wait("p2p", self._cursor["p2p"] - 1)
-        self._pending[wait] = route.receive(tensor, self._tag(kind[1], stage, micro_batch))
-        (self._inputs if kind == "RF" else self._output_gradients)[stage, micro_batch] = tensor
+        self._pending[wait] = route.receive(tensor, self._tag(kind == Kind.RECV_B, stage, micro_batch))
+        (self._inputs if kind == Kind.RECV_F else self._output_gradients)[stage, micro_batch] = tensor
 
     # ------------------------------------------------------------------------------------------------------------------
     # Vocabulary parallelism over the pipeline ranks
@@ -217,20 +219,22 @@ class Executor:
         self, instruction: Instruction, start: Callable[[int, Tensor | None], PendingTensor]
     ) -> None:
         kind, _, micro_batch, *_ = instruction.action
-        end = (0 if kind == "DC" else self.program.num_stages - 1, micro_batch)
-        contribution = {"HC": self._outputs, "DC": self._input_gradients}.get(kind, {}).pop(end, None)
+        end = (0 if kind == Kind.EMB_GRAD_BCAST else self.program.num_stages - 1, micro_batch)
+        contribution = {Kind.HIDDEN_BCAST: self._outputs, Kind.EMB_GRAD_BCAST: self._input_gradients}.get(kind, {}).pop(
+            end, None
+        )
         self._pending[Wait("collective", self._cursor["collective"] - 1)] = start(micro_batch, contribution)
 
     def _deliver_vocab_result(self, action: Action, tensor: Tensor) -> None:
         """Pass the result on: the embeddings to the first stage, the gradient of its output to the last one."""
-        if action.kind == "EC" and 0 in self.stages:
+        if action.kind == Kind.EMB_REDUCE and 0 in self.stages:
             self._inputs[0, action.micro_batch] = tensor
-        elif action.kind == "SC" and self.program.num_stages - 1 in self.stages:
+        elif action.kind == Kind.LOGIT_STATS and self.program.num_stages - 1 in self.stages:
             self._output_gradients[self.program.num_stages - 1, action.micro_batch] = tensor
 
-    def _tag(self, direction: str, stage: int, micro_batch: int) -> int:
+    def _tag(self, backward: bool, stage: int, micro_batch: int) -> int:
         """Return a tag that differs for all transfers of a step.
 
         gloo matches transfers by tag; NCCL by their order, which the checker of Programs proves.
         """
-        return (micro_batch * self.program.num_stages + stage) * 2 + (direction == "B")
+        return (micro_batch * self.program.num_stages + stage) * 2 + backward

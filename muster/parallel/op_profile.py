@@ -17,7 +17,7 @@ from muster.parallel.stage import DecoderStage
 from muster.parallel.stage_inputs import StageInputs
 from muster.parallel.vocab_parallel import VocabShard
 from muster.parallel.world import World
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.program import Program
 from muster.spec.plan import Plan
 
@@ -44,7 +44,7 @@ def profile_stages(
     program: Program,
     stages: Mapping[int, DecoderStage],
     world: World,
-    handlers: Mapping[str, Callable[[Action], None]],
+    handlers: Mapping[Kind, Callable[[Action], None]],
     routes: Mapping[tuple[int, int], P2PRoute],
 ) -> StageProfile:
     """Time each kind of instruction in the Program; all ranks must call it together, and all get the same times.
@@ -57,13 +57,15 @@ def profile_stages(
     clock = _InstructionTimer(world, 1.0 if cores is None else max(1.0, world.size / cores))
     actions = {instruction.action for instruction in program.ranks[world.at.pp].get("collective", ())}
     kinds = {item.action.kind for lanes in program.ranks for item in lanes.get("compute", ())}
-    backwards = [kind for kind in ("I", "B") if kind in kinds]
-    copies = any(lanes.get("copy") for lanes in program.ranks)
+    backwards = [kind for kind in (Kind.I, Kind.B) if kind in kinds]
+    copies = any(lanes.get("host_copy") for lanes in program.ranks)
     saved: dict[int, int] = {}
     vocab_bytes = 0
     for repeat in range(REPEATS):
         for index, stage in sorted(stages.items()):
-            clock.time_together(("UNSHARD", index), stage.unshard if Action("UNSHARD", index) in actions else None)
+            clock.time_together(
+                (Kind.UNSHARD, index), stage.unshard if Action(Kind.UNSHARD, index) in actions else None
+            )
         for index, stage in sorted(stages.items()):
             if repeat == 0:
                 saved[index] = _profile_stage(stage, clock, backwards)
@@ -75,13 +77,16 @@ def profile_stages(
                 vocab_bytes = _time_vocab_passes(stage, stage.vocab, clock)
         gradients = sum(gradient_bytes(stage.module) for stage in stages.values())
         for index, stage in sorted(stages.items()):
-            for kind, do in (("REDUCE", stage.reduce_gradients), ("SYNC", stage.all_reduce_replicated_grads)):
+            for kind, do in (
+                (Kind.REDUCE_GRAD, stage.reduce_gradients),
+                (Kind.ALL_REDUCE_TP, stage.all_reduce_replicated_grads),
+            ):
                 clock.time_together((kind, index), do if Action(kind, index) in actions else None)
         for ends in _gradient_exchanges(world.plan):
             local = next((action for action in ends if action in actions), None)
             run = None if local is None else partial(handlers[local.kind], local)
             clock.time_together(("", -1) if local is None else local[:2], run)
-        for kind in ("NORM", "STEP"):
+        for kind in (Kind.GRAD_NORM, Kind.STEP):
             clock.time_together((kind, -1), lambda kind=kind: handlers[kind](Action(kind)))
     processes = tuple(world.plan.mesh(pp_rank).num_ranks for pp_rank in range(world.plan.pp))
     merged, p2p_s = _mean_over_ranks(world.all_gather_object((clock.seconds(), _measure_p2p(stages, world, routes))))
@@ -91,9 +96,9 @@ def profile_stages(
 def _gradient_exchanges(plan: Plan) -> Iterator[list[Action]]:
     """Yield the gradient exchanges between two pipeline ranks, each as the actions of its two ends."""
     if plan.pipeline_replicas > 1:
-        yield from ([Action("MERGE", stage)] for stage in range(plan.stages_per_replica))
+        yield from ([Action(Kind.ALL_REDUCE_REPLICAS, stage)] for stage in range(plan.stages_per_replica))
     for first in range(0, plan.num_stages, plan.stages_per_replica):
-        yield [Action("TIE", first), Action("TIE", first + plan.stages_per_replica - 1)]
+        yield [Action(Kind.ALL_REDUCE_TIED, first), Action(Kind.ALL_REDUCE_TIED, first + plan.stages_per_replica - 1)]
 
 
 class _InstructionTimer:
@@ -145,25 +150,37 @@ def _time_forward_backward(stage: DecoderStage, clock: _InstructionTimer, backwa
     With `copies` the saved activations are offloaded and reloaded in between."""
     x = None if stage.reads_tokens else stage.receive_buffer(0).normal_()
     gradient = None if stage.computes_loss else stage.receive_buffer(0).normal_()
-    clock.time(("F", stage.index), lambda: stage.forward(0, x))
+    clock.time((Kind.F, stage.index), lambda: stage.forward(0, x))
     if copies:
-        clock.time(("OFFLOAD", stage.index), lambda: stage.offload(0)())
-        clock.time(("RELOAD", stage.index), lambda: stage.reload(0)())
-    if backward == "I":
-        clock.time(("I", stage.index), lambda: stage.backward_input(0, gradient))
-        clock.time(("W", stage.index), lambda: stage.backward_weight(0))
+        clock.time((Kind.OFFLOAD, stage.index), lambda: stage.offload(0)())
+        clock.time((Kind.RELOAD, stage.index), lambda: stage.reload(0)())
+    if backward == Kind.I:
+        clock.time((Kind.I, stage.index), lambda: stage.backward_input(0, gradient))
+        clock.time((Kind.W, stage.index), lambda: stage.backward_weight(0))
     else:
-        clock.time(("B", stage.index), lambda: stage.backward(0, gradient))
+        clock.time((Kind.B, stage.index), lambda: stage.backward(0, gradient))
 
 
 def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _InstructionTimer) -> int:
     """Time the vocabulary passes and collectives of one micro-batch, which all pipeline ranks start together; return
     the bytes kept for T."""
     vocab.inputs = stage.inputs
-    contributes = {"HC": vocab.axis.index == vocab.last, "DC": vocab.axis.index == vocab.first}
+    contributes = {
+        Kind.HIDDEN_BCAST: vocab.axis.index == vocab.last,
+        Kind.EMB_GRAD_BCAST: vocab.axis.index == vocab.first,
+    }
     saved_bytes = 0
-    for kind in ("E", "EC", "HC", "S", "SC", "T", "DC", "EW"):
-        if kind == "T":
+    for kind in (
+        Kind.EMB_F,
+        Kind.EMB_REDUCE,
+        Kind.HIDDEN_BCAST,
+        Kind.S,
+        Kind.LOGIT_STATS,
+        Kind.T,
+        Kind.EMB_GRAD_BCAST,
+        Kind.EMB_W,
+    ):
+        if kind == Kind.T:
             saved_bytes = vocab.saved_bytes(0)
         if kind in vocab.passes:
             clock.time_together((kind, stage.index), partial(vocab.passes[kind], 0))
@@ -174,7 +191,7 @@ def _time_vocab_passes(stage: DecoderStage, vocab: VocabShard, clock: _Instructi
     return saved_bytes
 
 
-def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[str]) -> int:
+def _profile_stage(stage: DecoderStage, clock: _InstructionTimer, backwards: list[Kind]) -> int:
     """Time the passes of one micro-batch, with each kind of backward in the Program; return the bytes that a first one
     saves."""
     tokens = torch.randint(stage.spec.vocab_size, stage.micro_batch_shape, device=stage.world.device)

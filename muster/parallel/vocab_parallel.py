@@ -27,6 +27,7 @@ from muster.parallel.vocab_loss import (
     local_logit_stats,
     local_rows,
 )
+from muster.schedule.action import Kind
 
 
 class VocabShard:
@@ -59,18 +60,18 @@ class VocabShard:
         self._stats: dict[int, LogitStats] = {}
         self._combined: dict[int, CombinedLoss] = {}
         self._gradients_ND: dict[int, Tensor] = {}
-        self.passes: dict[str, Callable[[int], None]] = {
-            "E": self._embed,
-            "S": self._compute_logit_stats,
-            "T": self._head_backward,
-            "EW": self._embedding_backward,
+        self.passes: dict[Kind, Callable[[int], None]] = {
+            Kind.EMB_F: self._embed,
+            Kind.S: self._compute_logit_stats,
+            Kind.T: self._head_backward,
+            Kind.EMB_W: self._embedding_backward,
         }
         """Compute passes by instruction kind; each takes the micro-batch."""
-        self.collectives: dict[str, Callable[[int, Tensor | None], PendingTensor]] = {
-            "EC": self._reduce_embeddings,
-            "HC": lambda micro_batch, y: self._broadcast(self.last, y, self._hidden_ND, micro_batch),
-            "SC": self._exchange_stats,
-            "DC": lambda micro_batch, d: self._broadcast(self.first, d, self._gradients_ND, micro_batch),
+        self.collectives: dict[Kind, Callable[[int, Tensor | None], PendingTensor]] = {
+            Kind.EMB_REDUCE: self._reduce_embeddings,
+            Kind.HIDDEN_BCAST: lambda micro_batch, y: self._broadcast(self.last, y, self._hidden_ND, micro_batch),
+            Kind.LOGIT_STATS: self._exchange_stats,
+            Kind.EMB_GRAD_BCAST: lambda micro_batch, d: self._broadcast(self.first, d, self._gradients_ND, micro_batch),
         }
         """Functions by instruction kind that start a collective; each takes the micro-batch and the tensor that this
         rank contributes. The result matters on the rank of the stage that reads it: the first stage's input (EC), or

@@ -17,6 +17,7 @@ from muster.cost.time.plan_times import plan_times
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.space import CHUNK_COUNTS, is_admitted, micro_batch_sizes
+from muster.schedule.action import Kind
 from muster.schedule.custom_search import search_custom_orders
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -202,7 +203,9 @@ class _LocalSearch:
             return
         times = plan_times(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
         stages = range(plan.num_stages)
-        forward_s, inputs_s, weights_s = (tuple(times.seconds[kind, stage] for stage in stages) for kind in "FIW")
+        forward_s, inputs_s, weights_s = (
+            tuple(times.seconds[kind, stage] for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)
+        )
         hops_s = [
             0.0 if plan.placement[stage] == plan.placement[stage + 1] else times.p2p_time(stage, stage + 1).total_s
             for stage in stages[:-1]

@@ -12,6 +12,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.cost.time.profiled_times import overhead_name, profiled_times, storage_level
 from muster.data.dataset import SampleStream
 from muster.parallel.world import open_world
+from muster.schedule.action import Kind
 from muster.spec.machine_rates import MachineRates
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan, StageSpec, ZeroLevel
@@ -19,7 +20,7 @@ from muster.train.trainer import Trainer
 
 LAYERS = (1, 4)
 """Of the stages of a pipeline, in turn: what differs between them comes with a layer."""
-KINDS = ("F", "B", "UNSHARD", "REDUCE")
+KINDS = (Kind.F, Kind.B, Kind.UNSHARD, Kind.REDUCE_GRAD)
 _MODEL = ModelSpec(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64)
 
 
@@ -79,7 +80,7 @@ def runtime_overheads(runs: list[tuple[RunConfig, OpTimes]], machine: MachineRat
                 found[overhead_name(level, kind, "base")] = base
                 found[overhead_name(level, kind, "layer")] = layer
         mean_layers = model.num_layers / plan.pp
-        for kind in ("NORM", "STEP"):
+        for kind in (Kind.GRAD_NORM, Kind.STEP):
             rest_s = measured.seconds.get((kind, -1), 0.0) - modelled.seconds[kind, -1]
             found[overhead_name(level, kind, "layer")] = max(0.0, rest_s / mean_layers)
     return found

@@ -27,7 +27,7 @@ _LANE_NAMES: dict[Lane, str] = {
     "compute": "compute",
     "p2p": "sends and receives",
     "collective": "collectives",
-    "copy": "copies",
+    "host_copy": "copies",
 }
 
 

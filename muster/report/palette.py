@@ -6,6 +6,8 @@ simulated colour blindness and the contrast of the text on them.
 
 from dataclasses import dataclass
 
+from muster.schedule.action import Kind
+
 
 @dataclass(frozen=True, slots=True)
 class Paint:
@@ -33,19 +35,40 @@ def mix(one: str, other: str) -> str:
 PALE_TEXT = "#1d2126"
 
 
-_GATHERS = ("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE")
+_GATHERS = (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED)
 
 PAINTS = (
-    Paint("forward", "forward", ("F", "E", "S"), "#3274b5", "#ffffff", "#6aa5dc"),
-    Paint("backward", "backward", ("B",), "#e5a52f", "#1d2126", "#e3b04f"),
-    Paint("inputs", "backward for inputs", ("I",), "#e3a3c0", "#1d2126", "#d78fbc"),
-    Paint("weights", "backward for weights", ("W", "T", "EW"), "#176655", "#ffffff", "#33907a"),
-    Paint("step", "gradient norm, optimizer step", ("NORM", "VOTE", "STEP"), "#2b2f36", "#ffffff", "#e3e7ec"),
+    Paint("forward", "forward", (Kind.F, Kind.EMB_F, Kind.S), "#3274b5", "#ffffff", "#6aa5dc"),
+    Paint("backward", "backward", (Kind.B,), "#e5a52f", "#1d2126", "#e3b04f"),
+    Paint("inputs", "backward for inputs", (Kind.I,), "#e3a3c0", "#1d2126", "#d78fbc"),
+    Paint("weights", "backward for weights", (Kind.W, Kind.T, Kind.EMB_W), "#176655", "#ffffff", "#33907a"),
+    Paint(
+        "step",
+        "gradient norm, optimizer step",
+        (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP),
+        "#2b2f36",
+        "#ffffff",
+        "#e3e7ec",
+    ),
     Paint("gather", "gather, reduce", _GATHERS, "#c3502e", "#ffffff", "#df7650"),
     Paint(
-        "transfer", "send, receive", ("SF", "RF", "SB", "RB", "EC", "HC", "SC", "DC"), "#5fb3e4", "#1d2126", "#86c9f0"
+        "transfer",
+        "send, receive",
+        (
+            Kind.SEND_F,
+            Kind.RECV_F,
+            Kind.SEND_B,
+            Kind.RECV_B,
+            Kind.EMB_REDUCE,
+            Kind.HIDDEN_BCAST,
+            Kind.LOGIT_STATS,
+            Kind.EMB_GRAD_BCAST,
+        ),
+        "#5fb3e4",
+        "#1d2126",
+        "#86c9f0",
     ),
-    Paint("copy", "copy to the host, back", ("OFFLOAD", "RELOAD"), "#7a6bb0", "#ffffff", "#a196d3"),
+    Paint("copy", "copy to the host, back", (Kind.OFFLOAD, Kind.RELOAD), "#7a6bb0", "#ffffff", "#a196d3"),
     Paint("other", "other", (), "#8d8a96", "#101214", "#a3a0ad"),
 )
 

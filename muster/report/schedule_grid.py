@@ -10,6 +10,7 @@ from rich.text import Text
 from muster.report.formatting import format_fraction
 from muster.report.palette import PALE_TEXT, paint_of
 from muster.report.timeline_rows import evenly_spaced
+from muster.schedule.action import Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
 
@@ -17,17 +18,19 @@ MAX_LINES = 60
 """Most lines of a grid with names. A longer schedule gets one page of single letters: each is the pass in the middle
 of its column."""
 MAX_RANKS = 32
-_FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
+_FILLINGS = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "_"}
 """Filling of a box after its name, which distinguishes kinds without colour."""
+_LETTERS: dict[str, str] = {Kind.EMB_F: "E", Kind.EMB_W: "EW"}
+"""Letters of kinds whose name is too long for a box."""
 _NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward for inputs",
-    "W": "backward for weights",
-    "E": "look up words",
-    "S": "score words",
-    "T": "backward of scores",
-    "EW": "backward of look-ups",
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward for inputs",
+    Kind.W: "backward for weights",
+    Kind.EMB_F: "look up words",
+    Kind.S: "score words",
+    Kind.T: "backward of scores",
+    Kind.EMB_W: "backward of look-ups",
 }
 
 
@@ -138,15 +141,16 @@ def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], 
             text.append("." * (end - column), "dim")
         else:
             action = schedule.ranks[rank][passes[column]]
-            name = f"{action.kind}{action.micro_batch}" if scale.in_full else action.kind * (end - column)
+            letters: str = _LETTERS.get(action.kind, action.kind)
+            name = f"{letters}{action.micro_batch}" if scale.in_full else letters * (end - column)
             text.append_text(_box(action.kind, name, held.index(action.stage) % 2 == 1, end - column))
         column = end
     return text
 
 
-def _box(kind: str, name: str, odd: bool, length: int) -> Text:
+def _box(kind: Kind, name: str, odd: bool, length: int) -> Text:
     paint = paint_of(kind)
-    name = name if len(name) <= length else kind[:length]  # half a number would be another number
+    name = name if len(name) <= length else _LETTERS.get(kind, kind)[:length]  # half a number would be another number
     name = name.ljust(length, _FILLINGS.get(kind, " "))
     if odd:
         return Text(name.lower(), f"{PALE_TEXT} on {paint.pale_colour}")
@@ -160,7 +164,9 @@ def _legend(schedule: Schedule) -> Text:
     for kind, name in _NAMES.items():
         if kind in found:
             paint = paint_of(kind)
-            text.append("  " if text else "").append(f" {kind} ", f"{paint.light_text} on {paint.light}")
+            text.append("  " if text else "").append(
+                f" {_LETTERS.get(kind, kind)} ", f"{paint.light_text} on {paint.light}"
+            )
             text.append(f" {name}")
     if schedule.chunks > 1:
         text.append(

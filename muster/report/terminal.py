@@ -17,6 +17,7 @@ from muster.report.formatting import (
 from muster.report.palette import paint_of
 from muster.report.report_data import PredictedVsMeasured
 from muster.report.timeline_rows import TimelineRows, timeline_rows
+from muster.schedule.action import Kind
 from muster.simulate.timeline import Event, Timeline
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
@@ -25,7 +26,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 
 _STAGES_IN_FULL = 8
-_FILLINGS = {"F": "-", "B": "=", "I": "~", "W": "_"}
+_FILLINGS = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "_"}
 """Filling of a box after its name, which distinguishes kinds without colour."""
 
 

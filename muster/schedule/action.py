@@ -1,88 +1,147 @@
-"""Actions: the words in which the order of work is written, such as `2F0` (stage 2, forward, micro-batch 0)."""
+"""Actions, the instructions of a schedule, such as `2F0` (stage 2, forward, micro-batch 0), and their kinds."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import repeat
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "p2p", "collective", "copy"]
-LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "copy")
+Lane = Literal["compute", "p2p", "collective", "host_copy"]
+LANES: tuple[Lane, ...] = ("compute", "p2p", "collective", "host_copy")
+
+
+class Kind(StrEnum):
+    """Kinds of instructions, by their names in program texts and timelines.
+
+    Passes, sends and receives have the names of `torch.distributed.pipelining`; `S` and `T` those of vocabulary
+    parallelism (Yeung et al. 2024, arXiv:2411.05288). A member equals the string of its name and hashes like it.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 (the backward for inputs is called I in all papers)
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    EMB_F = "EMB_F"
+    EMB_REDUCE = "EMB_REDUCE"
+    HIDDEN_BCAST = "HIDDEN_BCAST"
+    S = "S"
+    LOGIT_STATS = "LOGIT_STATS"
+    T = "T"
+    EMB_GRAD_BCAST = "EMB_GRAD_BCAST"
+    EMB_W = "EMB_W"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    UNSHARD = "UNSHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    ALL_REDUCE_TP = "ALL_REDUCE_TP"
+    ALL_REDUCE_REPLICAS = "ALL_REDUCE_REPLICAS"
+    ALL_REDUCE_TIED = "ALL_REDUCE_TIED"
+    GRAD_NORM = "GRAD_NORM"
+    GRAD_NORM_ASYNC = "GRAD_NORM_ASYNC"
+    STEP = "STEP"
+
+    __hash__ = str.__hash__  # Enum's own is a Python function: a large program looks up a million kinds
 
 
 @dataclass(frozen=True, slots=True)
 class KindTraits:
-    """What a kind of instruction is: the lane it runs on, and the buffers that it reads, makes and frees.
+    """Lane of an instruction kind, and the buffers that it reads, makes and frees.
 
-    Buffers are named by a letter: `x` a stage's input, `a` what its forward keeps for its backward, `y` its output,
-    `g` the gradient of its output, `d` the gradient of its input, `w` what a split backward keeps for `W`,
-    `o` what its forward keeps while that is in the host's memory, `p` the gathered parameters of a stage. Where the
-    vocabulary is spread, each rank has of a micro-batch: `e` its part of the word vectors, `h` the hidden state under
-    the head, `s` what all need to know of its words, `l` the exponentials of its logits, `z` the sums over all words,
-    `q` the gradient of the word vectors.
+    Each letter is a buffer of one stage and micro-batch:
+
+    | letter | buffer |
+    |---|---|
+    | `x` | input of the stage |
+    | `a` | activations saved by the forward for the backward |
+    | `y` | output of the stage |
+    | `g` | gradient of the output |
+    | `d` | gradient of the input |
+    | `w` | activations and gradients saved by a split backward for `W` |
+    | `o` | `a` in host memory |
+    | `p` | unsharded parameters (one for all micro-batches) |
+
+    Under vocabulary parallelism each pipeline rank has, for each micro-batch: `e` its shard's word embeddings, `h` the
+    hidden state under the head, `s` its part of the logit statistics, `l` the exponentials of its logits, `z` the
+    statistics over the whole vocabulary, `q` the gradient of the word embeddings.
     """
 
-    name: str
     lane: Lane
     explanation: str
     reads: str = ""
     makes: str = ""
     frees: str = ""
     overlapped: bool = False
-    """A collective of all pipeline ranks that runs beside the compute: only who reads its result waits for it."""
+    """A collective of all pipeline ranks, overlapped with compute: only the readers of its result wait for it."""
 
 
-KINDS: dict[str, KindTraits] = {}
+KINDS: dict[Kind, KindTraits] = {
+    Kind.F: KindTraits("compute", "forward", reads="x", makes="ay"),
+    Kind.B: KindTraits("compute", "full backward", reads="ag", makes="d", frees="xag"),
+    Kind.I: KindTraits("compute", "backward for inputs", reads="ag", makes="dw", frees="g"),
+    Kind.W: KindTraits("compute", "backward for weights", reads="aw", frees="xaw"),
+    Kind.SEND_F: KindTraits("p2p", "send an activation to the next stage", reads="y", frees="y"),
+    Kind.RECV_F: KindTraits("p2p", "receive an activation from the previous stage", makes="x"),
+    Kind.SEND_B: KindTraits("p2p", "send a gradient to the previous stage", reads="d", frees="d"),
+    Kind.RECV_B: KindTraits("p2p", "receive a gradient from the next stage", makes="g"),
+    Kind.EMB_F: KindTraits("compute", "embedding lookup in the rank's vocabulary shard", makes="e"),
+    Kind.EMB_REDUCE: KindTraits(
+        "collective", "sum of word embeddings on the first stage's rank", frees="e", overlapped=True
+    ),
+    Kind.HIDDEN_BCAST: KindTraits("collective", "broadcast of the last hidden state", makes="h", overlapped=True),
+    Kind.S: KindTraits("compute", "logits of the rank's vocabulary shard", reads="h", makes="sl"),
+    Kind.LOGIT_STATS: KindTraits(
+        "collective", "softmax statistics of all vocabulary shards", reads="s", makes="z", frees="s", overlapped=True
+    ),
+    Kind.T: KindTraits("compute", "backward of the rank's shard of the head", reads="hlz", frees="hlz"),
+    Kind.EMB_GRAD_BCAST: KindTraits(
+        "collective", "broadcast of the word embeddings' gradient", makes="q", overlapped=True
+    ),
+    Kind.EMB_W: KindTraits("compute", "backward of the rank's shard of the embedding", reads="q", frees="q"),
+    Kind.OFFLOAD: KindTraits("host_copy", "copy saved activations to host memory", reads="a", makes="o", frees="a"),
+    Kind.RELOAD: KindTraits("host_copy", "copy saved activations back to the device", reads="o", makes="a", frees="o"),
+    Kind.UNSHARD: KindTraits("collective", "all-gather of a stage's parameters", makes="p"),
+    Kind.REDUCE_GRAD: KindTraits("collective", "reduction of a stage's gradients over the data-parallel ranks"),
+    Kind.ALL_REDUCE_TP: KindTraits("collective", "all-reduce of the gradients of weights replicated over tp"),
+    Kind.ALL_REDUCE_REPLICAS: KindTraits("collective", "all-reduce of a layer's gradients over two model replicas"),
+    Kind.ALL_REDUCE_TIED: KindTraits("collective", "all-reduce of the tied embedding's gradients"),
+    Kind.GRAD_NORM: KindTraits("collective", "all-reduce of gradient squares and of the step's sums"),
+    Kind.GRAD_NORM_ASYNC: KindTraits("collective", "GRAD_NORM whose result is awaited in the next step"),
+    Kind.STEP: KindTraits("compute", "optimizer step"),
+}
 
+PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""Kinds of a schedule: forward, full backward, and the two halves of a split backward."""
+BACKWARDS = (Kind.B, Kind.I)
+"""Passes that make the gradient of a stage's input."""
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
-def register_kind(kind: KindTraits) -> KindTraits:
-    """Adds a kind to the vocabulary; names are upper-case words. Raises ValueError on a second meaning."""
-    if KINDS.setdefault(kind.name, kind) != kind:
-        raise ValueError(f"instruction kind {kind.name} is already registered with another meaning")
-    return kind
-
-
-for _kind in (
-    KindTraits("F", "compute", "forward", reads="x", makes="ay"),
-    KindTraits("B", "compute", "full backward", reads="ag", makes="d", frees="xag"),
-    KindTraits("I", "compute", "backward for inputs", reads="ag", makes="dw", frees="g"),
-    KindTraits("W", "compute", "backward for weights", reads="aw", frees="xaw"),
-    KindTraits("SF", "p2p", "send a forward activation to the next stage", reads="y", frees="y"),
-    KindTraits("RF", "p2p", "receive a forward activation from the stage before", makes="x"),
-    KindTraits("SB", "p2p", "send an input gradient to the stage before", reads="d", frees="d"),
-    KindTraits("RB", "p2p", "receive an output gradient from the next stage", makes="g"),
-    KindTraits("E", "compute", "look up the rank's words", makes="e"),
-    KindTraits("EC", "collective", "add up word vectors on the first stage's rank", frees="e", overlapped=True),
-    KindTraits("HC", "collective", "hand out the last stage's hidden state", makes="h", overlapped=True),
-    KindTraits("S", "compute", "score the rank's words", reads="h", makes="sl"),
-    KindTraits("SC", "collective", "sum up over all ranks' words", reads="s", makes="z", frees="s", overlapped=True),
-    KindTraits("T", "compute", "backward for the output words", reads="hlz", frees="hlz"),
-    KindTraits("DC", "collective", "hand out the gradient of the word vectors", makes="q", overlapped=True),
-    KindTraits("EW", "compute", "backward for the input words", reads="q", frees="q"),
-    KindTraits("OFFLOAD", "copy", "move what a forward keeps to the host's memory", reads="a", makes="o", frees="a"),
-    KindTraits("RELOAD", "copy", "bring back what a forward keeps", reads="o", makes="a", frees="o"),
-    KindTraits("UNSHARD", "collective", "gather a stage's parameters", makes="p"),
-    KindTraits("REDUCE", "collective", "reduce a stage's gradients over the data-parallel ranks"),
-    KindTraits("SYNC", "collective", "add up the gradients of weights that tensor-parallel ranks have copies of"),
-    KindTraits("MERGE", "collective", "add up the gradients of the same layers in two replicas"),
-    KindTraits("TIE", "collective", "add up the gradients of a weight that lies on two stages"),
-    KindTraits("NORM", "collective", "add up the squares of all gradients, and what the step reports"),
-    KindTraits("VOTE", "collective", "begin to add up what NORM does, which is known before the next step only"),
-    KindTraits("STEP", "compute", "optimizer step"),
-):
-    register_kind(_kind)
-
-
-VOCAB_FORWARD_KINDS = ("E", "EC", "HC", "S", "SC")
-"""What every pipeline rank does for a micro-batch where the vocabulary is spread over them all; its stage is the rank's
-first."""
-VOCAB_BACKWARD_KINDS = ("T", "DC", "EW")
+VOCAB_FORWARD_KINDS = (
+    Kind.EMB_F,
+    Kind.EMB_REDUCE,
+    Kind.HIDDEN_BCAST,
+    Kind.S,
+    Kind.LOGIT_STATS,
+)
+"""Instructions of every pipeline rank for each micro-batch under vocabulary parallelism; they name the rank's first
+stage."""
+VOCAB_BACKWARD_KINDS = (Kind.T, Kind.EMB_GRAD_BCAST, Kind.EMB_W)
 
 
 class Action(NamedTuple):
-    """One thing to do. `stage` or `micro_batch` is −1 where the kind has none; `slice` serves sequence pipelines,
-    `version` asynchronous ones."""
+    """Kind, stage and micro-batch of an instruction; it prints as `2F0`.
 
-    kind: str
+    `stage` or `micro_batch` is −1 for kinds without one; `slice` is for sequence pipelines, `version` for asynchronous
+    ones.
+    """
+
+    kind: Kind
     stage: int = -1
     micro_batch: int = -1
     slice: int = 0
@@ -93,35 +152,49 @@ class Action(NamedTuple):
         return text + (f".{self.slice}" if self.slice else "") + (f"v{self.version}" if self.version else "")
 
 
-def actions_of_stage(kind: str, stage: int, micro_batches: int) -> list[Action]:
-    """One action for each micro-batch. Made by `tuple.__new__`, which takes a third of the time that Action(…) takes:
-    a large schedule has a million."""
+def actions_of_stage(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
+    """Return one action for each micro-batch.
+
+    `tuple.__new__` takes a third of the time of Action(…): a large schedule has a million actions.
+    """
     columns = zip(repeat(kind), repeat(stage), range(micro_batches), repeat(0), repeat(0), strict=False)
     return list(map(tuple.__new__, repeat(Action), columns))
 
 
-_MATCHING_TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
+_MATCHING_TRANSFERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+"""Kind of the other end of a transfer, and its stage relative to this end's."""
 
 
 def matching_transfer(action: Action) -> Action:
-    """The receive of a send, the send of a receive: `0SF2` ↔ `1RF2`, `1SB2` ↔ `0RB2`."""
+    """Return the receive of a send, or the send of a receive: `0SEND_F2` ↔ `1RECV_F2`, `1SEND_B2` ↔ `0RECV_B2`."""
     kind, step = _MATCHING_TRANSFERS[action.kind]
     return Action(kind, action.stage + step, *action[2:])
 
 
+_KIND_BY_NAME = {kind.value: kind for kind in Kind}
+"""A dictionary finds a kind in a tenth of the time of Kind(…)."""
 _ACTION = re.compile(r"(\d*)([A-Z_]+)(\d*)(?:\.(\d+))?(?:v(\d+))?")
 
 
-def parse_action(text: str) -> Action:
-    """The action that prints as `text`. Raises ValueError where the text is none or its kind is unknown."""
+def parse_action(text: str, former_kinds: Mapping[str, str] = MappingProxyType({})) -> Action:
+    """Return the action that prints as `text`, whose kind may be one of `former_kinds` (former → today's).
+
+    Raises ValueError for any other text and for an unknown kind.
+    """
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not an action; one looks like 2F0: stage 2, forward, micro-batch 0")
     stage, kind, micro_batch, part, version = match.groups()
-    if kind not in KINDS:
+    kind = former_kinds.get(kind, kind)
+    if kind not in _KIND_BY_NAME:
         raise ValueError(f"{text!r}: unknown instruction kind {kind}; known: {', '.join(KINDS)}")
     return Action(
-        kind,
+        _KIND_BY_NAME[kind],
         int(stage) if stage else -1,
         int(micro_batch) if micro_batch else -1,
         int(part or 0),

@@ -1,7 +1,7 @@
 """BitPipe: two V-shaped pipelines in opposite directions (Wu et al. 2024, arXiv:2410.19367; the orders are those of
 github.com/wuhouming/BitPipe)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.replicas import require_even_ranks, split_micro_batches
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -36,9 +36,10 @@ def _rank_order(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, i
     warm_up = 3 * p // 2 + rank
     pairs = 2 * p - warm_up
     alone = warm_up - pairs + 1
-    between = "FB" * pairs + "B" * alone + "FB" * (pairs - 1) + "F" * alone
-    kinds = "F" * warm_up + between * (num_units - 1) + "FB" * pairs + "B" * warm_up
-    steps = {"F": iter(forwards), "B": iter(backwards)}
+    both = (Kind.F, Kind.B)
+    between = both * pairs + (Kind.B,) * alone + both * (pairs - 1) + (Kind.F,) * alone
+    kinds = (Kind.F,) * warm_up + between * (num_units - 1) + both * pairs + (Kind.B,) * warm_up
+    steps = {Kind.F: iter(forwards), Kind.B: iter(backwards)}
     order = []
     for kind in kinds:
         way, arm, index = next(steps[kind])

@@ -1,7 +1,7 @@
 """Breadth-first: all micro-batches through a rank's first stage, then through its next (Lamy-Poirier 2022,
 arXiv:2211.05953)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.stage_placement import looped_placement
@@ -18,7 +18,7 @@ def breadth_first(spec: ScheduleSpec) -> Schedule:
     orders = []
     for rank in range(spec.num_ranks):
         stages = range(rank, spec.depth, spec.num_ranks)
-        order = [Action("F", stage, index) for stage in stages for index in range(count)]
-        order += [Action("B", stage, index) for stage in reversed(stages) for index in range(count)]
+        order = [Action(Kind.F, stage, index) for stage in stages for index in range(count)]
+        order += [Action(Kind.B, stage, index) for stage in reversed(stages) for index in range(count)]
         orders.append(tuple(order))
     return Schedule("breadth-first", placement, count, tuple(orders))

@@ -1,9 +1,10 @@
 """Moves actions ahead in a schedule's order into slots in which their rank would wait."""
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
@@ -51,10 +52,14 @@ class EventRun:
         self.numbers: dict[tuple, int] = {action: number for number, action in enumerate(self.actions)}
         self.events: list[tuple[float, int]] = []
         self.spec, self.depth = spec, schedule.depth
-        self.backward = "I" if any(action.kind == "I" for action in self.actions) else "B"
+        self.backward = Kind.I if any(action.kind == Kind.I for action in self.actions) else Kind.B
         both_s = [sum(times) for times in zip(spec.input_backward_s, spec.weight_backward_s, strict=True)]
-        self.seconds = dict(
-            zip("FIWB", (spec.forward_s, spec.input_backward_s, spec.weight_backward_s, both_s), strict=True)
+        self.seconds: dict[Kind, Sequence[float]] = dict(
+            zip(
+                (Kind.F, Kind.I, Kind.W, Kind.B),
+                (spec.forward_s, spec.input_backward_s, spec.weight_backward_s, both_s),
+                strict=True,
+            )
         )
         self.seconds_of = [self.seconds[kind][stage % self.depth] for kind, stage, *_ in self.actions]
         self.tolerance_s = 1e-9 * (sum(spec.forward_s) + sum(both_s))
@@ -71,7 +76,7 @@ class EventRun:
 
     def _begin(self) -> None:
         for number, action in enumerate(self.actions):
-            if action.kind == "F" and action.stage % self.depth == 0:
+            if action.kind == Kind.F and action.stage % self.depth == 0:
                 self._set_ready(number, 0.0)
 
     def _step(self, time_s: float, index: int) -> None:
@@ -97,11 +102,13 @@ class EventRun:
         """The actions that are ready when `action` is over."""
         kind, stage, micro_batch, *_ = action
         level, numbers = stage % self.depth, self.numbers
-        if kind == "F":
+        if kind == Kind.F:
             last = level == self.depth - 1
-            return [numbers[(self.backward, stage, micro_batch, 0, 0) if last else ("F", stage + 1, micro_batch, 0, 0)]]
-        own = [numbers["W", stage, micro_batch, 0, 0]] if kind == "I" else []
-        return [*own, numbers[kind, stage - 1, micro_batch, 0, 0]] if level and kind != "W" else own
+            return [
+                numbers[(self.backward, stage, micro_batch, 0, 0) if last else (Kind.F, stage + 1, micro_batch, 0, 0)]
+            ]
+        own = [numbers[Kind.W, stage, micro_batch, 0, 0]] if kind == Kind.I else []
+        return [*own, numbers[kind, stage - 1, micro_batch, 0, 0]] if level and kind != Kind.W else own
 
 
 class RankQueue:
@@ -122,15 +129,15 @@ class RankQueue:
         """By how many more activations are kept after each action that is not done."""
 
     def push_front(self, number: int, action: Action) -> None:
-        key = ("W" if action.kind == "W" else "FBI", -1) if self.weights_fill else (action.kind, action.stage)
+        key = (Kind.W if action.kind == Kind.W else "FBI", -1) if self.weights_fill else (action.kind, action.stage)
         if key not in self.queues:
             self.queues[key] = []
             self.queues_with_offset.append(
-                (_BEHIND_ALL if self.weights_fill and action.kind == "W" else 0, self.queues[key])
+                (_BEHIND_ALL if self.weights_fill and action.kind == Kind.W else 0, self.queues[key])
             )
         self.queues[key].append(number)
         self.pending.append(number)
-        self.activation_change[number] = {"F": 1, "I": 0}.get(action.kind, -1)
+        self.activation_change[number] = {Kind.F: 1, Kind.I: 0}.get(action.kind, -1)
 
     def pop_ready(self, ready_s: list[float], until_s: float) -> int | None:
         """Takes the first action of the order that is ready and fits; None if there is none."""

@@ -4,34 +4,48 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from muster.schedule.action import KINDS, Action, matching_transfer
+from muster.schedule.action import KINDS, Action, Kind, matching_transfer
 from muster.schedule.program import Program, ProgramError, stages_of_action
 
-PASSES = ("F", "B", "I", "W")
+PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 _BUFFER_NAMES = {
-    "x": ("its input", "RF"),
-    "a": ("what its forward keeps", "F"),
-    "y": ("the output", "F"),
-    "g": ("the gradient of its output", "RB"),
-    "d": ("the gradient of the input", "B"),
-    "w": ("what its backward for inputs keeps", "I"),
-    "p": ("the gathered parameters", "UNSHARD"),
-    "e": ("its part of the word vectors", "E"),
-    "h": ("the hidden state under the head", "HC"),
-    "s": ("what its words add to the sums", "S"),
-    "l": ("the exponentials of its logits", "S"),
-    "z": ("the sums over all words", "SC"),
-    "q": ("the gradient of the word vectors", "DC"),
-    "o": ("what its forward keeps, in the host's memory,", "OFFLOAD"),
+    "x": ("its input", Kind.RECV_F),
+    "a": ("what its forward keeps", Kind.F),
+    "y": ("the output", Kind.F),
+    "g": ("the gradient of its output", Kind.RECV_B),
+    "d": ("the gradient of the input", Kind.B),
+    "w": ("what its backward for inputs keeps", Kind.I),
+    "p": ("the gathered parameters", Kind.UNSHARD),
+    "e": ("its part of the word vectors", Kind.EMB_F),
+    "h": ("the hidden state under the head", Kind.HIDDEN_BCAST),
+    "s": ("what its words add to the sums", Kind.S),
+    "l": ("the exponentials of its logits", Kind.S),
+    "z": ("the sums over all words", Kind.LOGIT_STATS),
+    "q": ("the gradient of the word vectors", Kind.EMB_GRAD_BCAST),
+    "o": ("what its forward keeps, in the host's memory,", Kind.OFFLOAD),
 }
 """What a buffer is, and the kind that makes it."""
 
-_BOUNDARY_BUFFERS = {"EC": ("makes", "x"), "HC": ("frees", "y"), "SC": ("makes", "g"), "DC": ("frees", "d")}
+_BOUNDARY_BUFFERS = {
+    Kind.EMB_REDUCE: ("makes", "x"),
+    Kind.HIDDEN_BCAST: ("frees", "y"),
+    Kind.LOGIT_STATS: ("makes", "g"),
+    Kind.EMB_GRAD_BCAST: ("frees", "d"),
+}
 """What a collective of words does on the rank of the first stage (x, d) or of the last (y, g)."""
 
-_GRADIENT_ORDER = {"B": 0, "W": 0, "T": 0, "EW": 0, "REDUCE": 1, "SYNC": 2, "MERGE": 3, "TIE": 4}
-_GRADIENT_ORDER |= {"NORM": 5, "VOTE": 5, "STEP": 6}
+_GRADIENT_ORDER = {
+    Kind.B: 0,
+    Kind.W: 0,
+    Kind.T: 0,
+    Kind.EMB_W: 0,
+    Kind.REDUCE_GRAD: 1,
+    Kind.ALL_REDUCE_TP: 2,
+    Kind.ALL_REDUCE_REPLICAS: 3,
+    Kind.ALL_REDUCE_TIED: 4,
+}
+_GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.STEP: 6}
 """Gradients are made, reduced, added up between stages, measured and used: each kind needs all the earlier ones."""
 
 
@@ -62,15 +76,15 @@ class BufferLiveness:
         self.peak_by_stage = self.by_stage.copy()
         self.alive: dict[tuple[BufferKey, tuple | None], bool] = {}
         """Place and micro-batch (None for parameters) of a buffer → whether it still exists."""
-        self.rules: dict[tuple[str, int], _BufferRule] = {}
+        self.rules: dict[tuple[Kind, int], _BufferRule] = {}
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
-        self.unsharded_stages = {action.stage for action in actions if action.kind == "UNSHARD"}
+        self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
         """What concerns gradients and is not over yet."""
         self.kinds = KINDS
-        self.vocab_parallel = any(action.kind == "EC" for action in actions)
-        if not any(action.kind in ("B", "I", "W") for action in actions):
-            self.kinds = {**KINDS, "F": replace(KINDS["F"], makes="y", frees="x")}
+        self.vocab_parallel = any(action.kind == Kind.EMB_REDUCE for action in actions)
+        if not any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions):
+            self.kinds = {**KINDS, Kind.F: replace(KINDS[Kind.F], makes="y", frees="x")}
 
     def record(self, action: Action, over: bool) -> None:
         """Books that `action` begins, or that it is known to be over."""
@@ -81,7 +95,7 @@ class BufferLiveness:
                 self.pending_gradients.pop(action, None)
             for letter, place in rule.makes:
                 alive[place, unit if letter != "p" else None] = True
-                if letter == "a" and action.kind != "RELOAD":
+                if letter == "a" and action.kind != Kind.RELOAD:
                     self._add_activations(action)
                 if letter == "l":
                     self.logits += 1
@@ -102,12 +116,12 @@ class BufferLiveness:
                 wrong = "twice" if buffer in alive else f"before {self._producer(letter, action)} has made it"
                 raise ProgramError(f"{action} on rank {self.rank} frees {_BUFFER_NAMES[letter][0]} {wrong}")
             alive[buffer] = False
-            if letter == "a" and action.kind != "OFFLOAD":
+            if letter == "a" and action.kind != Kind.OFFLOAD:
                 self._free_activations(action)
             if letter == "l":
                 self.logits -= 1
 
-    def _add_rule(self, kind: str, stage: int) -> _BufferRule:
+    def _add_rule(self, kind: Kind, stage: int) -> _BufferRule:
         own = self.kinds[kind]
         reads = own.reads + ("p" if kind in PASSES and stage in self.unsharded_stages else "")
         read, made, freed = (tuple(self._buffer_keys(letters, stage)) for letters in (reads, own.makes, own.frees))
@@ -139,9 +153,9 @@ class BufferLiveness:
 
     def _count_copy(self, action: Action, over: bool) -> None:
         """Memory is taken when activations begin to come back, and free when they are known to have left."""
-        if action.kind == "RELOAD" and not over:
+        if action.kind == Kind.RELOAD and not over:
             self._add_activations(action)
-        if action.kind == "OFFLOAD" and over:
+        if action.kind == Kind.OFFLOAD and over:
             self._free_activations(action)
 
     def _free_activations(self, action: Action) -> None:
@@ -162,11 +176,13 @@ class BufferLiveness:
     def _producer(self, letter: str, action: Action) -> Action:
         producer = Action(_BUFFER_NAMES[letter][1], action.stage, *((-1,) if letter == "p" else action[2:]))
         if letter in "xg" and (self.program.is_first if letter == "x" else self.program.is_last)(action.stage):
-            return producer._replace(kind="EC" if letter == "x" else "SC", stage=self.placement.index(self.rank))
+            return producer._replace(
+                kind=Kind.EMB_REDUCE if letter == "x" else Kind.LOGIT_STATS, stage=self.placement.index(self.rank)
+            )
         if letter in "xg":
             other = matching_transfer(producer)
             if self.placement[other.stage] == self.rank:
-                return Action(producer.kind[1], other.stage, *action[2:])
+                return Action(Kind.F if letter == "x" else Kind.B, other.stage, *action[2:])
         return producer
 
     def _check_gradients(self, action: Action) -> None:

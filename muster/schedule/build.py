@@ -74,7 +74,7 @@ def build_program(
     )
     program = lower(schedule, lowering)
     is_longest = num_micro_batches == plan.num_micro_batches(workload)
-    if lowering.offload and is_longest and not any(lanes.get("copy") for lanes in program.ranks):
+    if lowering.offload and is_longest and not any(lanes.get("host_copy") for lanes in program.ranks):
         raise nothing_to_offload_error(plan, num_micro_batches)
     return program
 

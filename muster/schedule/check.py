@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from muster.schedule.action import KINDS, LANES, VOCAB_BACKWARD_KINDS, VOCAB_FORWARD_KINDS, Action, Lane
+from muster.schedule.action import (
+    BACKWARDS,
+    KINDS,
+    LANES,
+    VOCAB_BACKWARD_KINDS,
+    VOCAB_FORWARD_KINDS,
+    Action,
+    Kind,
+    Lane,
+)
 from muster.schedule.buffer_liveness import PASSES, BufferLiveness
 from muster.schedule.dry_run import dry_run
 from muster.schedule.gc_pause import gc_paused
@@ -69,7 +78,7 @@ def _check_shape(program: Program) -> None:
                 raise ProgramError(f"{twice} is on rank {rank} twice")
 
 
-def _check_lane_and_rank(program: Program, rank: int, lane: Lane, kind: str, stage: int) -> None:
+def _check_lane_and_rank(program: Program, rank: int, lane: Lane, kind: Kind, stage: int) -> None:
     """Whether actions of a kind and stage belong in a lane of a rank."""
     if KINDS[kind].lane != lane:
         found = next(str(action) for action, _, _ in program.ranks[rank][lane] if action[:2] == (kind, stage))
@@ -96,15 +105,19 @@ def _check_passes(program: Program) -> None:
         for (kind, stage, micro_batch, _, _), _, _ in lanes.get("compute", ()):
             if kind in passes:
                 passes[kind].add((micro_batch, stage))
-    split = passes["I"] | passes["W"]
-    if both := passes["B"] & split:
+    split = passes[Kind.I] | passes[Kind.W]
+    if both := passes[Kind.B] & split:
         micro_batch, stage = min(both)
-        other = Action("I" if (micro_batch, stage) in passes["I"] else "W", stage, micro_batch)
-        raise ProgramError(f"rank {program.placement[stage]} has both {Action('B', stage, micro_batch)} and {other}")
+        other = Action(Kind.I if (micro_batch, stage) in passes[Kind.I] else Kind.W, stage, micro_batch)
+        raise ProgramError(f"rank {program.placement[stage]} has both {Action(Kind.B, stage, micro_batch)} and {other}")
     wanted = {(micro_batch, stage) for micro_batch, stages in _stage_routes(program, passes) for stage in stages}
-    missing = [("F", wanted - passes["F"])]
-    if passes["B"] or split:
-        missing += [("B", wanted - passes["B"] - split), ("I", split - passes["I"]), ("W", split - passes["W"])]
+    missing = [(Kind.F, wanted - passes[Kind.F])]
+    if passes[Kind.B] or split:
+        missing += [
+            (Kind.B, wanted - passes[Kind.B] - split),
+            (Kind.I, split - passes[Kind.I]),
+            (Kind.W, split - passes[Kind.W]),
+        ]
     for kind, places in missing:
         if places:
             micro_batch, stage = min(places)
@@ -117,7 +130,7 @@ def _check_vocab_passes(program: Program) -> None:
         return
     found = [{action[:3] for items in lanes.values() for action, _, _ in items} for lanes in program.ranks]
     kinds = {action[0] for actions in found for action in actions}
-    for kind in VOCAB_FORWARD_KINDS + (VOCAB_BACKWARD_KINDS if kinds.intersection("BI") else ()):
+    for kind in VOCAB_FORWARD_KINDS + (VOCAB_BACKWARD_KINDS if kinds.intersection(BACKWARDS) else ()):
         for rank, actions in enumerate(found):
             for micro_batch in range(program.num_micro_batches):
                 action = Action(kind, program.placement.index(rank), micro_batch)

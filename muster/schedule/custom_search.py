@@ -4,7 +4,7 @@ everywhere."""
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.makespan_bound import lower_bound_s
 from muster.schedule.order_search import OrderSearch, explore, improve
@@ -47,6 +47,6 @@ def sort_final_weight_grads(schedule: Schedule) -> Schedule:
 
 def _sort_end(order: tuple[Action, ...]) -> tuple[Action, ...]:
     begin = len(order)
-    while begin and order[begin - 1].kind == "W":
+    while begin and order[begin - 1].kind == Kind.W:
         begin -= 1
     return order[:begin] + tuple(sorted(order[begin:], key=lambda action: (-action.stage, action.micro_batch)))

@@ -68,7 +68,7 @@ class _RankState:
             for lane in others:
                 items, begun = self.lanes[lane], self.begun
                 while begun[lane] < len(items) and self._is_ready(items[begun[lane]]):
-                    if lane in ("p2p", "copy") or KINDS[items[begun[lane]].action.kind].overlapped:
+                    if lane in ("p2p", "host_copy") or KINDS[items[begun[lane]].action.kind].overlapped:
                         self._start(lane)
                     else:
                         yield from self._begin_next(lane)
@@ -87,7 +87,7 @@ class _RankState:
     def _is_ready(self, instruction: Instruction) -> bool:
         """Whether all that it waits for would be found over."""
         for wait in instruction.waits:
-            beside = wait[0] in ("p2p", "copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
+            beside = wait[0] in ("p2p", "host_copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
             if not (wait in self.awaited if beside else wait[1] < self.completed[wait[0]]):
                 return False
         return True
@@ -115,7 +115,7 @@ class _RankState:
         if lane == "compute":
             self.completed[lane] += 1
             self.observe(self.rank, instruction, True)
-        elif lane == "copy":
+        elif lane == "host_copy":
             self.completed[lane] += 1
         else:
             self._advance(lane)

@@ -3,7 +3,7 @@
 
 from collections import defaultdict
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.replicas import require_even_ranks, split_micro_batches
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -72,5 +72,5 @@ def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[
                 waiting.append((phase, index))
         stage, micro_batches = phases[phase]
         if index < len(micro_batches):
-            order.append(Action(name[0], stage, micro_batches[index]))
+            order.append(Action(Kind(name[0]), stage, micro_batches[index]))
     return tuple(order)

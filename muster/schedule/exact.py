@@ -6,6 +6,7 @@ from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from muster.schedule.action import Kind
 from muster.schedule.critical_path import begin_times_s, dependency, path_depth
 from muster.schedule.makespan_bound import OptimalityGap, lower_bound_s
 from muster.schedule.schedule import Schedule
@@ -74,7 +75,7 @@ def _passes_by_begin(problem: SearchProblem, schedule: Schedule, spec: ScheduleS
     begins: list[tuple[float, int, int]] = []
     for order, times_s in zip(schedule.ranks, timing.begin_s, strict=True):
         for (kind, stage, micro_batch, *_), time_s in zip(order, times_s, strict=True):
-            for one in {"B": (1, 2), "F": (0,), "I": (1,), "W": (2,)}[kind]:
+            for one in {Kind.B: (1, 2), Kind.F: (0,), Kind.I: (1,), Kind.W: (2,)}[kind]:
                 code = (one * problem.num_stages + stage) * count + micro_batch
                 begins.append((time_s, path_depth(problem, code), code))
     return [code for *_, code in sorted(begins)]

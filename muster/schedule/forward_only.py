@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 
 
@@ -15,7 +15,7 @@ def forward_only(placement: Sequence[int], num_micro_batches: int) -> Schedule:
     num_ranks = max(placement) + 1
     ranks = tuple(
         tuple(
-            Action("F", stage, index)
+            Action(Kind.F, stage, index)
             for first in range(0, num_micro_batches, num_ranks)
             for stage, holder in enumerate(placement)
             if holder == rank

@@ -1,6 +1,6 @@
 """Hanayo: waves through several stages per rank (Liu et al. 2023, arXiv:2308.15762)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.bubble_fill import run_ready_first
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -23,7 +23,7 @@ def hanayo(spec: ScheduleSpec) -> Schedule:
     orders = tuple(
         tuple(
             Action(kind, stage, index)
-            for kind in "BF"
+            for kind in (Kind.B, Kind.F)
             for index in range(count)
             for stage in reversed(range(spec.depth))
             if placement[stage] == rank

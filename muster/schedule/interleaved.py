@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from muster.schedule.action import Action, actions_of_stage
+from muster.schedule.action import Action, Kind, actions_of_stage
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.stage_placement import looped_placement
@@ -44,7 +44,7 @@ def interleave_groups(name: str, spec: ScheduleSpec, sizes: list[int], warm_ups:
         stages = range(rank, num_ranks * chunks, num_ranks)
         forward, backward = (
             [actions_of_stage(kind, stage, spec.num_micro_batches) for stage in own]
-            for kind, own in (("F", stages), ("B", stages[::-1]))
+            for kind, own in ((Kind.F, stages), (Kind.B, stages[::-1]))
         )
         forwards = [forward[chunk][index] for chunk, index in steps]
         orders.append(alternate_passes(forwards, [backward[chunk][index] for chunk, index in steps], warm_up))

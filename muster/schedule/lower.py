@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from muster.schedule.action import KINDS, LANES, Action, Lane
+from muster.schedule.action import KINDS, LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.offload import add_copy_lane
 from muster.schedule.program import Instruction, Program, Wait
@@ -65,7 +65,7 @@ class ProgramDraft:
         """What waits for the last of a rank's passes waits for all."""
         return [Wait("compute", len(self.ranks[rank]["compute"]) - 1)] if self.ranks[rank]["compute"] else []
 
-    def wait_collectives(self, rank: int, *kinds: str) -> list[Wait]:
+    def wait_collectives(self, rank: int, *kinds: Kind) -> list[Wait]:
         """The rank's collectives of these kinds."""
         lane = self.ranks[rank]["collective"]
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
@@ -89,7 +89,7 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
             add_vocab_collectives(draft, woven)
         if options.train:
             for lanes in draft.ranks if options.offload else ():
-                lanes["compute"], lanes["copy"] = add_copy_lane(lanes["compute"], options.offload)
+                lanes["compute"], lanes["host_copy"] = add_copy_lane(lanes["compute"], options.offload)
             add_grad_reductions(draft, options)
             if options.tp_replicated_weights:
                 add_replicated_grad_reductions(draft)
@@ -107,7 +107,7 @@ def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
     stages = {item.action.stage for item in compute}
     for index in range(len(compute) - 1, -1, -1):
         action = compute[index].action
-        if action.kind in ("B", "W", "T", "EW") and action.stage not in last:
+        if action.kind in (Kind.B, Kind.W, Kind.T, Kind.EMB_W) and action.stage not in last:
             last[action.stage] = Wait("compute", index)
             if len(last) == len(stages):
                 break
@@ -134,12 +134,17 @@ def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) ->
     for rank, lanes in enumerate(draft.ranks):
         place = {item.action: index for index, item in enumerate(lanes["compute"])}
         own, last = placement.index(rank), len(placement) - 1
-        gives = {"EC": [("E", own)], "HC": [("F", last)], "SC": [("S", own)], "DC": [("B", 0), ("I", 0)]}
-        takes = {
-            "EC": [("F", 0)],
-            "HC": [("S", own)],
-            "SC": [("B", last), ("I", last), ("T", own)],
-            "DC": [("EW", own)],
+        gives: dict[Kind, list[tuple[Kind, int]]] = {
+            Kind.EMB_REDUCE: [(Kind.EMB_F, own)],
+            Kind.HIDDEN_BCAST: [(Kind.F, last)],
+            Kind.LOGIT_STATS: [(Kind.S, own)],
+            Kind.EMB_GRAD_BCAST: [(Kind.B, 0), (Kind.I, 0)],
+        }
+        takes: dict[Kind, list[tuple[Kind, int]]] = {
+            Kind.EMB_REDUCE: [(Kind.F, 0)],
+            Kind.HIDDEN_BCAST: [(Kind.S, own)],
+            Kind.LOGIT_STATS: [(Kind.B, last), (Kind.I, last), (Kind.T, own)],
+            Kind.EMB_GRAD_BCAST: [(Kind.EMB_W, own)],
         }
         for kind, unit in vocab_schedule.collectives:
             givers, takers = (
@@ -164,7 +169,7 @@ def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
             first[compute[index].action.stage] = index
         for stage in sorted(first, key=first.__getitem__):
             if options.is_sharded(stage):
-                item, gathered = compute[first[stage]], draft.add(rank, Action("UNSHARD", stage))
+                item, gathered = compute[first[stage]], draft.add(rank, Action(Kind.UNSHARD, stage))
                 compute[first[stage]] = item._replace(waits=(*item.waits, gathered))
 
 
@@ -179,7 +184,9 @@ def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
             for stage, last in _last_backwards(lanes["compute"]).items():
                 if options.is_sharded(stage):
                     draft.add(
-                        rank, Action("REDUCE", stage), draft.wait_all_passes(rank) if draft.vocab_schedule else [last]
+                        rank,
+                        Action(Kind.REDUCE_GRAD, stage),
+                        draft.wait_all_passes(rank) if draft.vocab_schedule else [last],
                     )
 
 
@@ -187,10 +194,11 @@ def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
     """Adds up the gradients of tensor-parallel copies, when those of the stage are complete."""
     for rank, lanes in enumerate(draft.ranks):
         reduced = {
-            lanes["collective"][wait.index].action.stage: wait for wait in draft.wait_collectives(rank, "REDUCE")
+            lanes["collective"][wait.index].action.stage: wait
+            for wait in draft.wait_collectives(rank, Kind.REDUCE_GRAD)
         }
         for stage, last in _last_backwards(lanes["compute"]).items():
-            draft.add(rank, Action("SYNC", stage), [reduced.get(stage, last)])
+            draft.add(rank, Action(Kind.ALL_REDUCE_TP, stage), [reduced.get(stage, last)])
 
 
 def add_replica_reductions(draft: ProgramDraft) -> None:
@@ -201,14 +209,14 @@ def add_replica_reductions(draft: ProgramDraft) -> None:
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
     ready = [
-        draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC")
+        draft.wait_all_passes(rank) + draft.wait_collectives(rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP)
         for rank in range(len(draft.schedule.ranks))
     ]
     for stage in range(depth):
         one, other = placement[stage], placement[stage + depth]
-        draft.add(one, Action("MERGE", stage), ready[one], None if one == other else other)
+        draft.add(one, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[one], None if one == other else other)
         if one != other:
-            draft.add(other, Action("MERGE", stage), ready[other], one)
+            draft.add(other, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[other], one)
 
 
 def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
@@ -221,14 +229,18 @@ def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
         for stage, other in ((first, first + depth - 1), (first + depth - 1, first)):
             rank, partner = placement[stage], placement[other]
             if rank != partner:
-                after = draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC", "MERGE")
-                draft.add(rank, Action("TIE", stage), after, partner)
+                after = draft.wait_all_passes(rank) + draft.wait_collectives(
+                    rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS
+                )
+                draft.add(rank, Action(Kind.ALL_REDUCE_TIED, stage), after, partner)
 
 
 def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
     """The gradient norm over all ranks when every gradient is complete, then the optimizer step; or, with
     post-validation, the step at once, while the norm is added up beside the next step's passes."""
-    kind = "VOTE" if options.post_validation else "NORM"
+    kind = Kind.GRAD_NORM_ASYNC if options.post_validation else Kind.GRAD_NORM
     for rank in range(len(draft.ranks)):
-        after = draft.wait_all_passes(rank) + draft.wait_collectives(rank, "REDUCE", "SYNC", "MERGE", "TIE")
-        draft.add(rank, Action("STEP"), [draft.add(rank, Action(kind), after)])
+        after = draft.wait_all_passes(rank) + draft.wait_collectives(
+            rank, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED
+        )
+        draft.add(rank, Action(Kind.STEP), [draft.add(rank, Action(kind), after)])

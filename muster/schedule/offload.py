@@ -9,7 +9,7 @@ whatever the schedule keeps. What lies shorter than that stays where it is.
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.program import Instruction, Wait
 
 PASSES_FOR_COPY = 1
@@ -24,9 +24,9 @@ def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Itera
     the place of the backward that reads them first."""
     forwards: dict[tuple[int, int], int] = {}
     for place, (kind, stage, micro_batch, *_) in enumerate(order):
-        if kind == "F" and stage in stages:
+        if kind == Kind.F and stage in stages:
             forwards[stage, micro_batch] = place
-        elif kind in ("B", "I"):
+        elif kind in (Kind.B, Kind.I):
             first = forwards.get((stage, micro_batch), place)
             if place - first >= MIN_OFFLOAD_GAP:
                 yield first, place
@@ -41,14 +41,14 @@ def order_with_copies(order: Sequence[Action], stages: Collection[int]) -> list[
     actions = []
     for place, action in enumerate(order):
         if place in before:
-            actions.append(Action("OFFLOAD", before[place].stage, before[place].micro_batch))
+            actions.append(Action(Kind.OFFLOAD, before[place].stage, before[place].micro_batch))
         actions.append(action)
         if place in after:
-            actions.append(Action("RELOAD", after[place].stage, after[place].micro_batch))
+            actions.append(Action(Kind.RELOAD, after[place].stage, after[place].micro_batch))
     return actions
 
 
-CopyOverlaps = Counter[tuple[tuple[str, int], tuple[int, ...]]]
+CopyOverlaps = Counter[tuple[tuple[Kind, int], tuple[int, ...]]]
 """(kind, stage) of a pass and the stages whose copies run beside it → how often that is so on a rank."""
 
 
@@ -71,12 +71,12 @@ def add_copy_lane(
     another. The memory of what goes to the host is free from the pass on that waits for it.
     """
     found = list(offload_intervals([item.action for item in compute], stages))
-    begun = [(forward, "OFFLOAD", forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]
-    begun += [(backward - PASSES_FOR_COPY - 1, "RELOAD", backward, backward) for _, backward in found]
+    begun = [(forward, Kind.OFFLOAD, forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]
+    begun += [(backward - PASSES_FOR_COPY - 1, Kind.RELOAD, backward, backward) for _, backward in found]
     lane, waiting = [], list(compute)
     for place, (after, kind, reader, named_by) in enumerate(sorted(begun)):
         action = compute[named_by].action
         lane.append(Instruction(Action(kind, action.stage, action.micro_batch), None, (Wait("compute", after),)))
         item = waiting[reader]
-        waiting[reader] = item._replace(waits=(*item.waits, Wait("copy", place)))
+        waiting[reader] = item._replace(waits=(*item.waits, Wait("host_copy", place)))
     return waiting, lane

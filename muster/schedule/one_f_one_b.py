@@ -1,6 +1,6 @@
 """1F1B: after a warm-up one forward, one backward in turn (Narayanan et al. 2021, arXiv:2104.04473, §2.2.1)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 
@@ -15,9 +15,9 @@ def one_f_one_b(spec: ScheduleSpec) -> Schedule:
 
 def _rank_order(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
     warm_up = min(num_stages - stage - 1, num_micro_batches)
-    order = [Action("F", stage, index) for index in range(warm_up)]
+    order = [Action(Kind.F, stage, index) for index in range(warm_up)]
     for index in range(num_micro_batches):
         if warm_up + index < num_micro_batches:
-            order.append(Action("F", stage, warm_up + index))
-        order.append(Action("B", stage, index))
+            order.append(Action(Kind.F, stage, warm_up + index))
+        order.append(Action(Kind.B, stage, index))
     return tuple(order)

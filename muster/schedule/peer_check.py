@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from muster.schedule.action import Action, matching_transfer
+from muster.schedule.action import SENDS, Action, Kind, matching_transfer
 from muster.schedule.program import Instruction, Program, ProgramError, stages_of_action
 
 PeerOrders = dict[tuple[int, int], list[Action]]
@@ -15,7 +15,7 @@ def check_transfers(program: Program) -> None:
     for rank, lanes in enumerate(program.ranks):
         for item in lanes.get("p2p", ()):
             other = matching_transfer(item.action)
-            sends[rank, _peer(program, rank, item, other)].append(item.action if item.action[0][0] == "S" else other)
+            sends[rank, _peer(program, rank, item, other)].append(item.action if item.action.kind in SENDS else other)
     for (rank, peer), ours in sends.items():
         theirs = sends.get((peer, rank), [])
         if ours == theirs:
@@ -54,7 +54,7 @@ def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
 def check_collectives(program: Program) -> None:
     """All ranks take part in what concerns all, all stages in SYNC, both partners in what concerns two."""
     found = [{action for items in lanes.values() for action, _, _ in items if action[2] < 0} for lanes in program.ranks]
-    synced = {action.stage for actions in found for action in actions if action.kind == "SYNC"}
+    synced = {action.stage for actions in found for action in actions if action.kind == Kind.ALL_REDUCE_TP}
     if synced:
         busy = {action[1] for lanes in program.ranks for action, _, _ in lanes.get("compute", ()) if action[2] >= 0}
         if busy - synced:
@@ -62,14 +62,18 @@ def check_collectives(program: Program) -> None:
             rank = program.placement[stage]
             raise ProgramError(f"{stage}SYNC is missing on rank {rank}, though other stages have theirs")
     _check_pairwise_collectives(program)
-    for action in sorted({one for actions in found for one in actions if one.kind in ("NORM", "VOTE", "STEP")}):
+    for action in sorted(
+        {one for actions in found for one in actions if one.kind in (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP)}
+    ):
         for rank, actions in enumerate(found):
             if action not in actions:
                 raise ProgramError(f"{action} is missing on rank {rank}")
-    if program.replicas > 1 and any(Action("STEP") in actions for actions in found):
+    if program.replicas > 1 and any(Action(Kind.STEP) in actions for actions in found):
         for stage, rank in enumerate(program.placement):
-            if Action("MERGE", stage % program.depth) not in found[rank]:
-                raise ProgramError(f"{Action('MERGE', stage % program.depth)} is missing on rank {rank}")
+            if Action(Kind.ALL_REDUCE_REPLICAS, stage % program.depth) not in found[rank]:
+                raise ProgramError(
+                    f"{Action(Kind.ALL_REDUCE_REPLICAS, stage % program.depth)} is missing on rank {rank}"
+                )
 
 
 def _check_pairwise_collectives(program: Program) -> None:
@@ -77,7 +81,7 @@ def _check_pairwise_collectives(program: Program) -> None:
     meetings: PeerOrders = defaultdict(list)
     for rank, lanes in enumerate(program.ranks):
         for action, peer, _ in lanes.get("collective", ()):
-            if action.kind not in ("TIE", "MERGE"):
+            if action.kind not in (Kind.ALL_REDUCE_TIED, Kind.ALL_REDUCE_REPLICAS):
                 continue
             partner = _partner(program, rank, action)
             if partner != peer:
@@ -96,12 +100,16 @@ def _check_pairwise_collectives(program: Program) -> None:
 
 def _shared_name(program: Program, action: Action) -> Action:
     """TIE by the first stage of its replica, which both of its ends can name."""
-    return action._replace(stage=action.stage // program.depth * program.depth) if action.kind == "TIE" else action
+    return (
+        action._replace(stage=action.stage // program.depth * program.depth)
+        if action.kind == Kind.ALL_REDUCE_TIED
+        else action
+    )
 
 
 def _partner(program: Program, rank: int, action: Action) -> int | None:
     """The rank that TIE or MERGE brings together with `rank`; None where it meets itself."""
-    if action.kind == "MERGE":
+    if action.kind == Kind.ALL_REDUCE_REPLICAS:
         holders = {program.placement[stage] for stage in stages_of_action(program, action.kind, action.stage)}
     else:
         first = action.stage // program.depth * program.depth

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from muster.plugins.loader import error_location
-from muster.schedule.action import Action, parse_action
+from muster.schedule.action import Action, Kind, parse_action
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.timing import time_schedule
@@ -54,7 +54,7 @@ def _to_action(action_or_text: Action | str) -> Action:
 
 def _require_complete(schedule: Schedule, splits: bool) -> None:
     """Raises InfeasibleError unless each rank does each of its stages' passes once, and nothing else."""
-    kinds = "FIW" if splits else "FB"
+    kinds = (Kind.F, Kind.I, Kind.W) if splits else (Kind.F, Kind.B)
     for rank, order in enumerate(schedule.ranks):
         stages = [stage for stage, where in enumerate(schedule.placement) if where == rank]
         wanted = {

@@ -4,8 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muster.schedule.action import KINDS, LANES, Action, Lane, parse_action
+from muster.config.migrations import INSTRUCTIONS
+from muster.config.migrations import LANES as FORMER_LANES
+from muster.schedule.action import KINDS, LANES, SENDS, Action, Kind, Lane, parse_action
 from muster.spec.errors import MusterError
+
+VERSION = 2
+"""Version of the text of programs: 2 since instructions have the names of torch.distributed.pipelining."""
 
 
 class ProgramError(MusterError):
@@ -34,7 +39,7 @@ class Instruction(NamedTuple):
         return KINDS[self.action.kind].lane
 
     def __str__(self) -> str:
-        peer = "" if self.peer is None else f"{'>' if self.action.kind[0] == 'S' else '<'}{self.peer}"
+        peer = "" if self.peer is None else f"{'>' if self.action.kind in SENDS else '<'}{self.peer}"
         waits = ",".join(f"{wait.lane}:{wait.index}" for wait in self.waits)
         return f"{self.action}{peer}" + (f"@{waits}" if waits else "")
 
@@ -83,22 +88,22 @@ class Program:
 def participants(instruction: Instruction, rank: int, num_ranks: int) -> tuple[int, ...]:
     """The pipeline ranks that a collective on `rank` brings together: all for NORM and what concerns words, two for
     TIE and MERGE (one where both replicas' stages lie on it), else one."""
-    if instruction.action.kind == "NORM" or KINDS[instruction.action.kind].overlapped:
+    if instruction.action.kind == Kind.GRAD_NORM or KINDS[instruction.action.kind].overlapped:
         return tuple(range(num_ranks))
     return (rank,) if instruction.peer is None else (min(rank, instruction.peer), max(rank, instruction.peer))
 
 
-def stages_of_action(program: Program, kind: str, stage: int) -> range:
+def stages_of_action(program: Program, kind: Kind, stage: int) -> range:
     """The stages that an action of a kind and stage number concerns: `n MERGE` the n-th of each replica, the others
     their own; none where there is no such stage."""
-    if kind == "MERGE":
+    if kind == Kind.ALL_REDUCE_REPLICAS:
         return range(stage, program.num_stages, program.depth) if stage < program.depth else range(0)
     return range(stage, stage + 1) if 0 <= stage < program.num_stages else range(0)
 
 
 def has_split_backward(program: Program) -> bool:
     """Whether some backwards are in two passes, I and W."""
-    return any(item.action.kind == "W" for lanes in program.ranks for item in lanes.get("compute", ()))
+    return any(item.action.kind == Kind.W for lanes in program.ranks for item in lanes.get("compute", ()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ def format_program(program: Program) -> str:
     """The program as text that `parse_program` reads back: a head line, then one line per rank and lane."""
     placement = ",".join(map(str, program.placement))
     lines = [
-        f"program 1 schedule={program.schedule} ranks={program.num_ranks}"
+        f"program {VERSION} schedule={program.schedule} ranks={program.num_ranks}"
         f" micro_batches={program.num_micro_batches} placement={placement}"
         + (f" replicas={program.replicas}" if program.replicas > 1 else "")
     ]
@@ -120,43 +125,58 @@ def format_program(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-_HEAD = re.compile(r"program 1 schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?")
+_HEAD = re.compile(
+    r"program (\d+) schedule=(\S+) ranks=(\d+) micro_batches=(\d+) placement=([\d,]+)(?: replicas=(\d+))?"
+)
 _LINE = re.compile(r"rank (\d+) (\w+):\s*(.*)")
 _INSTRUCTION = re.compile(r"([^<>@]+)(?:[<>](\d+))?(?:@(\S+))?")
 
 
 def parse_program(text: str) -> Program:
-    """The program that prints as `text`; blank lines and lines that begin with # are passed over.
+    """Return the program that prints as `text`, skipping blank lines and lines that begin with #.
 
-    Raises ValueError with the line that is wrong.
+    Texts of version 1 have former names of kinds and lanes. Raises ValueError with the line that is wrong, and for a
+    version later than today's.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     if head is None:
-        raise ValueError("a program begins with 'program 1 schedule=… ranks=… micro_batches=… placement=…'")
-    ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple({} for _ in range(int(head[2])))
+        raise ValueError(f"a program begins with 'program {VERSION} schedule=… ranks=… micro_batches=… placement=…'")
+    version, name, num_ranks, num_micro_batches, places, copies = head.groups()
+    if int(version) > VERSION:
+        raise ValueError(f"the program has version {version}, of a newer Muster; this one reads up to {VERSION}")
+    is_former = int(version) == 1
+    ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple({} for _ in range(int(num_ranks)))
     for line in lines[1:]:
         match = _LINE.fullmatch(line)
-        if match is None or match[2] not in LANES or int(match[1]) >= len(ranks):
+        lane = parse_lane(match[2], is_former) if match else None
+        if match is None or lane is None or int(match[1]) >= len(ranks):
             raise ValueError(f"{line[:60]!r} is not 'rank R LANE: instructions' with R < {len(ranks)}")
-        lane: Lane = match[2]  # type: ignore[assignment]
-        ranks[int(match[1])][lane] = tuple(_parse_instruction(word) for word in match[3].split())
-    placement = tuple(int(rank) for rank in head[4].split(","))
-    replicas = int(head[5] or 1)
+        ranks[int(match[1])][lane] = tuple(_parse_instruction(word, is_former) for word in match[3].split())
+    placement = tuple(int(rank) for rank in places.split(","))
+    replicas = int(copies or 1)
     if not replicas or len(placement) % replicas:
         raise ValueError(f"{len(placement)} stages don't spread over {replicas} replicas")
-    return Program(head[1], placement, int(head[3]), ranks, replicas)
+    return Program(name, placement, int(num_micro_batches), ranks, replicas)
 
 
-def _parse_instruction(text: str) -> Instruction:
+def parse_lane(text: str, is_former: bool = False) -> Lane | None:
+    """Return the lane of that name, None where there is none; `is_former`: names of version 1 are read."""
+    name = FORMER_LANES.get(text, text) if is_former else text
+    return next((lane for lane in LANES if lane == name), None)
+
+
+def _parse_instruction(text: str, is_former: bool) -> Instruction:
     match = _INSTRUCTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not an instruction; one looks like 0SF2>1@compute:4")
+        raise ValueError(f"{text!r} is not an instruction; one looks like 0SEND_F2>1@compute:4")
     waits = []
     for wait in (match[3] or "").split(","):
         if wait:
-            lane, _, index = wait.partition(":")
-            if lane not in LANES or not index.isdigit():
+            name, _, index = wait.partition(":")
+            lane = parse_lane(name, is_former)
+            if lane is None or not index.isdigit():
                 raise ValueError(f"{text!r}: a wait names a lane and an index, such as compute:4")
-            waits.append(Wait(lane, int(index)))  # type: ignore[arg-type]
-    return Instruction(parse_action(match[1]), int(match[2]) if match[2] else None, tuple(waits))
+            waits.append(Wait(lane, int(index)))
+    action = parse_action(match[1], INSTRUCTIONS if is_former else {})
+    return Instruction(action, int(match[2]) if match[2] else None, tuple(waits))

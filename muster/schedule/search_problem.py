@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
-from muster.schedule.action import Action, actions_of_stage
+from muster.schedule.action import Action, Kind, actions_of_stage
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import InfeasibleError
 
-PASS_KINDS = "FIW"
+PASS_KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ def schedule_from_passes(problem: SearchProblem, passes: Iterable[int], name: st
 
 def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
     """The F and I of a schedule, rank by rank; a B counts as I."""
-    count, place = problem.num_micro_batches, {"F": 0, "B": problem.num_stages, "I": problem.num_stages}
+    count, place = problem.num_micro_batches, {Kind.F: 0, Kind.B: problem.num_stages, Kind.I: problem.num_stages}
     return [
         (place[kind] + stage) * count + micro_batch
         for order in schedule.ranks
         for kind, stage, micro_batch, *_ in order
-        if kind != "W"
+        if kind != Kind.W
     ]
 
 

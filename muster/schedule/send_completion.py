@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from muster.schedule.action import matching_transfer
+from muster.schedule.action import RECEIVES, SENDS, matching_transfer
 from muster.schedule.program import Instruction, Program
 
 
@@ -17,10 +17,10 @@ def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     lanes = program.ranks[rank].get("p2p", ())
     for peer in sorted({item.peer for item in lanes if item.peer is not None}):
         reader, sent = _reads_and_sends(program, peer, rank)
-        receives = {item.action: index for index, item in enumerate(lanes) if item.action.kind[0] == "R"}
+        receives = {item.action: index for index, item in enumerate(lanes) if item.action.kind in RECEIVES}
         after = [producer for producer, _ in sent]
         for index, item in enumerate(lanes):
-            if item.peer != peer or item.action.kind[0] != "S":
+            if item.peer != peer or item.action.kind not in SENDS:
                 continue
             place = bisect_left(after, reader.get(matching_transfer(item.action), len(after) and after[-1] + 1))
             if place < len(sent):
@@ -42,6 +42,6 @@ def _reads_and_sends(program: Program, rank: int, peer: int) -> tuple[dict, list
     sent, last = [], -1
     for item in p2p:
         last = max([last, *(wait.index for wait in item.waits if wait.lane == "compute")])
-        if item.peer == peer and item.action.kind[0] == "S":
+        if item.peer == peer and item.action.kind in SENDS:
             sent.append((last, item))
     return reader, sent

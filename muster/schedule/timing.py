@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from muster.schedule.action import Action
+from muster.schedule.action import BACKWARDS, Action, Kind
 from muster.schedule.program import ProgramError
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -93,7 +93,7 @@ def _check_shape(schedule: Schedule) -> None:
         kinds, stages, micro_batches, slices, versions = zip(*order, strict=True)
         held = {stage for stage, holder in enumerate(schedule.placement) if holder == rank}
         good = held.issuperset(stages) and min(micro_batches) >= 0 and max(micro_batches) < schedule.num_micro_batches
-        good = good and {"F", "B", "I", "W"}.issuperset(kinds) and not any(slices) and not any(versions)
+        good = good and {Kind.F, Kind.B, Kind.I, Kind.W}.issuperset(kinds) and not any(slices) and not any(versions)
         if not good or len(set(order)) < len(order):
             raise ProgramError(_wrong_shape(schedule, rank))
 
@@ -101,7 +101,7 @@ def _check_shape(schedule: Schedule) -> None:
 def _wrong_shape(schedule: Schedule, rank: int) -> str:
     seen: set[Action] = set()
     for action in schedule.ranks[rank]:
-        if action.kind not in ("F", "B", "I", "W"):
+        if action.kind not in (Kind.F, Kind.B, Kind.I, Kind.W):
             return f"{action} on rank {rank} is no pass; a schedule has F, B, I and W"
         if not 0 <= action.stage < schedule.num_stages or not 0 <= action.micro_batch < schedule.num_micro_batches:
             return (
@@ -161,13 +161,13 @@ class _TimingWalk:
         """Where I is over and W is not."""
         for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
             level, place, source, transfer_s = stage % depth, stage * count + micro_batch, -1, 0.0
-            if kind == "F":
+            if kind == Kind.F:
                 duration_s = times.forward_s[level]
                 if level:
                     source, transfer_s = place - count, p2p_s[stage - 1]
                 alive += 1
                 peak = max(peak, alive)
-            elif kind == "W":
+            elif kind == Kind.W:
                 duration_s = times.weight_backward_s[level]
                 if place not in split:
                     raise ProgramError(f"{stage}W{micro_batch} on rank {rank} has no {stage}I{micro_batch} before it")
@@ -177,7 +177,7 @@ class _TimingWalk:
                 duration_s = times.input_backward_s[level]
                 if over_s[place] < 0 or over_s[place + backwards] >= 0:
                     raise ProgramError(self._wrong_backward(Action(kind, stage, micro_batch), rank))
-                if kind == "B":
+                if kind == Kind.B:
                     duration_s += times.weight_backward_s[level]
                     alive -= 1
                 else:
@@ -193,7 +193,7 @@ class _TimingWalk:
             time_s += duration_s
             work_s += duration_s
             end(time_s)
-            if kind != "W":
+            if kind != Kind.W:
                 over_s[place] = time_s
                 if place in waiting:
                     self.ready.append(waiting.pop(place))
@@ -214,7 +214,7 @@ class _TimingWalk:
         for place, rank in self.waiting.items():
             backward, rest = divmod(place, self.backwards)
             stage, micro_batch = divmod(rest, self.schedule.num_micro_batches)
-            wanted = [Action(kind, stage, micro_batch) for kind in ("BI" if backward else "F")]
+            wanted = [Action(kind, stage, micro_batch) for kind in (BACKWARDS if backward else (Kind.F,))]
             action, holder = self.schedule.ranks[rank][len(self.end_s[rank])], self.schedule.placement[stage]
             found = [one for one in wanted if one in self.schedule.ranks[holder]]
             if not found:
@@ -234,6 +234,6 @@ class _TimingWalk:
                 raise ProgramError(f"micro-batch {micro_batch} runs through two replicas: {one}, {other}")
             start = begun[0] if begun else 0
             for stage in range(start, start + schedule.depth):
-                for kind, offset in (("F", 0), ("B", self.backwards)) if trains else (("F", 0),):
+                for kind, offset in ((Kind.F, 0), (Kind.B, self.backwards)) if trains else ((Kind.F, 0),):
                     if self.finished_s[offset + stage * count + micro_batch] < 0:
                         raise ProgramError(f"{stage}{kind}{micro_batch} is missing on rank {schedule.placement[stage]}")

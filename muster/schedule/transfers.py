@@ -7,7 +7,7 @@ from itertools import chain, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.schedule.action import Action, Lane
+from muster.schedule.action import Action, Kind, Lane
 from muster.schedule.program import Instruction, Wait
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import PassTimes, time_passes
@@ -20,8 +20,8 @@ NOMINAL_S = 1.0
 """Seconds of F, I and W (B: twice that) that decide which of two transfers is likely ready first. They choose between
 orders that are all right."""
 
-_PASSES = {"F": 0, "B": 1, "I": 2, "W": 3}
-_TRANSFERS = ("SF", "RF", "SB", "RB")
+_PASSES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
+_TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 Column = NDArray[np.int64]
 
@@ -76,11 +76,11 @@ def _transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None) -> 
     kinds, stages, micro_batches, *_ = zip(*chain.from_iterable(schedule.ranks), strict=True)
     kind, stage, micro_batch = (np.array(column) for column in ([_PASSES[k] for k in kinds], stages, micro_batches))
     backward, level = np.minimum(kind, 1), stage % schedule.depth
-    passes_on = np.where(backward, level > 0, level < schedule.depth - 1) & (kind < _PASSES["W"])
+    passes_on = np.where(backward, level > 0, level < schedule.depth - 1) & (kind < _PASSES[Kind.W])
     reader_stage = np.where(passes_on, stage + 1 - 2 * backward, stage)
     target = np.array(schedule.placement)[reader_stage]
     place = np.zeros((2, schedule.num_stages, schedule.num_micro_batches), np.int64)
-    chains = kind < _PASSES["W"]
+    chains = kind < _PASSES[Kind.W]
     place[backward[chains], stage[chains], micro_batch[chains]] = position[chains]
     moved = np.flatnonzero(passes_on & (target != rank))
     ready_s = np.fromiter(chain.from_iterable(ends_s), np.float64)

@@ -1,5 +1,6 @@
 """2BP: GPipe and 1F1B with backwards in two parts, the weights' put off (Rae et al. 2024, arXiv:2405.18047)."""
 
+from muster.schedule.action import Kind
 from muster.schedule.bubble_fill import fill_bubbles
 from muster.schedule.gpipe import gpipe
 from muster.schedule.one_f_one_b import one_f_one_b
@@ -22,7 +23,7 @@ def _split_backwards(name: str, whole: Schedule, spec: ScheduleSpec) -> Schedule
     """Each B cut into I and W, the W all at the end or, if the setting says `fill`, where the rank would wait."""
     orders = []
     for order in whole.ranks:
-        inputs = [action._replace(kind="I") if action.kind == "B" else action for action in order]
-        orders.append((*inputs, *(action._replace(kind="W") for action in order if action.kind == "B")))
+        inputs = [action._replace(kind=Kind.I) if action.kind == Kind.B else action for action in order]
+        orders.append((*inputs, *(action._replace(kind=Kind.W) for action in order if action.kind == Kind.B)))
     schedule = Schedule(name, whole.placement, whole.num_micro_batches, tuple(orders))
     return fill_bubbles(schedule, spec) if spec.fill else schedule

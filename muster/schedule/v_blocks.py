@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
-from muster.schedule.action import actions_of_stage
+from muster.schedule.action import Kind, actions_of_stage
 from muster.schedule.bubble_fill import run_ready_first
 from muster.schedule.building_blocks import BlockRow, repeat_block
 from muster.schedule.place_weight_grads import place_weight_grads
@@ -13,6 +13,8 @@ from muster.schedule.search_problem import make_search_problem, pass_codes, rank
 from muster.schedule.timing import time_schedule
 from muster.spec.stage_placement import wave_placement
 
+_KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
+"""Kinds of a building block's passes, in the order of `building_blocks`."""
 _PLACEMENT_OPTIONS = ((1, 0), (0.5, 3))
 """(patience, overtake) of `follow` that are tried."""
 _LARGE_PROBLEM = 1000
@@ -49,7 +51,7 @@ def _repeat_and_fill(name: str, spec: ScheduleSpec, rows: list[BlockRow]) -> Sch
     for rank, kinds in enumerate(repeat_block(rows, count)):
         far = 2 * p - 1 - rank
         stages = (rank, far, far, rank, far, rank)
-        passes = [iter(actions_of_stage(name, stage, count)) for name, stage in zip("FFIIWW", stages, strict=True)]
+        passes = [iter(actions_of_stage(kind, stage, count)) for kind, stage in zip(_KINDS, stages, strict=True)]
         orders.append(tuple(next(passes[kind]) for kind in kinds))
     plain = Schedule(name, wave_placement(p, 2), count, tuple(orders))
     timing = time_schedule(plain, spec)

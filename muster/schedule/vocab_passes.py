@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from heapq import heappush
 from itertools import accumulate, islice
 
-from muster.schedule.action import Action
+from muster.schedule.action import BACKWARDS, Action, Kind
 from muster.schedule.bubble_fill import EventRun
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
@@ -32,8 +32,9 @@ class VocabTimes:
     backward: float = 0.25
     """For output words; for input words it takes as long as to look them up."""
 
-    def of_kind(self, kind: str) -> float:
-        return {"S": self.logits, "T": self.backward}.get(kind, self.embedding)
+    def of_kind(self, kind: Kind) -> float:
+        times = {Kind.S: self.logits, Kind.T: self.backward}
+        return times.get(kind, self.embedding)
 
     def scaled(self, unit_s: float) -> "VocabTimes":
         """The same where the forward of a rank's whole share takes `unit_s`."""
@@ -52,7 +53,7 @@ class VocabSchedule:
     """Per rank, when each pass of `schedule` nominally ends."""
     order_ends_s: tuple[tuple[float, ...], ...]
     """The same for all of `orders`."""
-    collectives: tuple[tuple[str, int], ...]
+    collectives: tuple[tuple[Kind, int], ...]
     """(kind, micro-batch) of the collectives, in the order that all ranks keep."""
 
 
@@ -79,14 +80,14 @@ def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: Schedule
         raise InfeasibleError(f"words are woven into schedules of one replica; {schedule.name} has {schedule.replicas}")
     woven = add_vocab_passes(schedule, times, spec)
     words = times.scaled(sum(spec.forward_s) / spec.num_ranks)
-    passes_s = {"F": spec.forward_s, "I": spec.input_backward_s, "W": spec.weight_backward_s}
-    passes_s["B"] = tuple(i + w for i, w in zip(passes_s["I"], passes_s["W"], strict=True))
+    passes_s = {Kind.F: spec.forward_s, Kind.I: spec.input_backward_s, Kind.W: spec.weight_backward_s}
+    passes_s[Kind.B] = tuple(i + w for i, w in zip(passes_s[Kind.I], passes_s[Kind.W], strict=True))
     begins_s, work_s, peaks = [], [], []
     for order, ends_s in zip(woven.orders, woven.order_ends_s, strict=True):
         took_s = [passes_s[kind][stage] if kind in passes_s else words.of_kind(kind) for kind, stage, *_ in order]
         begins_s.append([end_s - time_s for end_s, time_s in zip(ends_s, took_s, strict=True)])
         work_s.append(sum(took_s))
-        kept = accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order)
+        kept = accumulate({Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0) for action in order)
         peaks.append(max(kept) * spec.stage_activation)
     if max(peaks) > spec.memory_limit * (1 + 1e-9):
         raise InfeasibleError(
@@ -106,18 +107,18 @@ class _VocabRun(EventRun):
         ):
             rank.limit = peak + 1
         self.schedule, self.times = schedule, times
-        self.trains = any(action.kind in "BI" for action in self.actions)
+        self.trains = any(action.kind in BACKWARDS for action in self.actions)
         first = schedule.ranks[schedule.placement[0]]
-        self.inputs = [action.micro_batch for action in first if action[:2] == ("F", 0)]
+        self.inputs = [action.micro_batch for action in first if action[:2] == (Kind.F, 0)]
         """Micro-batches in the order in which the first stage wants them."""
         self.remaining_inputs = iter(self.inputs)
         self.ready_vocab_passes: list[dict[str, deque[tuple[float, int]]]] = [
             defaultdict(deque) for _ in schedule.ranks
         ]
         """Per rank and kind of word pass, from when it can be done for which micro-batches."""
-        self.missing_ranks = {(kind, unit): len(self.ranks) for kind in ("E", "S") for unit in self.inputs}
+        self.missing_ranks = {(kind, unit): len(self.ranks) for kind in (Kind.EMB_F, Kind.S) for unit in self.inputs}
         """Ranks that have not done a pass yet whose results are brought together."""
-        self.collective_begin_s: dict[tuple[str, int], float] = {}
+        self.collective_begin_s: dict[tuple[Kind, int], float] = {}
         """When each collective begins."""
         self.orders_s: list[list[tuple[Action, float]]] = [[] for _ in schedule.ranks]
         """Per rank all passes with their ends."""
@@ -142,7 +143,7 @@ class _VocabRun(EventRun):
 
     def _request_next_embedding(self, time_s: float) -> None:
         for unit in islice(self.remaining_inputs, 1):
-            self._offer("E", unit, time_s)
+            self._offer(Kind.EMB_F, unit, time_s)
 
     # ------------------------------------------------------------------------------------------------------------------
     # One rank's next pass
@@ -168,7 +169,7 @@ class _VocabRun(EventRun):
             self._end_pass(action, end_s)
 
     def _pop_vocab_pass(self, index: int, until_s: float, urgent: bool) -> Action | None:
-        for kind, patience in (("S", 0), ("E", 0), ("T", MAX_DEFERRED), ("EW", MAX_DEFERRED)):
+        for kind, patience in ((Kind.S, 0), (Kind.EMB_F, 0), (Kind.T, MAX_DEFERRED), (Kind.EMB_W, MAX_DEFERRED)):
             waiting = self.ready_vocab_passes[index][kind]
             if sum(ready_s <= until_s for ready_s, _ in waiting) > (patience if urgent else 0):
                 return Action(kind, self.schedule.placement.index(index), waiting.popleft()[1])
@@ -182,34 +183,34 @@ class _VocabRun(EventRun):
         for follower in self._dependents(action):
             away = self.rank_by_number[follower] != self.schedule.placement[stage]
             self._set_ready(follower, end_s + self.spec.p2p_s * away)
-        if kind == "F" and stage == 0:
+        if kind == Kind.F and stage == 0:
             self._request_next_embedding(end_s)
-        if kind == "F" and stage == self.depth - 1:
-            self._begin_collective("HC", unit, end_s, "S")
-        if kind in "BI" and stage == 0:
-            self._begin_collective("DC", unit, end_s, "EW")
+        if kind == Kind.F and stage == self.depth - 1:
+            self._begin_collective(Kind.HIDDEN_BCAST, unit, end_s, Kind.S)
+        if kind in BACKWARDS and stage == 0:
+            self._begin_collective(Kind.EMB_GRAD_BCAST, unit, end_s, Kind.EMB_W)
 
-    def _end_vocab_pass(self, kind: str, unit: int, end_s: float) -> None:
-        if kind not in ("E", "S"):
+    def _end_vocab_pass(self, kind: Kind, unit: int, end_s: float) -> None:
+        if kind not in (Kind.EMB_F, Kind.S):
             return
         self.missing_ranks[kind, unit] -= 1
-        begin_s = self.collective_begin_s[kind + "C", unit] = max(
-            end_s, self.collective_begin_s.get((kind + "C", unit), 0.0)
-        )
+        collective = Kind.EMB_REDUCE if kind == Kind.EMB_F else Kind.LOGIT_STATS
+        begin_s = max(end_s, self.collective_begin_s.get((collective, unit), 0.0))
+        self.collective_begin_s[collective, unit] = begin_s
         if self.missing_ranks[kind, unit]:
             return
         begin_s += self.spec.p2p_s
-        if kind == "E":
-            self._set_ready(self.numbers[Action("F", 0, unit)], begin_s)
+        if kind == Kind.EMB_F:
+            self._set_ready(self.numbers[Action(Kind.F, 0, unit)], begin_s)
         elif self.trains:
             self._set_ready(self._backward_of(self.depth - 1, unit), begin_s)
-            self._offer("T", unit, begin_s)
+            self._offer(Kind.T, unit, begin_s)
 
-    def _begin_collective(self, kind: str, unit: int, begin_s: float, then: str) -> None:
+    def _begin_collective(self, kind: Kind, unit: int, begin_s: float, then: Kind) -> None:
         self.collective_begin_s[kind, unit] = begin_s
         self._offer(then, unit, begin_s + self.spec.p2p_s)
 
-    def _offer(self, kind: str, unit: int, time_s: float) -> None:
+    def _offer(self, kind: Kind, unit: int, time_s: float) -> None:
         for index, waiting in enumerate(self.ready_vocab_passes):
             waiting[kind].append((time_s, unit))
             heappush(self.events, (time_s, index))
@@ -217,11 +218,11 @@ class _VocabRun(EventRun):
     def _dependents(self, action: Action) -> list[int]:
         """As without words, but for the last stage: its backward waits for all ranks' scores."""
         kind, stage, unit, *_ = action
-        if kind == "F":
-            return [self.numbers[Action("F", stage + 1, unit)]] if stage < self.depth - 1 else []
-        own = [self.numbers[Action("W", stage, unit)]] if kind == "I" else []
-        return own + ([self._backward_of(stage - 1, unit)] if kind in "BI" and stage else [])
+        if kind == Kind.F:
+            return [self.numbers[Action(Kind.F, stage + 1, unit)]] if stage < self.depth - 1 else []
+        own = [self.numbers[Action(Kind.W, stage, unit)]] if kind == Kind.I else []
+        return own + ([self._backward_of(stage - 1, unit)] if kind in BACKWARDS and stage else [])
 
     def _backward_of(self, stage: int, unit: int) -> int:
-        whole = Action("B", stage, unit)
-        return self.numbers[whole if whole in self.numbers else Action("I", stage, unit)]
+        whole = Action(Kind.B, stage, unit)
+        return self.numbers[whole if whole in self.numbers else Action(Kind.I, stage, unit)]

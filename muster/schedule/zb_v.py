@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.stage_placement import wave_placement
@@ -26,7 +26,7 @@ def _rank_order(rank: int, p: int, count: int) -> list[Action]:
 
     def add(*passes: str) -> None:
         for name in passes:
-            order.append(Action(name[0], stages[int(name[1])], done[name]))
+            order.append(Action(Kind(name[0]), stages[int(name[1])], done[name]))
             done[name] += 1
 
     add(*["F0"] * (2 * (p - rank) - 1))

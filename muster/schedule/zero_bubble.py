@@ -1,6 +1,6 @@
 """ZB-H1 and ZB-H2: weight backwards put where a rank would wait (Qi et al. 2023, arXiv:2401.10241, §2)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 
@@ -24,11 +24,11 @@ def _handcrafted(name: str, spec: ScheduleSpec, rows: list[tuple[int, int, bool]
     count = spec.num_micro_batches
     orders = []
     for rank, (warm_up, delay, backward_first) in enumerate(rows):
-        order = [Action("F", rank, index) for index in range(min(warm_up, count))]
+        order = [Action(Kind.F, rank, index) for index in range(min(warm_up, count))]
         for index in range(count):
-            forward = [Action("F", rank, warm_up + index)] if warm_up + index < count else []
-            backward = [Action("I", rank, index)] + ([Action("W", rank, index - delay)] if index >= delay else [])
+            forward = [Action(Kind.F, rank, warm_up + index)] if warm_up + index < count else []
+            backward = [Action(Kind.I, rank, index)] + ([Action(Kind.W, rank, index - delay)] if index >= delay else [])
             order += backward + forward if backward_first else forward + backward
-        order += [Action("W", rank, index) for index in range(max(0, count - delay), count)]
+        order += [Action(Kind.W, rank, index) for index in range(max(0, count - delay), count)]
         orders.append(tuple(order))
     return Schedule(name, tuple(range(spec.num_ranks)), count, tuple(orders))

@@ -1,6 +1,6 @@
 """ZeroPP: units of micro-batches, breadth first, backwards in two parts (Tang et al. 2024, arXiv:2402.03791)."""
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.bubble_fill import fill_bubbles
 from muster.schedule.interleaved import group_sizes
 from muster.schedule.schedule import Schedule
@@ -28,8 +28,8 @@ def zeropp(spec: ScheduleSpec) -> Schedule:
         first += size
         for rank, order in enumerate(orders):
             stages = range(rank, spec.depth, ranks)
-            order += [Action("F", stage, index) for stage in stages for index in unit]
-            order += [Action("I", stage, index) for stage in reversed(stages) for index in unit]
-            order += [Action("W", stage, index) for stage in reversed(stages) for index in unit]
+            order += [Action(Kind.F, stage, index) for stage in stages for index in unit]
+            order += [Action(Kind.I, stage, index) for stage in reversed(stages) for index in unit]
+            order += [Action(Kind.W, stage, index) for stage in reversed(stages) for index in unit]
     schedule = Schedule("zeropp", looped_placement(ranks, chunks), count, tuple(map(tuple, orders)))
     return fill_bubbles(schedule, spec, min(2 * sizes[0], spec.memory_limit) * chunks)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from muster.schedule.action import KINDS, Action, matching_transfer
+from muster.schedule.action import KINDS, RECEIVES, Action, Kind, matching_transfer
 from muster.schedule.offload import PASSES_FOR_COPY
 from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
@@ -46,16 +46,16 @@ class Breakdown:
 
 
 _KINDS_BY_PART = {
-    "forward": ("F", "E", "S"),
-    "backward": ("B", "I", "W", "T", "EW"),
-    "send": (P2P, "EC", "HC", "SC", "DC", "OFFLOAD", "RELOAD"),
-    "gather": ("UNSHARD", "REDUCE", "SYNC", "MERGE", "TIE"),
-    "optimizer": ("NORM", "VOTE", "STEP"),
+    "forward": (Kind.F, Kind.EMB_F, Kind.S),
+    "backward": (Kind.B, Kind.I, Kind.W, Kind.T, Kind.EMB_W),
+    "send": (P2P, Kind.EMB_REDUCE, Kind.HIDDEN_BCAST, Kind.LOGIT_STATS, Kind.EMB_GRAD_BCAST, Kind.OFFLOAD, Kind.RELOAD),
+    "gather": (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED),
+    "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP),
     "bubble": (BUBBLE,),
 }
 """What makes up each part of a step."""
 
-_READERS = {"RF": ("F",), "RB": ("B", "I")}
+_READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
@@ -100,7 +100,7 @@ def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, lis
     ties: Counter[int] = Counter()
     for event in events:
         if event.lane == "collective":
-            tie = event.action.kind == "TIE"
+            tie = event.action.kind == Kind.ALL_REDUCE_TIED
             name = event.action._replace(stage=-1) if tie or KINDS[event.action.kind].overlapped else event.action
             together[name, ties[event.rank] if tie else 0].append(event)
             ties[event.rank] += tie
@@ -116,12 +116,12 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
     """By rank, kind → when a copy was under way while the rank stood still before the pass that waits for it; where the
     rank itself copies, as it does on a CPU, a measured timeline shows it between its passes."""
     spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
-    copying = [event for event in timeline.events if event.lane == "copy"]
+    copying = [event for event in timeline.events if event.lane == "host_copy"]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
     for event in copying:
         since_s = event.start_s
         if timeline.source == "predicted":
-            kinds, later = (("F",), PASSES_FOR_COPY) if event.action.kind == "OFFLOAD" else (("B", "I"), -1)
+            kinds, later = ((Kind.F,), PASSES_FOR_COPY) if event.action.kind == Kind.OFFLOAD else ((Kind.B, Kind.I), -1)
             named = next(
                 n for kind in kinds if (n := place.get((event.rank, event.action._replace(kind=kind)))) is not None
             )
@@ -145,7 +145,7 @@ def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]])
             ends[event.action].append(event)
     spans: defaultdict[int, list[TimeSpan]] = defaultdict(list)
     for action, receives in ends.items():
-        if action.kind[0] == "R":
+        if action.kind in RECEIVES:
             sends = sorted(ends.get(matching_transfer(action), ()))
             for send, receive in zip(sends, sorted(receives), strict=False):
                 readers = [(receive.rank, Action(kind, *action[1:])) for kind in _READERS[action.kind]]

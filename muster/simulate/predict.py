@@ -12,7 +12,7 @@ from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
 from muster.schedule.resolve import resolve_schedule
@@ -29,8 +29,26 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
 
-_AXIS_BY_KIND: dict[str, str] = dict.fromkeys((P2P, "TIE", "MERGE", "EC", "HC", "SC", "DC"), "pp")
-_AXIS_BY_KIND |= {"UNSHARD": "dp", "REDUCE": "dp", "SYNC": "tp", "NORM": "world", "OFFLOAD": "host", "RELOAD": "host"}
+_AXIS_BY_KIND: dict[str, str] = dict.fromkeys(
+    (
+        P2P,
+        Kind.ALL_REDUCE_TIED,
+        Kind.ALL_REDUCE_REPLICAS,
+        Kind.EMB_REDUCE,
+        Kind.HIDDEN_BCAST,
+        Kind.LOGIT_STATS,
+        Kind.EMB_GRAD_BCAST,
+    ),
+    "pp",
+)
+_AXIS_BY_KIND |= {
+    Kind.UNSHARD: "dp",
+    Kind.REDUCE_GRAD: "dp",
+    Kind.ALL_REDUCE_TP: "tp",
+    Kind.GRAD_NORM: "world",
+    Kind.OFFLOAD: "host",
+    Kind.RELOAD: "host",
+}
 """What a rank waits for → the axis on which it travels."""
 
 
@@ -271,11 +289,11 @@ def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, 
         if kind in _AXIS_BY_KIND:
             communication_s[_AXIS_BY_KIND[kind]] += time_s
     within_s = _exposed_in_passes(program, times)
-    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, "STEP", BUBBLE))
-    optimizer_s = found_s.get("STEP", 0.0)
+    compute_s = sum(time_s for kind, time_s in found_s.items() if kind not in (*_AXIS_BY_KIND, Kind.STEP, BUBBLE))
+    optimizer_s = found_s.get(Kind.STEP, 0.0)
     for (kind, axis), time_s in within_s.items():
         communication_s[axis] += time_s
-        if kind == "STEP":
+        if kind == Kind.STEP:
             optimizer_s -= time_s
         else:
             compute_s -= time_s

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import LANES, Action, Lane, matching_transfer
+from muster.schedule.action import LANES, RECEIVES, SENDS, Action, Kind, Lane, matching_transfer
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.timeline import Event, Timeline
 
@@ -74,7 +74,7 @@ class _SharedCoreSimulation:
         """(source, target) → the places in the target's lane that receive from the source, last first."""
         for rank, lanes in enumerate(self.lanes):
             for index, instruction in reversed(list(enumerate(lanes["p2p"]))):
-                if instruction.action.kind[0] == "R" and instruction.peer is not None:
+                if instruction.action.kind in RECEIVES and instruction.peer is not None:
                     self.receives.setdefault((instruction.peer, rank), []).append(index)
 
     def run(self) -> None:
@@ -133,7 +133,7 @@ class _SharedCoreSimulation:
         rank, lane, index = place
         instruction = self.lanes[rank][lane][index]
         if lane == "p2p":
-            if instruction.action.kind[0] == "S":
+            if instruction.action.kind in SENDS:
                 assert instruction.peer is not None
                 receive: InstructionIndex = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
                 hop = self.times.p2p_time(instruction.action.stage, matching_transfer(instruction.action).stage)
@@ -147,7 +147,7 @@ class _SharedCoreSimulation:
         if not places:
             return
         duration_s = max(self.times.duration_s(self._action(one)) for one in places)
-        if (lane == "copy" and self.times.cores is None) or instruction.action.kind == "NORM":
+        if (lane == "host_copy" and self.times.cores is None) or instruction.action.kind == Kind.GRAD_NORM:
             self._add_timer(duration_s, places)
         else:
             self._add_job(duration_s, places)

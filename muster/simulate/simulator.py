@@ -7,7 +7,7 @@ from itertools import repeat
 import numpy as np
 
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import LANES, Action, Lane
+from muster.schedule.action import LANES, Action, Kind, Lane
 from muster.schedule.gc_pause import gc_paused
 from muster.schedule.program import Instruction, Program, ProgramError, participants
 from muster.simulate.breakdown import spans_of
@@ -54,7 +54,7 @@ def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], 
 def _has_simple_waits(program: Program) -> bool:
     """Whether no wait joins transfers with each other or with collectives, nor copies with anything but passes."""
     return all(
-        all(lane == "compute" for _, _, waits in lanes.get("copy", ()) for lane, _ in waits)
+        all(lane == "compute" for _, _, waits in lanes.get("host_copy", ()) for lane, _ in waits)
         and all(lane == "compute" for _, _, waits in lanes.get("p2p", ()) for lane, _ in waits)
         and all(lane != "p2p" for _, _, waits in lanes.get("collective", ()) for lane, _ in waits)
         for lanes in program.ranks
@@ -137,7 +137,9 @@ class _Simulation:
             for kind, count in Counter(action[:2] for action, _, _ in compute).items():
                 compute_s[kind[0]] += count * self.times.duration_s(Action(*kind))
             together = zip(lanes.get("collective", ()), self.collective_spans_s[rank], strict=True)
-            waits = [(item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together]
+            waits: list[tuple[str, Column, Column]] = [
+                (item.action.kind, np.array([begin]), np.array([end])) for item, (begin, end) in together
+            ]
             readers, transfers = self._receives(rank)
             idle_since_s = np.append(0.0, end_s)[readers]
             waits.append((P2P, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
@@ -146,9 +148,9 @@ class _Simulation:
 
     def _copy_waits(self, rank: int, idle_since_s: Column) -> Iterator[tuple[str, Column, Column]]:
         """By kind, when a rank stood still before a pass for the copy that this waits for."""
-        copies = self.program.ranks[rank].get("copy", ())
-        begin_s, end_s = (np.array(times_s[rank]["copy"]) for times_s in (self.begin_s, self.end_s))
-        for kind in ("OFFLOAD", "RELOAD") if copies else ():
+        copies = self.program.ranks[rank].get("host_copy", ())
+        begin_s, end_s = (np.array(times_s[rank]["host_copy"]) for times_s in (self.begin_s, self.end_s))
+        for kind in (Kind.OFFLOAD, Kind.RELOAD) if copies else ():
             found = [pair for pair in self.awaited_copies[rank] if copies[pair[1]].action.kind == kind]
             readers, own = np.array(found, int).reshape(-1, 2).T
             yield kind, np.maximum(begin_s[own], idle_since_s[readers]), end_s[own]
@@ -178,7 +180,7 @@ class _Simulation:
         while sends_after[next_send] < 0:
             self._send(rank, sends[next_send], time_s)
             next_send += 1
-        copy_end_s = self.end_s[rank]["copy"]
+        copy_end_s = self.end_s[rank]["host_copy"]
         awaited = self.awaited_transfers[rank] = self.transfers.awaited(rank, compute)
         for number, (transfer, duration_s) in enumerate(zip(awaited, self._durations_s(compute), strict=True)):
             if transfer >= 0:
@@ -197,7 +199,7 @@ class _Simulation:
                         while len(collective_end_s) <= index:
                             yield NO_TRANSFER
                         time_s = max(time_s, collective_end_s[index])
-                    elif lane == "copy":
+                    elif lane == "host_copy":
                         self.awaited_copies[rank].append((number, index))
                         self._run_copies(rank, index + 1)
                         time_s = max(time_s, copy_end_s[index])
@@ -207,13 +209,13 @@ class _Simulation:
             while sends_after[next_send] == number:
                 self._send(rank, sends[next_send], time_s)
                 next_send += 1
-        self._run_copies(rank, len(self.program.ranks[rank].get("copy", ())))
+        self._run_copies(rank, len(self.program.ranks[rank].get("host_copy", ())))
 
     def _run_copies(self, rank: int, count: int) -> None:
         """The first `count` copies of a rank, as far as they aren't done: they wait for passes that are over."""
-        begin_s, end_s = self.begin_s[rank]["copy"], self.end_s[rank]["copy"]
+        begin_s, end_s = self.begin_s[rank]["host_copy"], self.end_s[rank]["host_copy"]
         compute_end_s = self.end_s[rank]["compute"]
-        for action, _, waits in self.program.ranks[rank].get("copy", ())[len(end_s) : count]:
+        for action, _, waits in self.program.ranks[rank].get("host_copy", ())[len(end_s) : count]:
             if any(index >= len(compute_end_s) for _, index in waits):
                 raise ProgramError("the program never comes to its end; the checker says why")
             begin_s.append(max([0.0, *end_s[-1:], *(compute_end_s[index] for _, index in waits)]))

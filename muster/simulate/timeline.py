@@ -1,11 +1,15 @@
 """A Timeline: what each rank did when. The simulator and the executor both return one."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+from muster.config.migrations import INSTRUCTIONS, LANES
 from muster.schedule.action import Action, Lane, parse_action
 from muster.schedule.schedule import Schedule
 from muster.schedule.timing import Timing
+
+VERSION = 2
+"""Version of timelines as plain data: 2 since instructions have the names of torch.distributed.pipelining."""
 
 
 class Event(NamedTuple):
@@ -51,10 +55,20 @@ def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:
 def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
     """Plain data: events as [rank, lane, action, start_s, end_s]."""
     events = [[e.rank, e.lane, str(e.action), round(e.start_s, 9), round(e.end_s, 9)] for e in timeline.events]
-    return {"version": 1, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
+    return {"version": VERSION, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
 
 
 def timeline_from_json(data: dict[str, Any]) -> Timeline:
-    """The inverse of `timeline_to_json`."""
-    events = (Event(rank, lane, parse_action(action), start, end) for rank, lane, action, start, end in data["events"])
+    """Return the timeline of `timeline_to_json`'s data, or of its version 1, with former names of kinds and lanes.
+
+    Raises ValueError for a later version.
+    """
+    version = data.get("version", 1)
+    if version > VERSION:
+        raise ValueError(f"the timeline has version {version}, of a newer Muster; this one reads up to {VERSION}")
+    kinds, lanes = (INSTRUCTIONS, LANES) if version == 1 else ({}, {})
+    events = (
+        Event(rank, cast(Lane, lanes.get(lane, lane)), parse_action(action, kinds), start_s, end_s)
+        for rank, lane, action, start_s, end_s in data["events"]
+    )
     return Timeline(data["source"], data["num_ranks"], tuple(events))

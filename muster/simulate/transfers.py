@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.cost.time.op_times import OpTimes
+from muster.schedule.action import SENDS, Kind
 from muster.schedule.program import Instruction, Program
 
 IndexColumn = NDArray[np.int64]
 
 NO_TRANSFER, SEVERAL_WAITS = -1, -2
-_SENDS = ("SF", "SB")
 
 
 class Transfers:
@@ -26,12 +26,12 @@ class Transfers:
         lengths = [len(lane) for lane in lanes]
         rank, ends = np.repeat(np.arange(len(lanes)), lengths), np.cumsum(lengths)[:-1]
         actions, peers, waits = zip(*chain.from_iterable(lanes), strict=True) if sum(lengths) else ((), (), ())
-        peer, sends = np.array(peers, np.int64), np.array([action[0] in _SENDS for action in actions], bool)
+        peer, sends = np.array(peers, np.int64), np.array([action[0] in SENDS for action in actions], bool)
         numbers, self.count = _pair_transfers(
             np.where(sends, rank * len(lanes) + peer, peer * len(lanes) + rank), sends
         )
         after = np.array([own[0][1] if len(own) == 1 else max((i for _, i in own), default=-1) for own in waits])
-        backward, stage = np.array([action[0] == "SB" for action in actions]), np.array([a[1] for a in actions])
+        backward, stage = np.array([action[0] == Kind.SEND_B for action in actions]), np.array([a[1] for a in actions])
         self.stages: NDArray[np.int64] = np.zeros((self.count, 2), np.int64)
         """The sender's and the receiver's stage of each transfer."""
         if sends.any():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muster.plugins.loader import error_location
 from muster.plugins.registry import find_component
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.spec.errors import ConfigError, MusterError
 from muster.train.parameter_updater import ParameterUpdater
 
@@ -78,7 +78,7 @@ class CustomStep:
         self._updater = updater
         self._component = component
         self._is_repeated_pass = False
-        self.handlers = {"NORM": self._reduce_norm, "STEP": lambda action: None}
+        self.handlers = {Kind.GRAD_NORM: self._reduce_norm, Kind.STEP: lambda action: None}
         """Handlers that an executor uses in place of the trainer's own."""
 
     def run(self, run_passes: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.train.step_result import StepResult
 from muster.train.step_state import StepState
 from muster.train.trainer import Trainer
@@ -45,7 +45,7 @@ class PostValidation:
         self.trainer = trainer
         self.updater = trainer.updater
         self.executor = trainer.make_executor(
-            trainer.program, {"VOTE": self._start_norm_sum, "STEP": self._step_without_waiting}
+            trainer.program, {Kind.GRAD_NORM_ASYNC: self._start_norm_sum, Kind.STEP: self._step_without_waiting}
         )
         self.num_rollbacks = 0
         """Steps that were taken again."""

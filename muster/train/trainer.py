@@ -17,7 +17,7 @@ from muster.parallel.op_profile import StageProfile, profile_stages
 from muster.parallel.p2p import stage_routes, tied_embedding_routes, variable_length_routes
 from muster.parallel.stage import DecoderStage
 from muster.parallel.world import World
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.check import check
 from muster.schedule.program import Program, has_split_backward
@@ -64,10 +64,10 @@ class Trainer:
         }
         self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
         self.handlers: dict[str, Handler] = {
-            "NORM": self._reduce_norm,
-            "STEP": self._update_parameters,
-            "TIE": self._reduce_tied_gradients,
-            "MERGE": self._reduce_replica_gradients,
+            Kind.GRAD_NORM: self._reduce_norm,
+            Kind.STEP: self._update_parameters,
+            Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
+            Kind.ALL_REDUCE_REPLICAS: self._reduce_replica_gradients,
         }
         custom_step = config.train.training_step
         self._custom_step = None if custom_step is None else CustomStep(self.updater, custom_step)

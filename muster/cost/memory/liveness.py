@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.precision_bytes import MemoryTerms
-from muster.schedule.action import Action, Lane
+from muster.schedule.action import BACKWARDS, Action, Kind, Lane
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Instruction, Program
 from muster.schedule.schedule import Schedule
 
-InstructionKey = tuple[str, int]
+InstructionKey = tuple[Kind, int]
 """Kind and stage of an instruction."""
 IndexArray = NDArray[np.intp]
 """Of instructions in an order."""
 
 _COPY_PEAKS = (PeakCandidate("copying", MemoryTerms()),)
-_PASSES = frozenset(("F", "B", "I", "W", "S", "T", "OFFLOAD", "RELOAD"))
-_NEEDS_PARAMS = frozenset(("F", "B", "I", "W", "UNSHARD"))
+_PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.OFFLOAD, Kind.RELOAD))
+_NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD))
 """What needs its stage's parameters whole."""
 
 
@@ -54,7 +54,7 @@ class AllocationOrder:
         """Stage → the place of its first backward."""
         found = {}
         for stage in {stage for _, stage in self.keys}:
-            places = self.positions(stage, frozenset("BI"))
+            places = self.positions(stage, frozenset(BACKWARDS))
             if len(places):
                 found[stage] = int(places[0])
         return found
@@ -65,7 +65,7 @@ class AllocationOrder:
         if key not in self._gathers:
             used, last = self.positions(stage, _NEEDS_PARAMS), np.empty(0, np.intp)
             if reshards:
-                last = self.positions(stage, frozenset("BW"))
+                last = self.positions(stage, frozenset((Kind.B, Kind.W)))
                 again = np.isin(np.append(-1, used[:-1]), np.append(-1, last))[: len(used)]
                 self._gathers[key] = used[again], last
             else:
@@ -75,17 +75,17 @@ class AllocationOrder:
     @cached_property
     def live_micro_batches(self) -> dict[int, int]:
         """Stage → its micro-batches between their forward and their backward's end when the rank keeps most of them."""
-        return self._counts_at_most({"F": 1, "B": -1, "W": -1})
+        return self._counts_at_most({Kind.F: 1, Kind.B: -1, Kind.W: -1})
 
     @cached_property
     def on_device_micro_batches(self) -> dict[int, int]:
         """Stage → those of them that are on the device when most are, where others are in the host's memory."""
-        return self._counts_at_most({"F": 1, "B": -1, "W": -1, "OFFLOAD": -1, "RELOAD": 1})
+        return self._counts_at_most({Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1})
 
     def _counts_at_most(self, changes: Mapping[str, int]) -> dict[int, int]:
         """Stage → how many there are when the rank has most; `changes`: by each kind of instruction."""
         change = np.array([changes.get(kind, 0) for kind, _ in self.keys], np.intp)
-        stages = {stage for kind, stage in self.keys if kind == "F"}
+        stages = {stage for kind, stage in self.keys if kind == Kind.F}
         if not stages:
             return {}
         place = int(np.argmax(np.cumsum(change[self.codes])))
@@ -99,13 +99,13 @@ class AllocationOrder:
     def max_host_bytes(self, sizes: Mapping[int, int]) -> int:
         """The most that the host's memory holds of the rank's micro-batches, from the end of a forward to the backward
         that needs it; `sizes`: of a micro-batch, by stage."""
-        if not any(kind == "OFFLOAD" for kind, _ in self.keys):
+        if not any(kind == Kind.OFFLOAD for kind, _ in self.keys):
             return 0
         change = np.zeros(len(self.codes) + 1, np.int64)
-        leave = {action[1:3] for action in self.actions if action.kind == "OFFLOAD"}
+        leave = {action[1:3] for action in self.actions if action.kind == Kind.OFFLOAD}
         for place, (kind, stage, micro_batch, *_) in enumerate(self.actions):
-            if (stage, micro_batch) in leave and kind in ("F", "B", "I"):
-                change[place] += sizes.get(stage, 0) * (1 if kind == "F" else -1)
+            if (stage, micro_batch) in leave and kind in (Kind.F, Kind.B, Kind.I):
+                change[place] += sizes.get(stage, 0) * (1 if kind == Kind.F else -1)
         return int(np.cumsum(change).max(initial=0))
 
 
@@ -121,20 +121,20 @@ def schedule_allocation_order(
     isn't spread and there are no replicas. `gathers`, `reduces`: whether it has UNSHARD and REDUCE; `offloads`: the
     stages whose activations wait in the host's memory where there is time."""
     stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
-    before = [Action("UNSHARD", stage) for stage in stages if gathers]
-    after = [Action("REDUCE", stage) for stage in stages if reduces]
+    before = [Action(Kind.UNSHARD, stage) for stage in stages if gathers]
+    after = [Action(Kind.REDUCE_GRAD, stage) for stage in stages if reduces]
     own = schedule.ranks[rank]
     return AllocationOrder([*before, *(order_with_copies(own, offloads) if offloads else own), *after])
 
 
 def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
     collectives = [action for action, _, _ in lanes.get("collective", ())]
-    copied = {action.stage for action, _, _ in lanes.get("copy", ())}
+    copied = {action.stage for action, _, _ in lanes.get("host_copy", ())}
     compute = order_with_copies([action for action, _, _ in lanes.get("compute", ())], copied)
     return [
-        *(action for action in collectives if action[0] == "UNSHARD"),
+        *(action for action in collectives if action[0] == Kind.UNSHARD),
         *(action for action in compute if action[0] in _PASSES),
-        *(action for action in collectives if action[0] in ("REDUCE", "MERGE")),
+        *(action for action in collectives if action[0] in (Kind.REDUCE_GRAD, Kind.ALL_REDUCE_REPLICAS)),
     ]
 
 
@@ -159,25 +159,29 @@ class InstructionMemory:
     """The most that a moment adds where it gathers parameters."""
 
 
-InstructionMemoryCache = dict[tuple[str, int], InstructionMemory]
+InstructionMemoryCache = dict[tuple[Kind, int], InstructionMemory]
 """By kind and identity of the stage's memory: what was worked out already."""
 
 
-def _instruction_memory(kind: str, own: StageMemory, known: InstructionMemoryCache) -> InstructionMemory:
+def _instruction_memory(kind: Kind, own: StageMemory, known: InstructionMemoryCache) -> InstructionMemory:
     key = kind, id(own)
     if key not in known:
         known[key] = _make_instruction_memory(kind, own)
     return known[key]
 
 
-def _make_instruction_memory(kind: str, own: StageMemory) -> InstructionMemory:
-    moments = _COPY_PEAKS if kind in ("OFFLOAD", "RELOAD") else own.peak_candidates.get(kind, ())
+def _make_instruction_memory(kind: Kind, own: StageMemory) -> InstructionMemory:
+    moments = _COPY_PEAKS if kind in (Kind.OFFLOAD, Kind.RELOAD) else own.peak_candidates.get(kind, ())
     away = own.offloaded.total
     kept, deferred, words = own.saved.total, own.deferred.total, own.vocab_parallel.total
-    first = max((m.extra.total + m.first_gradients for m in moments), default=0) - own.gradients if kind in "BI" else 0
+    first = (
+        max((m.extra.total + m.first_gradients for m in moments), default=0) - own.gradients if kind in BACKWARDS else 0
+    )
     return InstructionMemory(
-        before={"F": kept, "S": words, "RELOAD": away}.get(kind, 0),
-        after={"OFFLOAD": -away, "B": -kept, "I": deferred - kept, "W": -deferred, "T": -words}.get(kind, 0),
+        before={Kind.F: kept, Kind.S: words, Kind.RELOAD: away}.get(kind, 0),
+        after={Kind.OFFLOAD: -away, Kind.B: -kept, Kind.I: deferred - kept, Kind.W: -deferred, Kind.T: -words}.get(
+            kind, 0
+        ),
         peak_candidates=moments,
         peak=max((moment.extra.total for moment in moments), default=0),
         first_backward_peak=first,
@@ -185,8 +189,8 @@ def _make_instruction_memory(kind: str, own: StageMemory) -> InstructionMemory:
     )
 
 
-def _gather_candidates(kind: str, own: StageMemory) -> tuple[PeakCandidate, ...]:
-    return own.peak_candidates.get("gather F" if kind == "F" else "gather B", ())
+def _gather_candidates(kind: Kind, own: StageMemory) -> tuple[PeakCandidate, ...]:
+    return own.peak_candidates.get("gather F" if kind == Kind.F else "gather B", ())
 
 
 def _memory_of_stage(stages: Mapping[int, StageMemory], stage: int) -> StageMemory:
@@ -242,18 +246,20 @@ def _terms_at(
     moments = list(_instruction_memory(kind, own, known).peak_candidates)
     if own.gathered_params and stage in stages and place in order.gather_positions(stage, not own.keeps_gathered)[0]:
         moments += _gather_candidates(kind, own)
-    done[kind, stage] += kind in ("F", "S", "RELOAD")
-    words = sum(done["S", index] - done["T", index] for index in stages)
+    done[kind, stage] += kind in (Kind.F, Kind.S, Kind.RELOAD)
+    words = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
     moment = max(moments, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
     terms = moment.extra + MemoryTerms(gradients=moment.first_gradients if is_first else 0)
     for index, memory in stages.items():
-        backwards = done["B", index] + done["I", index]
-        deferred = done["I", index] - done["W", index]
+        backwards = done[Kind.B, index] + done[Kind.I, index]
+        deferred = done[Kind.I, index] - done[Kind.W, index]
         gathered, dropped = order.gather_positions(index, not memory.keeps_gathered)
         is_there = np.count_nonzero(gathered <= place) > np.count_nonzero(dropped < place)
         begun = order.first_backwards.get(index, place) < place
-        terms += memory.resident + memory.saved.scaled(done["F", index] - backwards) + memory.deferred.scaled(deferred)
-        terms += memory.offloaded.scaled(done["RELOAD", index] - done["OFFLOAD", index])
+        terms += (
+            memory.resident + memory.saved.scaled(done[Kind.F, index] - backwards) + memory.deferred.scaled(deferred)
+        )
+        terms += memory.offloaded.scaled(done[Kind.RELOAD, index] - done[Kind.OFFLOAD, index])
         terms += memory.vocab_parallel.scaled(words) + MemoryTerms(
             gathered_parameters=memory.gathered_params if is_there else 0,
             gradients=memory.gradients if begun else 0,

@@ -17,6 +17,7 @@ from muster.cost.memory.fp8_activations import fp8_layer_activation_bytes
 from muster.cost.memory.param_shards import stage_param_shards
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.precision_bytes import MemoryTerms, compute_bytes
+from muster.schedule.action import Kind
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan, Recompute
@@ -58,11 +59,11 @@ class _MegatronStage:
             kept,
             none,
             {
-                "F": tuple(self._forward_peaks(kept)),
-                "B": tuple(self._backward_peaks(kept)),
-                "I": tuple(self._backward_peaks(kept)),
-                "W": (PeakCandidate("weights", MemoryTerms(workspace=self._weight_grad_bytes())),),
-                "STEP": (PeakCandidate("step", MemoryTerms()),),
+                Kind.F: tuple(self._forward_peaks(kept)),
+                Kind.B: tuple(self._backward_peaks(kept)),
+                Kind.I: tuple(self._backward_peaks(kept)),
+                Kind.W: (PeakCandidate("weights", MemoryTerms(workspace=self._weight_grad_bytes())),),
+                Kind.STEP: (PeakCandidate("step", MemoryTerms()),),
             },
         )
 

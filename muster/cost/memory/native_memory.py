@@ -17,6 +17,7 @@ from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.precision_bytes import MemoryTerms
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
+from muster.schedule.action import Kind
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -70,16 +71,16 @@ def native_stage_memory(
         deferred=own.deferred(),
         vocab_parallel=MemoryTerms(logits=words),
         peak_candidates={
-            "F": tuple(moments.forward()),
-            "B": tuple(moments.backward(weights=True)),
-            "I": tuple(moments.backward(weights=False)),
-            "W": (moments.weights(),),
+            Kind.F: tuple(moments.forward()),
+            Kind.B: tuple(moments.backward(weights=True)),
+            Kind.I: tuple(moments.backward(weights=False)),
+            Kind.W: (moments.weights(),),
             **moments.vocab_parallel_peaks(),
             "gather F": (moments.gather_before_forward(),),
             "gather B": (moments.gather_before_backward(),),
-            "UNSHARD": (moments.unshard(),),
-            "REDUCE": (moments.reduce(),),
-            "MERGE": (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
+            Kind.UNSHARD: (moments.unshard(),),
+            Kind.REDUCE_GRAD: (moments.reduce(),),
+            Kind.ALL_REDUCE_REPLICAS: (PeakCandidate("copies swapped", MemoryTerms(communication=2 * own.parameters)),),
         },
     )
 
@@ -272,8 +273,8 @@ class _StagePeaks:
         numbers = rows * self.sizes.tokens
         head = rows * self.stage.spec.hidden_size * self.compute_size
         return {
-            "S": (PeakCandidate("scores", MemoryTerms(logits=numbers * (self.compute_size + self.master_size))),),
-            "T": (PeakCandidate("head", MemoryTerms(logits=numbers * self.compute_size, workspace=head)),),
+            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=numbers * (self.compute_size + self.master_size))),),
+            Kind.T: (PeakCandidate("head", MemoryTerms(logits=numbers * self.compute_size, workspace=head)),),
         }
 
     def weights(self) -> PeakCandidate:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.schedule.timing import PassTimes
 
 
@@ -58,7 +58,8 @@ class OpTimes:
     def pass_times(self, num_stages: int) -> PassTimes:
         """What a schedule is searched for: of each stage F, I and W, each half of B where only that was timed."""
         forward, whole, inputs, weights = (
-            [self.duration_s(Action(kind, stage)) for stage in range(num_stages)] for kind in ("F", "B", "I", "W")
+            [self.duration_s(Action(kind, stage)) for stage in range(num_stages)]
+            for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
         )
         split = [i > 0 or w > 0 for i, w in zip(inputs, weights, strict=True)]
         rows = list(zip(split, whole, inputs, weights, strict=True))

@@ -10,6 +10,7 @@ from muster.cost.time.collectives import all_gather_s, all_reduce_s, reduce_scat
 from muster.cost.time.kernels import stream_s
 from muster.cost.time.pass_cost import OVERLAP_SLOWDOWN
 from muster.cost.time.rank_placement import PlacedPlan
+from muster.schedule.action import Kind
 from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
 
 _FP32_BYTES = 4
@@ -100,11 +101,11 @@ class ParamCommunication:
         gather = sequential_broadcasts_s if software.broadcast_updates else all_gather_s
         gather_s = gather(self.data, self.numel * self.element_bytes)
         buckets = max(1, len(self.layers))
-        beside_s = passes_s["B"] if software.overlap_grad_reduce else 0.0
-        yield "REDUCE", _exposed_s(reduce_s, beside_s, buckets)
-        yield "UNSHARD", _exposed_s(gather_s, passes_s["F"] if software.overlap_param_gather else 0.0, buckets)
+        beside_s = passes_s[Kind.B] if software.overlap_grad_reduce else 0.0
+        yield Kind.REDUCE_GRAD, _exposed_s(reduce_s, beside_s, buckets)
+        yield Kind.UNSHARD, _exposed_s(gather_s, passes_s[Kind.F] if software.overlap_param_gather else 0.0, buckets)
         norms = 2 * self.model.hidden_size * (len(self.layers) + 1)
-        yield "SYNC", all_reduce_s(self.groups.tp, norms * software.grad_bytes)
+        yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, norms * software.grad_bytes)
 
     def _unsharded_reduce_s(self) -> float:
         """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and

@@ -16,6 +16,7 @@ from muster.cost.time.profiled_times import profiled_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import StageTimes, example_stage_times
 from muster.layout.stage_resharding import stage_transfers
+from muster.schedule.action import Kind
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
@@ -65,7 +66,7 @@ def plan_times(
     if plan.vocab_parallel:
         seconds.update(_vocab_parallel_times(setting))
     whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
-    seconds["NORM", -1], seconds["STEP", -1] = per_step_s(
+    seconds[Kind.GRAD_NORM, -1], seconds[Kind.STEP, -1] = per_step_s(
         whole, examples if data_rank is None else example_stage_times(whole)
     )
     hops = {}
@@ -168,10 +169,10 @@ def _stage_sums(setting: PlacedPlan, stage: int, at: StageTimes) -> Iterator[tup
     other = plan.tied_embedding_peer(stage)
     if other is not None:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(other))
-        yield "TIE", all_reduce_s(pair, words * gradient_bytes)
+        yield Kind.ALL_REDUCE_TIED, all_reduce_s(pair, words * gradient_bytes)
     if plan.pipeline_replicas > 1 and stage < plan.stages_per_replica:
         pair = setting.pair(setting.first_rank(stage), setting.first_rank(stage + plan.stages_per_replica))
-        yield "MERGE", all_reduce_s(pair, at.param_communication.numel / parts * gradient_bytes)
+        yield Kind.ALL_REDUCE_REPLICAS, all_reduce_s(pair, at.param_communication.numel / parts * gradient_bytes)
 
 
 HOST_LINK_EFFICIENCY = 0.8
@@ -198,8 +199,8 @@ def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float
         if not moved:
             continue
         time_s = host_copy_s(setting.device(stage), moved)
-        yield ("OFFLOAD", stage), time_s
-        yield ("RELOAD", stage), time_s
+        yield (Kind.OFFLOAD, stage), time_s
+        yield (Kind.RELOAD, stage), time_s
 
 
 def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:
@@ -280,9 +281,14 @@ def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int]
         hidden, wide = at.hidden_bytes, at.high_precision
         score_s = matmul_s(at.device, at.tokens, words, model.hidden_size, wide)
         logits_s = stream_s(at.device, 3 * at.element_bytes * at.tokens * words, 2)
-        yield ("E", stage), stream_s(at.device, 2 * hidden / plan.pp)
-        yield ("S", stage), 2 * score_s + logits_s
-        yield ("T", stage), score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
-        yield ("EW", stage), stream_s(at.device, 3 * hidden / plan.pp)
-        for kind, size in (("EC", hidden), ("HC", hidden), ("SC", 2 * hidden), ("DC", hidden)):
+        yield (Kind.EMB_F, stage), stream_s(at.device, 2 * hidden / plan.pp)
+        yield (Kind.S, stage), 2 * score_s + logits_s
+        yield (Kind.T, stage), score_s + stream_s(at.device, at.element_bytes * at.tokens * words)
+        yield (Kind.EMB_W, stage), stream_s(at.device, 3 * hidden / plan.pp)
+        for kind, size in (
+            (Kind.EMB_REDUCE, hidden),
+            (Kind.HIDDEN_BCAST, hidden),
+            (Kind.LOGIT_STATS, 2 * hidden),
+            (Kind.EMB_GRAD_BCAST, hidden),
+        ):
             yield (kind, stage), all_reduce_s(pipeline, size) / 2

@@ -16,6 +16,7 @@ from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.rate_interpolation import RateInterpolator
 from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
+from muster.schedule.action import Kind
 from muster.spec.errors import InfeasibleError
 from muster.spec.machine_rates import MachineRates
 from muster.spec.model import ModelSpec
@@ -41,7 +42,7 @@ def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
             seconds[kind, stage] = company * (time_s + sum(within_s.values()))
             if within_s:
                 exposed_s[kind, stage] = {axis: company * axis_s for axis, axis_s in within_s.items()}
-    for kind in ("NORM", "STEP"):
+    for kind in (Kind.GRAD_NORM, Kind.STEP):
         seconds[kind, -1] = max(_per_step_times(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
     cores = machine.cores or None
     processes = tuple(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp))
@@ -142,19 +143,23 @@ class _StagePasses:
             cost.add(known[key])
         cost.add(self._embedding_and_head(self.param_shapes.get("", {})))
         self._add_sharding(cost)
-        forward_s, backward_s = self._overhead("F"), self._overhead("B")
-        yield "F", cost.forward_s + forward_s, dict(cost.forward_exposed_s)
-        yield "B", cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
-        yield "I", cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
-        yield "W", cost.weight_grad_s + backward_s / 2, {}
-        yield "UNSHARD", sum(map(self._gather, self._buckets())) + self._overhead("UNSHARD"), {}
-        yield "REDUCE", sum(map(self._reduce, self._buckets())) + self._overhead("REDUCE"), {}
+        forward_s, backward_s = self._overhead(Kind.F), self._overhead(Kind.B)
+        yield Kind.F, cost.forward_s + forward_s, dict(cost.forward_exposed_s)
+        yield Kind.B, cost.input_grad_s + cost.weight_grad_s + backward_s, dict(cost.backward_exposed_s)
+        yield Kind.I, cost.input_grad_s + backward_s / 2, dict(cost.backward_exposed_s)
+        yield Kind.W, cost.weight_grad_s + backward_s / 2, {}
+        yield Kind.UNSHARD, sum(map(self._gather, self._buckets())) + self._overhead(Kind.UNSHARD), {}
+        yield Kind.REDUCE_GRAD, sum(map(self._reduce, self._buckets())) + self._overhead(Kind.REDUCE_GRAD), {}
         moved = offloaded_activation_bytes(self.model, self.plan, self.workload, self.stage)
         copy_s = self.rates.kernel("copy", moved // master_bytes(self.plan.precision))
-        yield "OFFLOAD", copy_s, {}
-        yield "RELOAD", copy_s, {}
+        yield Kind.OFFLOAD, copy_s, {}
+        yield Kind.RELOAD, copy_s, {}
         copied = sum(prod(shape) for parts in self.param_shapes.values() for shape in parts.values() if len(shape) == 1)
-        yield "SYNC", self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)), {}
+        yield (
+            Kind.ALL_REDUCE_TP,
+            self.rates.collective("all_reduce", self.mesh.tp, copied * master_bytes(self.plan.precision)),
+            {},
+        )
 
     def _overhead(self, kind: str) -> float:
         level = storage_level(self.plan, self.stage)
@@ -315,6 +320,6 @@ def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_ra
     add_up_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
     company = rates.contention(level)
     return {
-        "NORM": company * (add_up_s + rates.kernel("gradient norm", total) + overhead("NORM")),
-        "STEP": company * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead("STEP")),
+        Kind.GRAD_NORM: company * (add_up_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
+        Kind.STEP: company * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead(Kind.STEP)),
     }
