@@ -19,7 +19,7 @@ from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung
 from muster.launch.watchdog import Watchdog, WatchdogConfig, attempt_id
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.spec.errors import MusterError
 from tests.nodes import ADDRESSES, network
 from tests.train_runs import AT_ONCE, ROOT
@@ -52,17 +52,23 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
     page = HeartbeatPage()
     try:
         assert page.read() is None
-        os.pwrite(page.fd, b"\1" + b"\0" * 60, 0)
+        os.pwrite(page.fd, b"\1" + b"\0" * 100, 0)
         assert page.read() == RankStatus(1, 0, "", Action("", 0, 0), False)
     finally:
         page.close()
-    memory = bytearray(64)
+    memory = bytearray(128)
     where = Heartbeat(memory)
     where.step = 6
     where.begin(Action("UNSHARD", 1), waiting=True)
     page = HeartbeatPage()
     os.pwrite(page.fd, memory, 0)
     assert page.read() == RankStatus(1, 6, "run", Action("UNSHARD", 1), True)
+    for kind in Kind:
+        where.begin(Action(kind, 7, 11))
+        os.pwrite(page.fd, memory, 0)
+        status = page.read()
+        assert status is not None
+        assert status.action == Action(kind, 7, 11)
     page.close()
 
 

@@ -1,13 +1,15 @@
 """Schedules, lowering and the checker."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.config.migrations import INSTRUCTIONS
 from muster.cost.time.op_times import OpTimes
-from muster.schedule.action import parse_action
+from muster.schedule.action import KINDS, Action, Kind, parse_action
 from muster.schedule.check import ProgramError, check
 from muster.schedule.forward_only import forward_only
 from muster.schedule.lower import LoweringOptions, lower
@@ -236,7 +238,8 @@ def test_parameters_and_gradients():
         return " ".join(line.partition(": ")[2] for line in lines if line.startswith("rank 2 collective"))
 
     assert collectives(zero="z1") == (
-        "2UNSHARD 2REDUCE_GRAD@compute:3 2ALL_REDUCE_TIED<0@compute:3,collective:1 GRAD_NORM@compute:3,collective:1,collective:2"
+        "2UNSHARD 2REDUCE_GRAD@compute:3 2ALL_REDUCE_TIED<0@compute:3,collective:1"
+        " GRAD_NORM@compute:3,collective:1,collective:2"
     )
     assert collectives(zero="z2") == "2UNSHARD 2ALL_REDUCE_TIED<0@compute:3 GRAD_NORM@compute:3,collective:1"
     assert collectives(zero="z3", tied_embeddings=False) == "GRAD_NORM@compute:3"
@@ -317,7 +320,8 @@ FAULTS = {
     ),
     "swapped sends": (
         [("0SEND_F0>1@compute:0 0SEND_F1>1@compute:1", "0SEND_F1>1@compute:1 0SEND_F0>1@compute:0")],
-        "ranks 0 and 1 order their transfers differently: where rank 0 has 0SEND_F1 → 1RECV_F1, rank 1 has 0SEND_F0 → 1RECV_F0",
+        "ranks 0 and 1 order their transfers differently:"
+        " where rank 0 has 0SEND_F1 → 1RECV_F1, rank 1 has 0SEND_F0 → 1RECV_F0",
     ),
     "no partner": (
         [("1ALL_REDUCE_TIED<0@collective:1 ", ""), ("collective:3", "collective:2")],
@@ -446,3 +450,30 @@ def test_no_instruction_can_be_dropped(data, name: str, ranks: int, micro_batche
         return  # how parameters are stored is not the program's to know
     with pytest.raises(ProgramError):
         check(replace(lowered, ranks=tuple(ranks_after)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Former texts
+
+FORMER = Path(__file__).parent / "data" / "written_before" / "b48f258" / "programs"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FORMER.glob("*.txt")))
+def test_programs_of_version_1_are_read_with_todays_names(name: str):
+    read = parse_program((FORMER / name).read_text())
+    check(read)
+    kinds = {item.action.kind for lanes in read.ranks for lane in lanes.values() for item in lane}
+    assert not {str(kind) for kind in kinds}.intersection(INSTRUCTIONS)
+    assert str(read).startswith("program 2 ")
+    assert parse_program(str(read)) == read
+
+
+def test_texts_of_a_newer_muster_are_refused():
+    with pytest.raises(ValueError, match="version 9, of a newer Muster; this one reads up to 2"):
+        parse_program("program 9 schedule=own ranks=1 micro_batches=1 placement=0")
+
+
+def test_every_former_kind_is_called_by_one_of_todays():
+    assert set(INSTRUCTIONS.values()) <= set(Kind) == set(KINDS)
+    assert {Kind.F} == {"F"}
+    assert parse_action("1SF2", INSTRUCTIONS) == Action(Kind.SEND_F, 1, 2)

@@ -225,7 +225,8 @@ def test_breakdown_of_a_step():
     """Two stages, one micro-batch, a hop of 1: each rank's 20 s are told apart."""
     own = times(1.0, F=2, B=3, UNSHARD=1, REDUCE_GRAD=2, GRAD_NORM=1, STEP=1.5)
     parts = breakdown(simulate(program("1f1b", 2, 1, LoweringOptions("z1", 2)), own))
-    # rank 0: UNSHARD 0–1, F 1–3, hop 3–4, (rank 1: F 4–6, B 6–9), hop 9–10, B 10–13, REDUCE_GRAD 13–15, GRAD_NORM 15–16, STEP
+    # rank 0: UNSHARD 0–1, F 1–3, hop 3–4, (rank 1: F 4–6, B 6–9), hop 9–10, B 10–13, REDUCE_GRAD 13–15,
+    # GRAD_NORM 15–16, STEP
     assert parts.step_s == 17.5
     assert (parts.forward_s, parts.backward_s, parts.optimizer_s) == (2, 3, 2.5)
     assert parts.send_s == 1.0  # 9–10 on rank 0, 3–4 on rank 1
@@ -242,12 +243,14 @@ def test_a_measured_timeline_is_broken_down_alike():
     for rank in (0, 1):
         rows += [f"{rank} {word}" for word in (
             "collective 0UNSHARD 100 101", "compute 0F0 101 103", "p2p 0SEND_F0 103 103.001", "p2p 0RECV_B0 103 110",
-            "compute 0B0 110 113", "collective 0REDUCE_GRAD 113 115", "collective GRAD_NORM 115 115", "compute STEP 115 115",
+            "compute 0B0 110 113", "collective 0REDUCE_GRAD 113 115", "collective GRAD_NORM 115 115",
+            "compute STEP 115 115",
         )]  # fmt: skip
     for rank in (2, 3):
         rows += [f"{rank} {word}" for word in (
             "collective 1UNSHARD 100 101", "p2p 1RECV_F0 101 104", "compute 1F0 104 106", "compute 1B0 106 109",
-            "p2p 1SEND_B0 109 109.001", "collective 1REDUCE_GRAD 109 111", "collective GRAD_NORM 111 115", "compute STEP 115 115",
+            "p2p 1SEND_B0 109 109.001", "collective 1REDUCE_GRAD 109 111", "collective GRAD_NORM 111 115",
+            "compute STEP 115 115",
         )]  # fmt: skip
     assert breakdown(timeline("measured", 4, ",".join(rows))) == predicted
 
@@ -256,13 +259,15 @@ def test_waiting_for_another_rank_is_bubble_not_communication():
     """A collective counts from when its last rank came, a transfer from when it was sent, and only for its reader."""
     late = timeline(
         "measured", 2,
-        "0 collective 0REDUCE_GRAD 0 5,1 collective 0REDUCE_GRAD 4 5,0 compute STEP 5 6,1 compute STEP 5 6,1 compute 0F0 0 4",
+        "0 collective 0REDUCE_GRAD 0 5,1 collective 0REDUCE_GRAD 4 5,0 compute STEP 5 6,1 compute STEP 5 6,"
+        "1 compute 0F0 0 4",
     )  # fmt: skip
     assert breakdown(late).gather_s == 1.0
     assert breakdown(late).bubble_s == 4 / 2
     early = timeline(
         "measured", 2,
-        "0 compute 0F0 0 1,0 compute 0F1 1 2,0 p2p 0SEND_F0 1 1,0 p2p 0SEND_F1 2 2,1 p2p 1RECV_F0 0 2,1 compute 1F0 2 3,"
+        "0 compute 0F0 0 1,0 compute 0F1 1 2,0 p2p 0SEND_F0 1 1,0 p2p 0SEND_F1 2 2,1 p2p 1RECV_F0 0 2,"
+        "1 compute 1F0 2 3,"
         "0 compute 0B0 7 9,1 compute 1B0 5 6,1 compute 1F1 8 9,1 p2p 1RECV_F1 6 8",
     )  # fmt: skip
     assert breakdown(early).send_s == ((2 - 1) + (8 - 6)) / 2
