@@ -141,16 +141,20 @@ def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], 
             text.append("." * (end - column), "dim")
         else:
             action = schedule.ranks[rank][passes[column]]
-            letters: str = _LETTERS.get(action.kind, action.kind)
+            letters = _letters(action.kind)
             name = f"{letters}{action.micro_batch}" if scale.in_full else letters * (end - column)
             text.append_text(_box(action.kind, name, held.index(action.stage) % 2 == 1, end - column))
         column = end
     return text
 
 
+def _letters(kind: Kind) -> str:
+    return _LETTERS.get(kind, kind.value)
+
+
 def _box(kind: Kind, name: str, odd: bool, length: int) -> Text:
     paint = paint_of(kind)
-    name = name if len(name) <= length else _LETTERS.get(kind, kind)[:length]  # half a number would be another number
+    name = name if len(name) <= length else _letters(kind)[:length]  # half a number would be another number
     name = name.ljust(length, _FILLINGS.get(kind, " "))
     if odd:
         return Text(name.lower(), f"{PALE_TEXT} on {paint.pale_colour}")
@@ -164,9 +168,7 @@ def _legend(schedule: Schedule) -> Text:
     for kind, name in _NAMES.items():
         if kind in found:
             paint = paint_of(kind)
-            text.append("  " if text else "").append(
-                f" {_LETTERS.get(kind, kind)} ", f"{paint.light_text} on {paint.light}"
-            )
+            text.append("  " if text else "").append(f" {_letters(kind)} ", f"{paint.light_text} on {paint.light}")
             text.append(f" {name}")
     if schedule.chunks > 1:
         text.append(

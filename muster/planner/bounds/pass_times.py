@@ -10,7 +10,7 @@ from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import example_p2p_times, p2p_times_are_alike, per_step_s, stage_p2p_times
 from muster.cost.time.rank_placement import PlacedPlan
 from muster.cost.time.stage_times import example_stage_times
-from muster.schedule.action import Action
+from muster.schedule.action import Action, Kind
 from muster.spec.plan import Plan
 
 Column = NDArray[np.float64]
@@ -46,7 +46,12 @@ class PassTimes:
 
     def by_kind(self) -> dict[str, Column]:
         """The passes' times by kind."""
-        return {"F": self.forward_s, "B": self.backward_s, "I": self.backward_s, "W": self.weight_backward_s}
+        return {
+            Kind.F: self.forward_s,
+            Kind.B: self.backward_s,
+            Kind.I: self.backward_s,
+            Kind.W: self.weight_backward_s,
+        }
 
     def busy_s(self) -> Column:
         """What a micro-batch takes on each stage."""
@@ -57,7 +62,7 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
     """Of a plan on devices with data sheets."""
     plan, zero = placed.plan, placed.plan.default_strategy.zero
     examples, which = example_stage_times(placed), placed.stage_kinds.kind_by_stage
-    kinds = ("F", "I", "W") if plan.split_backward else ("F", "B")
+    kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
     passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
     columns = passes[which].T
     come, back = _transfer_columns(placed)
@@ -74,8 +79,8 @@ def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
         columns[2] if plan.split_backward else np.zeros(len(which)),
         come,
         back,
-        [at.seconds["UNSHARD"] if at and zero != "z3" else 0.0 for at in shared],
-        [at.seconds["REDUCE"] if at and zero == "z1" else 0.0 for at in shared],
+        [at.seconds[Kind.UNSHARD] if at and zero != "z3" else 0.0 for at in shared],
+        [at.seconds[Kind.REDUCE_GRAD] if at and zero == "z1" else 0.0 for at in shared],
         step_s + (0.0 if plan.post_validation else norm_s),
         crowd,
         np.array([at.recompute_is_additive for at in examples])[which],
@@ -95,7 +100,7 @@ def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
     placement, depth, zero = plan.placement, plan.stages_per_replica, plan.default_strategy.zero
     stages = range(len(placement))
 
-    def column(kind: str) -> Column:
+    def column(kind: Kind) -> Column:
         return np.array([op_times.duration_s(Action(kind, stage)) for stage in stages])
 
     hops = [
@@ -108,15 +113,15 @@ def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
     shared = [plan.mesh(first).dp_size > 1 for first in firsts]
     ends = list(zip(firsts, shared, strict=True))
     return PassTimes(
-        column("F"),
-        column("I" if plan.split_backward else "B"),
-        column("W") if plan.split_backward else np.zeros(len(placement)),
+        column(Kind.F),
+        column(Kind.I if plan.split_backward else Kind.B),
+        column(Kind.W) if plan.split_backward else np.zeros(len(placement)),
         np.array([pair[0] for pair in hops]),
         np.array([pair[1] for pair in hops]),
-        [op_times.duration_s(Action("UNSHARD", first)) if own and zero != "z3" else 0.0 for first, own in ends],
-        [op_times.duration_s(Action("REDUCE", first)) if own and zero == "z1" else 0.0 for first, own in ends],
-        (0.0 if plan.post_validation else op_times.duration_s(Action("NORM", -1)))
-        + op_times.duration_s(Action("STEP", -1)),
+        [op_times.duration_s(Action(Kind.UNSHARD, first)) if own and zero != "z3" else 0.0 for first, own in ends],
+        [op_times.duration_s(Action(Kind.REDUCE_GRAD, first)) if own and zero == "z1" else 0.0 for first, own in ends],
+        (0.0 if plan.post_validation else op_times.duration_s(Action(Kind.GRAD_NORM, -1)))
+        + op_times.duration_s(Action(Kind.STEP, -1)),
         _core_load(
             [op_times.processes_per_rank[rank] if op_times.processes_per_rank else 1 for rank in placement],
             op_times.cores,
