@@ -24,7 +24,7 @@ LONGEST = (
     "test_trade_offs.py",
     "test_traffic.py",
     "test_train_faults.py",
-    "test_memory_copies.py",
+    "test_in_memory_checkpoints.py",
     "test_packing.py",
     "test_resume.py",
     "test_auto.py",

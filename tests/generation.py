@@ -43,8 +43,8 @@ def compare(rank: int, world_size: int, store: dist.Store, payload: dict[str, An
 def logits_of(source: TrainedModel, axis: TensorAxis | None) -> Tensor:
     """After each of three reads of a few tokens."""
     model, layouts = build_inference_decoder(source.model, "fp64", CPU, axis)
-    pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
-    load(source.checkpoint, pieces, convert=True)
+    shards = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]
+    load(source.checkpoint, shards, convert=True)
     tokens = torch.arange(24).view(2, 12) * 7 % source.model.vocab_size
     logits = []
     with KvCache(model, torch.tensor([0, 3]), capacity=12) as cache:

@@ -152,11 +152,11 @@ class Link:
         return result if world.rank == 0 else None
 
 
-def assemble(world: World, pieces: list[LocalShard]) -> dict[str, np.ndarray]:
+def assemble(world: World, shards: list[LocalShard]) -> dict[str, np.ndarray]:
     """Every tensor whole, on rank 0, from what the ranks hold in memory, without a checkpoint. Copies must agree."""
     own = [
-        (piece.name, piece.layout.shape, [(box.slices, part.numpy().copy()) for box, part in piece.box_views()])
-        for piece in pieces
+        (shard.name, shard.layout.shape, [(box.slices, part.numpy().copy()) for box, part in shard.box_views()])
+        for shard in shards
     ]
     whole: dict[str, np.ndarray] = {}
     everyone = world.all_gather_object(own)
@@ -213,7 +213,7 @@ def no_optimizer() -> Iterator[None]:
     fill = load_module.fill_shards
 
     def faulty(folder: Path, manifest: Any, wanted: Any, convert: bool = False) -> None:
-        fill(folder, manifest, [piece for piece in wanted if piece.name.startswith("model/")], convert)
+        fill(folder, manifest, [shard for shard in wanted if shard.name.startswith("model/")], convert)
 
     with patch.object(load_module, "fill_shards", faulty):
         yield

@@ -23,7 +23,7 @@ from muster.layout.tensor_layout import Box, TensorLayout, chunk_bounds
 ROWS, COLUMNS = 4096, 64
 
 
-def pieces_of(rank: int, size: int, step: int) -> list[LocalShard]:
+def shards_of(rank: int, size: int, step: int) -> list[LocalShard]:
     """This rank's rows of a matrix and of a vector that two ranks share, full of the step's number."""
     first, rows = chunk_bounds(ROWS, size, rank)
     matrix = TensorLayout("model/w", (ROWS, COLUMNS), (Box((first, 0), (rows, COLUMNS)),))
@@ -51,13 +51,13 @@ class Rank:
 
     def begin(self, step: int, root: Path | None = None, keep: RetentionPolicy | None = None) -> list[LocalShard]:
         """Begins a save; the tensors change at once, as they would in the next step."""
-        pieces = pieces_of(self.rank, self.size, step)
+        shards = shards_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
-        self.saver.start(SaveRequest(root or self.root, step, info, keep or RetentionPolicy()), pieces)
+        self.saver.start(SaveRequest(root or self.root, step, info, keep or RetentionPolicy()), shards)
         self.saver.wait_staged()
-        for piece in pieces:
-            piece.tensor.fill_(-1)
-        return pieces
+        for shard in shards:
+            shard.tensor.fill_(-1)
+        return shards
 
     def save(self, step: int, **options: Any) -> str | None:
         """Saves, waits, and returns what went wrong."""
@@ -83,14 +83,14 @@ def saves_beside_the_training(rank: int, size: int, store: dist.Store, payload: 
     """What becomes of saves that succeed, are killed, are refused and are overtaken."""
     root = Path(payload["root"])
     me, found = Rank(rank, size, store, root), {}
-    me.saver.preallocate(pieces_of(rank, size, 0))
+    me.saver.preallocate(shards_of(rank, size, 0))
     pid, staging = me.writer_pid(), me.saver._staging
     found["first"] = me.save(1)
     found["again"] = me.save(2)
     found["same writer and memory"] = (me.writer_pid(), me.saver._staging) == (pid, staging)
-    wanted = pieces_of(rank, size, 7)
+    wanted = shards_of(rank, size, 7)
     load(root / "step-00000002", wanted)
-    found["read"] = all((piece.tensor == 2).all().item() for piece in wanted)
+    found["read"] = all((shard.tensor == 2).all().item() for shard in wanted)
     found["killed"] = killed_while_it_writes(me, 3)
     found["after the kill"] = me.save(4)
     found["refused"] = refused(me, 5)
@@ -139,10 +139,10 @@ def _in_the_way(place: Path) -> Any:
     from muster.checkpoint.save import save_using
 
     def save(write: Any, *args: Any, **options: Any) -> Path:
-        def into_a_file(beside: Path) -> None:
+        def into_a_file(tmp_dir: Path) -> None:
             shutil.rmtree(place)
             place.write_text("")
-            write(beside)
+            write(tmp_dir)
 
         return save_using(into_a_file, *args, **options)
 

@@ -7,7 +7,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("test_parity.py", "test_post_validation.py", "test_extend.py"),
     "data": ("test_packing.py", "test_eval.py", "test_track.py"),
     "resume": ("test_resume.py",),
-    "kills": ("test_saver.py", "test_train.py", "test_mirror.py", "test_memory_copies.py"),
+    "kills": ("test_async_saver.py", "test_train.py", "test_remote_checkpoints.py", "test_in_memory_checkpoints.py"),
     "hangs": ("test_hang.py", "test_doctor.py"),
     "nodes": ("test_nodes.py",),
     "docs": ("test_docs.py", "test_site.py"),

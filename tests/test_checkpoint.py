@@ -78,10 +78,10 @@ class Ranks:
         self._barrier.wait()
         return texts
 
-    def save(self, root: Path, step: int, pieces: Callable[[int], Sequence[LocalShard]], **options: Any) -> list[Any]:
+    def save(self, root: Path, step: int, shards: Callable[[int], Sequence[LocalShard]], **options: Any) -> list[Any]:
         def action(rank: int) -> Path:
             return save(
-                root, step, pieces(rank), INFO, rank, self.count, lambda text: self.exchange(rank, text), **options
+                root, step, shards(rank), INFO, rank, self.count, lambda text: self.exchange(rank, text), **options
             )
 
         return self.each(action)
@@ -95,15 +95,15 @@ def full_tensor(name: str, shape: Sequence[int], dtype: torch.dtype = torch.floa
 
 def shards_of(plan: Plan, rank: int, fill: bool) -> list[LocalShard]:
     """Parameters and optimizer state of one rank: the true numbers, or NaN to be filled."""
-    pieces = []
+    shards = []
     for layout in rank_layouts(SPEC, plan, rank):
         for kind in KINDS:
             name = kind.format(layout.name)
             whole = full_tensor(name, layout.shape)
             parts = [whole[box.slices] for box in layout.boxes]
             local = torch.cat(parts) if parts else whole[:0]
-            pieces.append(LocalShard(name, layout, local if fill else torch.full_like(local, torch.nan)))
-    return pieces
+            shards.append(LocalShard(name, layout, local if fill else torch.full_like(local, torch.nan)))
+    return shards
 
 
 def one_shard(
@@ -114,8 +114,8 @@ def one_shard(
 
 
 def save_one(root: Path, step: int, value: float | None = None, **options: Any) -> Path:
-    piece = one_shard(value=step if value is None else value)
-    return save(root, step, [piece], INFO, 0, 1, single_rank_exchange, **options)
+    shard = one_shard(value=step if value is None else value)
+    return save(root, step, [shard], INFO, 0, 1, single_rank_exchange, **options)
 
 
 def stored_value(folder: Path) -> float:
@@ -175,8 +175,8 @@ def test_copies_share_the_writing_and_each_number_is_written_once(
     results = Ranks(ranks).save(tmp_path, 1, lambda rank: shards_of(plan, rank, fill=True))
     assert results == [checkpoint_path(tmp_path, 1)] * ranks
     manifest = read_manifest(results[0])
-    written = [piece for name in manifest.tensors for piece in manifest.chunks(name)]
-    assert sum(piece.nbytes for piece in written) == SPEC.num_parameters * 4 * len(KINDS)
+    written = [shard for name in manifest.tensors for shard in manifest.chunks(name)]
+    assert sum(shard.nbytes for shard in written) == SPEC.num_parameters * 4 * len(KINDS)
     assert len(manifest.files) == ranks, "every copy writes its share"
     assert (manifest.plan, manifest.counters) == (INFO["plan"], INFO["counters"])
     for name, shape in parameter_shapes(SPEC):
@@ -187,18 +187,18 @@ def test_large_boxes_are_checked_in_pieces_and_only_those_that_are_needed_are_re
     rows = 3 * rank_file.MAX_CHUNK_BYTES // 16 + 5
     folder = save(tmp_path, 1, [one_shard(rows=rows, value=2)], INFO, 0, 1, single_rank_exchange)
     manifest = read_manifest(folder)
-    pieces = manifest.chunks("model/w")
-    assert [piece.nbytes for piece in pieces] == [rank_file.MAX_CHUNK_BYTES] * 3 + [80]
-    assert load_file(folder / pieces[0].file)["model/w"].shape == (rows, 4), "one tensor in the file all the same"
+    shards = manifest.chunks("model/w")
+    assert [shard.nbytes for shard in shards] == [rank_file.MAX_CHUNK_BYTES] * 3 + [80]
+    assert load_file(folder / shards[0].file)["model/w"].shape == (rows, 4), "one tensor in the file all the same"
     reads = plan_reads(manifest, [("model/w", Box((10, 0), (100, 4))), ("model/w", Box((rows - 9, 1), (9, 2)))])
-    assert [(read.offset - pieces[0].offset, read.target_index) for read in reads] == [
+    assert [(read.offset - shards[0].offset, read.target_index) for read in reads] == [
         (0, 0),
         (2 * rank_file.MAX_CHUNK_BYTES, 1),
         (3 * rank_file.MAX_CHUNK_BYTES, 1),
     ]
     assert [len(run) for run in coalesce_reads(reads)] == [1, 2], "neighbours are read at once"
-    with open(folder / pieces[1].file, "r+b") as file:
-        file.seek(pieces[1].offset + 3)
+    with open(folder / shards[1].file, "r+b") as file:
+        file.seek(shards[1].offset + 3)
         file.write(b"!")
     assert (read_box(folder, manifest, "model/w", Box((0, 0), (5, 4))) == 2).all()
     with pytest.raises(MusterError, match="the checksum of model/w is wrong"):
@@ -231,14 +231,14 @@ def test_the_layouts_say_which_matrices_are_cut_by_columns() -> None:
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.float32, torch.int64, torch.float8_e4m3fn]
-    pieces = [one_shard(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
+    shards = [one_shard(f"model/{dtype}", rows=3, dtype=dtype) for dtype in dtypes]
     step = torch.tensor(7)
-    pieces.append(LocalShard("optim/step", TensorLayout("step", (), (Box((), ()),)), step))
-    folder = save(tmp_path, 1, pieces, INFO, 0, 1, single_rank_exchange)
+    shards.append(LocalShard("optim/step", TensorLayout("step", (), (Box((), ()),)), step))
+    folder = save(tmp_path, 1, shards, INFO, 0, 1, single_rank_exchange)
     content = load_file(folder / "rank-00000.safetensors")
-    for piece in pieces:
-        assert torch.equal(content[piece.name].double(), piece.tensor.double())
-        assert content[piece.name].dtype == read_full(folder, piece.name).dtype == piece.tensor.dtype
+    for shard in shards:
+        assert torch.equal(content[shard.name].double(), shard.tensor.double())
+        assert content[shard.name].dtype == read_full(folder, shard.name).dtype == shard.tensor.dtype
     assert {path.name for path in folder.iterdir()} == {MANIFEST, "rank-00000.safetensors"}
 
 
@@ -269,7 +269,7 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
     shape, dtype, written, read = case
     whole = full_tensor("x", shape).mul(9).to(dtype)
 
-    def piece(boxes: list[Box], filled: bool) -> LocalShard:
+    def shard(boxes: list[Box], filled: bool) -> LocalShard:
         parts = [whole[box.slices].reshape(-1) for box in boxes]
         local = torch.cat(parts) if parts else whole.new_empty(0)
         local = local.reshape(boxes[0].size) if len(boxes) == 1 else local
@@ -278,12 +278,12 @@ def test_any_cut_opens_under_any_other(tmp_path_factory: pytest.TempPathFactory,
 
     root = tmp_path_factory.mktemp("cut")
     with patch.object(rank_file, "MIN_STRIP_BYTES", 4):  # matrices lie in strips of columns
-        results = Ranks(len(written)).save(root, 1, lambda rank: [piece(written[rank], True)])
+        results = Ranks(len(written)).save(root, 1, lambda rank: [shard(written[rank], True)])
     assert results == [checkpoint_path(root, 1)] * len(written)
     for boxes in read:
-        wanted = piece(boxes, False)
+        wanted = shard(boxes, False)
         load(results[0], [wanted])
-        assert torch.equal(wanted.tensor, piece(boxes, True).tensor)
+        assert torch.equal(wanted.tensor, shard(boxes, True).tensor)
     assert torch.equal(read_full(results[0], "x"), whole)
     shutil.rmtree(root)
 
@@ -591,8 +591,8 @@ def test_a_checkpoint_of_schema_1_opens(tmp_path: Path, capsys: pytest.CaptureFi
     content = json.loads((folder / MANIFEST).read_text())
     for name, tensor in content["tensors"].items():
         place = {"file": next(iter(content["files"])), "key": name, "start": [0, 0], "size": tensor["shape"]}
-        piece = {**place, "crc32": tensor["crc32"][0], "nbytes": 16 * tensor["shape"][0]}
-        content["tensors"][name] = {"shape": tensor["shape"], "dtype": tensor["dtype"], "pieces": [piece]}
+        shard = {**place, "crc32": tensor["crc32"][0], "nbytes": 16 * tensor["shape"][0]}
+        content["tensors"][name] = {"shape": tensor["shape"], "dtype": tensor["dtype"], "pieces": [shard]}
     (folder / MANIFEST).write_text(json.dumps(content | {"version": 1}))
     assert (read_full(folder, "model/w") == 3).all()
     assert (read_full(folder, "model/v") == 4).all()

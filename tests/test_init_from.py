@@ -56,16 +56,16 @@ def test_each_rank_gets_its_part(plan: Plan, places: list[Path]) -> None:
     weights = expected_weights(SPEC)
     for place in places:
         for rank in range(plan.world_size):
-            pieces = empty_shards(plan, rank)
-            load_initial_weights(place, SPEC, pieces)
-            for piece in pieces:
-                group, _, name = piece.name.partition("/")
-                for box, local in piece.box_views():
+            shards = empty_shards(plan, rank)
+            load_initial_weights(place, SPEC, shards)
+            for shard in shards:
+                group, _, name = shard.name.partition("/")
+                for box, local in shard.box_views():
                     wanted = weights[name][box.slices] if group == "model" else torch.full(box.size, 5.0)
-                    assert torch.equal(local, wanted), (place, rank, piece.name)
-    pieces = empty_shards(Plan(), 0, torch.float64)
-    load_initial_weights(places[1], SPEC, pieces)
-    assert torch.equal(pieces[0].tensor, weights["embed.weight"].double())
+                    assert torch.equal(local, wanted), (place, rank, shard.name)
+    shards = empty_shards(Plan(), 0, torch.float64)
+    load_initial_weights(places[1], SPEC, shards)
+    assert torch.equal(shards[0].tensor, weights["embed.weight"].double())
 
 
 def test_a_rank_reads_only_what_it_holds(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +81,9 @@ def test_a_rank_reads_only_what_it_holds(places: list[Path], monkeypatch: pytest
     monkeypatch.setattr(ArrayFile, "read_box", counted)
     for place in places[1:]:
         for rank in range(4):
-            read, pieces = 0, empty_shards(Plan(dp_shard=4), rank)
-            load_initial_weights(place, SPEC, pieces)
-            assert read == sum(piece.tensor.nbytes for piece in pieces if piece.name.startswith("model/"))
+            read, shards = 0, empty_shards(Plan(dp_shard=4), rank)
+            load_initial_weights(place, SPEC, shards)
+            assert read == sum(shard.tensor.nbytes for shard in shards if shard.name.startswith("model/"))
 
 
 def test_train_begins_with_the_weights(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def save_weights(folder: Path, spec: ModelSpec, plan: Plan | None = None, step: 
     }
     ranks = Ranks(plan.world_size)
 
-    def pieces(rank: int) -> list[LocalShard]:
+    def shards(rank: int) -> list[LocalShard]:
         found = []
         for layout in rank_layouts(spec, plan, rank):
             for state in STATES:
@@ -45,7 +45,7 @@ def save_weights(folder: Path, spec: ModelSpec, plan: Plan | None = None, step: 
         return found
 
     results = ranks.each(
-        lambda rank: save(folder, step, pieces(rank), info, rank, ranks.count, lambda text: ranks.exchange(rank, text))
+        lambda rank: save(folder, step, shards(rank), info, rank, ranks.count, lambda text: ranks.exchange(rank, text))
     )
     assert isinstance(results[0], Path), results[0]
     return results[0]

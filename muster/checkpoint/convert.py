@@ -25,6 +25,7 @@ from muster.checkpoint.formats.huggingface import (
 )
 from muster.checkpoint.formats.native import write_checkpoint
 from muster.checkpoint.hf_mapping import CastTensors, to_hf
+from muster.checkpoint.manifest import MANIFEST
 from muster.checkpoint.model_directory import (
     DCP_SIDECAR,
     Format,
@@ -37,6 +38,7 @@ from muster.checkpoint.model_directory import (
 from muster.checkpoint.remapped import RenamedTensors
 from muster.checkpoint.tensors import TensorSource
 from muster.config.load_config import load_run_config
+from muster.config.migrations import migrate
 from muster.config.yaml_writer import fsync_directory
 from muster.interop.hf_config import hf_config_from_spec
 from muster.spec.errors import ConfigError, MusterError
@@ -171,12 +173,11 @@ def _write_native(
     options: ConversionOptions,
     progress: Callable[[int], None],
 ) -> str | None:
-    manifest = source.manifest
     info = {
         "plan": source.plan or {},
         "model": source.model.model_dump(mode="json") if source.model else {},
         "counters": source.counters,
-        "run": manifest.run if manifest is not None else {},
+        "run": _stored_run_config(source),
     }
     write_checkpoint(folder, tensors, source.step or 0, info, options.max_shard_bytes, progress)
     auxiliary = _auxiliary_folder(source, options)
@@ -243,11 +244,18 @@ _REPLACED_CONFIG_KEYS = ("rope_parameters", "quantization_config", "transformers
 
 def _run_config_of(source: ModelDirectory) -> dict[str, Any]:
     """Return the configuration of the run that wrote a checkpoint; empty if there is none."""
-    if source.manifest is not None and source.manifest.run:
-        return dict(source.manifest.run)
+    if run := _stored_run_config(source):
+        return run
     if source.run is None:
         return {}
     return load_run_config(None, source.run / "config.yaml", []).config.model_dump(mode="json")
+
+
+def _stored_run_config(source: ModelDirectory) -> dict[str, Any]:
+    """Return the run configuration in a checkpoint's manifest, in today's names; empty if there is none."""
+    if source.manifest is None or not source.manifest.run:
+        return {}
+    return migrate("run", source.manifest.run, str(source.folder / MANIFEST))
 
 
 def _auxiliary_folder(source: ModelDirectory, options: ConversionOptions) -> Path | None:

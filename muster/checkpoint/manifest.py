@@ -198,9 +198,9 @@ def _merge_tensor(name: str, parts: list[tuple[int, StoredTensor]]) -> StoredTen
     return joined
 
 
-def _to_rows(columns: tuple[tuple[int, ...], ...], pieces: int) -> np.ndarray:
+def _to_rows(columns: tuple[tuple[int, ...], ...], num_chunks: int) -> np.ndarray:
     """Return columns as an array [chunks, dimensions]; a tensor without dimensions has no column."""
-    return np.array(columns, dtype=np.int64).reshape(len(columns), pieces).T
+    return np.array(columns, dtype=np.int64).reshape(len(columns), num_chunks).T
 
 
 def _find_inconsistency(manifest: Manifest) -> str | None:

@@ -24,6 +24,7 @@ from muster.checkpoint.hf_mapping import from_hf, from_weight_map
 from muster.checkpoint.manifest import MANIFEST, Manifest
 from muster.checkpoint.remapped import RenamedTensors, check_shapes
 from muster.checkpoint.tensors import TensorSource
+from muster.config.migrations import migrate
 from muster.interop.families import FAMILIES
 from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
@@ -139,7 +140,8 @@ def _split_group(name: str) -> tuple[str, str]:
 
 
 def _latest_of_run(path: Path) -> Path:
-    root, problems = path if list_checkpoints(path) else path / "checkpoints", []
+    root = path if list_checkpoints(path) else path / "checkpoints"
+    problems: list[str] = []
     if (folder := find_latest(root, problems.append)) is not None:
         return folder
     if problems:
@@ -149,14 +151,15 @@ def _latest_of_run(path: Path) -> Path:
 
 def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
     stored = NativeTensors(folder)
-    manifest, run = stored.manifest, folder.resolve().parent.parent
+    manifest = stored.manifest
+    run = folder.resolve().parent.parent
     return ModelDirectory(
         format="muster",
         folder=folder,
         stored=stored,
         model=_checked_model(model, manifest.model, folder / MANIFEST),
         step=manifest.step,
-        plan=manifest.plan,
+        plan=_current_plan(manifest.plan, folder / MANIFEST),
         counters=manifest.counters,
         manifest=manifest,
         run=run if (run / "config.yaml").exists() else None,
@@ -171,9 +174,14 @@ def _open_dcp(folder: Path, model: ModelSpec | None) -> ModelDirectory:
         stored=DcpTensors(folder),
         model=_checked_model(model, about["model"], folder / DCP_SIDECAR) if "model" in about else model,
         step=about.get("step"),
-        plan=about.get("plan"),
+        plan=_current_plan(about.get("plan"), folder / DCP_SIDECAR),
         counters=about.get("counters", {}),
     )
+
+
+def _current_plan(plan: Mapping[str, Any] | None, path: Path) -> Mapping[str, Any] | None:
+    """Return a stored plan in today's names."""
+    return migrate("plan", plan, str(path)) if plan else plan
 
 
 def _open_megatron(folder: Path, model: ModelSpec | None) -> ModelDirectory:

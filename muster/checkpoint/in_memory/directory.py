@@ -170,11 +170,11 @@ def is_intact(folder: Path, rank: int) -> bool:
     listed = _read_json(TensorIndex, rank_index_path(folder, rank))
     if listed is None or any(find_file_damage(folder / name, nbytes) for name, nbytes in listed.files.items()):
         return False
-    pieces = [piece for name in listed.tensors for piece in listed.chunks(name)]
+    chunks = [chunk for name in listed.tensors for chunk in listed.chunks(name)]
     for name, nbytes in listed.files.items():
         with open(folder / name, "rb") as file, mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) as memory:
             view = memoryview(memory)
-            ok = all(crc32(view[p.offset : p.offset + p.nbytes]) == p.crc32 for p in pieces if p.file == name)
+            ok = all(crc32(view[c.offset : c.offset + c.nbytes]) == c.crc32 for c in chunks if c.file == name)
             view.release()
             if not ok:
                 return False

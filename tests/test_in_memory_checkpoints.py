@@ -33,7 +33,7 @@ def whole(step: int) -> list:
 
 
 def test_copies_live_on_in_the_memory_of_the_nodes_that_are_left(tmp_path: Path) -> None:
-    ranks = run_ranks(4, "tests.memory_ranks:lives_on", {"root": str(tmp_path)})
+    ranks = run_ranks(4, "tests.in_memory_ranks:lives_on", {"root": str(tmp_path)})
     kept = [rank.pop("kept") for rank in ranks]
     assert kept == [["step-00000002", copied] for copied in ([0, 1, 3], [0, 1, 3], [0, 1, 2], [2, 3])]
     assert all(rank == ranks[0] for rank in ranks), "all ranks find the same"

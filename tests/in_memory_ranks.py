@@ -22,7 +22,7 @@ from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.rank_file import rank_file_name
 from muster.layout.tensor_layout import Box, TensorLayout
 from muster.spec.errors import InfeasibleError
-from tests.saver_ranks import COLUMNS, ROWS, pieces_of
+from tests.saver_ranks import COLUMNS, ROWS, shards_of
 
 NODE_OF = (0, 0, 1, 2)
 FAR = 10**9
@@ -60,15 +60,15 @@ class Rank:
             self.rank, self.size, dist.PrefixStore(f"launch-{self._launches}", self.store), self.copies
         )
 
-    def save(self, step: int, beside: bool = False) -> str | None:
-        """Makes copies; with `beside` by the writer's process, and the tensors change as soon as they may."""
-        pieces = pieces_of(self.rank, self.size, step)
+    def save(self, step: int, staged: bool = False) -> str | None:
+        """Saves in memory; `staged`: by the writer process, and the tensors change as soon as they may."""
+        shards = shards_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
-        self.saver.start(SaveRequest(None, step, info, RetentionPolicy(), in_memory=True), pieces, stage=beside)
+        self.saver.start(SaveRequest(None, step, info, RetentionPolicy(), in_memory=True), shards, stage=staged)
         self.saver.wait_staged()
-        assert beside or self.saver.wait(300)
-        for piece in pieces:
-            piece.tensor.fill_(-1)
+        assert staged or self.saver.wait(300)
+        for shard in shards:
+            shard.tensor.fill_(-1)
         assert self.saver.wait(300)
         self.gather(None)
         return self.saver.error
@@ -92,7 +92,7 @@ class Rank:
             for name, shape in shapes.items()
         ]
         found.newest.load(wanted)
-        values = {value for piece in wanted for value in piece.tensor.unique().tolist()}
+        values = {value for shard in wanted for value in shard.tensor.unique().tolist()}
         assert found.newest.manifest.counters["step"] == found.newest.step
         return int(values.pop()) if len(values) == 1 else f"mixed: {values}"
 
@@ -122,7 +122,7 @@ def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str
     me, found = Rank(rank, size, store, Path(payload["root"])), {}
     me.launch()
     found["nothing"] = outcome(me.find())
-    found["saved"] = [me.save(1, beside=True), me.save(2, beside=True)]
+    found["saved"] = [me.save(1, staged=True), me.save(2, staged=True)]
     (step,) = me.place.glob("muster-*/step-*")
     found["kept"] = [step.name, stored_ranks(step)]
     with patch.object(transport, "get", side_effect=transport.get) as get:
@@ -164,13 +164,13 @@ def half_written(me: Rank) -> list[Any]:
 
 def killed(me: Rank) -> list[Any]:
     """A rank's writer is killed, which is noticed only when it doesn't answer."""
-    saved = me.save(5, beside=True)
+    saved = me.save(5, staged=True)
     writer = me.saver._writer
     assert writer is not None
     if me.rank == 2:
         os.kill(writer._process.pid, signal.SIGKILL)
     with patch.object(type(writer), "is_alive", True):
-        problem = me.save(6, beside=True)
+        problem = me.save(6, staged=True)
     return [saved, problem, outcome(me.find())]
 
 

@@ -53,12 +53,12 @@ def test_tensors_may_change_when_they_are_copied_and_not_before(
     monkeypatch.setattr(StagingBuffer, "copy_from", slowly)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saver = AsyncSaver(0, 1, store)
-    piece = one_shard(value=3)
-    saver.start(SaveRequest(tmp_path / "checkpoints", 1, INFO, RetentionPolicy()), [piece])
+    shard = one_shard(value=3)
+    saver.start(SaveRequest(tmp_path / "checkpoints", 1, INFO, RetentionPolicy()), [shard])
     order: list[str] = []
 
     def step() -> None:
-        optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), piece.tensor.fill_(4)))
+        optimizer = SimpleNamespace(step=lambda _: (order.append("changed"), shard.tensor.fill_(4)))
         updater = SimpleNamespace(
             hooks=StepHooks(before_update=saver.wait_staged),
             optimizer=optimizer,
