@@ -87,7 +87,7 @@ def test_extends_in_a_circle_is_refused(tmp_path):
     write(tmp_path, "c.yaml", "seed: 1\nextends: b.yaml\n")
     assert "c.yaml:2" in refusal(preset=None, file=tmp_path / "a.yaml")
     own = write(tmp_path, "own.yaml", "extends: own.yaml\n")
-    assert "a circle" in refusal(preset=None, file=own)
+    assert "extends it in turn" in refusal(preset=None, file=own)
 
 
 # --- values ---
@@ -245,7 +245,10 @@ def test_without_a_word_about_the_plan_it_is_auto(tmp_path):
         ([("parallel.precision", "fp31")], "got 'fp31'; did you mean 'fp32'? (from command line)"),
         ([("parallel.schedule", "gpip")], "parallel.schedule: there is no schedule 'gpip'; did you mean 'gpipe'?"),
         ([("parallel", "dq2")], "parallel: plan name 'dq2': unknown part 'dq2'; did you mean 'dp2'?"),
-        ([("parallel", "dp2+0123456789ab")], "can't say all of that plan; give its plan.yaml (from command line)"),
+        (
+            [("parallel", "dp2+0123456789ab")],
+            "no name expresses all of that plan; give its plan.yaml (from command line)",
+        ),
         ([("parallel", "nowhere/plan.yaml")], "there is no file nowhere/plan.yaml"),
         ([("parallel", "auto"), ("parallel.pp", "2")], "parallel.pp: 'auto' chooses it"),
         ([("parallel.micro_batch_size", "x"), ("parallel", "dp2")], "parallel.micro_batch_size: expected a whole"),
@@ -424,14 +427,14 @@ def test_tokens_stand_for_steps_and_the_later_layer_wins(tmp_path):
     assert by_tokens.origins["train.steps"] == "train.tokens 10000 / (8 sequences of 64 tokens)"
     assert (by_steps.config.train.steps, by_steps.config.train.tokens) == (3, None)
     assert load_run_config(None, tmp_path / "b.yaml", [("train.tokens", "512")]).config.train.steps == 1
-    with pytest.raises(ConfigError, match="how many steps that is follows from train.global_batch_size"):
+    with pytest.raises(ConfigError, match="its number of steps follows from train.global_batch_size"):
         load_run_config(None, None, [("model", "tiny"), ("train.tokens", "512"), ("train.seq_len", "64")])
 
 
 def test_epochs_stand_for_steps_when_the_data_are_there():
     resolved = load_run_config("tiny", None, [("train.epochs", "1.5"), ("train.global_batch_size", "8")])
     assert (resolved.config.train.steps, resolved.config.train.epochs) == (None, 1.5)
-    with pytest.raises(ValueError, match="when the data are there"):
+    with pytest.raises(ValueError, match="once the data are there"):
         _ = resolved.config.train.num_steps
     known = with_steps_from_epochs(resolved, 100)
     assert known.config.train.num_steps == 19  # 150 samples: the last step reaches into the next epoch
@@ -482,10 +485,10 @@ def test_a_mixture_stands_in_the_place_of_a_source(tmp_path):
     assert (data.source, [part.weight for part in data.blend]) == (None, [1, 2])
     assert load_run_config(None, tmp_path / "a.yaml", [("data.source", "z")]).config.data.blend == ()
     for text, sentence in {
-        "[{from_step: 2, weights: {c: 1}}]": "mix has no source 'c', expected one of a, b",
+        "[{from_step: 2, weights: {c: 1}}]": "blend has no source 'c', expected one of a, b",
         "[{from_step: 2, from_sample: 3, weights: {a: 1}}]": "either from_step or from_sample",
         "[{from_step: 2, weights: {a: 0}}]": "all weights are 0",
-        "[{from_step: 2, weights: {a: 1}}, {from_sample: 3, weights: {b: 1}}]": "each begins after the one before",
+        "[{from_step: 2, weights: {a: 1}}, {from_sample: 3, weights: {b: 1}}]": "must begin one after the other",
     }.items():
         with pytest.raises(ConfigError, match=sentence):
             load_run_config(None, tmp_path / "a.yaml", [("data.weight_schedule", text)])

@@ -285,7 +285,7 @@ def no_header(hf: Path) -> None:
         (cut_shard, 1, "is damaged: it has"),
         (rename_tensor, 1, "of the 75 tensors of its model"),
         (misshape, 1, "but its model has"),
-        (other_family, 2, "'bert' is no family that is known"),
+        (other_family, 2, "'bert' is not a supported family"),
         (only_pickles, 2, "a pickle, which can run any code"),
         (no_header, 1, "not a safetensors file"),
     ],

@@ -104,7 +104,7 @@ def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tm
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is no family that is known; did you mean 'llama'"),
+        ({"model_type": "lama"}, "model_type 'lama' is not a supported family; did you mean 'llama'"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is unknown, expected one of silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, expected 1.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is unknown"),
@@ -122,7 +122,10 @@ def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tm
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": []} | {"num_hidden_layers": "3"}, "whole"),
         ({"model_type": "glm4_moe"}, "partial rotary embeddings; nearest is 'dots1'"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "of model_type 'mistral', as a conf"),
-        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "'llama4_text' is not known: it has"),
+        (
+            {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+            "'llama4_text' is not supported: it has",
+        ),
         ({"vocab_size": "many"}, "vocab_size: "),
         ({"hidden_size": None}, "hidden_size: expected a whole number >= 1, got None"),
         ({"hidden_size": "big"}, "hidden_size: expected a whole number >= 1, got 'big'"),
@@ -202,7 +205,7 @@ def test_every_family_that_is_refused_names_one_that_is_read():
     assert not FAMILIES.keys() & NEAREST_FAMILY.keys()
     for kind, (nearest, _) in NEAREST_FAMILY.items():
         assert nearest in FAMILIES
-        with pytest.raises(ConfigError, match=f"'{kind}' is not known: it has .*; nearest is '{nearest}'"):
+        with pytest.raises(ConfigError, match=f"'{kind}' is not supported: it has .*; nearest is '{nearest}'"):
             spec_from_hf_config(SIZES | {"model_type": kind})
 
 
@@ -226,7 +229,7 @@ def test_a_directory_that_is_none(tmp_path):
 
 def test_a_model_of_no_family_names_the_nearest():
     spec = spec_from_hf_config(CONFIGS["qwen3"]).model_copy(update={"gated": False, "name": "odd"})
-    with pytest.raises(InfeasibleError, match="model odd is of no Hugging Face family .*nearest is qwen3.* gated"):
+    with pytest.raises(InfeasibleError, match="model odd fits no Hugging Face family .*nearest is qwen3.* gated"):
         hf_config_from_spec(spec)
 
 

@@ -185,7 +185,7 @@ def test_converted_weights_write_what_the_run_writes(
         (
             ["WHOLE", "--plan", "tp3"],
             3,
-            "tp 3 doesn't cut the model's 4 heads and 2 key/value heads: legal are 1, 2, 4",
+            "tp 3 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4",
         ),
         (["WHOLE", "--top-p", "0"], 2, "--top-p 0.0: input should be greater than 0"),
         (["WHOLE", "--tokens", "none"], 2, "expected a whole number >= 1, got 'none'"),

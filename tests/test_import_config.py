@@ -155,7 +155,7 @@ def test_what_can_not_be_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("a.sh", "echo hello", "--num-layers is missing"),
         ("a.sh", "X='", "expected balanced quotes"),
-        ("a.sh", MEGATRON.replace("TP=4;", ""), "its variable is never set"),
+        ("a.sh", MEGATRON.replace("TP=4;", ""), "its variable isn't set"),
         ("a.sh", MEGATRON.replace("nodes 2", "").replace("GPUS=8", "GPUS=3"), "6 processes are not a multiple of"),
         ("a.toml", "x", "no TOML"),
         ("a.toml", "[job]", "[model] is missing"),

@@ -95,7 +95,7 @@ def test_optimizers_have_defaults_of_their_own(tmp_path):
         ({"muon_precision": "bf16"}, "optim: muon_precision bf16 is for muon, but adamw is chosen"),
         ({"decay_shape": "sqrt"}, "optim: decay_shape sqrt is for wsd, but cosine is chosen"),
         ({"decay_fraction": "0"}, "optim.decay_fraction: expected a number > 0 and <= 1, got 0.0"),
-        ({"name": "sgd", "momentum": "0", "nesterov": "true"}, "optim: nesterov looks ahead along the momentum"),
+        ({"name": "sgd", "momentum": "0", "nesterov": "true"}, "optim: nesterov needs momentum"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(overrides, sentence):

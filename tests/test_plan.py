@@ -132,7 +132,7 @@ def test_a_single_process_is_dp1():
 def test_what_a_name_cannot_say_ends_in_the_hash(plan):
     name = format_plan_name(plan)
     assert name.endswith("+" + plan.hash)
-    with pytest.raises(ConfigError, match=r"can't say all of that plan; give its plan\.yaml"):
+    with pytest.raises(ConfigError, match=r"no name expresses all of that plan; give its plan\.yaml"):
         parse_plan_name(name)
 
 
@@ -145,11 +145,11 @@ def test_what_a_name_cannot_say_ends_in_the_hash(plan):
         ("", "unknown part ''"),
         ("dp2--pp2", "unknown part ''"),
         ("DP2", "unknown part 'DP2'"),
-        ("dp2-dp3", "'dp3' says again"),
-        ("z1-z2", "'z2' says again"),
-        ("dp0", "'dp0' says 0"),
-        ("dp2x0", "'dp2x0' says 0"),
-        ("mb0", "'mb0' says 0"),
+        ("dp2-dp3", "'dp3' repeats an earlier part"),
+        ("z1-z2", "'z2' repeats an earlier part"),
+        ("dp0", "'dp0' is 0"),
+        ("dp2x0", "'dp2x0' is 0"),
+        ("mb0", "'mb0' is 0"),
         ("dp" + "9" * 5000, "more than 9 digits"),
     ],
 )
@@ -215,19 +215,19 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
         ("dp32", 32, "global_batch_size 24 is not a multiple of 32"),
         ("pp9", 9, "it has 9 stages, but the model has only 8 layers"),
         ("pp4v3", 4, "it has 12 stages"),
-        ("pp4-l3.5", 4, "layers are given for 2 stages, but pp 4 × vpp 1 is 4"),
+        ("pp4-l3.5", 4, "it lists layers for 2 stages, but pp 4 × vpp 1 is 4"),
         ("pp2-l3.4", 2, "its stages hold 7 layers (3.4), but the model has 8"),
         ("pp3-l4.0.4", 3, "stage 1 has no layers"),
-        ("tp3", 3, "tp 3 doesn't cut the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
-        ("tp8", 8, "tp 8 doesn't cut the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
+        ("tp3", 3, "tp 3 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
+        ("tp8", 8, "tp 8 doesn't divide the model's 4 heads and 2 key/value heads: legal are 1, 2, 4"),
         ("cp3", 3, "seq_len 64 is not a multiple of 6"),
-        ("dp2-sp", 2, "sp cuts sequences over the tp ranks, but tp is 1"),
+        ("dp2-sp", 2, "sp shards sequences over the tp ranks, but tp is 1"),
         ("dp2-ep2", 2, "the model has none"),
-        ("dp2-z1-uneven3.2", 2, "24 is not a multiple of 5 (parts of uneven_micro_batches 5 × micro_batch_size 1)"),
+        ("dp2-z1-uneven3.2", 2, "24 is not a multiple of 5 (sum of uneven_micro_batches 5 × micro_batch_size 1)"),
         ("dp4-z1-uneven3.2.1", 4, "uneven_micro_batches has 3 numbers, which don't divide 4 data-parallel ranks"),
-        ("dp2-uneven3.1", 2, "uneven_micro_batches need z1: z3 reduces in every backward"),
+        ("dp2-uneven3.1", 2, "uneven_micro_batches need z1: z3 reduces gradients in every backward"),
         ("dp2-pp2-z1-uneven3.1-sauto", 4, "but schedule auto finds one"),
-        ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; what runs vpp 2 is interleaved"),
+        ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; schedules for vpp 2 is interleaved"),
         ("pp1v2-sinterleaved", 1, "with pp 1 there is nothing to overlap"),
     ],
 )
@@ -243,11 +243,11 @@ def stages(*meshes: Mesh) -> tuple[StageSpec, ...]:
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (Plan(pp=2, dp_shard=4, stages=stages(Mesh(tp=2), Mesh())), "dp_shard 4 says nothing: leave it out"),
+        (Plan(pp=2, dp_shard=4, stages=stages(Mesh(tp=2), Mesh())), "dp_shard 4 has no effect: leave it out"),
         (Plan(pp=2, stages=stages(Mesh(tp=2), Mesh())), None),
         (Plan(pp=2, stages=stages(Mesh(dp_shard=2), Mesh(tp=2))), None),
         (Plan(pp=2, vpp=2, schedule="interleaved", stages=stages(*[Mesh(tp=2), Mesh()] * 2)), None),
-        (Plan(pp=2, stages=stages(Mesh(tp=3), Mesh())), "tp 3 doesn't cut"),
+        (Plan(pp=2, stages=stages(Mesh(tp=3), Mesh())), "tp 3 doesn't divide"),
         (Plan(pp=2, stages=stages(Mesh(), Mesh(dp_shard=2))), "stage 1 has 2 data-parallel ranks, which don't divide"),
         (
             Plan(pp=2, axis_order=("tp", "pp", "cp", "dp_shard", "dp_replicate"), stages=stages(Mesh(tp=2), Mesh())),
@@ -255,7 +255,7 @@ def stages(*meshes: Mesh) -> tuple[StageSpec, ...]:
         ),
         (
             Plan(pp=2, vpp=2, schedule="interleaved", stages=stages(Mesh(tp=2), Mesh(), Mesh(), Mesh())),
-            "stage 2 has another mesh than stage 0",
+            "stage 2 has a different mesh from stage 0",
         ),
     ],
 )
@@ -289,7 +289,7 @@ def test_an_override_past_the_last_layer_is_a_problem():
 def test_chunked_overlap_wants_sp():
     plan = Plan(tp=2, default_strategy=LayerStrategy(tp_overlap="async_tp"))
     assert plan_violations(plan, MODEL, WORKLOAD, 2) == [
-        "tp_overlap async_tp sends chunks of the sequence, which only sp cuts: add sp or leave it at none"
+        "tp_overlap async_tp sends chunks of the sequence, which only sp shards: add sp or leave it at none"
     ]
 
 
@@ -462,7 +462,7 @@ def test_plans_of_before_data_shares_are_read():
 def test_each_copy_of_the_model_needs_a_micro_batch():
     name = "pp2v2-mb4-sdualpipe"
     (problem,) = plan_violations(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=4), 2)
-    assert "2 copies of the model, each of which needs a micro-batch" in problem
+    assert "2 replicas of the model, each of which needs a micro-batch" in problem
     assert plan_violations(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []
 
 

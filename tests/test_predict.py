@@ -68,7 +68,7 @@ def test_one_device_waits_for_no_world(capsys):
 def test_a_plan_that_does_not_fit_says_why():
     for name, words in (
         ("dp4", "it needs 4 devices (dp_shard 4), but there are 8"),
-        ("tp8", "tp 8 doesn't cut the model's 4 heads"),
+        ("tp8", "tp 8 doesn't divide the model's 4 heads"),
         ("dp8-mb3", "global_batch_size 32 is not a multiple of 24"),
         ("pp8v2-sinterleaved", "it has 16 stages, but the model has only 8 layers"),
     ):
@@ -146,7 +146,7 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
         ({"--cluster": "-4xh100"}, 2, "a cluster has at least one device, got -4xh100"),
         ({"--cluster": "nothing.yaml"}, 2, "can't read cluster file nothing.yaml: no such file or directory"),
         ({"--plan": "dp8-tp4"}, 3, "it needs 32 devices (dp_shard 8 × tp 4), but there are 64"),
-        ({"--plan": "dp0"}, 2, "'dp0' says 0, but degrees and sizes begin at 1"),
+        ({"--plan": "dp0"}, 2, "'dp0' is 0, but degrees and sizes start at 1"),
         ({"--plan": "dp64-zz"}, 2, "unknown part 'zz'"),
         ({"--plan": "DP64-Z3"}, 2, "unknown part 'DP64'; did you mean 'dp64'?"),
         ({"--plan": "dp99999999999999999999"}, 2, "has a number of more than 9 digits"),

@@ -54,7 +54,7 @@ def test_what_is_not_found_yet_is_not_run() -> None:
     plan = parse_plan_name("pp2v2-sauto")
     with pytest.raises(MusterError, match="schedule auto is yet to be found for the plan"):
         build_program(plan, MODEL, WORKLOAD)
-    with pytest.raises(MusterError, match="where schedule auto puts stages is known once it is resolved"):
+    with pytest.raises(MusterError, match="where schedule auto puts stages is unknown until it is resolved"):
         plan.pp_rank(0)
     assert resolve_schedule(parse_plan_name("pp2"), MODEL, WORKLOAD).pinned_schedule is None
 
@@ -63,9 +63,11 @@ def test_an_order_that_does_not_fit_is_refused() -> None:
     plan = found("pp4-sauto")
     assert plan.pinned_schedule is not None
     said = {
-        "its order is for 8 micro-batches, now of 2 sequences, but": plan.model_copy(update={"micro_batch_size": 2}),
-        "its order is for 4 stages on 4 pipeline ranks": plan.model_copy(update={"pp": 2}),
-        "order is for a schedule that is searched for": plan.model_copy(update={"schedule": "1f1b"}),
+        "its pinned_schedule is for 8 micro-batches, now of 2 sequences, but": plan.model_copy(
+            update={"micro_batch_size": 2}
+        ),
+        "its pinned_schedule is for 4 stages on 4 pipeline ranks": plan.model_copy(update={"pp": 2}),
+        "pinned_schedule is for searched schedules": plan.model_copy(update={"schedule": "1f1b"}),
         "max_in_flight_micro_batches is for auto and exact": parse_plan_name("pp4-inflight2"),
         "max_in_flight_micro_batches 0.5 doesn't hold one micro-batch's activations": parse_plan_name(
             "pp4-sauto-inflight0.5"

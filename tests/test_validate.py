@@ -282,7 +282,7 @@ def test_what_says_nothing_is_not_open():
             "inter_link 'infinband' is not known; did you mean 'infiniband'? expected a rate",
         ),
         ({"schedule": "GA=3"}, "schedule says 3 micro-batches, but global_batch 64 makes 16"),
-        ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't cut"),
+        ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't divide"),
         ({"n_gpus": "12", "dp": "3"}, "n_gpus 12 is not a multiple of gpus_per_node 8"),
         ({"metric": "iteration_time_ms"}, "metric 'iteration_time_ms' is none of"),
         ({"value": "10000"}, "of the devices' peak"),

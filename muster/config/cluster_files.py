@@ -44,7 +44,7 @@ def load_cluster(text: str) -> ClusterSpec:
     near = f"; did you mean '{missing[1]}x{missing[2]}'?" if missing and missing[2].lower() in _device_names() else None
     raise ConfigError(
         f"there is no cluster '{text}'{near or did_you_mean(text, [*names('clusters'), *_device_names()])}"
-        f" (give a number of devices as in 64xh100, a file, or one of {', '.join(names('clusters'))})"
+        f" (expected a number of devices as in 64xh100, a file, or one of {', '.join(names('clusters'))})"
     )
 
 
@@ -128,12 +128,12 @@ def _build(data: dict[str, Any], where: str) -> ClusterSpec:
     if "devices" in data:
         short = data.pop("devices")
         if "groups" in data:
-            raise ConfigError(f"{where}: devices stands in the place of groups: leave one of them out")
+            raise ConfigError(f"{where}: devices and groups are given, expected one of them")
         if not isinstance(short, str):
             raise ConfigError(f"{file.key('devices')}: expected devices such as 64xh100, got {short!r}")
         data["groups"] = _named(load_cluster, short, file.key("devices")).groups
     elif "groups" not in data:
-        raise ConfigError(f"{where}: expected groups of nodes, or devices such as 64xh100 in their place")
+        raise ConfigError(f"{where}: expected groups of nodes, or devices such as 64xh100")
     elif isinstance(data["groups"], list):
         data["groups"] = [_group(group, file.key(f"groups.{index}")) for index, group in enumerate(data["groups"])]
     tiers = data.get("tiers")

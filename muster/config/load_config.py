@@ -84,7 +84,7 @@ def _resolve(layers: Iterable[ConfigLayer]) -> ResolvedConfig:
     except ValidationError as error:
         raise config_error(error, run_schema(), merged.origins) from None
     files = [part.file for kind, name in config.plugin_components if (part := find_component(kind, name)) and part.file]
-    # A file that is named keeps the hash that is said of it: in a run's config.yaml, that of when it was trained.
+    # A listed file keeps its listed hash: in a run's config.yaml, the one of its training.
     named = {plugin_path(plugin.file).resolve() for plugin in config.plugins}
     plugins = unique_plugins([*config.plugins, *(resolve_plugin(str(file)) for file in files if file not in named)])
     return ResolvedConfig(config.model_copy(update={"plugins": plugins}), merged.origins, merged.plan_is_auto)
@@ -108,7 +108,7 @@ def _chain(layer: ConfigLayer, seen: list[str]) -> list[ConfigLayer]:
         )
     identity = str((layer.base_dir / parent).resolve()) if looks_like_path(parent) else f"preset {parent}"
     if identity in seen:
-        raise ConfigError(f"{layer.origin('extends')}: {layer.name} extends {parent}, which extends it: a circle")
+        raise ConfigError(f"{layer.origin('extends')}: {layer.name} extends {parent}, which extends it in turn")
     below = (
         read_file_layer(layer.base_dir / parent) if looks_like_path(parent) else read_catalog_layer("presets", parent)
     )

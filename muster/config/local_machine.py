@@ -51,7 +51,7 @@ def profiled_machine(profile: Path = Path(PROFILE_FILE)) -> ClusterSpec:
     """Return the machine that `muster profile` measured here. Raises ConfigError where it was not measured."""
     if not profile.exists():
         raise ConfigError(
-            f"--cluster this needs what 'muster profile' measures: run it here first, it writes {profile}"
+            f"--cluster this needs a profile of this machine: run 'muster profile' here first, it writes {profile}"
         )
     return load_cluster(str(profile))
 

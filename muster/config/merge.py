@@ -47,7 +47,9 @@ class MergedConfig:
         """Add a layer on top. Raises ConfigError."""
         layer = current_layer("run", layer)
         said = {path: value for path, value in layer.values.items() if path != "extends"}
-        if (named := said.pop("plugins", None)) is not None:  # first, as they may register what the layer names
+        if (
+            named := said.pop("plugins", None)
+        ) is not None:  # first, as they may register components that the layer names
             self._add_plugins(named, layer)
         for key in ("model", "model.preset"):
             if isinstance(name := said.get(key), str):
@@ -59,7 +61,7 @@ class MergedConfig:
                 self._replace_plan(text, layer.base_dir, layer.origin(key))
                 if text == "auto" and (chosen := [path for path in said if _is_degree(path)]):
                     raise ConfigError(
-                        f"{chosen[0]}: 'auto' chooses it; instead of auto give a plan's name, such as dp2-pp2"
+                        f"{chosen[0]}: 'auto' chooses it; give a plan's name instead of auto, such as dp2-pp2"
                         f" (from {layer.origin(chosen[0])})"
                     )
         for path, others in _INSTEAD.items():
@@ -68,7 +70,7 @@ class MergedConfig:
                     self._drop(other)
         for path, value in said.items():
             if value is None and run_schema().keys_of(run_schema().schema_at(path) or {}):
-                continue  # a section without a line in it
+                continue  # a section without any keys
             self.plan_is_auto = self.plan_is_auto and not _is_degree(path)
             self.put(path, value, layer.origin(path))
 

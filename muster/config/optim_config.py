@@ -79,5 +79,5 @@ class OptimConfig(Frozen):
             if users and chosen not in users and value != model_field.default:
                 raise ValueError(f"{key} {value} is for {' and '.join(users)}, but {chosen} is chosen; leave it out")
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov looks ahead along the momentum, which is 0; give a momentum or leave it out")
+            raise ValueError("nesterov needs momentum, which is 0; set momentum or leave nesterov out")
         return self

@@ -78,21 +78,23 @@ class DataConfig(Frozen):
         names = [part.name for part in self.blend]
         if (self.source is None) == (not names):
             raise ValueError(
-                "source: missing, expected text or python-stdlib; or give several in mix"
+                "source: missing, expected text or python-stdlib; or several in blend"
                 if self.source is None
-                else f"source {self.source} and mix are given, expected one of them"
+                else f"source {self.source} and blend are given, expected one of them"
             )
         if len(set(names)) < len(names):
-            raise ValueError(f"mix has two sources of one name among {', '.join(names)}")
+            raise ValueError(f"blend has two sources of one name among {', '.join(names)}")
         if names and not any(part.weight for part in self.blend):
-            raise ValueError("mix: all weights are 0, expected one that is more")
+            raise ValueError("blend: all weights are 0, expected at least one above 0")
         for change in self.weight_schedule:
             if (change.from_step is None) == (change.from_sample is None):
-                raise ValueError("changes: expected either from_step or from_sample in each")
+                raise ValueError("weight_schedule: expected either from_step or from_sample in each")
             if unknown := [name for name in change.weights if name not in names]:
-                raise ValueError(f"changes: mix has no source {unknown[0]!r}, expected one of {', '.join(names)}")
+                raise ValueError(
+                    f"weight_schedule: blend has no source {unknown[0]!r}, expected one of {', '.join(names)}"
+                )
             if not any(change.weights.values()):
-                raise ValueError("changes: all weights are 0, expected one that is more")
+                raise ValueError("weight_schedule: all weights are 0, expected at least one above 0")
         return self
 
     @property
@@ -171,7 +173,7 @@ class TrainConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
         if self.steps is None and self.epochs is None:
-            raise ValueError("steps: missing, expected a whole number >= 1; or say how long with tokens or epochs")
+            raise ValueError("steps: missing, expected a whole number >= 1; or give tokens or epochs")
         if self.loss is not None and self.z_loss:
             raise ValueError(f"z_loss is added to cross-entropy, but loss is {self.loss}: leave z_loss out")
         return self
@@ -180,7 +182,7 @@ class TrainConfig(Frozen):
     def num_steps(self) -> int:
         """Steps of the whole run. Raises ValueError while the number of steps in `epochs` is unknown."""
         if self.steps is None:
-            raise ValueError("train.epochs is a number of steps only when the data are there")
+            raise ValueError("train.epochs becomes a number of steps only once the data are there")
         return self.steps
 
 
@@ -233,12 +235,12 @@ class RunConfig(Frozen):
         if self.data.packing == "none" and self.train.tokens is not None:
             raise ValueError(
                 "train.tokens can't be turned into steps with data.packing none, whose samples have unequal lengths;"
-                " say train.steps or train.epochs"
+                " give train.steps or train.epochs"
             )
         firsts = self.weight_change_samples
         if firsts != sorted(set(firsts)):
             raise ValueError(
-                f"data.weight_schedule: each begins after the one before, but they begin at samples {firsts}"
+                f"data.weight_schedule: entries must begin one after the other, but they begin at samples {firsts}"
             )
         return self
 

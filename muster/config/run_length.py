@@ -19,8 +19,8 @@ def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
         missing = [key for key in ("train.global_batch_size", "optim.lr") if values.get(key) is None]
         if missing:
             raise ConfigError(
-                f"train.epochs: {' and '.join(missing)} can't be derived from it, since how many steps it is turns out"
-                " when the data are there; give a value, or train.steps or train.tokens instead of epochs"
+                f"train.epochs: {' and '.join(missing)} can't be derived from it, since its number of steps is known"
+                " only once the data are there; give a value, or train.steps or train.tokens instead of epochs"
             )
     if said["tokens"] is None:
         return None
@@ -46,7 +46,7 @@ def _steps_of_tokens(tokens: object, values: Mapping[str, Any]) -> tuple[int, st
     batch, seq_len = (values.get(f"train.{key}") for key in ("global_batch_size", "seq_len"))
     if not (isinstance(batch, int) and isinstance(seq_len, int) and isinstance(tokens, int) and batch * seq_len > 0):
         raise ConfigError(
-            "train.tokens: how many steps that is follows from train.global_batch_size and train.seq_len; give both, or"
+            "train.tokens: its number of steps follows from train.global_batch_size and train.seq_len; give both, or"
             " train.steps"
         )
     return -(-tokens // (batch * seq_len)), f"train.tokens {tokens} / ({batch} sequences of {seq_len} tokens)"

@@ -48,7 +48,7 @@ class ConfigConversion:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            unset = ": its variable is never set in the file" if "$" in str(value) else ""
+            unset = ": its variable isn't set in the file" if "$" in str(value) else ""
             raise ConfigError(f"{option}: expected a number, got {value!r}{unset}") from None
         return int(number) if number.is_integer() and "e" not in str(value).lower() else number
 

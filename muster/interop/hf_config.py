@@ -50,11 +50,11 @@ def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
         raise ConfigError(_unknown(config))
     for key, expected in _FIXED.items():
         if config.get(key) not in (None, expected):
-            raise ConfigError(f"{key} is {config[key]!r}, expected {expected!r}: nothing else is known")
+            raise ConfigError(f"{key} is {config[key]!r}, expected {expected!r}: nothing else is supported")
     try:
         return ModelSpec.model_validate({"name": name, **FAMILIES[kind].read(config)})
     except KeyError as error:
-        raise ConfigError(f"{error.args[0]}: missing, expected it of model_type {kind}") from None
+        raise ConfigError(f"{error.args[0]}: missing, required by model_type {kind}") from None
     except ValidationError as error:
         said = error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})
         raise ConfigError(_in_words_of(said, FAMILIES[kind].keys)) from None
@@ -66,14 +66,14 @@ def _unknown(config: Config) -> str:
     inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
     if inner in FAMILIES:
         return (
-            f"model_type {kind!r} is more than a decoder, which is all that is known; nearest is the decoder in it:"
-            f" save its text_config, of model_type {inner!r}, as a config.json of its own"
+            f"model_type {kind!r} is more than a decoder, and only decoders are supported; nearest is the decoder in"
+            f" it: save its text_config, of model_type {inner!r}, as a config.json of its own"
         )
     if (found := next((name for name in (inner, kind) if name in NEAREST_FAMILY), None)) is not None:
         nearest, more = NEAREST_FAMILY[found]
-        return f"model_type {found!r} is not known: it has {more}; nearest is {nearest!r}, which has none of that"
+        return f"model_type {found!r} is not supported: it has {more}; nearest is {nearest!r}, which lacks that"
     hint = did_you_mean(str(kind), FAMILIES)
-    return f"model_type {kind!r} is no family that is known{hint} (there are {', '.join(FAMILIES)})"
+    return f"model_type {kind!r} is not a supported family{hint} (there are {', '.join(FAMILIES)})"
 
 
 def _in_words_of(sentence: str, keys: Mapping[str, str]) -> str:
@@ -103,7 +103,7 @@ def hf_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     assert nearest is not None
     _, kind, lost = nearest
     raise InfeasibleError(
-        f"model {spec.name} is of no Hugging Face family that can be written: nearest is {kind}, which can't say its"
+        f"model {spec.name} fits no Hugging Face family that can be written: nearest is {kind}, which can't express its"
         f" {', '.join(lost)}"
     )
 

@@ -14,34 +14,34 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _SHARDING = {"no_shard": None, "optim": "z1", "optim_grads": "z2", "optim_grads_params": "z3"}
 _GPT2_WORDS = 50257
 _DROPOUT = "Muster has no dropout"
-_KERNELS = "which kernels compute is not said in a run file"
-_ALWAYS = "Muster always does so"
+_KERNELS = "a run file doesn't choose kernels"
+_ALWAYS = "always on in Muster"
 _REASONS = {
     "attention-backend": _KERNELS,
-    "use-flash-attn": "Muster's attention always keeps its scores within one kernel",
+    "use-flash-attn": "always on in Muster: attention is fused",
     "use-mcore-models": _KERNELS,
     "transformer-impl": _KERNELS,
     "no-": _KERNELS,
     "overlap-grad-reduce": _ALWAYS,
     "overlap-param-gather": _ALWAYS,
-    "tp-comm-overlap": "parallel.default_strategy.tp_overlap:async_tp does so, and wants measuring first",
-    "make-vocab-size-divisible-by": "any vocabulary can be cut: none is padded",
-    "load": "weights to begin with are train.init_from, once converted: muster checkpoint --help",
+    "tp-comm-overlap": "parallel.default_strategy.tp_overlap: async_tp does so; measure it first",
+    "make-vocab-size-divisible-by": "any vocabulary size can be sharded: none is padded",
+    "load": "initial weights are train.init_from, once converted: muster checkpoint --help",
     "save": "runs are saved below --run",
-    "tensorboard": "metrics lie in the run directory",
-    "wandb": "metrics lie in the run directory",
-    "tokenizer": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
-    "vocab-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
-    "merge-file": "say data.tokenizer: a tokenizer.json or a SentencePiece model",
-    "split": "data.validation_split says what is held out",
+    "tensorboard": "metrics are in the run directory",
+    "wandb": "metrics are in the run directory",
+    "tokenizer": "set data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "vocab-file": "set data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "merge-file": "set data.tokenizer: a tokenizer.json or a SentencePiece model",
+    "split": "data.validation_split sets the validation split",
     "fp8": "fp8 can't be run yet",
     "moe-": "Muster's experts have no such setting",
     "rampup-batch-size": "every step has the same global batch",
-    "nproc": "the plan says how many processes there are",
-    "node": "who starts the processes says it: torchrun, or muster train itself",
-    "master": "who starts the processes says it: torchrun, or muster train itself",
-    "rdzv": "who starts the processes says it: torchrun, or muster train itself",
-    "distributed": "who starts the processes says it: torchrun, or muster train itself",
+    "nproc": "the plan sets the number of processes",
+    "node": "set by the launcher: torchrun, or muster train itself",
+    "master": "set by the launcher: torchrun, or muster train itself",
+    "rdzv": "set by the launcher: torchrun, or muster train itself",
+    "distributed": "set by the launcher: torchrun, or muster train itself",
 }
 
 
@@ -79,7 +79,7 @@ def _model(found: ConfigConversion) -> None:
     put("model.gated", gated, "swiglu")
     put("model.activation", "silu" if gated else "gelu_tanh", "swiglu")
     if found.options.get("squared-relu"):
-        found.drop("squared-relu", "Muster has no squared ReLU; the file says gelu_tanh instead")
+        found.drop("squared-relu", "Muster has no squared ReLU; the run file says gelu_tanh")
     if found.take("group-query-attention"):
         carry("model.num_kv_heads", "num-query-groups", 1)
     carry("model.head_dim", "kv-channels")
@@ -117,7 +117,7 @@ def _positions(found: ConfigConversion) -> None:
     if kind == "rope":
         found.put("model.rope_theta", base, "rotary-base")
     if found.number("rotary-percent", 1.0) != 1.0:
-        found.drop("rotary-percent", "Muster turns whole heads")
+        found.drop("rotary-percent", "Muster rotates whole heads")
 
 
 def _experts(found: ConfigConversion) -> None:
@@ -150,7 +150,7 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
     sources = ("use-distributed-optimizer", "data-parallel-sharding-strategy", "use-torch-fsdp2")
     found.put("parallel.dp_shard" if zero else "parallel.dp_replicate", ranks, *sources)
     found.put("parallel.default_strategy.zero", zero or "z1", *sources)
-    # With tp 1 it is off (validate_args).
+    # Megatron turns it off for tp 1 (validate_args).
     spread = bool(found.take("sequence-parallel")) and sizes["tp"] > 1
     found.put("parallel.default_strategy.sp", spread, "sequence-parallel")
     found.copy_number("parallel.micro_batch_size", "micro-batch-size", 1)
@@ -163,7 +163,7 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
 def _world(found: ConfigConversion) -> int | None:
     """Return the number of processes by the launcher's options, where they give it in numbers."""
     given = [found.take(name, "1") for name in ("nproc_per_node", "nnodes")]
-    # The script that is started may stand behind the last of the launcher's options.
+    # The script's name may follow the last of the launcher's options.
     each, nodes = (str(value[0] if isinstance(value, list) else value) for value in given)
     known = "nproc_per_node" in found.options and each.isdecimal() and nodes.isdecimal()
     return int(each) * int(nodes) if known else None
@@ -183,7 +183,7 @@ def _recompute(found: ConfigConversion) -> None:
     granularity = found.take("recompute-granularity", granularity)
     method, count = found.take("recompute-method", "uniform"), found.number("recompute-num-layers", 1)
     if granularity == "selective":
-        reason = "it makes attention's scores again, which Muster's attention never keeps"
+        reason = "it recomputes attention scores, which Muster's attention never saves"
         for option in ("recompute-activations", "recompute-granularity", "recompute-modules"):
             found.drop(option, reason)
     key = "parallel.default_strategy.recompute"
@@ -204,7 +204,7 @@ def _recompute(found: ConfigConversion) -> None:
     else:
         found.put(key, "full", "recompute-granularity")
         if count != 1 or method == "block":
-            found.drop("recompute-num-layers", "Muster keeps the input of every layer that it makes again")
+            found.drop("recompute-num-layers", "Muster saves the input of every recomputed layer")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _train(found: ConfigConversion) -> None:
 def _optim(found: ConfigConversion) -> None:
     name = str(found.take("optimizer", "adam"))
     if name not in ("adam", "sgd"):
-        found.drop("optimizer", "Muster reads adam and sgd here; the file says adamw")
+        found.drop("optimizer", "only adam and sgd are read; the run file says adamw")
     found.put("optim.name", "sgd" if name == "sgd" else "adamw", "optimizer")
     rate = found.copy_number("optim.lr", "lr")
     if name == "sgd":
@@ -253,7 +253,7 @@ def _schedule(found: ConfigConversion) -> None:
     decay = found.number("lr-decay-iters", (found.number("lr-decay-samples") or 0) // batch or steps)
     if decay != steps:
         for option in ("lr-decay-iters", "lr-decay-samples"):
-            found.drop(option, "Muster's learning rate falls until the last step")
+            found.drop(option, "Muster's learning rate decays until the last step")
     warm_up: Any = found.number("lr-warmup-iters", (found.number("lr-warmup-samples") or 0) // batch)
     if fraction := found.number("lr-warmup-fraction"):
         warm_up = round(fraction * (decay or 0))
@@ -266,7 +266,7 @@ def _schedule(found: ConfigConversion) -> None:
     elif style == "WSD":
         _wsd(found, steps)
     else:
-        found.drop("lr-decay-style", "Muster has cosine, linear and wsd; the file says the default, cosine")
+        found.drop("lr-decay-style", "Muster has cosine, linear and wsd; the run file says cosine, the default")
 
 
 def _wsd(found: ConfigConversion, steps: int | None) -> None:
@@ -275,7 +275,7 @@ def _wsd(found: ConfigConversion, steps: int | None) -> None:
     if shape:
         found.put("optim.decay_shape", shape, "lr-wsd-decay-style")
     else:
-        found.drop("lr-wsd-decay-style", "Muster's falls are linear, cosine and sqrt; the file says linear")
+        found.drop("lr-wsd-decay-style", "Muster's decays are linear, cosine and sqrt; the run file says linear")
     if (fall := found.number("lr-wsd-decay-iters")) and steps:
         found.put("optim.decay_fraction", fall / steps, "lr-wsd-decay-iters")
 
@@ -286,11 +286,11 @@ def _data(found: ConfigConversion) -> None:
     if paths is None:
         return
     if any("$" in str(word) for word in words):
-        found.drop("data-path", "its variable is never set in the file; say data.source or data.blend")
+        found.drop("data-path", "its variable isn't set in the file; set data.source or data.blend")
     elif len(words) == 1:
         found.put("data.source", words[0], "data-path")
     elif len(words) % 2:
-        found.drop("data-path", "expected weights and prefixes in turn; say data.source or data.blend")
+        found.drop("data-path", "expected weights and prefixes in turn; set data.source or data.blend")
     else:
         mix = [
             {"name": f"part{i // 2}", "source": words[i + 1], "weight": float(words[i])}

@@ -21,21 +21,21 @@ _READ += ("tie_word_embeddings", "attention_bias", "is_llama_config", "is_qwen2_
 _ELSEWHERE = ("attention_bias", "initializer_range")
 """Keys with another meaning than in a Hugging Face config.json, or none."""
 _REASONS = {
-    "checkpoints.": "runs are saved below --run; weights to begin with are train.init_from",
-    "data_stages": "say data.source or data.blend",
-    "general.": "a run has the name of its directory, --run",
-    "logging.": "metrics lie in the run directory",
-    "metrics_logging": "metrics lie in the run directory",
-    "tokenizer.": "a tokenizer is a file here: say data.tokenizer",
-    "parallelism.tp_linear_async_communication": "Muster always overlaps; tp_overlap:async_tp cuts finer",
-    "parallelism.tp_recompute_allgather": "Muster gathers again what it doesn't keep, as its plan's recompute says",
-    "optimizer.accumulate_grad_in_fp32": "Muster always sums gradients in fp32",
+    "checkpoints.": "runs are saved below --run; initial weights are train.init_from",
+    "data_stages": "set data.source or data.blend",
+    "general.": "a run is named by its directory, --run",
+    "logging.": "metrics are in the run directory",
+    "metrics_logging": "metrics are in the run directory",
+    "tokenizer.": "a tokenizer is a file here: set data.tokenizer",
+    "parallelism.tp_linear_async_communication": "Muster always overlaps; tp_overlap: async_tp overlaps more",
+    "parallelism.tp_recompute_allgather": "set by the plan's recompute",
+    "optimizer.accumulate_grad_in_fp32": "Muster always accumulates gradients in fp32",
     "model.ddp_bucket_cap_mb": "parallel.bucket_layers counts layers",
-    "model.make_vocab_size_divisible_by": "any vocabulary can be cut: none is padded",
-    "model.model_config.bos_token_id": "data.tokenizer brings it",
-    "model.model_config.eos_token_id": "data.tokenizer brings it",
-    "model.model_config.initializer_range": "model.init_method.std says it",
-    "optimizer.optimizer_factory.torch_adam_is_fused": "which kernels compute is not said in a run file",
+    "model.make_vocab_size_divisible_by": "any vocabulary size can be sharded: none is padded",
+    "model.model_config.bos_token_id": "data.tokenizer sets it",
+    "model.model_config.eos_token_id": "data.tokenizer sets it",
+    "model.model_config.initializer_range": "model.init_method.std sets it",
+    "optimizer.optimizer_factory.torch_adam_is_fused": "a run file doesn't choose kernels",
 }
 
 
@@ -141,7 +141,7 @@ def _rate(found: ConfigConversion) -> None:
     start = found.number(_RATE + "lr_decay_starting_step", warm_up)
     fall = found.number(_RATE + "lr_decay_steps", (steps or 0) - start)
     if start + fall != steps:
-        found.drop(_RATE + "lr_decay_steps", "Muster's learning rate falls until the last step")
+        found.drop(_RATE + "lr_decay_steps", "Muster's learning rate decays until the last step")
     if start > warm_up or style == "1-sqrt":
         found.put("optim.schedule", "wsd", _RATE + "lr_decay_starting_step")
         shape = "sqrt" if style == "1-sqrt" else style

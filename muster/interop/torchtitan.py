@@ -18,27 +18,27 @@ _SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
 _MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
 """Muster's names where they are not name-flavor."""
 _REASONS = {
-    "job.": "a run has the name of its directory, --run",
-    "profiling.": "muster report shows a step of every rank",
-    "metrics.": "metrics lie in the run directory",
-    "checkpoint.": "runs are saved below --run; weights to begin with are train.init_from",
-    "comm.": "who starts the processes says it",
-    "training.dataset": "say data.source: a file, a directory or a store",
-    "training.gc_": "Muster leaves Python's collector as it is",
-    "training.dtype": "parameters are kept in fp32",
-    "training.mixed_precision_reduce": "gradients are summed in fp32",
-    "model.hf_assets_path": "say data.tokenizer: a tokenizer.json or its directory",
-    "model.tokenizer_path": "say data.tokenizer: a tokenizer.json or its directory",
+    "job.": "a run is named by its directory, --run",
+    "profiling.": "muster report shows a step of each rank",
+    "metrics.": "metrics are in the run directory",
+    "checkpoint.": "runs are saved below --run; initial weights are train.init_from",
+    "comm.": "set by the launcher",
+    "training.dataset": "set data.source: a file, a directory or a store",
+    "training.gc_": "Muster doesn't change Python's garbage collection",
+    "training.dtype": "parameters are stored in fp32",
+    "training.mixed_precision_reduce": "gradients are reduced in fp32",
+    "model.hf_assets_path": "set data.tokenizer: a tokenizer.json or its directory",
+    "model.tokenizer_path": "set data.tokenizer: a tokenizer.json or its directory",
     "model.converters": "fp8 can't be run yet",
     "quantize.": "fp8 can't be run yet",
     "float8.": "fp8 can't be run yet",
-    "optimizer.implementation": "which kernels compute is not said in a run file",
-    "compile.": "what is compiled is a layer: parallel.compile",
-    "validation.": "say eval.every and eval.batches",
-    "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
-    "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split evenly; parallel.stages says otherwise",
-    "parallelism.module_fqns_per_model_part": "layers are split evenly; parallel.stages says otherwise",
-    "activation_checkpoint.": "the plan says by layer what is made again: parallel.overrides",
+    "optimizer.implementation": "a run file doesn't choose kernels",
+    "compile.": "layers are compiled: parallel.compile",
+    "validation.": "set eval.every and eval.batches",
+    "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split evenly unless parallel.stages is set",
+    "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split evenly unless parallel.stages is set",
+    "parallelism.module_fqns_per_model_part": "layers are split evenly unless parallel.stages is set",
+    "activation_checkpoint.": "the plan sets recompute by layer: parallel.overrides",
 }
 
 
@@ -71,7 +71,7 @@ def _model(found: ConfigConversion, load_model: Callable[[str], ModelSpec], mode
     except ConfigError:
         if model:
             raise
-        raise ConfigError(f"model {name} {flavor}: Muster has none of that name; give --model M") from None
+        raise ConfigError(f"model {name} {flavor}: Muster has no such model; give --model M") from None
     for key, value in flatten(spec.model_dump(mode="json", exclude_unset=True)):
         found.put(f"model.{key}", value, "model.flavor")
     return spec.num_layers
@@ -88,7 +88,7 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
         shards = infer_dp_size(found, nproc, degree["tp"] * degree["pp"] * degree["cp"] * replicas)
     found.put("parallel.dp_shard", shards, _PARALLEL + "data_parallel_shard_degree")
     reshard = str(found.take(_PARALLEL + "fsdp_reshard_after_forward", "default"))
-    # By default parameters are gathered again in each pass, but under a pipeline once for all its micro-batches.
+    # By default parameters are gathered in each pass, but under a pipeline once for all micro-batches.
     again = reshard == "always" or (reshard == "default" and degree["pp"] == 1)
     found.put("parallel.default_strategy.zero", "z3" if again else "z2", _PARALLEL + "fsdp_reshard_after_forward")
     found.put("parallel.default_strategy.sp", degree["tp"] > 1, _PARALLEL + "tensor_parallel_degree")
@@ -108,7 +108,7 @@ def _pipeline(found: ConfigConversion, pp: int, layers: int) -> None:
         return
     schedule = _SCHEDULES.get(name.lower())
     if schedule is None:
-        found.drop(option, f"Muster reads {', '.join(_SCHEDULES)} here; the file says 1f1b")
+        found.drop(option, f"only {', '.join(_SCHEDULES)} are read; the run file says 1f1b")
         schedule = "1f1b"
     chunks = -(-layers // per_stage) // pp if per_stage else 1 if schedule in ("gpipe", "1f1b") else 2
     found.put("parallel.schedule", schedule, option)
@@ -131,7 +131,7 @@ def _recompute(found: ConfigConversion, layers: int) -> None:
     else:
         found.put(key, "none", _AC + "mode")
         if mode != "none":
-            found.drop(_AC + "mode", "Muster has none, elementwise, every_second_matmul and full; the file says none")
+            found.drop(_AC + "mode", "only full and op are read; the run file says none")
 
 
 def _train(found: ConfigConversion) -> None:
@@ -139,7 +139,7 @@ def _train(found: ConfigConversion) -> None:
     option = _TRAIN + ("local_batch_size" if _TRAIN + "local_batch_size" in found.options else "batch_size")
     local, whole = found.number(option, 8), found.number(_TRAIN + "global_batch_size", -1)
     found.put("train.global_batch_size", whole if whole > 0 else local * ranks, _TRAIN + "global_batch_size", option)
-    # Without a pipeline the local batch runs at once; with one it is cut.
+    # Without a pipeline the local batch is one micro-batch; with one it is split.
     cut = _PARALLEL + "pipeline_parallel_microbatch_size"
     size = found.number(cut, 1)
     found.put("parallel.micro_batch_size", size if found.values["parallel.pp"] > 1 else local, cut, option)
@@ -156,7 +156,7 @@ def _train(found: ConfigConversion) -> None:
 def _optim(found: ConfigConversion) -> None:
     name = str(found.take("optimizer.name", "AdamW"))
     if name.lower() != "adamw":
-        found.drop("optimizer.name", "the AdamW of torchtitan is read here; the file says adamw")
+        found.drop("optimizer.name", "only torchtitan's AdamW is read; the run file says adamw")
     found.put("optim.name", "adamw", "optimizer.name")
     for key, default in (("lr", 8e-4), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8), ("weight_decay", 0.1)):
         found.copy_number(f"optim.{key}", f"optimizer.{key}", default)

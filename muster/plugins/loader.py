@@ -31,7 +31,7 @@ def resolve_plugin(said: object, folder: Path = Path()) -> PluginFile:
     if isinstance(said, dict) and said.keys() == {"file", "sha256"}:
         return PluginFile(**said)
     if not isinstance(said, str) or not said:
-        raise ConfigError(f"plugins: expected Python files or modules, such as my_parts.py, got {said!r}")
+        raise ConfigError(f"plugins: expected Python files or modules, such as my_plugin.py, got {said!r}")
     file = str((folder / Path(said).expanduser()).resolve()) if _is_file(said) else said
     return PluginFile(file=file, sha256=plugin_sha256(file))
 
@@ -56,7 +56,7 @@ def plugin_path(file: str) -> Path:
     except (ImportError, ValueError):
         found = None
     if found is None or found.origin is None:
-        raise ConfigError(f"plugins: Python finds no module {file}; for a file write its path, such as {file}.py")
+        raise ConfigError(f"plugins: Python finds no module {file}; for a file give its path, such as {file}.py")
     return Path(found.origin)
 
 
@@ -78,8 +78,8 @@ def require_unchanged_plugins(plugins: Iterable[PluginFile]) -> None:
     for plugin in plugins:
         if (now := plugin_sha256(plugin.file)) != plugin.sha256:
             raise ConfigError(
-                f"plugins: {plugin.file} is not what this run was trained with (sha256 {plugin.sha256}…, now {now}…):"
-                " bring back the file as it was, or write the new hash into config.yaml"
+                f"plugins: {plugin.file} has changed since this run was trained (sha256 {plugin.sha256}…, now {now}…):"
+                " restore the file, or write the new hash into config.yaml"
             )
 
 

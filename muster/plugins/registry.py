@@ -41,15 +41,17 @@ def register_component(kind: ComponentKind, name: str, what: Any, builtin_names:
     require_component_name(kind, name)
     part, before = PluginComponent(kind, name, what, _caller()), _COMPONENTS.get((kind, name))
     if name in builtin_names:
-        raise ConfigError(f"register_{kind}: Muster has a {kind} '{name}' itself; choose another name")
+        raise ConfigError(f"register_{kind}: '{name}' is a built-in {kind}; choose another name")
     if before is not None and before.file != part.file:
         raise ConfigError(
             f"register_{kind}: {part.file or 'this session'} registers '{name}', which {before.file or 'this session'}"
-            " has registered; one of them needs another name"
+            " has registered; choose another name for one of them"
         )
     if LOADING:
         if (kind, name) in LOADING[-1]:
-            raise ConfigError(f"register_{kind}: {part.file} registers '{name}' twice; one of them needs another name")
+            raise ConfigError(
+                f"register_{kind}: {part.file} registers '{name}' twice; choose another name for one of them"
+            )
         LOADING[-1].add((kind, name))
     _COMPONENTS[kind, name] = part
     if isinstance(what, PluginModel):
@@ -61,7 +63,7 @@ def require_component_name(kind: ComponentKind, name: object) -> None:
     name."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
         raise ConfigError(
-            f"register_{kind}: expected a name of small letters, digits and hyphens, got {name!r}: write"
+            f"register_{kind}: expected a name of lowercase letters, digits and hyphens, got {name!r}: write"
             f" register_{kind}('mine')"
         )
 

@@ -70,10 +70,10 @@ class ClusterSpec(Frozen):
         if not self.groups:
             raise ValueError("a cluster has at least one group of nodes")
         if self.num_nodes > 1 and any(group.nics is None and group.domain_nodes == 1 for group in self.groups):
-            raise ValueError("nodes of a cluster with more than one need nics")
+            raise ValueError("a cluster with more than one node needs nics")
         blocks = [tier.nodes for tier in self.tiers]
         if blocks != sorted(blocks):
-            raise ValueError("tiers go from the nearest to the farthest: their nodes must not become fewer")
+            raise ValueError("tiers are listed from the nearest to the farthest: their nodes must not decrease")
         matrix = self.node_bandwidth_bytes_per_s
         if matrix is not None and any(len(row) != self.num_nodes for row in (matrix, *matrix)):
             wrong = next((row for row in matrix if len(row) != self.num_nodes), matrix[0] if matrix else ())

@@ -111,7 +111,7 @@ def error_sentence(error: Mapping[str, Any], shape: ConfigSchema, origins: Mappi
         return f"{path}: unknown key{_known_key(path, shape)}{where}"
     if error["type"] == "missing":
         return f"{path}: missing, expected {describe_schema(schema)}"
-    if error["type"] == "value_error":  # a check of several values together, which has words of its own
+    if error["type"] == "value_error":  # a check of several values together, with a sentence of its own
         return (f"{path}: " if path else "") + str(error["ctx"]["error"])
     hint = did_you_mean(str(error["input"]), map(str, schema.get("enum", ())))
     return f"{path}: expected {describe_schema(schema)}, got {_shown(error['input'])}{hint}{where}"

@@ -20,7 +20,7 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         product = f"pp {plan.pp} × vpp {plan.vpp}" + (
             f" / {plan.pipeline_replicas} replicas" if plan.pipeline_replicas > 1 else ""
         )
-        return [f"layers are given for {len(plan.stages)} stages, but {product} is {plan.stages_per_replica}"]
+        return [f"it lists layers for {len(plan.stages)} stages, but {product} is {plan.stages_per_replica}"]
     checks = (
         _world(plan, world_size),
         _batch(plan, workload),
@@ -68,7 +68,7 @@ def layer_violations(plan: Plan, model: ModelSpec) -> Iterator[str]:
         shown = ".".join(map(str, counts))
         yield f"its stages hold {sum(counts)} layers ({shown}), but the model has {model.num_layers}"
     if 0 in counts[1:-1]:
-        yield f"stage {counts.index(0, 1)} has no layers, which only the first and the last may (embedding and head)"
+        yield f"stage {counts.index(0, 1)} has no layers; only the first and the last may (embedding and head)"
     if not counts and plan.stages_per_replica > model.num_layers:
         yield f"it has {plan.stages_per_replica} stages, but the model has only {pluralize(model.num_layers, 'layer')}"
     for run in plan.overrides:
@@ -86,12 +86,12 @@ def _chunks(plan: Plan) -> Iterator[str]:
         yield f"vpp {plan.vpp} puts several stages on each pipeline rank, but with pp 1 there is nothing to overlap"
     elif not entry.supports_chunks(plan.vpp):
         least = entry.min_chunks
-        named = f"what runs vpp {plan.vpp} is {', '.join(schedules_for_vpp(plan.vpp))}"
+        named = f"schedules for vpp {plan.vpp} is {', '.join(schedules_for_vpp(plan.vpp))}"
         runs = named if least == 1 else f"that is pp{plan.pp}v{least}, not vpp {plan.vpp}"
         stages = pluralize(least, "stage") + ("" if entry.chunks else " for each wave")
         yield f"schedule {plan.schedule} runs {stages} on each pipeline rank; {runs}"
     elif plan.pipeline_replicas > 1 and plan.pp % 2:
-        yield f"schedule {plan.schedule} runs both ways through an even number of pipeline ranks, not through {plan.pp}"
+        yield f"schedule {plan.schedule} is bidirectional and needs an even number of pipeline ranks, not {plan.pp}"
 
 
 def _order(plan: Plan, workload: Workload) -> Iterator[str]:
@@ -99,9 +99,9 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
     order = plan.pinned_schedule
     if not plan.schedule_entry.searched:
         if order is not None:
-            yield f"order is for a schedule that is searched for (auto, exact), not for {plan.schedule}: leave it out"
+            yield f"pinned_schedule is for searched schedules (auto, exact), not for {plan.schedule}: leave it out"
         if plan.max_in_flight_micro_batches is not None:
-            yield f"max_in_flight_micro_batches is for auto and exact; schedule {plan.schedule} keeps what it keeps"
+            yield f"max_in_flight_micro_batches is for auto and exact; schedule {plan.schedule} holds a fixed number"
         return
     if plan.max_in_flight_micro_batches is not None and plan.max_in_flight_micro_batches < 1:
         yield (
@@ -110,13 +110,13 @@ def _order(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     if order is None:
         return
-    again = "leave order out, and it is found anew"
+    again = "leave pinned_schedule out to search again"
     if len(order.ranks) != plan.pp or sorted(order.placement) != sorted([*range(plan.pp)] * plan.vpp):
-        yield f"its order is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
+        yield f"its pinned_schedule is for {len(order.placement)} stages on {len(order.ranks)} pipeline ranks: {again}"
     per_micro_batch = plan.mesh(0).dp_size * plan.micro_batch_size
     if order.micro_batches * per_micro_batch != workload.global_batch_size:
         yield (
-            f"its order is for {order.micro_batches} micro-batches, now of {per_micro_batch} sequences, but"
+            f"its pinned_schedule is for {order.micro_batches} micro-batches, now of {per_micro_batch} sequences, but"
             f" global_batch_size is {workload.global_batch_size}: {again}"
         )
 
@@ -131,21 +131,21 @@ def _unequal(plan: Plan) -> Iterator[str]:
     if plan.is_uniform:
         return
     if plan.pipeline_replicas > 1:
-        yield f"schedule {plan.schedule} runs two replicas of the model, whose stages must all be on equal meshes"
+        yield f"schedule {plan.schedule} runs two replicas of the model, whose stages all need equal meshes"
         return
     idle = [axis for axis in Mesh.model_fields if getattr(plan, axis) > 1]
     if idle and all(stage.mesh is not None for stage in plan.stages):
         degree = f"{idle[0]} {getattr(plan, idle[0])}"
-        yield f"every stage has a mesh of its own, so that {degree} says nothing: leave it out"
+        yield f"every stage has its own mesh, so {degree} has no effect: leave it out"
     if plan.axis_order[0] != "pp":
-        yield f"stages of their own kind need pp as the first axis of axis_order, not {plan.axis_order[0]}"
+        yield f"unequal stages need pp as the first axis of axis_order, not {plan.axis_order[0]}"
     sequences = plan.micro_batch_size * plan.mesh(0).dp_size
     if plan.schedule_entry.searched and plan.pinned_schedule is None and plan.vpp > 1:
-        yield f"stages of their own kind want to know where they lie, which schedule {plan.schedule} has yet to find"
+        yield f"unequal stages need a known placement, which schedule {plan.schedule} has yet to find"
         return
     for stage in range(plan.num_stages):
         if plan.mesh(stage) != plan.mesh(plan.pp_rank(stage)):
-            yield f"stage {stage} has another mesh than stage {plan.pp_rank(stage)}, but both lie on the same ranks"
+            yield f"stage {stage} has a different mesh from stage {plan.pp_rank(stage)}, but both are on the same ranks"
         if sequences % plan.mesh(stage).dp_size:
             yield (
                 f"stage {stage} has {pluralize(plan.mesh(stage).dp_size, 'data-parallel rank')}, which don't divide a"
@@ -165,15 +165,15 @@ def _shares(plan: Plan) -> Iterator[str]:
             f" {pluralize(ranks, 'data-parallel rank')}"
         )
     if not plan.is_uniform:
-        yield "uneven_micro_batches need all stages on equal meshes: each rank's micro-batches stay on its own pipeline"
+        yield "uneven_micro_batches need equal meshes on all stages: each rank's micro-batches stay on its own pipeline"
     if plan.default_strategy.zero != "z1":
         yield (
-            f"uneven_micro_batches need z1: {plan.default_strategy.zero} reduces in every backward, and ranks with"
-            " other numbers of backwards would not meet"
+            f"uneven_micro_batches need z1: {plan.default_strategy.zero} reduces gradients in every backward, and"
+            " ranks with different numbers of backwards would deadlock"
         )
     if plan.schedule_entry.searched:
         yield (
-            "uneven_micro_batches want an order for each number of micro-batches, but schedule"
+            "uneven_micro_batches need a schedule for each number of micro-batches, but schedule"
             f" {plan.schedule} finds one"
         )
 
@@ -184,13 +184,16 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
         return
     if plan.uses_axis("tp") and not own.tensor_parallel:
         yield (
-            f"model {own.name} doesn't say that tensor parallelism can cut its layers (tensor_parallel=True, which"
-            " wants `spread` and `join` around their products): legal is tp 1"
+            f"model {own.name} doesn't declare that tensor parallelism can shard its layers (tensor_parallel=True,"
+            " which needs `project_in` and `project_out` around their matmuls): legal is tp 1"
         )
     if plan.uses_axis("cp"):
-        yield f"cp cuts sequences, across which the layers of model {own.name} can't look: legal is cp 1"
+        yield f"cp shards sequences, which the layers of model {own.name} don't support: legal is cp 1"
     if others := {s.recompute for s in plan.strategies} - {"none", "full"}:
-        yield f"recompute {others.pop()} knows Muster's own layers, not those of model {own.name}: legal are none, full"
+        yield (
+            f"recompute {others.pop()} supports Muster's own layers, not those of model {own.name}:"
+            " legal are none, full"
+        )
 
 
 def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
@@ -198,7 +201,7 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
     sequences = min(plan.uneven_micro_batches or (1,)) * plan.micro_batch_size * plan.pipeline_replicas
     if plan.pipeline_replicas > 1 and workload.global_batch_size < plan.mesh(0).dp_size * sequences:
         yield (
-            f"schedule {plan.schedule} runs {plan.pipeline_replicas} copies of the model, each of which needs a"
+            f"schedule {plan.schedule} runs {plan.pipeline_replicas} replicas of the model, each of which needs a"
             f" micro-batch:"
             f" global_batch_size {workload.global_batch_size} gives data-parallel ranks fewer than"
             f" {plan.pipeline_replicas} of"
@@ -214,29 +217,34 @@ def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
         ]
         if mesh.tp not in legal:
             heads = f"{pluralize(model.num_heads, 'head')} and {pluralize(model.num_kv_heads, 'key/value head')}"
-            yield f"tp {mesh.tp} doesn't cut the model's {heads}: legal are {', '.join(map(str, legal))}"
+            yield f"tp {mesh.tp} doesn't divide the model's {heads}: legal are {', '.join(map(str, legal))}"
         if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
-            yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} words"
+            yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} vocabulary entries"
         # Each cp rank takes an early and a late chunk, so that all have equal work under the causal mask.
         chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
         if workload.seq_len % chunks:
             yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each of {mesh.cp} cp ranks)"
         if mesh.ep * mesh.etp > 1 and model.moe is None:
-            yield f"ep {mesh.ep} × etp {mesh.etp} spread experts, but the model has none"
+            yield f"ep {mesh.ep} × etp {mesh.etp} distribute experts, but the model has none"
         if model.moe is not None and model.moe.num_experts % mesh.ep:
             yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
         if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
-            yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp cuts it"
+            yield (
+                f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp shards it"
+            )
     if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
         yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
     if plan.vocab_parallel and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
-        yield f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size} words"
+        yield (
+            f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size}"
+            " vocabulary entries"
+        )
 
 
 LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.pp == 1 and any(s.offload in ("activations", "all") for s in plan.strategies),
-        "offload of activations moves them while other stages' passes run, but pp is 1",
+        "offload of activations overlaps other stages' passes, but pp is 1",
         in_every_layer(
             lambda strategy: strategy.model_copy(update={"offload": _WITHOUT_ACTIVATIONS[strategy.offload]})
         ),
@@ -254,19 +262,19 @@ LEGAL_RULES: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.vocab_parallel and plan.pipeline_replicas > 1,
         lambda plan: (
-            "vocab_parallel weaves the vocabulary passes into those of one replica, but schedule"
+            "vocab_parallel interleaves the vocabulary passes with those of one replica, but schedule"
             f" {plan.schedule} runs two"
         ),
         setting(vocab_parallel=False),
     ),
     Rule(
         lambda plan: any(strategy.tp_overlap != "none" and not strategy.sp for strategy in plan.strategies),
-        "tp_overlap async_tp sends chunks of the sequence, which only sp cuts: add sp or leave it at none",
+        "tp_overlap async_tp sends chunks of the sequence, which only sp shards: add sp or leave it at none",
         in_every_layer(lambda s: s if s.sp else s.model_copy(update={"tp_overlap": "none"})),
     ),
     Rule(
         lambda plan: plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
-        "sp cuts sequences over the tp ranks, but tp is 1",
+        "sp shards sequences over the tp ranks, but tp is 1",
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
     ),
 )

@@ -89,7 +89,9 @@ class ModelSpec(Frozen):
     def _derive(cls, data: object) -> object:
         if isinstance(data, dict) and data.get("num_heads"):
             data = {"num_kv_heads": data["num_heads"], **data}
-            with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # what is no number is told by its key
+            with suppress(
+                KeyError, TypeError, ValueError, ZeroDivisionError
+            ):  # validation names the key of what isn't a number
                 data = {"head_dim": int(data["hidden_size"]) // int(data["num_heads"]), **data}
         return data
 
@@ -98,13 +100,13 @@ class ModelSpec(Frozen):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd, but rotary positions turn pairs of numbers")
+            raise ValueError(f"head_dim {self.head_dim} is odd, but rotary positions rotate pairs of elements")
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("learned positions need max_positions, the length of the longest sequence")
         if self.rope_scaling is not None and self.position != "rope":
             raise ValueError(f"rope_scaling is for rotary positions, but position is {self.position}")
         if self.window_layers is not None and self.sliding_window is None:
-            raise ValueError("window_layers says which layers have a sliding_window, but there is none")
+            raise ValueError("window_layers lists the layers with a sliding_window, but there is none")
         return self
 
     def attention_window(self, layer: int) -> int | None:

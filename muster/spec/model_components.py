@@ -45,7 +45,7 @@ class RopeScaling(Frozen):
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
         if self.kind != "linear" and self.original_positions is None:
-            raise ValueError(f"rope_scaling {self.kind} needs original_positions, the length it was trained on first")
+            raise ValueError(f"rope_scaling {self.kind} needs original_positions, the length of its first training")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"rope_scaling.low_freq_factor {self.low_freq_factor} must be smaller than"

@@ -61,7 +61,7 @@ def _candidates(plan: Plan, model: ModelSpec, workload: Workload, world_size: in
     for axes in _degrees(plan, world_size):
         share, rest = divmod(workload.global_batch_size, axes["dp_replicate"] * axes["dp_shard"])
         if rest or axes["pp"] > model.num_layers or (axes["tp"] > 1 and axes["tp"] != plan.tp):
-            continue  # tensor parallelism is for those who ask for it
+            continue  # tensor parallelism only where the plan asks for it
         keeps_stages = (
             len(plan.stages) == axes["pp"] * axes["vpp"] and plan.is_uniform and not list(layer_violations(plan, model))
         )

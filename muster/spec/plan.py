@@ -121,7 +121,7 @@ class StageSpec(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _take_older(cls, content: Any) -> Any:
-        # Checkpoints of before `uneven_micro_batches` say of each stage that it has none.
+        # Checkpoints written before uneven_micro_batches existed give every stage a share of None.
         if isinstance(content, dict) and content.get("micro_batch_share", 0) is None:
             return {key: value for key, value in content.items() if key != "micro_batch_share"}
         return content
@@ -286,7 +286,7 @@ class Plan(Frozen):
         if self.pinned_schedule is not None:
             return self.pinned_schedule.placement
         if self.schedule_entry.searched and self.vpp > 1:
-            raise MusterError(f"where schedule {self.schedule} puts stages is known once it is resolved")
+            raise MusterError(f"where schedule {self.schedule} puts stages is unknown until it is resolved")
         return stage_placement(self.schedule_entry, self.pp, self.vpp)
 
     def pp_rank(self, stage: int) -> int:
@@ -369,9 +369,7 @@ class Plan(Frozen):
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
         if rest or not count:
             cut = (
-                f"parts of uneven_micro_batches {parts}"
-                if self.uneven_micro_batches
-                else f"data-parallel ranks {ranks}"
+                f"sum of uneven_micro_batches {parts}" if self.uneven_micro_batches else f"data-parallel ranks {ranks}"
             )
             raise InfeasibleError(
                 f"global_batch_size {workload.global_batch_size} is not a multiple of {per_micro_batch}"

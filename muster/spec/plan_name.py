@@ -118,8 +118,8 @@ def settings_beyond_name(plan: Plan) -> list[str]:
     known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
     said += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
     if any(stage.ranks or stage.mesh for stage in plan.stages):
-        said.append("stages with ranks or degrees of their own")
-    return [*said, *(["an order that was searched for"] if plan.pinned_schedule else [])]
+        said.append("stages with individual ranks or degrees")
+    return [*said, *(["a pinned schedule"] if plan.pinned_schedule else [])]
 
 
 def _differing_fields(
@@ -162,7 +162,7 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
     """
     if "+" in text:
         raise ConfigError(
-            f"plan name '{text}' ends in '+' and a hash because a name can't say all of that plan; give its plan.yaml"
+            f"plan name '{text}' ends in '+' and a hash because no name expresses all of that plan; give its plan.yaml"
         )
     fields = _parse_parts(text)
     strategy = LayerStrategy(
@@ -191,7 +191,7 @@ def _parse_parts(text: str) -> dict[str, Any]:
             report_rename("plan names", token, current)
         said = _parse_part(current, text)
         if fields.keys() & said.keys():
-            raise ConfigError(f"plan name '{text}': '{token}' says again what an earlier part said")
+            raise ConfigError(f"plan name '{text}': '{token}' repeats an earlier part")
         fields |= said
     return fields
 
@@ -203,7 +203,7 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
         if match := re.fullmatch(word.pattern, token, re.ASCII):
             said = word.fields(*match.groups())
             if 0 in said.values() or 0 in said.get("uneven_micro_batches", ()):
-                raise ConfigError(f"plan name '{text}': '{token}' says 0, but degrees and sizes begin at 1")
+                raise ConfigError(f"plan name '{text}': '{token}' is 0, but degrees and sizes start at 1")
             return said
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")

@@ -33,7 +33,7 @@ def require_generation_supported(plan: Plan, model: ModelSpec) -> None:
     can = Plan(tp=plan.tp, precision=plan.precision, micro_batch_size=plan.micro_batch_size)
     if plan != can:
         near = format_plan_name(can)
-        raise InfeasibleError(f"plan {name} can't generate text: only tp spreads that work so far; nearest: {near}")
+        raise InfeasibleError(f"plan {name} can't generate text: only tp can distribute it so far; nearest: {near}")
     workload = Workload(seq_len=1, global_batch_size=plan.micro_batch_size)
     if found := plan_violations(plan, model, workload, plan.world_size) or unsupported_features(plan):
         raise InfeasibleError(f"plan {name} can't generate text: {'; '.join(found)}")

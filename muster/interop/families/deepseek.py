@@ -91,7 +91,7 @@ def _latent(config: Config) -> dict[str, Any]:
 
 def _shared(config: Config) -> dict[str, Any]:
     if config.get("moe_layer_freq", 1) != 1:
-        raise ConfigError(f"moe_layer_freq is {config['moe_layer_freq']!r}, expected 1: nothing else is known")
+        raise ConfigError(f"moe_layer_freq is {config['moe_layer_freq']!r}, expected 1: nothing else is supported")
     if not config.get("n_shared_experts"):
         return {}
     return {"shared_size": require_count(config, "n_shared_experts") * require_count(config, "moe_intermediate_size")}

@@ -97,7 +97,7 @@ def read_rope(config: Config) -> dict[str, Any]:
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
         raise ConfigError(f"{said}: expected one mapping for all layers, got {found!r}")
     if (part := found.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{said}.partial_rotary_factor is {part!r}, expected 1.0: nothing else is known")
+        raise ConfigError(f"{said}.partial_rotary_factor is {part!r}, expected 1.0: nothing else is supported")
     theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":

@@ -1,7 +1,7 @@
 """Families that a ModelSpec can't express: the nearest supported one, and the features that it lacks."""
 
 _BOTH = "attention and MLP in parallel"
-_BEHIND = "norms behind attention and MLP instead of before them (post-norm)"
+_BEHIND = "norms after attention and MLP instead of before them (post-norm)"
 _DELTA = "gated delta-net layers, a gate on the output of attention, and partial rotary embeddings"
 _GEMMA = "norms that multiply by 1 + weight and embeddings scaled by √hidden_size"
 _GRANITE = "multipliers on embeddings, residual stream, scores and logits"
@@ -12,7 +12,7 @@ _SOME = "layers without position embeddings (NoPE)"
 _WIDE = "QK norms over all heads together"
 
 NEAREST_FAMILY = {
-    "apertus": ("llama", "an activation with trained numbers"),
+    "apertus": ("llama", "an activation with trained parameters"),
     "bamba": ("llama", _MAMBA),
     "cohere": ("llama", _BOTH),
     "cohere2": ("llama", _BOTH),
@@ -22,10 +22,10 @@ NEAREST_FAMILY = {
     "falcon": ("llama", _BOTH),
     "falcon_h1": ("llama", _MAMBA),
     "gemma": ("llama", _GEMMA),
-    "gemma2": ("llama", f"{_GEMMA}, and norms behind attention and MLP too"),
-    "gemma3_text": ("qwen3", f"{_GEMMA}, and norms behind attention and MLP too"),
+    "gemma2": ("llama", f"{_GEMMA}, and norms after attention and MLP too"),
+    "gemma3_text": ("qwen3", f"{_GEMMA}, and norms after attention and MLP too"),
     "glm": ("llama", _PART),
-    "glm4": ("llama", f"{_PART}, and norms behind attention and MLP too"),
+    "glm4": ("llama", f"{_PART}, and norms after attention and MLP too"),
     "glm4_moe": ("dots1", _PART),
     "glm_moe_dsa": ("deepseek_v3", _SPARSE),
     "gpt_neox": ("gpt2", _BOTH),
