@@ -499,7 +499,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
     table = shown.split("Why the first")[0]
     assert max(map(len, table.splitlines())) <= 80
     assert "…" not in table
-    assert "no other can be better" in shown
+    assert "no other plan can be better" in shown
 
 
 @pytest.mark.parametrize(

@@ -365,7 +365,7 @@ def test_prepare_inspect_and_check(tmp_path, capsys):
     code, out, _ = muster(capsys, "check", source)
     assert code == 2
     assert out.splitlines()[0].startswith(f"{source}:3: not JSON")
-    assert out.splitlines()[1].endswith("has 1 bad row (1 json), and 2 documents, 16 tokens beside")
+    assert out.splitlines()[1].endswith("has 1 invalid row (1 json); the rest: 2 documents, 16 tokens")
     more = ("--on-invalid-row", "skip", "--workers", "1", "--json")
     code, out, err = muster(capsys, "prepare", source, "--out", tmp_path / "store", *more)
     assert (code, err) == (0, "")
@@ -374,8 +374,8 @@ def test_prepare_inspect_and_check(tmp_path, capsys):
     assert facts["skipped"] == {"json": 1}
     code, out, _ = muster(capsys, "inspect", tmp_path / "store", "--documents", 1)
     assert code == 0
-    assert "learnt      14 tokens (87.5%)" in out
-    assert "left out    1 bad row (1 json)" in out
+    assert "learned     14 tokens (87.5%)" in out
+    assert "skipped     1 invalid row (1 json)" in out
     assert out.splitlines()[-1] == "document 1: 'abc'"
     assert muster(capsys, "check", tmp_path / "store")[:2] == (
         0,
@@ -393,7 +393,7 @@ def test_nothing_in_the_way_is_overwritten(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
     code, _, err = muster(capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path / "out")
-    assert (code, "is there already and is not a token store" in err) == (2, True)
+    assert (code, "exists and is not a token store" in err) == (2, True)
     code, _, err = muster(capsys, "check", tmp_path / "out")
     assert (code, "out has no *.txt" in err) == (2, True)
 

@@ -84,7 +84,7 @@ def test_words_are_woven_into_a_schedule(schedule):
     assert all(0 <= after - peak <= 1 for after, peak in peaks)
     slower = schedule("1f1b --ranks 4 --microbatches 16 --vocab-parallel 0.4 --p2p-time 0.1 --json")[1]
     assert json.loads(slower)["bubble"] > 9
-    assert "score words" in schedule("zb-v --ranks 2 --microbatches 4 --vocab-parallel 0.5")[1]
+    assert "logits" in schedule("zb-v --ranks 2 --microbatches 4 --vocab-parallel 0.5")[1]
 
 
 def test_json_is_read_back_under_other_times(schedule, tmp_path):

@@ -141,7 +141,7 @@ def _pareto(args: argparse.Namespace) -> int:
     found = replace(found, points=thin_front(found.points))
     print("\n".join(front_lines(found)) + "\n")
     table_console().print(front_table(found))
-    print("\nmemory of the fullest device over the time of a step:\n")
+    print("\nmemory of the fullest device over step time:\n")
     print("\n".join(front_picture(found, text_width())))
     more = all_of_them - len(found.points)
     if more:

@@ -52,7 +52,7 @@ def draw_chart(chart: Chart) -> Html:
     caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _broken_key(chart.series))
     if not values:
         broken = any(non_finite_steps(series.points) for series in chart.series)
-        words = "Every value was NaN or infinite." if broken else "No values were logged."
+        words = "All values were NaN or infinite." if broken else "No values were logged."
         return element("figure", caption, element("p", words, class_="quiet"), class_="chart", id=chart.key)
     steps = [point.step for series in chart.series for point in series.points]
     x = _step_scale(min(steps), max(steps))

@@ -70,7 +70,7 @@ def verified_lines(facts: Facts) -> list[str]:
     """Return the lines printed by `verify`."""
     lines = []
     for found in facts["directories"]:
-        what = f"{found['pieces']} pieces, all checksums right" if found["checksums"] else "all can be read"
+        what = f"{found['pieces']} pieces, all checksums match" if found["checksums"] else "all can be read"
         if found["problems"]:
             lines.append(f"{found['path']}: damaged")
             lines += [f"  {problem}" for problem in found["problems"]]
@@ -96,13 +96,13 @@ def diff_lines(facts: Facts) -> list[str]:
         one, other = found["dtypes"]
         dtypes = "" if one == other else f" ({one} → {other})"
         lines.append(
-            f"{found['name']}: apart by {format_number(found['relative'])} of its size,"
+            f"{found['name']}: relative difference {format_number(found['relative'])},"
             f" at most {format_number(found['max_abs'])}{dtypes}"
         )
     if len(different) > SHOWN:
         lines.append(f"… and {len(different) - SHOWN} more")
     same = facts["compared"] - len(different)
-    lines.append(f"{same} of {facts['compared']} compared tensors are equal, number by number")
+    lines.append(f"{same} of {facts['compared']} compared tensors are equal, element by element")
     return lines
 
 

@@ -99,9 +99,7 @@ def front_page(found: ParetoFront, title: str) -> str:
         ),
         class_="key",
     )
-    words = (
-        "Seconds of a step (to the right) and GiB on the fullest device (upwards): what lies below and left is better."
-    )
+    words = "Step time in seconds (horizontal) and GiB on the fullest device (vertical): lower left is better."
     x, y = _scales(found)
     y = log_scale(y.low / 2**30, y.high / 2**30)
     picture = draw_xy_plot("front", "The front", words, dots, x, y)
@@ -112,7 +110,7 @@ def front_page(found: ParetoFront, title: str) -> str:
     header = element(
         "header",
         element("h1", title),
-        element("p", "The plans that no other beats in time, memory, cost and devices at once.", class_="quiet"),
+        element("p", "Plans that no other plan beats in time, memory, cost and devices at once.", class_="quiet"),
         description_list({"plans": str(len(found.points)), "simulated": f"{found.num_simulated:,}"}, "figures"),
     )
     drawn = element("div", element("p", words, class_="quiet"), key, picture)
@@ -196,7 +194,7 @@ def what_if_lines(cases: Sequence[WhatIfCase]) -> list[str]:
 def _plan_or_why_not(case: WhatIfCase) -> str:
     if case.best is None:
         return case.reason
-    unproven = f" (another may take {case.gap:.1%} less: --time-limit gives the search longer)" if case.gap else ""
+    unproven = f" (another plan may take {case.gap:.1%} less: raise --time-limit)" if case.gap else ""
     return case.best.name + unnamed_settings(case.best.plan) + unproven
 
 

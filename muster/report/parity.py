@@ -102,25 +102,25 @@ def parity_sentence(verdict: ParityResult) -> str:
         return f"{plan} trains as one process does (to {verdict.tolerance:.0e})"
     size, where = f"by {_number(first.size)}", first.where + (f" ({first.copy})" if first.copy else "")
     if first.phase == "forward":
-        return f"{plan} differs in the forward: {first.where} is the first part whose output is another ({size})"
+        return f"{plan} differs in the forward: {first.where} is the first part with another output ({size})"
     if first.phase == "loss":
         return (
             f"{plan} differs in the loss ({size}), though the logits agree:"
-            " which labels count, or what their sum is divided by, is wrong"
+            " the selection of labels or the divisor of their sum is wrong"
         )
     if first.phase == "backward":
-        factor = f"; all gradients are {first.factor:.4g} times what they should be" if first.factor else ""
+        factor = f"; all gradients are {first.factor:.4g} times the reference" if first.factor else ""
         return (
-            f"{plan} differs in the backward: the forward agrees, and on the way back from the loss"
-            f" {where} is the first whose gradient is another ({size}){factor}"
+            f"{plan} differs in the backward: the forward agrees, and going back from the loss"
+            f" {where} is the first with another gradient ({size}){factor}"
         )
     if first.phase == "norm":
         return f"{plan} differs in the gradients' norm ({size}), though all gradients agree"
     if first.phase == "update":
-        return f"{plan} differs in the update: gradients agree, but {where} is another after it ({size})"
+        return f"{plan} differs in the update: gradients agree, but {where} differs after it ({size})"
     return (
-        f"{plan} differs in the loss of step {first.step} ({size}), though step 1 agrees in all:"
-        f" {first.where} is the first part that is another"
+        f"{plan} differs in the loss of step {first.step} ({size}), though step 1 agrees:"
+        f" {first.where} is the first part that differs"
     )
 
 

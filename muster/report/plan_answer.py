@@ -36,14 +36,14 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         console.print(footprint_table(answer.training_costs))
     if any(verdict.unsupported for verdict in found.best):
         print("\n* " + "; ".join(sorted({line for one in found.best for line in one.unsupported})))
-    print("\nWhy the first, and what one change to it would do:")
+    print("\nWhy the first, and the effect of single changes to it:")
     for neighbour in answer.neighbours:
         if not neighbour.timed_out:
             print(f"  {neighbour.sentence}")
     if late := [neighbour.change for neighbour in answer.neighbours if neighbour.timed_out]:
         print(f"  {NOT_EVALUATED}: {', '.join(late)}")
     if explain:
-        print("\nThe best of every family:")
+        print("\nThe best plan of every family:")
         for family in families(request, found.best[0]):
             print(f"  {family.name}: {family.sentence}")
 
@@ -52,7 +52,7 @@ def _arrangement(arranged: PlanSearch) -> list[str]:
     """Return the order of unequal nodes, and the gain from it."""
     if arranged.node_order is None:
         return []
-    lines = [f"nodes     in this order of those listed: {' '.join(map(str, arranged.node_order))}"]
+    lines = [f"nodes     order of the listed ones: {' '.join(map(str, arranged.node_order))}"]
     if arranged.naive_step_s is not None:
         best = arranged.result.best[0].prediction
         gain = arranged.naive_step_s / best.step_time_s
@@ -77,14 +77,14 @@ def _searched(found: SearchResult) -> str:
         f" {seen['simulated']:,} simulated:\n          "
     )
     if found.proven:
-        return text + "no other can be better than the first"
+        return text + "no other plan can be better than the first"
     if found.has_custom_schedule:
-        return text + "the order of passes was found for the first one's own times: another order may be better"
+        return text + "the first plan's schedule was searched for its own times: another may be better"
     if found.gave_up_head_room_early:
-        return text + f"stopped there: another may leave {MEMORY_HEADROOM:.0%} of the memory free"
+        return text + f"stopped early: another plan may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if found.gap >= 1:  # nothing is known of what memory the others need
-        return text + "stopped there: another may be better (--time-limit gives it longer)"
-    return text + f"stopped there: another may be better by up to {found.gap:.1%}"
+        return text + "stopped early: another plan may be better (raise --time-limit)"
+    return text + f"stopped early: another plan may be better by up to {found.gap:.1%}"
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:

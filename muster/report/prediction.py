@@ -34,7 +34,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_mfu_text(one)}"
     if one.model.architecture is not None:
-        yield "layers", "a plugin's, by the kernels of their forward; nothing of them was measured"
+        yield "layers", "plugin layers, predicted from the kernels of their forward, unmeasured"
     yield "fits", _fits(one)
     yield from _memory_fixes(one)
     yield "cost", _cost(one)
@@ -48,7 +48,7 @@ def _mfu_text(one: Prediction) -> str:
 
 def _fits(one: Prediction) -> str:
     if not one.memory:
-        return "N/A (the memory of this plan can't be predicted yet)"
+        return "N/A (this plan's memory can't be predicted yet)"
     limits = {rank.rank: one.cluster.group_of(rank.rank).device.memory_bytes for rank in one.memory}
     fullest = max(one.memory, key=lambda rank: rank.total / (limits[rank.rank] or 1))
     limit = limits[fullest.rank]
@@ -77,7 +77,7 @@ def _memory_fixes(one: Prediction) -> Iterator[tuple[str, str]]:
         name, size = format_plan_name(change.plan), format_bytes(change.memory.fullest.terms.total)
         yield "change", f"{', '.join(change.changes)}: {name} holds {size}, step {slower:+.0%}"
     if not one.memory_fixes:
-        yield "change", "nothing that was tried makes it fit on so many devices"
+        yield "change", "no change that was tried makes it fit on this many devices"
 
 
 def _cost(one: Prediction) -> str:

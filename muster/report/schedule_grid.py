@@ -27,10 +27,10 @@ _NAMES = {
     Kind.B: "backward",
     Kind.I: "backward for inputs",
     Kind.W: "backward for weights",
-    Kind.EMB_F: "look up words",
-    Kind.S: "score words",
-    Kind.T: "backward of scores",
-    Kind.EMB_W: "backward of look-ups",
+    Kind.EMB_F: "embedding lookup",
+    Kind.S: "logits",
+    Kind.T: "backward of logits",
+    Kind.EMB_W: "backward of embedding",
 }
 
 
@@ -171,7 +171,5 @@ def _legend(schedule: Schedule) -> Text:
             text.append("  " if text else "").append(f" {_letters(kind)} ", f"{paint.light_text} on {paint.light}")
             text.append(f" {name}")
     if schedule.chunks > 1:
-        text.append(
-            "\nsmall letters, pale: a rank's second stage" + (", fourth …" if schedule.chunks > 2 else ""), "dim"
-        )
+        text.append("\nlower case, pale: a rank's second stage" + (", fourth …" if schedule.chunks > 2 else ""), "dim")
     return text

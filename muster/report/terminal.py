@@ -102,7 +102,7 @@ def _stage(plan: Plan, stage: int, num_layers: int) -> str:
     if plan.is_last(stage) and not plan.vocab_parallel:
         parts.append("head")
     if has_vocab_shard(plan, stage):
-        parts.append(f"1/{plan.pp} of the words")
+        parts.append(f"1/{plan.pp} of the vocabulary")
     mesh = plan.mesh(stage)
     degrees = " × ".join(f"{axis} {n}" for axis in MESH_AXES if (n := getattr(mesh, axis, 1)) > 1) or "1 rank"
     return f"{stage}: {', '.join(parts) or 'nothing'}" + ("" if plan.is_uniform else f" on {degrees}")

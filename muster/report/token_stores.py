@@ -17,16 +17,16 @@ def store_lines(facts: Mapping[str, Any]) -> list[str]:
     ]
     if facts["counted_tokens"] != tokens:
         share = facts["counted_tokens"] / tokens
-        lines.append(f"learnt      {facts['counted_tokens']:,} tokens ({share:.1%}); the others are only read")
+        lines.append(f"learned     {facts['counted_tokens']:,} tokens ({share:.1%}); the loss ignores the others")
     if facts["skipped"]:
-        lines.append(f"left out    {skipped_rows_text(facts['skipped'])}")
+        lines.append(f"skipped     {skipped_rows_text(facts['skipped'])}")
     return lines
 
 
 def skipped_rows_text(skipped: Mapping[str, int]) -> str:
-    """Format skipped rows as `3 bad rows (2 json, 1 empty)`."""
+    """Format skipped rows as `3 invalid rows (2 json, 1 empty)`."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
-    return f"{_counted(sum(skipped.values()), 'bad row')} ({kinds})"
+    return f"{_counted(sum(skipped.values()), 'invalid row')} ({kinds})"
 
 
 def check_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -38,7 +38,7 @@ def check_lines(facts: Mapping[str, Any]) -> list[str]:
     shown = list(facts["examples"])
     if (hidden := sum(facts["bad"].values()) - len(shown)) > 0:
         shown.append(f"… and {hidden:,} more")
-    return [*shown, f"{what} has {skipped_rows_text(facts['bad'])}, and {size} beside"]
+    return [*shown, f"{what} has {skipped_rows_text(facts['bad'])}; the rest: {size}"]
 
 
 def _counted(number: int, thing: str) -> str:
