@@ -54,6 +54,7 @@ lint: $(DEV)
 
 docs: $(DEV)
 	.venv/bin/python docs/tables.py
+	.venv/bin/python docs/glossary.py
 	.venv/bin/python docs/pictures.py
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --nitpicky -b html docs build/docs
 	echo "build/docs/index.html"
