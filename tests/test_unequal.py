@@ -241,7 +241,7 @@ def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
     groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
     judge = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
     plan = parse_plan_name("dp4-z1-uneven1.3")
-    bound = max(judge.bounds.of_plan(plan), judge.batch_splitter.order_bound_s(next(mesh_shapes(judge.request))))
+    bound = max(judge.bounds.of_plan(plan), judge.batch_splitter.shape_bound_s(next(mesh_shapes(judge.request))))
     assert bound <= judge.evaluate(plan).prediction.step_time_s
 
 

@@ -1,4 +1,4 @@
-"""`parallel: auto`: the plan of a run, searched for on the machine that it is on."""
+"""The plan of a run: `parallel: auto` searches for it on the machine that the run is on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,40 +34,42 @@ from muster.spec.supported import require_supported_model
 from muster.spec.units import pluralize
 
 SEARCH_LIMIT_S = 30.0
-"""At most, for models and numbers of processes far beyond one machine: what is small takes tenths of a second."""
+"""Time limit of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlan:
-    """The plan of a run, and what people are told of how it came about."""
+    """The plan of a run, and lines that say how it came about."""
 
     plan: Plan
     lines: tuple[str, ...] = ()
-    """Nothing where the plan was given. No step time: a run says that of the passes that it times before it begins."""
+    """Empty where the plan was given. They have no step time: a run predicts it anew from its own timed passes."""
     step_line: str | None = None
-    """What a step takes by the times that the plan was chosen by, for those who start no run."""
+    """Step time by the times that the plan was chosen by, for those who start no run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What is planned for, and in words where that comes from."""
+    """The cluster that is planned for, and its source in words."""
 
     cluster: ClusterSpec
     source: str
 
 
 def resolve_plan(resolved: ResolvedConfig, world_size: int | None) -> Plan:
-    """The plan for `world_size` processes; see `choose_plan`."""
+    """Return the plan for `world_size` processes; see `choose_plan`."""
     return choose_plan(resolved, world_size).plan
 
 
 def choose_plan(resolved: ResolvedConfig, world_size: int | None, nodes: int = 1) -> ChosenPlan:
-    """The plan for `world_size` processes on so many nodes like this one.
+    """Return the plan for `world_size` processes on so many nodes like this one.
 
-    None stands for as many as the plan asks for; where `auto` chooses, that is one for each GPU; on CPUs that were
-    measured (`muster profile`) as many, up to their cores, as are fastest; and one on others. What the configuration
-    says of the plan beside its degrees stays as it is. Deterministic.
-    Raises InfeasibleError, with what binds or the nearest plans that can run, when there is none.
+    `world_size` None means as many as the plan needs. Where `auto` chooses, that is one process for each GPU; on CPUs
+    that were measured (`muster profile`) as many as are fastest, up to their cores; one on other machines. Fields of
+    the plan that the configuration specifies beside the degrees stay as they are. Deterministic.
+
+    Raises InfeasibleError, with the limit that binds or the nearest plans that can run, if there is no plan.
     """
     try:
         return _choose(resolved, world_size, nodes)
@@ -78,27 +80,49 @@ def choose_plan(resolved: ResolvedConfig, world_size: int | None, nodes: int = 1
 
 def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> ChosenPlan:
     config = resolved.config
+    _require_packing_runs(config)
+    if not resolved.plan_is_auto:
+        _require_parts_run(config)
+        num_processes = world_size or required_world_size(config.parallel)
+        require_runnable(config.parallel, config.model, config.workload, num_processes)
+        return ChosenPlan(config.parallel)
+    require_supported_model(config.model)
+    _require_parts_run(config)
+    evaluated, machine = _search_process_counts(resolved, world_size, nodes)
+    step_ms = evaluated.prediction.step_time_s * 1e3
+    step_line = (
+        f"      {step_ms:,.4g} ms a step by these times; a run times its passes anew before it begins, and prints the"
+        " step time that follows"
+    )
+    plan = _with_requested_schedule(evaluated.plan, config.parallel)
+    return ChosenPlan(plan, tuple(_lines(evaluated, machine)), step_line)
+
+
+def _require_packing_runs(config: RunConfig) -> None:
+    """Raise InfeasibleError where the packing of documents doesn't go with compile or with a plugin's model."""
     if config.data.packing != "concatenate" and config.parallel.compile:
         raise InfeasibleError(
             f"data.packing {config.data.packing} can't be run with compile, which would follow the lengths of documents"
             " from batch to batch: leave compile out, or take data.packing concatenate"
         )
-    own = plugin_model(config.model)
-    if own is not None and config.data.packing != "concatenate" and not own.document_mask:
+    plugin = plugin_model(config.model)
+    if plugin is not None and config.data.packing != "concatenate" and not plugin.document_mask:
         raise InfeasibleError(
-            f"data.packing {config.data.packing} wants layers that keep documents apart, and model {own.name} doesn't"
-            " say that its do (documents=True): take data.packing concatenate"
+            f"data.packing {config.data.packing} needs layers that keep documents apart, and model {plugin.name}"
+            " doesn't declare that (documents=True): take data.packing concatenate"
         )
-    if not resolved.plan_is_auto:
-        _require_parts_run(config)
-        require_runnable(
-            config.parallel, config.model, config.workload, world_size or required_world_size(config.parallel)
-        )
-        return ChosenPlan(config.parallel)
-    require_supported_model(config.model)
-    _require_parts_run(config)
+
+
+def _search_process_counts(
+    resolved: ResolvedConfig, world_size: int | None, nodes: int
+) -> tuple[EvaluatedPlan, _Machine]:
+    """Return the best plan over the numbers of processes, and the machine that it is for.
+
+    A plan that leaves head-room goes before a faster one.
+    """
+    config = resolved.config
     best: tuple[EvaluatedPlan, _Machine] | None = None
-    standing = True, inf  # what leaves head-room first, then what is faster
+    best_rank = True, inf
     refusal: InfeasibleError | None = None
     is_known = nodes == 1 and config.model.architecture is None
     measured = _measured_cluster(config.parallel.precision) if is_known else None
@@ -108,27 +132,20 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
         found = trim_offload(search(request, 1, SEARCH_LIMIT_S))
         if not found.best:
             refusal = refusal or _explain_refusal(request, found)
-        elif (own := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < standing:
-            best, standing = (found.best[0], machine), own
+        elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:
+            best = found.best[0], machine
+            best_rank = rank
         if best is not None and measured is None:
             break
     if best is None:
         assert refusal is not None
         raise refusal
-    verdict, machine = best
-    step_ms = verdict.prediction.step_time_s * 1e3
-    step_line = (
-        f"      {step_ms:,.4g} ms a step by these times; a run times its passes anew before it begins, and says what"
-        " they come to"
-    )
-    return ChosenPlan(
-        _with_requested_schedule(verdict.plan, config.parallel), tuple(_lines(verdict, machine)), step_line
-    )
+    return best
 
 
 def _require_parts_run(config: RunConfig) -> None:
-    """Raises InfeasibleError where the plan doesn't go with a loss or a step that a plugin registers, ConfigError where
-    ranks can't share its optimizer."""
+    """Raise InfeasibleError where a registered loss or training step can't run under the plan, ConfigError where ranks
+    can't share the registered optimizer."""
     plan, train, optim = config.parallel, config.train, config.optim
     if optim.name not in OPTIMIZERS:
         get_component("optimizer", optim.name).state_names(optim.options)
@@ -145,7 +162,7 @@ def _require_parts_run(config: RunConfig) -> None:
 
 
 def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanRequest:
-    """What is searched for where `auto` chooses: all that the configuration says of the plan stays."""
+    """Return the request for `auto`: all fields of the plan that the configuration specifies are fixed."""
     config, plan = resolved.config, resolved.config.parallel
     fixed = {
         field: getattr(plan, field)
@@ -166,7 +183,7 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
 
 
 def _with_requested_schedule(plan: Plan, requested: Plan) -> Plan:
-    """With the searched schedule that was asked for, where there is a pipeline."""
+    """Return the plan with the requested searched schedule, if it has a pipeline."""
     searched = requested.schedule_entry.searched and plan.pp > 1
     return (
         plan.model_copy(update={"schedule": requested.schedule, "pinned_schedule": requested.pinned_schedule})
@@ -176,7 +193,7 @@ def _with_requested_schedule(plan: Plan, requested: Plan) -> Plan:
 
 
 def _process_counts(world_size: int | None, measured: bool) -> Iterator[int]:
-    """Numbers of processes that may be."""
+    """Yield the numbers of processes to try."""
     if world_size is not None:
         yield world_size
     elif gpus := len(nvidia_gpu_names()):
@@ -186,7 +203,7 @@ def _process_counts(world_size: int | None, measured: bool) -> Iterator[int]:
 
 
 def _measured_cluster(precision: str) -> ClusterSpec | None:
-    """The profile in the working directory, where it has this precision."""
+    """Return the cluster of the profile in the working directory, if it has this precision."""
     if not Path(PROFILE_FILE).exists():
         return None
     try:
@@ -207,7 +224,7 @@ def _machine(count: int, nodes: int, measured: ClusterSpec | None) -> _Machine:
 
 
 def _explain_refusal(request: PlanRequest, result: SearchResult) -> InfeasibleError:
-    """What binds."""
+    """Return the error that says which limit binds."""
     plan = _data_parallel(request)
     if result.nearest_miss is None and not result.counts["too_large"]:
         try:
@@ -218,7 +235,7 @@ def _explain_refusal(request: PlanRequest, result: SearchResult) -> InfeasibleEr
 
 
 def _data_parallel(request: PlanRequest) -> Plan:
-    """Data parallelism alone, with all that is asked for."""
+    """Return a plan of data parallelism alone, with all fixed fields."""
     base, strategy = request.base, request.base.default_strategy
     sp = strategy.sp and base.tp > 1
     return base.model_copy(
@@ -229,11 +246,12 @@ def _data_parallel(request: PlanRequest) -> Plan:
     )
 
 
-def _lines(verdict: EvaluatedPlan, machine: _Machine) -> Iterator[str]:
-    peak = verdict.peak_bytes
+def _lines(evaluated: EvaluatedPlan, machine: _Machine) -> Iterator[str]:
+    peak = evaluated.peak_bytes
     size = f"{peak / 2**30:,.3g} GiB" if peak >= 2**30 else f"{peak / 2**20:,.3g} MiB"
+    plan = evaluated.plan
     yield (
-        f"plan: {format_plan_name(verdict.plan)} for {pluralize(verdict.plan.world_size, 'process')}, the fastest that"
-        f" can be run, {size} on the fullest rank"
+        f"plan: {format_plan_name(plan)} for {pluralize(plan.world_size, 'process')}, the fastest that can be run,"
+        f" {size} on the fullest rank"
     )
     yield f"      chosen for {machine.source}"

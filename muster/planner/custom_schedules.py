@@ -1,10 +1,10 @@
-"""Plans whose order of passes is found for their own times, where nodes or links differ.
+"""Schedules found for the times of one plan, where nodes or links differ.
 
-Schedules that stand in a book hide hops that are alike. Over a slow link a pipeline should have as many micro-batches
-under way as its trips there and back last, and no more; a rank's share of the layers may lie in several stages one
-after another, over which nothing travels, so that the gradients of one are reduced while those of the next are
-computed. What is best depends on all times together. So it is not bounded: from the best plans that were found,
-one thing after another is changed as long as that helps.
+Registered schedules assume that all p2p transfers take the same time. Over a slow link a pipeline should have as many
+micro-batches in flight as hide a round trip, and no more; and a rank's layers may form several stages one after
+another, without transfers between them, so that the gradients of one are reduced while those of the next are computed.
+The best choice depends on all times together and has no bound. So this is a local search: from the best plans of the
+search, one thing after another is changed as long as that helps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,52 +26,56 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import PinnedSchedule, Plan, StageSpec, split_evenly
 
 MAX_START_PLANS = 3
-"""That are begun from."""
+"""Plans that a local search starts from."""
 
 MAX_PASSES = 60_000
-"""Of an order: one of more takes seconds to find."""
+"""Passes of the longest schedule that is searched: more take seconds."""
 
 TIME_SHARE_PER_PLAN = 0.75
-"""Of the time that is left, for each of them but the last."""
+"""Share of the time left that each start plan but the last may take."""
 
 PROMISING_FACTOR = 1.08
-"""A size of micro-batches is gone on with where its first plan takes no more than so many times the best so far."""
+"""Largest ratio of a first plan to the best so far with which its micro-batch size is searched on."""
 
 MAX_SIZE_RATIO = 4
-"""Of sizes of micro-batches that are tried, so many times the plan's own, or as small a part of it."""
+"""Largest ratio between the plan's own micro-batch size and those that are tried."""
 
 IN_FLIGHT_STEPS = (1.0, 0.5, 0.25)
-"""By how many micro-batches' activations of its share a rank may keep more or fewer."""
+"""Changes of the micro-batches in flight that are tried, in activations of a rank's share."""
 
 _MIN_GAIN = 1e-6
-"""A step that is shorter by no more than this part is no gain."""
+"""Relative improvement of a step below which it is no gain."""
 
 
 MAX_FAILED_TRIES = 80
-"""Tries of several changes at once that don't help, after which no more are made."""
+"""Combined changes in a row without gain, after which the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDraft:
-    """What is changed of a plan."""
+    """The fields of a plan that the local search changes."""
 
     micro_batch_size: int
     layers: tuple[int, ...]
-    """Of each pipeline rank."""
+    """Layers of each pipeline rank."""
     chunks: int
     """Stages of each rank, one after another."""
-    kept: float
-    """Micro-batches' activations of a rank's share that it may keep."""
+    in_flight: float
+    """Most micro-batches in flight on a rank, in activations of its share."""
 
 
 def find_custom_schedules(plans: Iterable[Plan], evaluator: PlanEvaluator, limit_s: float = inf) -> list[EvaluatedPlan]:
-    """What is found with an order of its own for each of the first plans that have pipelines alike, and fits. After
-    `limit_s` what is found by then; the first has the most of it."""
-    begin_s, wanted = perf_counter(), dict[tuple, Plan]()
+    """Return the best plan with a schedule of its own for each of the first plans with different pipelines, where one
+    fits.
+
+    After `limit_s` only what was found by then; the first plan has most of the time.
+    """
+    begin_s = perf_counter()
+    wanted: dict[tuple, Plan] = {}
     for plan in plans:
         if len(wanted) < MAX_START_PLANS and _may_have_custom_schedule(plan, evaluator):
             wanted.setdefault((plan.mesh(0), plan.pp, plan.axis_order, plan.default_strategy.zero), plan)
-    found = list[EvaluatedPlan]()
+    found: list[EvaluatedPlan] = []
     for number, plan in enumerate(wanted.values(), 1):
         left_s = limit_s - (perf_counter() - begin_s)
         end_s = perf_counter() + (left_s if number == len(wanted) else TIME_SHARE_PER_PLAN * left_s)
@@ -80,7 +84,8 @@ def find_custom_schedules(plans: Iterable[Plan], evaluator: PlanEvaluator, limit
 
 
 def _may_have_custom_schedule(plan: Plan, evaluator: PlanEvaluator) -> bool:
-    fixed, given = evaluator.request.fixed, evaluator.request.base
+    fixed = evaluator.request.fixed
+    base = evaluator.request.base
     if evaluator.request.objective == "memory":
         return False
     if (
@@ -91,7 +96,7 @@ def _may_have_custom_schedule(plan: Plan, evaluator: PlanEvaluator) -> bool:
         or not plan.is_uniform
     ):
         return False
-    if evaluator.request.cluster.device.rates is not None or given.stages or given.overrides:
+    if evaluator.request.cluster.device.rates is not None or base.stages or base.overrides:
         return False
     return not {"schedule", "vpp"}.intersection(fixed) and not fixed.get("stages")
 
@@ -101,59 +106,60 @@ def _is_better(one: EvaluatedPlan, other: EvaluatedPlan) -> bool:
 
 
 class _LocalSearch:
-    """From one plan to others that are better, change by change."""
+    """A local search from one plan to better ones, change by change."""
 
     def __init__(self, plan: Plan, evaluator: PlanEvaluator) -> None:
-        self.evaluator, self.request = evaluator, evaluator.request
+        self.evaluator = evaluator
+        self.request = evaluator.request
         self.plan = plan
         self.seen: set[ScheduleDraft] = set()
-        base, fixed = evaluator.request.base.default_strategy, evaluator.request.fixed
-        self._bare = {name: fixed.get(name, getattr(base, name)) for name in ("recompute", "offload")}
-        """What layers do unless it doesn't fit."""
+        base = evaluator.request.base.default_strategy
+        fixed = evaluator.request.fixed
+        self._default_policy = {name: fixed.get(name, getattr(base, name)) for name in ("recompute", "offload")}
+        """Recompute and offload of all layers unless the plan doesn't fit."""
 
     def best(self, end_s: float) -> EvaluatedPlan | None:
-        """The best plan from which no change leads to a better one, of those with each size of micro-batches, and what
-        several changes at once make of it."""
-        begun: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
+        """Return the best local optimum over all micro-batch sizes, after combined changes too."""
+        starts: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
         for first in self._start_drafts():
-            verdict = self._evaluate(first) if perf_counter() < end_s else None
-            begun += [(first, verdict)] if verdict else []
-        begun.sort(key=lambda one: one[1].sort_key)
+            evaluated = self._evaluate(first) if perf_counter() < end_s else None
+            starts += [(first, evaluated)] if evaluated else []
+        starts.sort(key=lambda one: one[1].sort_key)
         found: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
-        for draft, verdict in begun:
-            if verdict.value <= PROMISING_FACTOR * min((one.value for _, one in found), default=inf):
-                found.append(self._climb(draft, verdict, end_s))
+        for draft, evaluated in starts:
+            if evaluated.value <= PROMISING_FACTOR * min((one.value for _, one in found), default=inf):
+                found.append(self._climb(draft, evaluated, end_s))
         return self._perturb(*min(found, key=lambda one: one[1].sort_key), end_s) if found else None
 
     def _climb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> tuple[ScheduleDraft, EvaluatedPlan]:
-        """Changed as long as one change helps."""
+        """Make single changes as long as one helps."""
         moved = True
         while moved:
             moved = False
             for other in self._changes(draft):
                 if perf_counter() >= end_s:
                     return draft, best
-                verdict = self._evaluate(other)
-                if verdict is not None and _is_better(verdict, best):
-                    draft, best, moved = other, verdict, True
+                evaluated = self._evaluate(other)
+                if evaluated is not None and _is_better(evaluated, best):
+                    draft, best, moved = other, evaluated, True
                     break
         return draft, best
 
     def _perturb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> EvaluatedPlan:
-        """Tries two or three changes at once, until many in a row don't help."""
+        """Make two or three changes at once, until many in a row don't help."""
         random, idle = Random(0), 0
         while idle < MAX_FAILED_TRIES and perf_counter() < end_s:
             other, idle = draft, idle + 1
             for _ in range(random.choice((2, 2, 3))):
                 other = random.choice(list(self._changes(other)) or [other])
-            verdict = self._evaluate(other)
-            if verdict is not None and _is_better(verdict, best):
-                draft, best = self._climb(other, verdict, end_s)
+            evaluated = self._evaluate(other)
+            if evaluated is not None and _is_better(evaluated, best):
+                draft, best = self._climb(other, evaluated, end_s)
                 idle = 0
         return best
 
     def _start_drafts(self) -> list[ScheduleDraft]:
-        """With micro-batches of each size, the plan's own and those like it first."""
+        """Return a draft for each micro-batch size, the sizes like the plan's own first."""
         plan, request = self.plan, self.request
         held = [0] * plan.pp
         for rank, count in zip(plan.placement, plan.layer_counts(request.model.num_layers), strict=True):
@@ -166,12 +172,12 @@ class _LocalSearch:
         ]
 
     def _changes(self, draft: ScheduleDraft) -> Iterator[ScheduleDraft]:
-        """One thing at a time."""
+        """Yield drafts with one change."""
         request, pp = self.request, self.plan.pp
-        for kept in IN_FLIGHT_STEPS:
-            yield replace(draft, kept=draft.kept + kept)
-            if draft.kept - kept >= 1:
-                yield replace(draft, kept=draft.kept - kept)
+        for step in IN_FLIGHT_STEPS:
+            yield replace(draft, in_flight=draft.in_flight + step)
+            if draft.in_flight - step >= 1:
+                yield replace(draft, in_flight=draft.in_flight - step)
         for chunks in sorted((1, *CHUNK_COUNTS), key=lambda one: abs(one - draft.chunks)):
             if chunks != draft.chunks and chunks <= min(draft.layers):
                 yield replace(draft, chunks=chunks)
@@ -183,20 +189,20 @@ class _LocalSearch:
                         yield replace(draft, layers=tuple(moved))
 
     def _evaluate(self, draft: ScheduleDraft) -> EvaluatedPlan | None:
-        """The best plan of a draft that fits; None where none does, or where it was looked at before."""
+        """Return the best plan of a draft that fits; None where none does, or the draft was evaluated before."""
         if draft in self.seen:
             return None
         self.seen.add(draft)
-        verdicts = [
+        candidates = [
             self.evaluator.evaluate(plan)
             for drafted in self._plans(draft)
             for plan in self.evaluator.memory_budget.fit(drafted)[0]
             if is_admitted(self.request, plan)
         ]
-        return min(verdicts, key=lambda one: one.sort_key, default=None)
+        return min(candidates, key=lambda one: one.sort_key, default=None)
 
     def _plans(self, draft: ScheduleDraft) -> Iterator[Plan]:
-        """With the orders that are found for it; none where it can't be."""
+        """Yield the plan with each schedule that is found for it; none where it is illegal."""
         plan, request = self._drafted_plan(draft), self.request
         passes = 3 * plan.num_stages * plan.num_micro_batches(request.workload)
         if passes > MAX_PASSES or plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
@@ -218,7 +224,7 @@ class _LocalSearch:
             inputs_s,
             weights_s,
             placement=plan.placement,
-            memory_limit=draft.kept,
+            memory_limit=draft.in_flight,
         )
         try:
             for schedule in search_custom_orders(setting, hops_s):
@@ -227,7 +233,7 @@ class _LocalSearch:
             return
 
     def _drafted_plan(self, draft: ScheduleDraft) -> Plan:
-        """The plan as drafted, with its order yet to be found."""
+        """Return the drafted plan, with its schedule yet to be found."""
         own, pp = self.plan, self.plan.pp
         placement = tuple(rank for rank in range(pp) for _ in range(draft.chunks))
         layers = [count for held in draft.layers for count in split_evenly(held, draft.chunks)]
@@ -239,10 +245,10 @@ class _LocalSearch:
                 "schedule": "auto",
                 "vpp": draft.chunks,
                 "micro_batch_size": draft.micro_batch_size,
-                "max_in_flight_micro_batches": draft.kept,
+                "max_in_flight_micro_batches": draft.in_flight,
                 "stages": () if "stages" in self.request.fixed else tuple(map(_stage, layers)),
                 "overrides": (),
-                "default_strategy": own.default_strategy.model_copy(update=self._bare),
+                "default_strategy": own.default_strategy.model_copy(update=self._default_policy),
                 "pinned_schedule": empty,
             }
         )

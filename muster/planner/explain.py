@@ -1,4 +1,4 @@
-"""Why whole families of plans are out, in words, and why there is no plan at all."""
+"""Explanations in words: the best plan of every family, and the limit that binds where there is no plan."""
 
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
@@ -32,7 +32,7 @@ from muster.spec.units import pluralize
 
 @dataclass(frozen=True, slots=True)
 class PlanFamily:
-    """The plans that use exactly these axes beside data parallelism, and what became of them."""
+    """The plans that use exactly these axes beside data parallelism: the best of them, or the reason for none."""
 
     name: str
     best: EvaluatedPlan | None
@@ -40,7 +40,8 @@ class PlanFamily:
 
 
 def families(request: PlanRequest, winner: EvaluatedPlan | None, limit_s: float = 2.0) -> list[PlanFamily]:
-    """The best of each family; for families without one, why none is legal or fits, and what would change that."""
+    """Return the best of each family; for families without a plan, why none is legal or fits, and what would change
+    that."""
     axes = [axis for axis in MODEL_AXES if axis != "ep" or request.model.moe is not None]
     found = []
     for size in range(len(axes) + 1):
@@ -53,8 +54,8 @@ def _explain_family(
     request: PlanRequest, axes: tuple[str, ...], winner: EvaluatedPlan | None, limit_s: float
 ) -> PlanFamily:
     name = " × ".join(("data", *axes)) if axes else "data alone"
-    own = winner is not None and request.axes == used_axes(winner.plan)
-    found = search(request, 1, limit_s, seeds=[winner.plan] if winner and own else ())
+    seeds = [winner.plan] if winner and request.axes == used_axes(winner.plan) else []
+    found = search(request, 1, limit_s, seeds=seeds)
     if found.best:
         best = found.best[0]
         if winner is not None and best.value < winner.value and best.plan != winner.plan:
@@ -78,38 +79,39 @@ def _explain_family(
 
 
 ASSUMED_HOST_BYTES_PER_S = 31.5e9
-"""Of a link to the host that is unknown: PCI Express 4 with 16 lanes."""
+"""Rate assumed for an unknown link to the host: PCI Express 4 with 16 lanes."""
 
 
 def _explain_offload(request: PlanRequest, limit_s: float) -> str:
-    """Of a family without a plan that fits: the plan that would, by offload, and what stands against that."""
+    """Return the plan of a family that would fit with offload, and what stands against that; empty if there is none."""
     groups: list[NodeGroup] = []
-    against: list[str] = []
+    conditions: list[str] = []
     for group in request.cluster.groups:
-        device, changed = group.device, dict[str, object]()
+        device = group.device
+        changed: dict[str, object] = {}
         if device.kind == "gpu" and device.rates is None and device.host_bandwidth_bytes_per_s is None:
             speed = {"host_bandwidth_bytes_per_s": ASSUMED_HOST_BYTES_PER_S}
             changed["device"] = device.model_copy(update=speed)
-            against.append(
+            conditions.append(
                 f"if {device.name} reached its host with {ASSUMED_HOST_BYTES_PER_S / 1e9:g} GB/s, which is unknown"
             )
         if group.host_memory_bytes is not None:
             changed["host_memory_bytes"] = None
-            against.append(f"if nodes had more memory than {_size(group.host_memory_bytes)}")
+            conditions.append(f"if nodes had more memory than {_size(group.host_memory_bytes)}")
         groups.append(group.model_copy(update=changed))
     fixed = dict(request.fixed)
     if fixed.get("offload") == "none":
         del fixed["offload"]
-        against = ["if that was allowed"]
-    if not against:
+        conditions = ["if that was allowed"]
+    if not conditions:
         return ""
     cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
     found = search(replace(request, fixed=fixed, cluster=cluster), 1, limit_s).best
-    return f"; offload would make it fit {against[0]}: {found[0].name}" if found else ""
+    return f"; offload would make it fit {conditions[0]}: {found[0].name}" if found else ""
 
 
 def describe_nearest_miss(result: SearchResult) -> str:
-    """What the plan that is over by the least takes, with its largest terms."""
+    """Return what the plan with the least excess takes, with its largest terms."""
     evaluator = result.evaluator
     evaluated = evaluator.evaluate(result.nearest_miss)
     budget = evaluator.memory_budget
@@ -122,10 +124,10 @@ def describe_nearest_miss(result: SearchResult) -> str:
 
 
 def explain_illegal(request: PlanRequest, axes: tuple[str, ...]) -> str:
-    """The first reason that stands against the smallest use of these axes."""
+    """Return the first reason against the smallest use of these axes."""
     world = request.cluster.num_devices
     if ones := [axis for axis in axes if request.fixed.get(axis) == 1]:
-        return f"{ones[0]} 1 is asked for"
+        return f"{ones[0]} 1 is required"
     if world < 2 ** len(axes):
         return f"it needs {2 ** len(axes)} devices, there are {world}"
     if request.fixed:
@@ -140,18 +142,19 @@ def explain_illegal(request: PlanRequest, axes: tuple[str, ...]) -> str:
 
 
 def _explain_fixed_illegal(request: PlanRequest) -> str:
-    """What stands against the parts of a plan that must be, with data parallelism for the rest of the devices."""
-    world, asked = request.cluster.num_devices, request.fixed_text or "what is asked for"
+    """Return the reason against the required parts of a plan, with data parallelism for the rest of the devices."""
+    world = request.cluster.num_devices
+    required = request.fixed_text or "what is required"
     fields = {name: value for name, value in request.fixed.items() if name in Plan.model_fields}
     strategy = {name: value for name, value in request.fixed.items() if name not in fields}
     if stages := fields.get("stages"):
         fields = {"pp": max(1, len(stages) // fields.get("vpp", 1)), **fields}
     cut = prod(fields.get(axis, 1) for axis in ("tp", "pp", "cp", "dp_replicate"))
     if world % cut and cut < world:
-        return f"with {asked}, {world} devices are not a multiple of {cut}"
+        return f"with {required}, {world} devices are not a multiple of {cut}"
     schedule = fields.get("schedule", "1f1b")
     if fields.get("pp") == 1 and schedule != "1f1b":
-        return f"with {asked}, schedule {schedule} wants a pipeline of 2 ranks or more, which pp 1 is not"
+        return f"with {required}, schedule {schedule} needs a pipeline of 2 ranks or more, which pp 1 is not"
     plan = request.base.model_copy(
         update={
             "dp_shard": max(1, world // cut),
@@ -164,12 +167,12 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     reasons = plan_violations(plan, request.model, request.workload, world)
     reasons += unsupported_features(plan) if request.runnable else []
     if reasons:
-        return f"with {asked}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
-    return f"{asked} is not among the plans that are searched ('muster predict' takes any plan)"
+        return f"with {required}, {reasons[0].replace('processes', 'devices').replace('process', 'device')}"
+    return f"{required} is not among the plans that are searched ('muster predict' takes any plan)"
 
 
 def explain_no_plan(result: SearchResult) -> str:
-    """Why a search found nothing: which limit binds, and what would relax it."""
+    """Return why a search found nothing: the limit that binds, and what would relax it."""
     request = result.evaluator.request
     budget = result.evaluator.memory_budget
     world = request.cluster.num_devices
@@ -178,12 +181,12 @@ def explain_no_plan(result: SearchResult) -> str:
         if not result.proven:
             return (
                 f"no plan that fits was found in {result.seconds:.0f} s, and not all were looked at: of those that"
-                f" were,"
-                f" {small}; more seconds (--time-limit) may find one, or {suggest_relief(request)}"
+                f" were, {small}; a longer --time-limit may find one, or {suggest_relief(request)}"
             )
         return f"no plan fits: {small}; {suggest_relief(request)}"
     if result.counts["too_large"] and _has_plans(request):
-        state, together = training_state_bytes(request), budget.usable_bytes
+        state = training_state_bytes(request)
+        together = budget.usable_bytes
         if state > together:
             of = "all of it that may be used" if _limits_memory(request) else "all memory together"
             least = -(-state * world // together) if together else None
@@ -197,8 +200,10 @@ def explain_no_plan(result: SearchResult) -> str:
 
 
 def suggest_legal(request: PlanRequest) -> str:
-    """The least that would make a plan legal: another batch, or less that is asked for. Empty where neither does."""
-    world, batch = request.cluster.num_devices, request.workload.global_batch_size
+    """Return the least change that makes a plan legal: one required part less, or another batch; empty if neither
+    does."""
+    world = request.cluster.num_devices
+    batch = request.workload.global_batch_size
     parts = request.fixed_text.split("-") if request.fixed_text else []
     for left_out in parts:
         rest = "-".join(part for part in parts if part != left_out)
@@ -214,13 +219,13 @@ def suggest_legal(request: PlanRequest) -> str:
 
 
 def _has_plans(request: PlanRequest) -> bool:
-    """Whether any plan is legal, as far as the first few hundred orders show."""
+    """Return True if any plan is legal, judged by the first few hundred choices."""
     each = (order for shape in mesh_shapes(request) for order in schedule_choices(request, shape))
     return any(next(draft_plans(request, order), None) is not None for order in islice(each, 300))
 
 
 def _describe_smallest(request: PlanRequest, budget: MemoryBudget) -> str:
-    """What the plans take whose ranks hold least, even with one micro-batch under way and all of it recomputed."""
+    """Return the least memory of any plan, even with one micro-batch in flight and all of it recomputed."""
     held = [
         (budget.min_bytes(shape, split), make_plan(request, shape, split))
         for shape in mesh_shapes(request)
@@ -232,26 +237,26 @@ def _describe_smallest(request: PlanRequest, budget: MemoryBudget) -> str:
 
 
 def suggest_relief(request: PlanRequest, min_devices: int | None = None) -> str:
-    """What would make room; `at_least`: so many devices like these."""
-    asked = [f"without {request.fixed_text}"] if request.fixed_text else []
+    """Return what would relax the limit; `min_devices`: so many devices like these."""
+    changes = [f"without {request.fixed_text}"] if request.fixed_text else []
     if request.memory_limit_bytes and _limits_memory(request):
-        asked.append(f"with more than {_size(request.memory_limit_bytes)} of each device")
+        changes.append(f"with more than {_size(request.memory_limit_bytes)} of each device")
     more = f"more devices, at least {min_devices:,} such," if min_devices else "more devices"
-    return f"it takes {more} or larger ones" + (f", or a plan {' or '.join(asked)}" if asked else "")
+    return f"it takes {more} or larger ones" + (f", or a plan {' or '.join(changes)}" if changes else "")
 
 
 def _limits_memory(request: PlanRequest) -> bool:
-    """Whether some device has more memory than may be used of it."""
+    """Return True if some device has more memory than may be used of it."""
     limit = request.memory_limit_bytes
     return limit is not None and any(limit < (group.device.memory_bytes or inf) for group in request.cluster.groups)
 
 
 def training_state_bytes(request: PlanRequest) -> int:
-    """Parameters, gradients and AdamW's moments, once."""
+    """Return the bytes of all parameters, gradients and optimizer state, once."""
     held = native_stage_memory(request.model, request.base, request.workload, 0, DEFAULT_KERNEL_WORKSPACE)
     return held.resident.parameters + held.resident.optimizer + held.gradients
 
 
 def _size(size: float) -> str:
-    """GiB with one decimal, or what else says it."""
+    """Return GiB with one decimal, or MiB below that."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"

@@ -1,7 +1,7 @@
-"""Files that carry a plan out on a cluster: Slurm, Kubernetes, SkyPilot, or torchrun by hand.
+"""Files that start a run under a plan on a cluster: Slurm, Kubernetes, SkyPilot, or torchrun by hand.
 
-Each but the last starts Muster's launcher on every node, which starts one process for each device and finds the others
-at the first node; its exit code says how the job ended, which torchrun's doesn't.
+Each but the last starts Muster's launcher on every node. It starts one process per device and finds the other nodes at
+the first one; unlike torchrun's, its exit code says how the run ended.
 """
 
 import re
@@ -17,12 +17,12 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
 
 PORT = 29400
-"""Where the first node listens: torchrun's own choice."""
+"""Port of the first node: torchrun's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What is started: a run file under a plan, on so many nodes alike."""
+    """A run file under a plan, to be started on so many nodes alike."""
 
     name: str
     nodes: int
@@ -31,21 +31,21 @@ class LaunchSpec:
     run_file: str
     plan_file: str
     node_order: tuple[int, ...] = ()
-    """The nodes as they are listed, in the order of their ranks; empty where all are alike."""
+    """Listed nodes in the order of their ranks; empty where all are alike."""
     has_gpus: bool = True
 
     def train(self) -> str:
-        """The command of a node, without its place."""
+        """Return the command of a node without its rank."""
         run_file, plan_file = shlex.quote(self.run_file), shlex.quote(self.plan_file)
         return f"muster train {run_file} --parallel {plan_file} --run runs/{self.name}"
 
     def launcher(self, first_node: str, node_rank: str) -> str:
-        """The command for each node, under Muster's launcher."""
+        """Return the command for each node under Muster's launcher."""
         place = f" --nodes {self.nodes} --node-rank {node_rank} --rendezvous {first_node}:{PORT}"
         return f"{self.train()} --nproc {self.devices_per_node}{place if self.nodes > 1 else ''}"
 
     def torchrun(self, first_node: str) -> str:
-        """The command for each node, under torchrun."""
+        """Return the command for each node under torchrun."""
         rendezvous = f"--rdzv-backend c10d --rdzv-endpoint {first_node}:{PORT} --rdzv-id {self.name}"
         if self.node_order:  # who comes first gets rank 0 there, whichever node it is
             rendezvous = f'--node-rank "$2" --master-addr {first_node} --master-port {PORT}'
@@ -61,8 +61,11 @@ def launch_spec_of(
     plan_file: str,
     node_order: Sequence[int] | None = None,
 ) -> LaunchSpec:
-    """The job of a plan; `node_order`: of the nodes as they are listed, where they differ. Of `name` is kept what a
-    host's name may be made of, since it becomes one. Raises InfeasibleError as `check_launch`."""
+    """Return what to start for a plan; `node_order`: listed nodes in the order of their ranks, where they differ.
+
+    The job's name becomes a host name, so that other characters of `name` are replaced. Raises InfeasibleError as
+    `check_launch`.
+    """
     check_launch("", cluster)
     per_node = cluster.groups[0].devices_per_node
     return LaunchSpec(
@@ -78,11 +81,11 @@ def launch_spec_of(
 
 
 MAX_NAME_LENGTH = 50
-"""Of a job: with a pod's number it must be a host's name, of at most 63 letters."""
+"""Longest name of a job: with a pod's number it must be a host name of at most 63 characters."""
 
 
 def check_launch(kind: str, cluster: ClusterSpec) -> None:
-    """Raises InfeasibleError where no file of this kind can start something on these nodes."""
+    """Raise InfeasibleError where files of this kind can't start a run on these nodes."""
     sizes = {group.devices_per_node for group in cluster.groups}
     if len(sizes) > 1:
         shown = " and ".join(map(str, sorted(sizes)))
@@ -99,8 +102,11 @@ def check_launch(kind: str, cluster: ClusterSpec) -> None:
 
 
 def render_launch_files(kind: str, spec: LaunchSpec) -> dict[str, str]:
-    """File name → text, for one of `LAUNCHERS`. Slurm gives nodes their ranks by the order of their names, which is
-    taken for that of the list; of the others nobody knows which node comes first, so that their files only say it."""
+    """Return the files, name → text, of one of `LAUNCHERS`.
+
+    Slurm gives nodes their ranks by the order of their names, which is taken for that of the list. Other launchers
+    don't say which node comes first, so that their files only state the order.
+    """
     files = LAUNCHERS[kind](spec)
     if spec.node_order and kind != "slurm":
         order = " ".join(map(str, spec.node_order))
@@ -115,7 +121,7 @@ def _after_shebang(text: str, note: str) -> str:
 
 
 def write_launch_files(kind: str, spec: LaunchSpec, folder: Path) -> list[Path]:
-    """Writes them into a folder; returns their paths. Raises OSError."""
+    """Write the files into a folder, and return their paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in render_launch_files(kind, spec).items():
@@ -154,7 +160,7 @@ def _slurm(spec: LaunchSpec) -> dict[str, str]:
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-# A launcher on each node starts a process for each device. A run that is stopped saves and ends with 75: go on.
+# A launcher on each node starts a process for each device. A run that is stopped saves and ends with 75: resume it.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n {number}p)
 export first_node
 status=0
@@ -211,7 +217,7 @@ def _kubernetes(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _kubernetes_resource(spec: LaunchSpec) -> str:
-    """Of the resource that the maker's device plugin offers."""
+    """Return the name of the resource that the vendor's device plugin offers."""
     return (
         "google.com/tpu"
         if spec.device.startswith("tpu")
@@ -247,7 +253,7 @@ _SKY_NAMES = {
     "l40s": "L40S",
     "rtx4090": "RTX4090",
 }
-"""Our names of devices → SkyPilot's (its catalogue of accelerators)."""
+"""Muster's device name → SkyPilot's (its catalogue of accelerators)."""
 
 LAUNCHERS: dict[str, Callable[[LaunchSpec], dict[str, str]]] = {
     "torchrun": _torchrun,

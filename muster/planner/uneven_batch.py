@@ -1,7 +1,7 @@
-"""Unequal shares of the data: how many micro-batches each data-parallel rank runs, so that none waits long for others.
+"""Uneven batches: numbers of micro-batches for each data-parallel rank, so that none waits long for others.
 
-Pipelines that lie on devices of one kind each are as fast as these. Metis (USENIX ATC 2024) gives its data-parallel
-groups data in proportion; here the numbers are those for which the last rank is done soonest, and exactly so.
+Pipelines on devices of one kind each are as fast as these devices. Metis (USENIX ATC 2024) gives data-parallel groups
+data in proportion to their speed; here the numbers are those for which the last rank is done soonest, exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,26 @@ from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan, normalize_shares, split_evenly
 
 INITIAL_SHARE = 0.8
-"""The part of its proportional share that each rank has before micro-batches are given one by one."""
+"""Part of its proportional share that each rank gets before micro-batches are assigned one by one."""
 
 
 def fastest_split(times_s: Sequence[Callable[[int], float]], total: int) -> list[int]:
-    """How many of `total` micro-batches each rank should run, at least one each, so that the last is done soonest.
+    """Return the numbers of micro-batches, at least one each and `total` together, for which the last rank is done
+    soonest.
 
-    `times_s`: of each rank, what so many take; it never falls. One by one they go to the rank that is done first with
-    one more, the earlier of equals: what is given is always the least time that is left, so that no other numbers have
-    a lower maximum.
+    `times_s`: for each rank, the seconds of so many micro-batches; they never fall. One by one micro-batches go to the
+    rank that is done first with one more, the earlier of equals. Each takes the least time that is left, so that no
+    other numbers have a lower maximum.
     """
     if total < len(times_s):
         raise ValueError(f"expected at least a micro-batch for each of {len(times_s)} ranks, got {total}")
     mean = -(-total // len(times_s))
     rates = [1 / max(time_s(mean + 1) - time_s(mean), 1e-12) for time_s in times_s]
-    begun = [max(1, int(INITIAL_SHARE * total * rate / sum(rates))) for rate in rates]
-    if sum(begun) <= total:
-        counts, last_s = _assign_greedily(times_s, begun, total)
-        # Had a rank begun with more than it gets one by one, that would take longer than the last that is given.
-        if max(time_s(count) for time_s, count in zip(times_s, begun, strict=True)) <= last_s:
+    initial = [max(1, int(INITIAL_SHARE * total * rate / sum(rates))) for rate in rates]
+    if sum(initial) <= total:
+        counts, last_s = _assign_greedily(times_s, initial, total)
+        # A rank that started with more than greedy assignment gives it would be done after the last assignment.
+        if max(time_s(count) for time_s, count in zip(times_s, initial, strict=True)) <= last_s:
             return counts
     return _assign_greedily(times_s, [1] * len(times_s), total)[0]
 
@@ -45,8 +46,9 @@ def fastest_split(times_s: Sequence[Callable[[int], float]], total: int) -> list
 def _assign_greedily(
     times_s: Sequence[Callable[[int], float]], initial: Sequence[int], total: int
 ) -> tuple[list[int], float]:
-    """The numbers, and the time of the last that was given."""
-    counts, last_s = list(initial), 0.0
+    """Return the numbers, and the time of the rank that got the last micro-batch."""
+    counts = list(initial)
+    last_s = 0.0
     heap = [(times_s[rank](count + 1), rank) for rank, count in enumerate(counts)]
     heapify(heap)
     for _ in range(total - sum(counts)):
@@ -57,65 +59,68 @@ def _assign_greedily(
 
 
 class BatchSplitter:
-    """Gives the plans of one request their shares, and bounds what they take."""
+    """Splits the batch of one request's plans over unlike devices, and bounds their steps."""
 
     def __init__(self, request: PlanRequest, whole_model_s: Callable[[PlanRequest, MeshShape], float]) -> None:
-        """`whole_s`: seconds that the whole model takes for a micro-batch of a shape on devices that are alike."""
-        self.request, self._whole_model_s = request, whole_model_s
+        """`whole_model_s`: seconds of the whole model for a micro-batch of a shape on devices that are alike."""
+        self.request = request
+        self._whole_model_s = whole_model_s
         self._whole_model_times_s: dict[tuple[int, ...], float] = {}
         self._groups: dict[tuple, list[list[int]]] = {}
         self._node_kinds = _node_kinds(request.cluster)
 
     def with_best_split(self, plan: Plan) -> Plan | None:
-        """The plan with the shares that suit its pipelines best, or with those that are asked for; None where they are
-        equal anyway, or can't be."""
-        request, asked = self.request, self.request.fixed.get("uneven_micro_batches")
-        if asked is not None:
-            shared = plan.model_copy(update={"uneven_micro_batches": asked})
-            illegal = plan_violations(shared, request.model, request.workload, request.cluster.num_devices)
-            return shared if not illegal and is_admitted(request, shared) else None
-        kinds = self._pass_times(plan, links=False)
-        if len(kinds) < 2:
+        """Return the plan with the split that suits its pipelines best, or the required one; None where it is even, or
+        illegal."""
+        request = self.request
+        required = request.fixed.get("uneven_micro_batches")
+        if required is not None:
+            split = plan.model_copy(update={"uneven_micro_batches": required})
+            illegal = plan_violations(split, request.model, request.workload, request.cluster.num_devices)
+            return split if not illegal and is_admitted(request, split) else None
+        groups = self._pass_times(plan, links=False)
+        if len(groups) < 2:
             return None
-        known: dict[tuple[int, int], float] = {}
+        step_s: dict[tuple[int, int], float] = {}
 
-        def time_of(kind: int, seconds: PassTimes) -> Callable[[int], float]:
+        def time_of(group: int, times: PassTimes) -> Callable[[int], float]:
             def time_s(count: int) -> float:
-                if (kind, count) not in known:
-                    known[kind, count] = step_bound_s(plan, seconds, split_evenly(count, plan.pipeline_replicas))
-                return known[kind, count]
+                if (group, count) not in step_s:
+                    step_s[group, count] = step_bound_s(plan, times, split_evenly(count, plan.pipeline_replicas))
+                return step_s[group, count]
 
             return time_s
 
         ranks = plan.mesh(0).dp_size
-        times_s = [time_of(0, kinds[0][0])] * ranks
-        for kind, (seconds, members) in enumerate(kinds):
-            for data in members:
-                times_s[data] = time_of(kind, seconds)
+        times_s = [time_of(0, groups[0][0])] * ranks
+        for group, (times, members) in enumerate(groups):
+            for data_rank in members:
+                times_s[data_rank] = time_of(group, times)
         shares = normalize_shares(fastest_split(times_s, ranks * plan.num_micro_batches(request.workload)))
-        shared = plan.model_copy(update={"uneven_micro_batches": shares})
-        return shared if shares and is_admitted(request, shared) else None
+        split = plan.model_copy(update={"uneven_micro_batches": shares})
+        return split if shares and is_admitted(request, split) else None
 
     def bound_s(self, plan: Plan) -> float:
-        """What a step of a plan with shares takes at least."""
-        workload, least_s = self.request.workload, 0.0
-        for seconds, members in self._pass_times(plan, links=True):
+        """Return the seconds that a step of a plan with an uneven batch takes at least."""
+        workload = self.request.workload
+        least_s = 0.0
+        for times, members in self._pass_times(plan, links=True):
             most = max(plan.num_micro_batches(workload, data) for data in members)
-            least_s = max(least_s, step_bound_s(plan, seconds, split_evenly(most, plan.pipeline_replicas)))
+            least_s = max(least_s, step_bound_s(plan, times, split_evenly(most, plan.pipeline_replicas)))
         return least_s
 
     def _pass_times(self, plan: Plan, links: bool) -> list[tuple[PassTimes, list[int]]]:
-        """Of data-parallel ranks on devices alike (`links`: and over links alike) the times of the first one's
-        pipeline, and the ranks."""
+        """Return groups of data-parallel ranks on alike devices, and with `links` over alike links: the times of the
+        first rank's pipeline, and the ranks."""
         request = self.request
-        setting = place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
-        kinds = self._groups_of(setting, links)
-        if len(kinds) == 1:
-            return [(pass_times_of_placed(setting), ranks) for ranks in kinds]
-        return [(pass_times_of_placed(replace(setting, data_rank=ranks[0])), ranks) for ranks in kinds]
+        placed = place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
+        groups = self._groups_of(placed, links)
+        if len(groups) == 1:
+            return [(pass_times_of_placed(placed), ranks) for ranks in groups]
+        return [(pass_times_of_placed(replace(placed, data_rank=ranks[0])), ranks) for ranks in groups]
 
     def _groups_of(self, placed: PlacedPlan, links: bool) -> list[list[int]]:
-        """Plans whose ranks lie alike are alike in this."""
+        """Return the groups of data-parallel ranks, which plans share whose ranks lie alike."""
         plan = placed.plan
         key = (
             plan.mesh(0),
@@ -130,29 +135,30 @@ class BatchSplitter:
             self._groups[key] = list(data_ranks_by_kind(placed, links).values())
         return self._groups[key]
 
-    def order_bound_s(self, shape: MeshShape) -> float:
-        """What a step of any plan of a shape takes at least, with any shares and any layers on any stages.
+    def shape_bound_s(self, shape: MeshShape) -> float:
+        """Return the seconds that a step of any plan of a shape takes at least, with any split of the batch and any
+        layers on any stages.
 
-        If all is done after T, a rank of the pipelines on devices with which the whole model takes X for a micro-batch
-        has done at most T / X of the step's: there are as many ranks as the devices of its kind allow, and together
-        they have done all.
+        Within T a rank whose devices take X for the whole model and one micro-batch has done at most T / X of the
+        batch. There are as many such ranks as the devices of its kind allow, and together they do all of it.
         """
-        slots, cluster = 0.0, self.request.cluster
+        cluster = self.request.cluster
+        micro_batches_per_s = 0.0
         for number, like in enumerate(self._node_kinds):
             key = number, shape.tp, shape.cp, shape.ep, shape.micro_batch_size
             if key not in self._whole_model_times_s:
                 self._whole_model_times_s[key] = self._whole_model_s(
                     replace(self.request, cluster=_cluster_of_kind(cluster, like)), shape
                 )
-            slots += like.num_devices / (shape.tp * shape.cp) / self._whole_model_times_s[key]
-        return self.request.workload.global_batch_size / shape.micro_batch_size / slots
+            micro_batches_per_s += like.num_devices / (shape.tp * shape.cp) / self._whole_model_times_s[key]
+        return self.request.workload.global_batch_size / shape.micro_batch_size / micro_batches_per_s
 
 
 def _node_kinds(cluster: ClusterSpec) -> list[NodeGroup]:
-    """All nodes of each kind as one group."""
+    """Return the nodes of each kind as one group."""
     found: list[NodeGroup] = []
     for group in cluster.groups:
-        numbers = [number for number, own in enumerate(found) if own == _with_num_nodes(group, own.num_nodes)]
+        numbers = [number for number, kind in enumerate(found) if kind == _with_num_nodes(group, kind.num_nodes)]
         if numbers:
             found[numbers[0]] = _with_num_nodes(group, group.num_nodes + found[numbers[0]].num_nodes)
         else:
@@ -165,7 +171,7 @@ def _with_num_nodes(group: NodeGroup, nodes: int) -> NodeGroup:
 
 
 def _cluster_of_kind(cluster: ClusterSpec, like: NodeGroup) -> ClusterSpec:
-    """As many devices as a cluster has, all in nodes of one kind and joined by its fastest links."""
+    """Return a cluster of as many devices, all in nodes of one kind and joined by the fastest links."""
     nodes = -(-cluster.num_devices // like.devices_per_node)
     matrix = cluster.node_bandwidth_bytes_per_s
     if matrix is not None:

@@ -53,7 +53,7 @@ class LowerBounds:
         if self._has_measured_rates:
             return 0.0  # passes take what the measured stages of the very plan take
         if choice.uneven_batch:
-            return self._value(self.batch_splitter.order_bound_s(choice.shape))
+            return self._value(self.batch_splitter.shape_bound_s(choice.shape))
         if not self._has_uniform_ranks:
             return self._value(count * self._min_busiest_rank_s(choice.shape))
         times = self.costs.layer_times(choice.shape)

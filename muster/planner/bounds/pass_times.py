@@ -18,34 +18,35 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What bounds are made of: seconds by stage of all replicas, and once a step."""
+    """Seconds of passes and transfers by stage, of all replicas, and of what a step does once."""
 
     forward_s: Column
     backward_s: Column
-    """Of a backward, whole or for the inputs alone where the schedule splits it."""
+    """Backward, whole or for the inputs alone where the schedule splits it."""
     weight_backward_s: Column
-    """Of the other part; 0 where backwards are whole."""
+    """Backward for the weights; 0 where backwards are whole."""
     forward_transfer_s: Column
-    """The transfer to each stage from the one before; 0 within a rank."""
+    """P2p transfer to each stage from the one before; 0 within a rank."""
     backward_transfer_s: Column
-    """That of the gradient, from each stage to the one before."""
+    """P2p transfer of the gradient, from each stage to the one before."""
     unshard_s: Sequence[float]
-    """UNSHARD of the first stage of each replica, and REDUCE, where the step waits for them."""
+    """Gather of the first stage's parameters, by replica; 0 where the step doesn't wait for it."""
     reduce_grad_s: Sequence[float]
+    """Reduction of the first stage's gradients, by replica; 0 where the step doesn't wait for it."""
     per_step_s: float
-    """STEP, and NORM where the step waits for it."""
+    """Optimizer step, and the gradient norm where the step waits for it."""
     core_load: Column
-    """Of the cores that all ranks share, the part that a stage's ranks take, 2 for twice as many as there are; 0 where
-    every rank has a device of its own."""
+    """Part of the cores that all ranks share which a stage's ranks use, 2 for twice as many as there are; 0 where every
+    rank has a device of its own."""
     is_additive: NDArray[np.bool_]
-    """Whether backwards of a stage take as much longer for each layer that is computed again."""
+    """True if backwards of a stage take as much longer for each layer that is recomputed."""
 
     def without_sharding(self) -> "PassTimes":
-        """As if parameters were gathered and gradients reduced in no time."""
+        """Return the times as if parameters were gathered and gradients reduced in no time."""
         return replace(self, unshard_s=[0.0] * len(self.unshard_s), reduce_grad_s=[0.0] * len(self.reduce_grad_s))
 
     def by_kind(self) -> dict[str, Column]:
-        """The passes' times by kind."""
+        """Return the times of passes by instruction kind."""
         return {
             Kind.F: self.forward_s,
             Kind.B: self.backward_s,
@@ -54,41 +55,42 @@ class PassTimes:
         }
 
     def busy_s(self) -> Column:
-        """What a micro-batch takes on each stage."""
+        """Return the seconds of a micro-batch on each stage."""
         return self.forward_s + self.backward_s + self.weight_backward_s
 
 
 def pass_times_of_placed(placed: PlacedPlan) -> PassTimes:
-    """Of a plan on devices with data sheets."""
+    """Return the times of a plan on devices with data sheets."""
     plan, zero = placed.plan, placed.plan.default_strategy.zero
-    examples, which = example_stage_times(placed), placed.stage_kinds.kind_by_stage
+    examples = example_stage_times(placed)
+    kind_of = placed.stage_kinds.kind_by_stage
     kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
     passes = np.array([[at.passes_s[kind] for kind in kinds] for at in examples])
-    columns = passes[which].T
-    come, back = _transfer_columns(placed)
-    firsts = range(0, len(which), placed.stages_per_replica)
-    shared = [examples[which[first]] if plan.mesh(first).dp_size > 1 else None for first in firsts]
+    columns = passes[kind_of].T
+    forward_transfer_s, backward_transfer_s = _transfer_columns(placed)
+    firsts = range(0, len(kind_of), placed.stages_per_replica)
+    shared = [examples[kind_of[first]] if plan.mesh(first).dp_size > 1 else None for first in firsts]
     norm_s, step_s = per_step_s(placed, examples)
-    crowd = np.zeros(len(which))
+    crowd = np.zeros(len(kind_of))
     if placed.cluster.device.shared_cores:
-        ranks = [placed.mesh(stage).num_ranks for stage in range(len(which))]
+        ranks = [placed.mesh(stage).num_ranks for stage in range(len(kind_of))]
         crowd = _core_load(ranks, placed.cluster.device.shared_cores * placed.cluster.num_nodes)
     return PassTimes(
         columns[0],
         columns[1],
-        columns[2] if plan.split_backward else np.zeros(len(which)),
-        come,
-        back,
+        columns[2] if plan.split_backward else np.zeros(len(kind_of)),
+        forward_transfer_s,
+        backward_transfer_s,
         [at.seconds[Kind.UNSHARD] if at and zero != "z3" else 0.0 for at in shared],
         [at.seconds[Kind.REDUCE_GRAD] if at and zero == "z1" else 0.0 for at in shared],
         step_s + (0.0 if plan.post_validation else norm_s),
         crowd,
-        np.array([at.recompute_is_additive for at in examples])[which],
+        np.array([at.recompute_is_additive for at in examples])[kind_of],
     )
 
 
 def _transfer_columns(placed: PlacedPlan) -> Column:
-    """What comes to each stage, and what goes back, in two rows."""
+    """Return the transfers to each stage and back from it, in two rows."""
     alike = p2p_times_are_alike(placed)
     hops = example_p2p_times(placed) if alike else stage_p2p_times(placed)
     columns = np.array([(0.0, 0.0) if pair is None else (pair[0].total_s, pair[1].total_s) for pair in hops])
@@ -96,7 +98,7 @@ def _transfer_columns(placed: PlacedPlan) -> Column:
 
 
 def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
-    """Of a plan whose instructions were timed."""
+    """Return the times of a plan whose instructions were timed."""
     placement, depth, zero = plan.placement, plan.stages_per_replica, plan.default_strategy.zero
     stages = range(len(placement))
 
@@ -136,9 +138,9 @@ def _core_load(processes: Sequence[int], cores: int | None) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one micro-batch on devices that are alike: of a layer, and of the whole model, forward and backward.
+    """Seconds of one micro-batch on alike devices, for a layer and for the whole model, forward and backward.
 
-    The whole has embedding, head and loss too, and whatever a stage takes beside its layers counts once.
+    The whole model has embedding, head and loss too; what a stage takes beside its layers counts once.
     """
 
     layer_forward_s: float

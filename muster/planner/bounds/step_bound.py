@@ -1,9 +1,14 @@
-"""Lower bounds of a plan's step time, from the times of its instructions alone.
+"""Lower bounds of a step from the work of each pipeline rank.
 
-They hold for whatever order a schedule chooses, so a plan whose bound is above a simulated time can't be the best.
-Three things are certain of a pipeline rank: it can't begin before the first micro-batch has come through the stages
-before its first one; it then has all its passes to do, one after another; and after its last backward the gradient
-still has to go back to the first stage, whose weights are reduced and updated last.
+They hold for any order of passes, so that a plan with a bound above a simulated time can't be the best. Three things
+are certain of a pipeline rank:
+
+1. It begins when the first micro-batch has come through the stages before its first one.
+2. It then runs all its passes, one after another.
+3. After its last backward the gradient goes back to the first stage, whose weights are reduced and updated last.
+
+Example: 2 ranks, 4 micro-batches, forwards of 1 s and backwards of 2 s without transfers. Rank 1 waits 1 s for the
+first forward, runs 4 · 3 s, and rank 0 ends 2 s later with the last backward: no order takes less than 15 s.
 """
 
 from collections.abc import Sequence
@@ -19,27 +24,32 @@ from muster.spec.schedules import SCHEDULES, stage_placement
 
 
 def step_bound_s(plan: Plan, times: PassTimes, micro_batches: Sequence[int], added_s: Column | float = 0.0) -> float:
-    """Seconds that one step takes at least; `micro_batches`: those that run through each replica; `added_s`: what each
-    pipeline rank takes more for each before its last backward, at least."""
-    best, worked, depth = 0.0, 0.0, plan.stages_per_replica
+    """Return the seconds that a step takes at least.
+
+    `micro_batches`: their number for each replica. `added_s`: further seconds of each pipeline rank for each
+    micro-batch before its last backward, at least.
+    """
+    depth = plan.stages_per_replica
+    longest_s = 0.0
+    all_cores_s = 0.0
     for replica, count in enumerate(micro_batches):
-        own = slice(replica * depth, (replica + 1) * depth)
-        ranks, firsts, nexts = _ranks_of(plan.placement[own])
-        forward, inputs, weights = times.forward_s[own], times.backward_s[own], times.weight_backward_s[own]
-        head = times.unshard_s[replica] + np.cumsum(times.forward_transfer_s[own] + forward) - forward
-        back = times.reduce_grad_s[replica] + np.cumsum(times.backward_transfer_s[own] + inputs) - inputs
+        stages = slice(replica * depth, (replica + 1) * depth)
+        ranks, firsts, nexts = _ranks_of(plan.placement[stages])
+        forward, inputs, weights = times.forward_s[stages], times.backward_s[stages], times.weight_backward_s[stages]
+        head = times.unshard_s[replica] + np.cumsum(times.forward_transfer_s[stages] + forward) - forward
+        back = times.reduce_grad_s[replica] + np.cumsum(times.backward_transfer_s[stages] + inputs) - inputs
         begin = head[firsts]
         if nexts is not None:
-            # Until a micro-batch comes to its next stage, a rank has no passes but forwards of its first.
+            # Until a micro-batch arrives at its second stage, a rank can only run forwards of its first.
             begin = np.maximum(
                 begin, head[nexts] - max_warmup_forwards(plan.schedule, plan.pp, count) * forward[firsts]
             )
-        # The last pass is a weight backward, or a backward whose gradient goes back to the first stage, to be used.
+        # The last pass is a weight backward, or a backward whose gradient has to go back to the first stage.
         after = np.maximum(count * np.bincount(ranks, weights), back[firsts] + weights[0])
         ends = begin + count * (np.bincount(ranks, forward + inputs) + added_s) + after
-        worked += count * float(np.sum(times.core_load[own] * (forward + inputs + weights)))
-        best = max(best, float(np.max(ends)))
-    return max(best + times.per_step_s, worked)
+        all_cores_s += count * float(np.sum(times.core_load[stages] * (forward + inputs + weights)))
+        longest_s = max(longest_s, float(np.max(ends)))
+    return max(longest_s + times.per_step_s, all_cores_s)
 
 
 @lru_cache(maxsize=4096)
@@ -53,8 +63,8 @@ def max_warmup_forwards(schedule: str, pp: int, micro_batches: int) -> Column:
 
 @lru_cache(maxsize=1024)
 def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp] | None]:
-    """The rank of each stage, counted among those there are; the first stage of each, and the second where all have
-    one."""
+    """Return the rank of each stage, numbered among those present; the first stage of each rank; and the second, where
+    every rank has one."""
     _, firsts, ranks = np.unique(np.array(placement), return_index=True, return_inverse=True)
     again = np.ones(len(placement), bool)
     again[firsts] = False
@@ -65,18 +75,26 @@ def _ranks_of(placement: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.
 def choice_bound_s(
     times: LayerTimes, choice: ScheduleChoice, num_layers: int | None, micro_batches: int, transfer_s: float = 0.0
 ) -> float:
-    """Seconds that the passes of any plan of an order take at least, where a transfer between ranks takes `hop_s`.
+    """Return the seconds that the passes of any plan of a choice take at least.
 
-    `num_layers`: those of the model, None where they differ: then nothing is known of a layer.
+    `num_layers`: layers of the model; None where they differ, so that nothing is known of one layer. `transfer_s`: a
+    transfer between ranks, there and back.
 
     With x_r the time of rank r for one micro-batch, its last pass ends after the forwards before it, its own passes,
-    and (where backwards are whole) the backwards of the same stages, and the transfers between: Σ_{s<r} (ρ·x_s + h) +
-    m·x_r, with ρ the part of x that stands before and after, h that of transfers. Whatever the layers of each rank, the
-    largest of these is least where all are equal to one T: x_r = T·a_r − h·c_r with a_0 = 1/m, c_0 = 0, a_{r+1} =
-    a_r·(1 − ρ/m), c_{r+1} = c_r·(1 − ρ/m) + 1/m, so that Σ x_r = X gives T. Some rank has at least the mean number of
-    layers, rounded up. Where they lie evenly, each rank has its layers to do after those before its first stage.
+    and (where backwards are whole) the backwards of the same stages, and the transfers between:
+
+        Σ_{s<r} (ρ·x_s + h) + m·x_r
+
+    ρ is the part of x that stands before and after, h that of transfers. Whatever the layers of each rank, the largest
+    of these sums is least where all equal one T:
+
+        x_r = T·a_r − h·c_r with a_0 = 1/m, c_0 = 0, a_{r+1} = a_r·(1 − ρ/m), c_{r+1} = c_r·(1 − ρ/m) + 1/m
+
+    So Σ x_r = X gives T. Some rank has at least the mean number of layers, rounded up. Where layers lie evenly, each
+    rank has its layers to do after those before its first stage.
     """
-    pp, m = choice.shape.pp, micro_batches
+    pp = choice.shape.pp
+    m = micro_batches
     total_s = times.whole_forward_s + times.whole_backward_s
     if pp == 1:
         return m * total_s
@@ -88,7 +106,7 @@ def choice_bound_s(
     layer_s = times.layer_forward_s + times.layer_backward_s
     if choice.vpp == 1 and choice.balances_layers:
         share = times.layer_forward_s / layer_s if splits else 1.0
-        # Embedding and head are less evenly forward and backward than layers are, so the smaller share counts.
+        # Embedding and head divide into forward and backward otherwise than layers: the smaller share is safe.
         whole = times.whole_forward_s / total_s if splits else 1.0
         least_s = _balanced_bound_s(total_s, pp, m, (1 if splits else 2) * transfer_s / 2, min(share, whole))
         return max(least_s, m * -(-num_layers // pp) * layer_s)
@@ -100,7 +118,7 @@ def choice_bound_s(
 
 
 def _balanced_bound_s(total_s: float, pp: int, m: int, transfer_s: float, share: float = 1.0) -> float:
-    """The T of `order_bound_s`; `share`: its ρ."""
+    """Return the T of `choice_bound_s`; `share`: its ρ."""
     kept = 1 - share / m
     if kept >= 1:
         return 0.0
@@ -110,7 +128,7 @@ def _balanced_bound_s(total_s: float, pp: int, m: int, transfer_s: float, share:
 
 @lru_cache(maxsize=4096)
 def _layers_before_and_held(num_layers: int, placement: tuple[int, ...]) -> tuple[Column, Column]:
-    """Layers that lie before each rank's first stage, and those that it holds, where stages have as many as can be."""
+    """Return the layers before each rank's first stage, and those that it holds, where layers lie evenly on stages."""
     ranks, firsts, _ = _ranks_of(placement)
     counts = np.array(split_evenly(num_layers, len(placement)), float)
     return (np.cumsum(counts) - counts)[firsts], np.bincount(ranks, counts).astype(float)

@@ -16,7 +16,9 @@ def deferred_micro_batches(schedule: str, pp: int, micro_batches: int) -> tuple[
 def min_fullest_rank_bytes(
     num_layers: int, layer_bytes: float, deferred_bytes: float, deferred: tuple[int, ...]
 ) -> float:
-    """What the fullest rank holds at least, however the layers lie on the ranks: where each layer takes `layer_bytes`,
-    and `deferred_bytes` for each micro-batch that its rank has `deferred`, the fullest holds least where all hold
-    alike."""
+    """Return the least memory of the fullest rank over all spreads of layers on the ranks.
+
+    Each layer takes `layer_bytes`, and `deferred_bytes` for each micro-batch that its rank defers. The fullest rank
+    holds least where all hold alike: with b_r bytes a layer on rank r, that is num_layers / Σ 1/b_r.
+    """
     return num_layers / sum(1 / (layer_bytes + count * deferred_bytes) for count in deferred)

@@ -1,5 +1,10 @@
-"""Makes a plan fit: which layers of each pipeline rank compute their activations again, and which have them wait in the
-host's memory."""
+"""Fits a plan into memory: the layers of each pipeline rank that recompute their activations or offload them to the
+host.
+
+Each rank solves a knapsack: for each of its stages, how many layers get which policy, in the least time that frees what
+the rank is over. The time of a policy is what it adds to a backward, and what the rank waits for its copies; the memory
+is that of all micro-batches in flight at the rank's peak.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,237 +30,251 @@ from muster.spec.workload import Workload
 RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "elementwise", "full")
 
 MAX_ALLOCATIONS = 25_000
-"""Ways to deal the layers of a stage to what may be done with them that are all looked at; where there are more, those
-with at most three at once, as many as a linear program with these limits takes."""
+"""Allocations of a stage's layers to policies that are all looked at. Where there are more, only those with three
+policies at most: as many as a linear program with these two limits needs."""
 
 ROUNDING_TOLERANCE = 1e-9
-"""Times that differ by no more are the same, added up in another order."""
+"""Relative difference below which two times may be the same sum, added in another order."""
 
 
 class LayerPolicy(NamedTuple):
-    """What is done with the activations of a layer."""
+    """Recompute and offload of a layer's activations."""
 
     recompute: Recompute
     offload: Offload = "none"
 
     @property
     def offloads(self) -> bool:
-        """Whether they go to the host's memory."""
+        """True if activations go to the host's memory."""
         return self.offload in ("activations", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """What the activations of a plan may use of their hosts. Lists are by stage, or by pipeline rank."""
+    """The copies to and from the host that a plan's activations may use, by stage or by pipeline rank."""
 
     orders: Sequence[AllocationOrder]
-    """Of each rank, if all its stages offload."""
+    """By rank: allocations and frees if all its stages offload."""
     overlapped_passes: Sequence[CopyOverlaps]
-    """Of each rank, what its copies run beside."""
+    """By rank: passes that its copies are overlapped with."""
     copy_s: Sequence[Callable[[float], float]]
-    """Of each stage, what so many bytes take one way."""
+    """By stage: seconds of a copy of so many bytes, one way."""
     host_budget_bytes: Sequence[float]
-    """What each rank may have in its host's memory."""
+    """By rank: bytes that it may hold in its host's memory."""
 
     def overlapped_passes_of(self, rank: int, stage: int) -> list[tuple[tuple[str, int], int, int]]:
-        """(kind, stage) of a pass, the copies of one stage of the rank beside it, how often."""
+        """Return (kind, stage) of a pass, the copies of one stage that it overlaps, and how often, for a rank."""
         return [
-            (key, own.count(stage), count) for (key, own), count in self.overlapped_passes[rank].items() if stage in own
+            (key, copied.count(stage), count)
+            for (key, copied), count in self.overlapped_passes[rank].items()
+            if stage in copied
         ]
 
     def bound_s(
         self, plan: Plan, pass_times: PassTimes, micro_batches: int, copied_bytes: Mapping[int, float]
     ) -> float:
-        """Seconds that a step takes at least where a micro-batch of each stage moves so many bytes.
+        """Return the seconds that a step takes at least where a micro-batch of each stage copies so many bytes.
 
-        The n-th pass of a rank begins when the (n − 1)-th and the copies beside it are over, and the copies beside the
-        n-th not before: so that between one pass and the next lies the longer of it and of them.
+        The n-th pass of a rank begins when the (n − 1)-th and the copies overlapped with it are over, and the copies of
+        the n-th not before. So between the begins of two passes lies the longer of the pass and its copies.
         """
         copy_s = {stage: self.copy_s[stage](size) for stage, size in copied_bytes.items()}
         columns = pass_times.by_kind()
-        head_s = (
-            pass_times.unshard_s[0]
-            + np.cumsum(pass_times.forward_transfer_s + pass_times.forward_s)
-            - pass_times.forward_s
-        )
-        best = 0.0
-        for rank, beside in enumerate(self.overlapped_passes):
+        forward_ends_s = np.cumsum(pass_times.forward_transfer_s + pass_times.forward_s)
+        head_s = pass_times.unshard_s[0] + forward_ends_s - pass_times.forward_s
+        longest_s = 0.0
+        for rank, overlaps in enumerate(self.overlapped_passes):
             waited_s = 0.0
-            for ((kind, stage), copied), count in beside.items():
-                copies_s = sum(copy_s.get(one, 0.0) for one in copied)
+            for ((kind, stage), copied), count in overlaps.items():
+                copies_s = sum(copy_s.get(copied_stage, 0.0) for copied_stage in copied)
                 waited_s += count * max(0.0, copies_s - float(columns[kind][stage]))
             if waited_s:
-                own = [stage for stage in range(plan.stages_per_replica) if plan.pp_rank(stage) == rank]
-                best = max(best, float(head_s[own[0]] + micro_batches * pass_times.busy_s()[own].sum()) + waited_s)
-        return best + pass_times.per_step_s
+                stages = [stage for stage in range(plan.stages_per_replica) if plan.pp_rank(stage) == rank]
+                busy_s = micro_batches * pass_times.busy_s()[stages].sum()
+                longest_s = max(longest_s, float(head_s[stages[0]] + busy_s) + waited_s)
+        return longest_s + pass_times.per_step_s
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """The layers of one stage, and what each way does to one of them."""
+    """The layers of one stage, and the effect of each policy on one of them. The first policy is the plan's own."""
 
     layers: range
     time_s: Sequence[float]
-    """By way: more than the first, for each micro-batch."""
+    """By policy: seconds added for each micro-batch."""
     memory_bytes: Sequence[float]
-    """By way: of all micro-batches under way, when the rank holds most."""
+    """By policy: bytes of all micro-batches in flight at the rank's peak."""
     copied_bytes: Sequence[int]
-    """By way: of each micro-batch, to the host and back."""
+    """By policy: bytes copied to the host and back for each micro-batch."""
     wait_s: Callable[[int], float]
-    """What the rank waits for each micro-batch where so many bytes are copied; infinite where they may not be."""
+    """Seconds that the rank waits for each micro-batch where so many bytes are copied; infinite where they may not
+    be."""
     is_additive: bool
-    """Whether `time_s` is known to be that of each layer, however many go a way."""
+    """True if `time_s` is known to hold for each layer, however many get the policy."""
 
     def all_layers_s(self, policy: int) -> float:
-        """What all layers take more one way, for each micro-batch."""
+        """Return the seconds that a policy for all layers adds for each micro-batch."""
         return len(self.layers) * self.time_s[policy]
 
     def options(self, policies: Sequence[int]) -> list[Option]:
-        """How many layers may go each of some ways, and whether copies are waited for, by what that takes: those that
-        no other beats in time and memory."""
-        dealt = self._allocations(policies)
-        return self._non_dominated(dealt, dealt.time_s, np.isfinite(dealt.time_s))
+        """Return the allocations that no other beats in time and memory.
+
+        The label of each has the number of layers by policy, and True if copies are waited for.
+        """
+        allocations = self._allocations(policies)
+        return self._non_dominated(allocations, allocations.time_s, np.isfinite(allocations.time_s))
 
     def less_offload_options(self, policies: Sequence[int], chosen: NDArray[np.int64]) -> list[Option]:
-        """Of what takes no longer than one choice, by the bytes that it copies: those that no other beats in these and
-        memory."""
-        dealt = self._allocations(policies)
-        most_s = dealt.time_s[np.flatnonzero((dealt.counts == chosen).all(axis=1))[0]]
-        return self._non_dominated(dealt, dealt.copied_bytes, dealt.time_s <= most_s * (1 + ROUNDING_TOLERANCE))
+        """Return the allocations no slower than the chosen one that no other beats in copied bytes and memory."""
+        allocations = self._allocations(policies)
+        chosen_s = allocations.time_s[np.flatnonzero((allocations.counts == chosen).all(axis=1))[0]]
+        no_slower = allocations.time_s <= chosen_s * (1 + ROUNDING_TOLERANCE)
+        return self._non_dominated(allocations, allocations.copied_bytes, no_slower)
 
     def _allocations(self, policies: Sequence[int]) -> "PolicyAllocations":
         counts = _allocation_counts(len(self.layers), len(policies))
         time_s, memory, copied = (
-            counts @ np.array([column[way] for way in policies])
+            counts @ np.array([column[policy] for policy in policies])
             for column in (self.time_s, self.memory_bytes, self.copied_bytes)
         )
-        sizes, places = np.unique(copied, return_inverse=True)
-        waited_s = np.array([self.wait_s(size) for size in sizes.tolist()])[places.reshape(-1)]
+        sizes, index = np.unique(copied, return_inverse=True)
+        waited_s = np.array([self.wait_s(size) for size in sizes.tolist()])[index.reshape(-1)]
         return PolicyAllocations(counts, time_s + waited_s, memory, copied, waited_s > 0)
 
     def _non_dominated(
         self, allocations: "PolicyAllocations", cost: NDArray, wanted: NDArray[np.bool_]
     ) -> list[Option]:
-        found, least = [], inf
+        found: list[Option] = []
+        least = inf
         for index in np.lexsort((allocations.memory_bytes, cost)).tolist():
             if allocations.memory_bytes[index] < least and wanted[index]:
                 least = allocations.memory_bytes[index]
-                name = allocations.counts[index], bool(allocations.waits[index])
-                found.append(Option(name, float(cost[index]), float(least)))
+                label = allocations.counts[index], bool(allocations.waits[index])
+                found.append(Option(label, float(cost[index]), float(least)))
         return found
 
 
 class PolicyAllocations(NamedTuple):
-    """All ways to deal the layers of a stage, a row each."""
+    """All allocations of a stage's layers to policies, a row each."""
 
     counts: NDArray[np.int64]
-    """How many go each way."""
+    """Number of layers by policy."""
     time_s: NDArray
-    """As `Layers.time_s`, and what is waited for copies."""
+    """As `StageLayers.time_s`, and the wait for copies."""
     memory_bytes: NDArray
     copied_bytes: NDArray
     waits: NDArray[np.bool_]
 
 
 class MemoryFitter:
-    """Gives the layers of one plan that doesn't fit the cheapest of some ways that make it.
+    """Chooses the cheapest policies by layer that make one plan fit.
 
-    Ranks are independent: each frees its own memory, and the less time it takes the better, so that the best choice for
-    each is the best for all. Copies take what they last longer than the passes that they run beside, which is what a
-    rank waits for once the pipeline is full.
+    Ranks are independent: each frees its own memory, and less time on a rank is never worse, so that the best choice
+    for each is the best for all. A copy costs what it lasts longer than the passes that it overlaps: once the pipeline
+    is full, that is what the rank waits for.
     """
 
     def __init__(
         self, plan: Plan, num_layers: int, policies: Sequence[LayerPolicy], stages: Sequence[StageLayers]
     ) -> None:
-        """`plan` does the first of `ways` everywhere, and `stages` are its."""
-        self.plan, self.policies, self.num_layers = plan, policies, num_layers
+        """`stages` are those of `plan`, whose layers all have the first of `policies`."""
+        self.plan = plan
+        self.policies = policies
+        self.num_layers = num_layers
         self.ranks: list[list[StageLayers]] = [[] for _ in range(plan.pp)]
         for stage, layers in enumerate(stages):
             self.ranks[plan.pp_rank(stage)].append(layers)
         self.waits = False
-        """Whether the last plan that was given waits for copies."""
+        """True if the last fitted plan waits for copies."""
         self.freed_bytes: list[float] = []
-        """What it frees on each pipeline rank, by what is known here."""
+        """Bytes that the last fitted plan frees, by pipeline rank."""
         self._options: dict[tuple[int, ...], list[list[list[Option]]]] = {}
 
     def fit(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
-        """The plan with the cheapest of these ways for each layer that frees `over_bytes` on each pipeline rank; None
-        where none frees enough."""
+        """Return the plan with the cheapest policies by layer that free `excess_bytes` on each pipeline rank; None
+        where none do."""
         choices = self._choices(excess_bytes, policies)
         return None if choices is None else self._plan_of(choices, policies)
 
     def fit_with_less_offload(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> Plan | None:
-        """The plan that `fitted` gives for as much, but of all that take no stage longer the one that copies least.
+        """Return a plan that frees as much in the same time, and copies the least.
 
-        To copy less makes no pass wait for more, so that it is no slower, and what is copied for nothing stays.
+        Less copying makes no pass wait longer, so that it is no slower.
         """
         choices = self._choices(excess_bytes, policies)
         if choices is None:
             return None
-        places, found = tuple(map(self.policies.index, policies)), list[Choice]()
-        for own, choice, over in zip(self.ranks, choices, excess_bytes, strict=True):
+        indices = tuple(map(self.policies.index, policies))
+        found: list[Choice] = []
+        for stages, choice, excess in zip(self.ranks, choices, excess_bytes, strict=True):
             options = [
-                layers.less_offload_options(places, name[0]) for layers, name in zip(own, choice.labels, strict=True)
+                layers.less_offload_options(indices, counts)
+                for layers, (counts, _) in zip(stages, choice.labels, strict=True)
             ]
-            found.append(cheapest_choice(options, _unchanged_bytes(own) - over) or choice)
+            found.append(cheapest_choice(options, _unchanged_bytes(stages) - excess) or choice)
         return self._plan_of(found, policies)
 
     def _plan_of(self, choices: Sequence[Choice], policies: Sequence[LayerPolicy]) -> Plan:
-        """With what was chosen for each pipeline rank."""
+        """Return the plan with the choice for each pipeline rank."""
         chosen: dict[int, LayerPolicy] = {}
-        self.waits, self.freed_bytes = False, []
-        for own, choice in zip(self.ranks, choices, strict=True):
-            self.freed_bytes.append(_unchanged_bytes(own) - choice.memory_bytes)
-            for layers, (counts, waits) in zip(own, choice.labels, strict=True):
+        self.waits = False
+        self.freed_bytes = []
+        for stages, choice in zip(self.ranks, choices, strict=True):
+            self.freed_bytes.append(_unchanged_bytes(stages) - choice.memory_bytes)
+            for layers, (counts, waits) in zip(stages, choice.labels, strict=True):
                 self.waits = self.waits or waits
-                names = [way for way, count in zip(policies, counts, strict=True) for _ in range(count)]
-                chosen |= dict(zip(layers.layers, names, strict=True))
+                by_layer = [policy for policy, count in zip(policies, counts, strict=True) for _ in range(count)]
+                chosen |= dict(zip(layers.layers, by_layer, strict=True))
         return with_layer_policies(self.plan, chosen, self.policies, self.num_layers)
 
     @property
     def full_recompute(self) -> int:
-        """The way that recomputes most and copies no more than the first; its place among `ways`."""
+        """Index of the policy that recomputes most and offloads no more than the first."""
         return self.policies.index(self.policies[-1]._replace(offload=self.policies[0].offload))
 
     def added_s(self, excess_bytes: Sequence[float]) -> list[float] | None:
-        """What each pipeline rank takes more for each micro-batch at least where it frees `over_bytes` or more, or goes
-        `all_again`; 0 where that is unknown, and None where some rank can't free so much."""
+        """Return the least seconds that each pipeline rank takes longer for each micro-batch so as to free
+        `excess_bytes`.
+
+        0 where that is unknown; None where some rank can't free so much. Recompute of all layers is no bound of its
+        own: it counts where it is shorter.
+        """
         choices = self._choices(excess_bytes, self.policies)
         if choices is None:
             return None
-        found, options = list[float](), self._options[tuple(range(len(self.policies)))]
-        for own, choice, of_rank in zip(self.ranks, choices, options, strict=True):
-            # Copies are waited for less beside passes that recompute: both take the longer of the two at least.
-            waits = any(option.label[1] for of_stage in of_rank for option in of_stage)
-            adds_up = self.plan.pipeline_replicas == 1 and all(layers.is_additive for layers in own)
-            least_s = min(
-                choice.time_s / (2 if waits else 1), sum(layers.all_layers_s(self.full_recompute) for layers in own)
-            )
-            found.append(least_s if adds_up else 0.0)
+        found: list[float] = []
+        options = self._options[tuple(range(len(self.policies)))]
+        for stages, choice, stage_options in zip(self.ranks, choices, options, strict=True):
+            # Passes that recompute are longer and hide more of a copy, so that recompute and waits may overlap: their
+            # sum may be twice the true time, but no more.
+            waits = any(option.label[1] for of_stage in stage_options for option in of_stage)
+            all_recomputed_s = sum(layers.all_layers_s(self.full_recompute) for layers in stages)
+            least_s = min(choice.time_s / (2 if waits else 1), all_recomputed_s)
+            is_additive = self.plan.pipeline_replicas == 1 and all(layers.is_additive for layers in stages)
+            found.append(least_s if is_additive else 0.0)
         return found
 
     def _choices(self, excess_bytes: Sequence[float], policies: Sequence[LayerPolicy]) -> list[Choice] | None:
-        """The cheapest for each pipeline rank; None where some has none."""
-        places = tuple(map(self.policies.index, policies))
-        if places not in self._options:
-            self._options[places] = [[layers.options(places) for layers in own] for own in self.ranks]
-        found = []
-        for own, options, over in zip(self.ranks, self._options[places], excess_bytes, strict=True):
-            choice = cheapest_choice(options, _unchanged_bytes(own) - over)
+        """Return the cheapest choice for each pipeline rank; None where some rank has none."""
+        indices = tuple(map(self.policies.index, policies))
+        if indices not in self._options:
+            self._options[indices] = [[layers.options(indices) for layers in stages] for stages in self.ranks]
+        found: list[Choice] = []
+        for stages, options, excess in zip(self.ranks, self._options[indices], excess_bytes, strict=True):
+            choice = cheapest_choice(options, _unchanged_bytes(stages) - excess)
             if choice is None:
                 return None
             found.append(choice)
         return found
 
 
-def _unchanged_bytes(own: Sequence[StageLayers]) -> float:
-    """What the layers of a rank hold the first way."""
-    return sum(layers.memory_bytes[0] * len(layers.layers) for layers in own)
+def _unchanged_bytes(stages: Sequence[StageLayers]) -> float:
+    """Return the bytes of a rank's layers with the first policy."""
+    return sum(layers.memory_bytes[0] * len(layers.layers) for layers in stages)
 
 
 def with_policy(plan: Plan, policy: LayerPolicy) -> Plan:
-    """The plan with one way for all layers."""
+    """Return the plan with one policy for all layers."""
     strategy = plan.default_strategy.model_copy(update=policy._asdict())
     return plan.model_copy(update={"default_strategy": strategy, "overrides": ()})
 
@@ -263,15 +282,16 @@ def with_policy(plan: Plan, policy: LayerPolicy) -> Plan:
 def with_layer_policies(
     plan: Plan, chosen: Mapping[int, LayerPolicy], policies: Sequence[LayerPolicy], num_layers: int
 ) -> Plan:
-    """The plan with a way for each layer; the commonest is its default."""
-    own = [chosen.get(layer, policies[0]) for layer in range(num_layers)]
-    default = max(policies, key=own.count)
+    """Return the plan with a policy for each layer; the commonest becomes its default."""
+    by_layer = [chosen.get(layer, policies[0]) for layer in range(num_layers)]
+    default = max(policies, key=by_layer.count)
     changed = with_policy(plan, default)
-    runs, start = [], 0
-    for way, group in groupby(own):
+    runs: list[LayerOverride] = []
+    start = 0
+    for policy, group in groupby(by_layer):
         count = len(list(group))
-        if way != default:
-            strategy = changed.default_strategy.model_copy(update=way._asdict())
+        if policy != default:
+            strategy = changed.default_strategy.model_copy(update=policy._asdict())
             runs.append(LayerOverride(start=start, count=count, strategy=strategy))
         start += count
     return changed.model_copy(update={"overrides": tuple(runs)})
@@ -279,21 +299,22 @@ def with_layer_policies(
 
 @lru_cache(maxsize=256)
 def _allocation_counts(num_layers: int, num_policies: int) -> NDArray[np.int64]:
-    """All ways to deal so many layers, a row each: how many go each way; most by the first way first."""
-    at_once = (
-        num_policies
-        if comb(num_layers + num_policies - 1, num_policies - 1) <= MAX_ALLOCATIONS
-        else min(3, num_policies)
-    )
+    """Return all allocations of so many layers, a row each: layers by policy, most with the first policy first.
+
+    The rows are compositions, enumerated by stars and bars: each choice of bars among layers + policies − 1 places
+    leaves gaps that are the numbers of layers.
+    """
+    num_allocations = comb(num_layers + num_policies - 1, num_policies - 1)
+    at_once = num_policies if num_allocations <= MAX_ALLOCATIONS else min(3, num_policies)
     bars = np.array(list(combinations(range(num_layers + at_once - 1), at_once - 1)), np.int64)
     bars = bars.reshape(-1, at_once - 1)
     ends = np.pad(bars, ((0, 0), (1, 1)), constant_values=-1)
     ends[:, -1] = num_layers + at_once - 1
-    dealt = np.diff(ends) - 1
+    counts = np.diff(ends) - 1
     tables = []
     for chosen in combinations(range(num_policies), at_once):
-        tables.append(np.zeros((len(dealt), num_policies), np.int64))
-        tables[-1][:, chosen] = dealt
+        tables.append(np.zeros((len(counts), num_policies), np.int64))
+        tables[-1][:, chosen] = counts
     return np.unique(np.concatenate(tables), axis=0)[::-1]
 
 
@@ -306,38 +327,44 @@ def stage_layers(
     policies: Sequence[LayerPolicy],
     host: HostLink | None,
 ) -> list[StageLayers]:
-    """Those of each stage of a plan that does the first of `ways` everywhere; `orders` are its."""
-    kept = _saved_bytes(plan, model, workload, policies)
-    more_s, passes_s, adds_up = _recompute_times(plan, model, pass_times_of, policies)
+    """Return the layers of each stage of a plan whose layers all have the first of `policies`; `orders`: its
+    allocations."""
+    saved_bytes = _saved_bytes(plan, model, workload, policies)
+    added_s, pass_s, is_additive = _recompute_times(plan, model, pass_times_of, policies)
     micro_batches = plan.num_micro_batches(workload)
-    found = []
+    found: list[StageLayers] = []
     for stage in range(plan.stages_per_replica):
-        rank, sizes = plan.pp_rank(stage), kept[stage]
-        own = host.overlapped_passes_of(rank, stage) if host else []
-        live = resident = orders[rank].live_micro_batches[stage]
-        copied, waits = [0] * len(policies), _no_wait
-        if host and own:
-            resident = host.orders[rank].on_device_micro_batches[stage]
-            copied = [round(sizes[way.recompute]) if way.offloads else 0 for way in policies]
-            beside = [(passes_s(*key), copies, count / micro_batches) for key, copies, count in own]
+        rank = plan.pp_rank(stage)
+        sizes = saved_bytes[stage]
+        passes = host.overlapped_passes_of(rank, stage) if host else []
+        live = orders[rank].live_micro_batches[stage]
+        on_device = live
+        copied = [0] * len(policies)
+        wait_s = _no_wait
+        if host and passes:
+            on_device = host.orders[rank].on_device_micro_batches[stage]
+            copied = [round(sizes[policy.recompute]) if policy.offloads else 0 for policy in policies]
+            overlapped = [(pass_s(*key), copies, count / micro_batches) for key, copies, count in passes]
             share = host.host_budget_bytes[rank] / plan.placement[: plan.stages_per_replica].count(rank)
-            waits = partial(_copy_wait_s, host.copy_s[stage], beside, share / max(1, live))
-        elif not all(way.offloads for way in policies):
-            # Nothing lies long enough to be copied: no layer is said to be.
-            copied, waits = [int(way.offloads) for way in policies], _forbidden_copy_s
-        memory = [sizes[way.recompute] * (resident if way.offloads else live) for way in policies]
-        held = plan.layers(stage, model.num_layers)
-        found.append(StageLayers(held, [more_s[way][stage] for way in policies], memory, copied, waits, adds_up[stage]))
+            wait_s = partial(_copy_wait_s, host.copy_s[stage], overlapped, share / max(1, live))
+        elif not all(policy.offloads for policy in policies):
+            # Nothing is saved long enough to be copied: forbid offload instead of fitting by it.
+            copied = [int(policy.offloads) for policy in policies]
+            wait_s = _forbidden_copy_s
+        memory = [sizes[policy.recompute] * (on_device if policy.offloads else live) for policy in policies]
+        layers = plan.layers(stage, model.num_layers)
+        time_s = [added_s[policy][stage] for policy in policies]
+        found.append(StageLayers(layers, time_s, memory, copied, wait_s, is_additive[stage]))
     return found
 
 
 def _no_wait(_: int) -> float:
-    """Nothing is copied, and nothing waited for."""
+    """Return no wait, for stages that copy nothing."""
     return 0.0
 
 
 def _forbidden_copy_s(copied_bytes: float) -> float:
-    """Copies that may not be."""
+    """Return an infinite wait for any copy, for stages that can't offload."""
     return inf if copied_bytes else 0.0
 
 
@@ -347,7 +374,10 @@ def _copy_wait_s(
     host_budget_bytes: float,
     copied_bytes: int,
 ) -> float:
-    """`Layers.waited_s` of a stage; `beside`: what a pass takes, copies beside it, and how often for a micro-batch."""
+    """Return the seconds that a stage waits for each micro-batch (`StageLayers.wait_s`).
+
+    `overlapped`: seconds of a pass, copies that it overlaps, and how often for a micro-batch.
+    """
     if copied_bytes > host_budget_bytes:
         return inf
     time_s = copy_s(copied_bytes)
@@ -357,42 +387,42 @@ def _copy_wait_s(
 def _saved_bytes(
     plan: Plan, model: ModelSpec, workload: Workload, policies: Sequence[LayerPolicy]
 ) -> list[dict[Recompute, float]]:
-    """Of each stage, by the kinds of recompute among `ways`: what a layer keeps of a micro-batch, in bytes."""
-    wanted: set[Recompute] = {"full", *(way.recompute for way in policies)}
-    modes: dict[Recompute, Plan] = {mode: with_policy(plan, LayerPolicy(mode)) for mode in wanted}
-    known: dict[Hashable, dict[Recompute, float]] = {}
-    found = []
+    """Return, for each stage and recompute mode, the bytes that a layer saves for a micro-batch."""
+    modes: set[Recompute] = {"full", *(policy.recompute for policy in policies)}
+    plans: dict[Recompute, Plan] = {mode: with_policy(plan, LayerPolicy(mode)) for mode in modes}
+    full_offload = with_policy(plan, LayerPolicy("full", "activations"))
+    by_kind: dict[Hashable, dict[Recompute, float]] = {}
+    found: list[dict[Recompute, float]] = []
     for stage in range(plan.stages_per_replica):
         kind = stage_memory_key(model, plan, stage)
-        if kind not in known:
-            own = {
+        if kind not in by_kind:
+            saved = {
                 mode: native_saved_per_micro_batch(model, changed, workload, stage).total
-                for mode, changed in modes.items()
+                for mode, changed in plans.items()
             }
-            each = max(1, len(plan.layers(stage, model.num_layers)))
-            least = offloaded_activation_bytes(
-                model, with_policy(plan, LayerPolicy("full", "activations")), workload, stage
-            )
-            known[kind] = {mode: (own[mode] - own["full"] + least) / each for mode in modes}
-        found.append(known[kind])
+            num_layers = max(1, len(plan.layers(stage, model.num_layers)))
+            least = offloaded_activation_bytes(model, full_offload, workload, stage)
+            by_kind[kind] = {mode: (saved[mode] - saved["full"] + least) / num_layers for mode in plans}
+        found.append(by_kind[kind])
     return found
 
 
 def _recompute_times(
     plan: Plan, model: ModelSpec, pass_times_of: Callable[[Plan], PassTimes], policies: Sequence[LayerPolicy]
 ) -> tuple[dict[LayerPolicy, list[float]], Callable[[str, int], float], list[bool]]:
-    """By way and stage: the time that it adds to each layer's backward; what each pass takes the first way; and whether
-    a stage's times add up."""
-    of_mode = {way.recompute: pass_times_of(with_policy(plan, LayerPolicy(way.recompute))) for way in policies}
+    """Return the seconds that each policy adds to a layer's backward by stage; those of each pass with the first
+    policy; and by stage True if the times of its layers are additive."""
+    modes = dict.fromkeys(policy.recompute for policy in policies)
+    of_mode = {mode: pass_times_of(with_policy(plan, LayerPolicy(mode))) for mode in modes}
     backward_s = {
-        mode: (found.backward_s + found.weight_backward_s)[: plan.stages_per_replica] for mode, found in of_mode.items()
+        mode: (times.backward_s + times.weight_backward_s)[: plan.stages_per_replica] for mode, times in of_mode.items()
     }
     first = of_mode[policies[0].recompute]
-    each = np.maximum(1, [len(plan.layers(stage, model.num_layers)) for stage in range(plan.stages_per_replica)])
+    num_layers = np.maximum(1, [len(plan.layers(stage, model.num_layers)) for stage in range(plan.stages_per_replica)])
     columns = first.by_kind()
     base_s = backward_s[policies[0].recompute]
     return (
-        {way: ((backward_s[way.recompute] - base_s) / each).tolist() for way in policies},
+        {policy: ((backward_s[policy.recompute] - base_s) / num_layers).tolist() for policy in policies},
         lambda kind, stage: float(columns[kind][stage]),
-        np.logical_and.reduce([found.is_additive for found in of_mode.values()]).tolist(),
+        np.logical_and.reduce([times.is_additive for times in of_mode.values()]).tolist(),
     )
