@@ -65,7 +65,7 @@ def test_an_interrupted_search_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr("muster.planner.answer.answer_request", interrupted)
     assert main(["plan", "--model", "tiny", "--cluster", "2xh100"]) == 130
-    assert capsys.readouterr().err.startswith("muster: interrupted before there was an answer")
+    assert capsys.readouterr().err.startswith("muster: interrupted before an answer")
 
 
 @pytest.mark.parametrize(("memory", "said"), [("60GB", True), ("200GB", False)])
