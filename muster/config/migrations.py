@@ -111,6 +111,13 @@ KEYS: dict[Format, tuple[FormerKey, ...]] = {
         FormerKey("kernels.*.products", "kernels.*.matmuls"),
         FormerKey("kernels.*.curves.words forward", "kernels.*.curves.embedding forward"),
         FormerKey("kernels.*.curves.words backward", "kernels.*.curves.embedding backward"),
+        *(
+            FormerKey(f"overheads.{tensor}{level} {old} {part}", f"overheads.{tensor}{level} {new} {part}")
+            for tensor in ("", "tensor ")
+            for level in ("whole", "z1", "z2", "z3")
+            for old, new in (("REDUCE", "REDUCE_GRAD"), ("NORM", "GRAD_NORM"))
+            for part in ("base", "layer")
+        ),
     ),
 }
 

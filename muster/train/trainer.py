@@ -63,7 +63,7 @@ class Trainer:
             for index in stages_on(plan, world.at.pp)
         }
         self.updater = self.updater_type(config, plan, world, self.stages, hooks or StepHooks())
-        self.handlers: dict[str, Handler] = {
+        self.handlers: dict[Kind, Handler] = {
             Kind.GRAD_NORM: self._reduce_norm,
             Kind.STEP: self._update_parameters,
             Kind.ALL_REDUCE_TIED: self._reduce_tied_gradients,
@@ -109,7 +109,7 @@ class Trainer:
         return self.make_executor(self._program_of(waiting), handlers)
 
     def make_executor(
-        self, program: Program, handlers: Mapping[str, Handler] | None = None, has_heartbeat: bool = True
+        self, program: Program, handlers: Mapping[Kind, Handler] | None = None, has_heartbeat: bool = True
     ) -> Executor:
         """Make an executor of a program over this rank's stages.
 
