@@ -9,12 +9,13 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from muster.config.yaml_writer import write_atomically
 from muster.launch.hang_diagnosis import RankSnapshot, diagnose, is_waiting, main_thread_frames
-from muster.launch.heartbeat import Heartbeat, HeartbeatPage, RankStatus
+from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
 from muster.launch.rank_monitor import RankMonitor, is_hung
@@ -56,20 +57,18 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
         assert page.read() == RankStatus(1, 0, "", Action("", 0, 0), False)
     finally:
         page.close()
-    memory = bytearray(128)
-    where = Heartbeat(memory)
-    where.step = 6
-    where.begin(Action("UNSHARD", 1), waiting=True)
+    memory = bytearray(PAGE_BYTES)
+    heartbeat = Heartbeat(memory)
+    heartbeat.step = 6
     page = HeartbeatPage()
-    os.pwrite(page.fd, memory, 0)
-    assert page.read() == RankStatus(1, 6, "run", Action("UNSHARD", 1), True)
-    for kind in Kind:
-        where.begin(Action(kind, 7, 11))
+    kinds = [*Kind, cast(Kind, "A_KIND_WITH_A_LONG_NAME_THAT_IS_NOT_YET_THERE"), Kind.UNSHARD]
+    for count, kind in enumerate(kinds, 1):
+        heartbeat.begin(Action(kind, 1), waiting=True)
         os.pwrite(page.fd, memory, 0)
-        status = page.read()
-        assert status is not None
-        assert status.action == Action(kind, 7, 11)
+        assert page.read() == RankStatus(count, 6, "run", Action(kind, 1), True), "no kind is cut"
     page.close()
+    with pytest.raises(ValueError, match="5,?000 bytes"):
+        heartbeat.begin(Action(cast(Kind, "K" * 5000)))
 
 
 @pytest.mark.parametrize(

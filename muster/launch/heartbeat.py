@@ -1,6 +1,7 @@
-"""Where each rank is: a page of memory that a rank shares with its launcher, who can read it whatever the rank does.
+"""Heartbeat of a rank: one page of memory that it shares with its launcher, who can read it whatever the rank does.
 
-A rank writes what it begins, which costs a microsecond; nothing is sent and no file is written. Free of torch.
+A rank writes there what it begins, which costs about a microsecond; nothing is sent and no file is written. Free of
+torch.
 """
 
 import faulthandler
@@ -14,32 +15,33 @@ from typing import cast
 
 from muster.schedule.action import Action, Kind
 
-HEARTBEAT_FD_VARIABLE = "MUSTER_WHEREABOUTS"
-"""The environment's word for the file descriptor of this rank's page."""
+HEARTBEAT_FD_VARIABLE = "MUSTER_HEARTBEAT_FD"
+"""Environment variable with the file descriptor of this rank's page."""
 PAGE_BYTES = 4096
 STACKS_BYTES = 1 << 16
-"""Bytes after the page for the stacks of the rank's threads."""
+"""Space behind the page for the stacks of the rank's threads."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a rank write its stacks there, even while it waits in C++."""
-_RECORD = struct.Struct("<QqiiB16s32s")
-"""Counts, stage, micro-batch, flag, then the phase and the instruction's kind: each fits (a test writes them all)."""
+"""Signal at which a rank writes its stacks there, even while it waits in C++."""
+_HEADER = struct.Struct("<QqiiB12sH")
+"""Number of updates, step, stage, micro-batch, waiting, phase, and length of the instruction's kind, which follows."""
+_MAX_KIND_BYTES = PAGE_BYTES - _HEADER.size
 _NO_ACTION = Action(cast(Kind, ""))
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank said last."""
+    """Last update of a rank."""
 
     num_updates: int
-    """How often it has said anything; it moves on as long as this does."""
+    """Number of updates so far; it grows as long as the rank makes progress."""
     step: int
-    """Steps made before."""
+    """Steps completed before."""
     phase: str
-    """`start`, `data`, `run`, or another of `PHASES`."""
+    """One of `PHASES`."""
     action: Action
-    """The instruction that it began, in the phase `run`."""
+    """Instruction that the rank has begun, in the phase `run`."""
     waiting: bool
-    """It needs the result of `action`, which another rank has a part in."""
+    """True while the rank waits for the result of `action`, in which another rank takes part."""
 
 
 PHASES = {
@@ -53,40 +55,48 @@ PHASES = {
     "validate": "is in its first validation",
     "finish": "is finishing the run",
 }
-"""What a rank may be about, in words."""
+"""Phases of a rank, each with its words in a message."""
 SHORT_PHASES = ("data", "run")
-"""The phases whose every instruction is short; the others may take long and say nothing."""
+"""Phases in which every instruction is short; a rank may spend long in the others without an update."""
 
 
 class Heartbeat:
-    """A rank's own page; without a launcher that reads it, memory that nobody sees."""
+    """Writer's end of a rank's page; without a launcher, memory that nobody reads."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
-        self._memory, self._count, self.step = memory, 0, 0
+        self._memory = memory
+        self._num_updates = 0
+        self.step = 0
 
     def update(self, phase: str, action: Action = _NO_ACTION, waiting: bool = False) -> None:
-        """Writes down what begins now."""
-        self._count += 1
-        _RECORD.pack_into(
+        """Write what this rank begins now. Raises ValueError for a kind of instruction longer than the page."""
+        self._num_updates += 1
+        kind = action.kind.encode()
+        if len(kind) > _MAX_KIND_BYTES:
+            raise ValueError(f"an instruction's kind of {len(kind)} bytes: expected {_MAX_KIND_BYTES} at most")
+        _HEADER.pack_into(
             self._memory,
             0,
-            self._count,
+            self._num_updates,
             self.step,
             action.stage,
             action.micro_batch,
             waiting,
             phase.encode(),
-            action.kind.encode(),
+            len(kind),
         )
+        self._memory[_HEADER.size : _HEADER.size + len(kind)] = kind
 
     def begin(self, action: Action, waiting: bool = False) -> None:
-        """An instruction begins, or its result is waited for."""
+        """Write that an instruction begins or, with `waiting`, that its result is awaited."""
         self.update("run", action, waiting)
 
 
 def create_page() -> int:
-    """Makes a page for a rank that no launcher has given one, and returns its file descriptor; `own_whereabouts` takes
-    it."""
+    """Create a page for this process, which no launcher has given one; returns its file descriptor.
+
+    `open_heartbeat` opens it.
+    """
     fd = os.memfd_create("muster-rank", os.MFD_CLOEXEC)
     os.truncate(fd, PAGE_BYTES)
     os.environ[HEARTBEAT_FD_VARIABLE] = str(fd)
@@ -94,20 +104,20 @@ def create_page() -> int:
 
 
 def open_heartbeat() -> Heartbeat:
-    """This process's, on the page that its launcher gave it. Takes the page: there is one call for each process."""
+    """Open the heartbeat of this process on the page that its launcher gave it; once in each process."""
     number = os.environ.pop(HEARTBEAT_FD_VARIABLE, None)
     if number is None:
-        return Heartbeat(bytearray(_RECORD.size))
+        return Heartbeat(bytearray(PAGE_BYTES))
     fd = int(number)
-    where = Heartbeat(mmap.mmap(fd, PAGE_BYTES))
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # what is written comes after the page, wherever this stood
+    heartbeat = Heartbeat(mmap.mmap(fd, PAGE_BYTES))
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are written behind the page, whatever the file's position
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
-    where.update("start")
-    return where
+    heartbeat.update("start")
+    return heartbeat
 
 
 class HeartbeatPage:
-    """The launcher's end of one rank's page. Nothing of it outlives the two processes."""
+    """Launcher's end of one rank's page. No trace of it outlives the two processes."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("muster-rank", 0) if fd is None else fd
@@ -117,27 +127,28 @@ class HeartbeatPage:
 
     @classmethod
     def of_process(cls, pid: int, fd: int) -> "HeartbeatPage":
-        """The page that another process of this user has open as `fd`. Raises OSError."""
+        """Open the page that another process of this user has open as `fd`. Raises OSError."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR))
 
     def read(self) -> RankStatus | None:
-        """What the rank said last; None before it has said anything."""
-        count, step, stage, micro_batch, waiting, phase, kind = _RECORD.unpack_from(self._memory)
-        if not count:
+        """Return the rank's last update; None before the first."""
+        num_updates, step, stage, micro_batch, waiting, phase, length = _HEADER.unpack_from(self._memory)
+        if not num_updates:
             return None
-        action = Action(cast(Kind, kind.rstrip(b"\0").decode()), stage, micro_batch)
-        return RankStatus(count, step, phase.rstrip(b"\0").decode(), action, bool(waiting))
+        kind = self._memory[_HEADER.size : _HEADER.size + length].decode(errors="replace")
+        phase_name = phase.rstrip(b"\0").decode()
+        return RankStatus(num_updates, step, phase_name, Action(cast(Kind, kind), stage, micro_batch), bool(waiting))
 
     def request_stacks(self, pid: int) -> None:
-        """Makes the rank write its Python stacks. Raises ProcessLookupError when it is gone."""
+        """Make the rank write its Python stacks. Raises ProcessLookupError when it has ended."""
         os.truncate(self.fd, PAGE_BYTES)
         os.kill(pid, STACKS_SIGNAL)
 
     def read_stacks(self) -> str:
-        """The Python stacks that the rank wrote when it was asked."""
+        """Return the Python stacks that the rank has written on request."""
         return os.pread(self.fd, STACKS_BYTES, PAGE_BYTES).decode(errors="replace")
 
     def close(self) -> None:
-        """Lets the page go."""
+        """Release the page."""
         self._memory.close()
         os.close(self.fd)
