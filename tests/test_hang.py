@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from muster.config.yaml_writer import write_atomically
-from muster.launch.hang_diagnosis import RankSnapshot, diagnose, is_waiting, main_thread_frames
+from muster.launch.hang_diagnosis import _WAITS_IN, RankSnapshot, diagnose, is_waiting, main_thread_frames
 from muster.launch.heartbeat import PAGE_BYTES, Heartbeat, HeartbeatPage, RankStatus
 from muster.launch.launcher import launch
 from muster.launch.rank_errors import run_guarded
@@ -120,6 +120,17 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
 def test_the_rank_that_the_others_wait_for_is_named(sightings: list[RankSnapshot], rank: int, words: str) -> None:
     finding = diagnose(sightings)
     assert (finding.rank, finding.host, finding.sentence) == (rank, f"host-{rank}", words)
+
+
+def test_the_files_where_a_rank_waits_are_there() -> None:
+    files = [path.as_posix() for path in (ROOT / "muster").rglob("*.py")]
+    waiting = sorted(file.partition("/muster/")[2] for file in files if _WAITS_IN.search(file))
+    expected = ["axis", "executor", "fsdp", "p2p", "world"]
+    assert waiting == [
+        "optim/peer_exchange.py",
+        *(f"parallel/{name}.py" for name in expected),
+        "train/post_validation.py",
+    ]
 
 
 def test_only_what_should_be_short_can_hang() -> None:

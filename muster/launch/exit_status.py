@@ -25,9 +25,9 @@ class RankExit:
     """Its exit code, or minus the signal that killed it."""
     killed: bool
     """By its launcher."""
-    said: RankError | None
+    reported: RankError | None
     """What it said itself."""
-    seen: RankError | None
+    observed: RankError | None
     """What its launcher saw, where it said nothing."""
 
     def to_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class RankExit:
 
 def rank_exit_from_json(row: dict[str, Any], clock_offset_s: float = 0.0) -> RankExit:
     """A RankEnd of a node whose clock is so far ahead."""
-    errors = {key: row[key] and RankError(**row[key]) for key in ("said", "seen")}
+    errors = {key: row[key] and RankError(**row[key]) for key in ("reported", "observed")}
     moved = {key: error and replace(error, time=error.time - clock_offset_s) for key, error in errors.items()}
     return RankExit(**{**row, **moved})
 
@@ -73,13 +73,13 @@ def root_cause(
     """What failed first, on any rank; what only followed from another rank's end counts when there is nothing else."""
     if hang_fault is not None:
         return make_observed_error(hang_fault.rank, hang_fault.host, hang_fault.sentence)
-    found = [error for end in rank_exits if (error := end.said or end.seen) is not None]
+    found = [error for end in rank_exits if (error := end.reported or end.observed) is not None]
     first = min(found, key=lambda error: (not error.primary, error.time), default=None)
     # A rank that was asked to stop before it could listen is gone, and the others may have felt it.
     stopped_early = stop_requested and any(end.code == -signal.SIGTERM for end in rank_exits)
     if first is None or (stopped_early and not first.primary):
         return None
-    silent = [end for end in rank_exits if end.killed and end.said is None]
+    silent = [end for end in rank_exits if end.killed and end.reported is None]
     if first.primary or len(silent) != 1:
         return first
     sentence = f"stopped answering, says rank {first.rank}: {first.sentence}"

@@ -26,7 +26,7 @@ _KIND_DESCRIPTIONS = {
     Kind.STEP: "the optimizer step",
 }
 _WAITS_IN = re.compile(
-    r"/torch/distributed/|/muster/(parallel/(axis|route|executor|shard|world)|optim/peers|train/post_validation)\.py$"
+    r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/post_validation)\.py$"
 )
 """Where Python stands while C++ waits for another rank."""
 _LIBRARY_FILE = re.compile(r"^<|/lib/python[\d.]+/(?!site-packages/muster/)")
@@ -48,7 +48,7 @@ class RankSnapshot:
     """One letter, as in /proc: R runs, S sleeps, D waits for a device, T is stopped; X is gone."""
     stalled_s: float
     """For how long it has begun nothing."""
-    place: RankStatus | None
+    status: RankStatus | None
     stacks: str = ""
     """Python's, of all threads, where it was asked."""
     connection_problem: str = ""
@@ -93,15 +93,15 @@ def is_waiting(snapshot: RankSnapshot) -> bool:
         return False
     if frames := main_thread_frames(snapshot.stacks):
         return _WAITS_IN.search(frames[0][0]) is not None
-    if snapshot.place is None or snapshot.place.phase != "run":
+    if snapshot.status is None or snapshot.status.phase != "run":
         return False
-    kind = KINDS.get(snapshot.place.action.kind)
-    return snapshot.place.waiting or (kind is not None and kind.lane == "collective")
+    kind = KINDS.get(snapshot.status.action.kind)
+    return snapshot.status.waiting or (kind is not None and kind.lane == "collective")
 
 
 def describe_activity(snapshot: RankSnapshot) -> str:
     """What a rank is about, as a verb with its object, and where in its code where that is known."""
-    place = snapshot.place
+    place = snapshot.status
     if place is None:
         return "has not begun"
     if place.phase == "run" and place.action.kind:
@@ -165,7 +165,7 @@ def _describe_instruction(seen: RankSnapshot, place: RankStatus) -> str:
 
 def _describe_missed_call(culprit: RankSnapshot, others: Sequence[RankSnapshot]) -> str:
     """What the others wait in, and the culprit never came to."""
-    places = [(seen, seen.place) for seen in others if seen.place is not None and seen.place.phase == "run"]
+    places = [(seen, seen.status) for seen in others if seen.status is not None and seen.status.phase == "run"]
     if not places:
         return "stands still"
     # Who waits in what all ranks take part in says most; then who waits first.
@@ -186,7 +186,7 @@ def _diagnose_all_waiting(sightings: Sequence[RankSnapshot]) -> RankFault:
         return (
             "no route" not in seen.connection_problem,
             not seen.connection_problem,
-            seen.place.step if seen.place else -1,
+            seen.status.step if seen.status else -1,
         )
 
     last = min(sightings, key=guilt)

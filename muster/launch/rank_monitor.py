@@ -61,8 +61,8 @@ def snapshot_to_json(seen: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(row: dict[str, Any]) -> RankSnapshot:
     """What another launcher saw of one of its ranks."""
-    place = row["place"] and RankStatus(**{**row["place"], "action": Action(*row["place"]["action"])})
-    return RankSnapshot(**{**row, "place": place})
+    status = row["status"] and RankStatus(**{**row["status"], "action": Action(*row["status"]["action"])})
+    return RankSnapshot(**{**row, "status": status})
 
 
 def process_state(pid: int) -> str:
@@ -80,7 +80,7 @@ def is_hung(snapshots: Sequence[RankSnapshot], hang_timeout_s: float) -> bool:
     """
     return bool(snapshots) and all(
         seen.stalled_s > hang_timeout_s
-        and seen.place is not None
-        and (seen.place.phase in SHORT_PHASES or seen.state in "Tt")
+        and seen.status is not None
+        and (seen.status.phase in SHORT_PHASES or seen.state in "Tt")
         for seen in snapshots
     )

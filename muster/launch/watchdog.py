@@ -165,7 +165,7 @@ class Watchdog:
                 continue
             how = (
                 f"is gone without a word, as if killed, while it"
-                f" {describe_activity(replace(rank.last_snapshot, place=place))}"
+                f" {describe_activity(replace(rank.last_snapshot, status=place))}"
             )
             self._record_fault(RankFault(rank.rank, socket.gethostname(), how))
 

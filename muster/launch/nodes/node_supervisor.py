@@ -113,7 +113,7 @@ class NodeSupervisor(RankSupervisor):
         member = self._group.nodes[node]
         first = node * self._num_ranks
         seen = make_observed_error(first, member.host, sentence, time.time())
-        self._node_exits[node] = [RankExit(first, member.host, 1, killed=False, said=None, seen=seen)]
+        self._node_exits[node] = [RankExit(first, member.host, 1, killed=False, reported=None, observed=seen)]
         self._failed_elsewhere = True
 
     def _send_updates(self, running: bool) -> None:
