@@ -13,7 +13,7 @@ today's names only, with the schema version of `SCHEMAS`. A rename needs one lin
 A plan inside another file ("run": below `parallel`) takes part with the rows of "plan".
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,9 +176,11 @@ def migrate(file_format: Format, tree: Mapping[str, Any], source: str) -> dict[s
     Raises ConfigError for a later schema, for a key given under both names, and for an ambiguous former value.
     """
     version = _version(file_format, tree.get("version"), source)
-    found = _migrate_item(file_format, tree, "", version, source)
+    run = _Migration(file_format, version)
+    found = run.tree(tree, "", source)
     if "version" in tree and version is not None and file_format in SCHEMAS:
         found["version"] = SCHEMAS[file_format]
+    run.report(source)
     return found
 
 
@@ -191,25 +193,88 @@ def migrate_values(
     (a command line) today's schema is assumed, so that ambiguous values are refused. Raises ConfigError as `migrate`.
     """
     current = SCHEMAS.get(file_format)
-    version = _version(file_format, values.get("version"), origin("version")) if versioned else current
+    run = _Migration(
+        file_format, _version(file_format, values.get("version"), origin("version")) if versioned else current
+    )
     found: dict[str, Any] = {}
     former: dict[str, str] = {}
     for key, value in values.items():
-        new = _new_key(file_format, key)
+        new = run.key(key, origin(key))
         if new in found:
             raise ConfigError(f"{origin(key)}: {new} is given twice, also as {former.get(new, key)}, its former name")
         if new != key:
             former[new] = key
-            report_rename(origin(key), key, new)
-        found[new] = _migrate_value(file_format, value, new, version, origin(key))
+        found[new] = run.value(value, new, origin(key))
     for key in ("version", "parallel.version") if versioned else ():
         if key in found and current is not None:
             found[key] = current
+    run.report(origin(""))
     return found, former
 
 
+MAX_REPORTED_RENAMES = 4
+"""Renames of one file that are reported one by one; a file that Muster itself wrote has more, and gets one line."""
+
+
+class _Migration:
+    """One file on its way to today's schema; collects the renames to report."""
+
+    def __init__(self, file_format: Format, version: int | None) -> None:
+        self.keys = KEYS.get(file_format, ())
+        self.values = VALUES.get(file_format, ())
+        self.version = version
+        self.renames: list[tuple[str, str, str]] = []
+        """(place, former name, today's)."""
+
+    def key(self, path: str, place: str) -> str:
+        """Return today's name of a dotted key: of the key itself, or of a section around it."""
+        parts = path.split(".")
+        for row in self.keys:
+            length = row.old.count(".") + 1
+            if len(parts) >= length and _matches(row.old, ".".join(parts[:length])):
+                new = ".".join([_filled(row, parts), *parts[length:]])
+                self.renames.append((place, path, new))
+                return new
+        return path
+
+    def value(self, value: Any, path: str, place: str) -> Any:
+        """Return today's form of the value of a key, which may be a tree or a list."""
+        if isinstance(value, Mapping):
+            return self.tree(value, f"{path}.", place)
+        if isinstance(value, list | tuple):
+            return [self.value(item, f"{path}.*", place) for item in value]
+        for row in self.values:
+            if value == row.old and _matches(row.key, path):
+                if row.ambiguous and self.version is not None and self.version >= row.since:
+                    raise ConfigError(f"{place}: {path}: {row.ambiguous}")
+                self.renames.append((place, f"{path} {row.old}", row.new))
+                return row.new
+        return value
+
+    def tree(self, tree: Mapping[Any, Any], prefix: str, place: str) -> dict[str, Any]:
+        """Return today's form of a tree whose keys lie below `prefix`; keys stay within their section."""
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            path = f"{prefix}{key}"
+            new = self.key(path, place)
+            name = key if new == path else new.removeprefix(prefix)
+            if name in found:
+                raise ConfigError(f"{place}: {new} is given twice, also as {path}, its former name")
+            found[name] = self.value(value, new, place)
+        return found
+
+    def report(self, source: str) -> None:
+        """Print the renames of a file, or their number where they are many."""
+        if len(self.renames) <= MAX_REPORTED_RENAMES:
+            for place, old, new in self.renames:
+                report_rename(place, old, new)
+        else:
+            _, old, new = self.renames[0]
+            report_rename(source, f"{len(self.renames)} keys and values have new names; for example, {old}", new)
+
+
 def _version(file_format: Format, said: Any, source: str) -> int | None:
-    """The schema version of a file: the first where it names none. Raises ConfigError for a later one than today's."""
+    """Return the schema version of a file: the first where it names none. Raises ConfigError for one of the future."""
     known = SCHEMAS.get(file_format)
     if said is None or known is None or isinstance(said, bool) or not str(said).isdecimal():
         return 1 if said is None else None
@@ -220,57 +285,14 @@ def _version(file_format: Format, said: Any, source: str) -> int | None:
     return int(said)
 
 
-def _migrate_value(file_format: Format, value: Any, path: str, version: int | None, source: str) -> Any:
-    if isinstance(value, Mapping):
-        return _migrate_item(file_format, value, f"{path}.", version, source)
-    if isinstance(value, list | tuple):
-        return [_migrate_value(file_format, item, f"{path}.*", version, source) for item in value]
-    for row in VALUES.get(file_format, ()):
-        if value == row.old and _matches(row.key, path):
-            if row.ambiguous and version is not None and version >= row.since:
-                raise ConfigError(f"{source}: {path}: {row.ambiguous}")
-            report_rename(source, f"{path} {row.old}", row.new)
-            return row.new
-    return value
-
-
-def _migrate_item(
-    file_format: Format, tree: Mapping[Any, Any], prefix: str, version: int | None, source: str
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        new = _new_key(file_format, path)
-        name = key if new == path else new.removeprefix(prefix)
-        if name in found:
-            raise ConfigError(f"{source}: {new} is given twice, also as {path}, its former name")
-        if new != path:
-            report_rename(source, path, new)
-        found[name] = _migrate_value(file_format, value, new, version, source)
-    return found
-
-
-def _new_key(file_format: Format, path: str) -> str:
-    """Today's name of a dotted key: of the key itself, or of a section that it lies in."""
-    for row in KEYS.get(file_format, ()):
-        length = row.old.count(".") + 1
-        parts = path.split(".")
-        if len(parts) >= length and _matches(row.old, ".".join(parts[:length])):
-            return ".".join([_filled(row, parts), *parts[length:]])
-    return path
-
-
 def _filled(row: FormerKey, parts: list[str]) -> str:
-    """The new name, each `*` of it as in the path that the old one matched."""
+    """Return the new name, each `*` of it as in the path that the old one matched."""
     stars = iter(part for part, pattern in zip(parts, row.old.split("."), strict=False) if pattern == "*")
     return ".".join(next(stars) if part == "*" else part for part in row.new.split("."))
 
 
 def _matches(pattern: str, path: str) -> bool:
-    return len(pattern.split(".")) == len(path.split(".")) and all(
-        one in ("*", other) for one, other in _pairs(pattern, path)
-    )
-
-
-def _pairs(pattern: str, path: str) -> Iterable[tuple[str, str]]:
-    return zip(pattern.split("."), path.split("."), strict=True)
+    """Return True if a path has the pattern's keys, `*` being any."""
+    wanted = pattern.split(".")
+    parts = path.split(".")
+    return len(wanted) == len(parts) and all(one in ("*", part) for one, part in zip(wanted, parts, strict=True))
