@@ -1,4 +1,4 @@
-"""How long attention takes: its products, its scores, and what context-parallel ranks hand round meanwhile."""
+"""Time of attention: its matmuls, its scores, and the ring of context-parallel ranks that overlaps with them."""
 
 from muster.cost.time.collectives import p2p_s
 from muster.cost.time.kernels import flash_attention_s, matmul_s, stream_s, sustained_flops_per_s
@@ -8,16 +8,16 @@ from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.plan import LayerStrategy
 
 EAGER_ROPE_BYTES = (20, 24)
-"""Bytes for each number of queries and keys when rotary positions are two products, a negation, a concatenation and a
-sum."""
+"""Bytes (forward, backward) per element of queries and keys where rotary embedding is eager: two multiplications, a
+negation, a concatenation and a sum."""
 HEAD_TRANSPOSE_BYTES = (4, 4)
-"""Bytes for each number of queries, keys, values and of the output of attention that is written in another order before
-it is read: heads together."""
+"""Bytes (forward, backward) per element of queries, keys, values and outputs that are transposed so that each head is
+contiguous."""
 _FLASH_KERNELS: tuple[AttentionKernel, ...] = ("flash3", "flash2", "flash1")
 
 
 def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None) -> None:
-    """Queries, keys and values in one product, rotation, attention, the output's product."""
+    """Add attention with full queries, keys and values: their matmul, rotation, the scores, the output's matmul."""
     model, tp, tokens = at.model, at.tp.size, at.tokens
     q_width, kv_width = (
         model.num_heads * model.head_dim / tp,
@@ -43,8 +43,10 @@ def add_self_attention(at: LayerContext, part: SublayerCost, window: int | None)
 
 
 def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:
-    """Low-rank queries and key/value pairs (arXiv:2405.04434 §2.1); the narrow vectors are the same on all
-    tensor-parallel ranks."""
+    """Add attention with low-rank queries and key/value pairs (MLA, arXiv:2405.04434 §2.1).
+
+    The latent vectors are the same on all tensor-parallel ranks.
+    """
     model, mla, tp, tokens = at.model, at.model.mla, at.tp.size, at.tokens
     assert mla is not None
     heads, qk_dim = model.num_heads / tp, mla.nope_head_dim + mla.rope_head_dim
@@ -69,9 +71,11 @@ def add_latent_attention(at: LayerContext, part: SublayerCost) -> None:
 
 
 def add_linear_attention(at: LayerContext, part: SublayerCost) -> None:
-    """The gated delta rule in chunks of 64 positions (arXiv:2412.06464 §3.3): within a chunk products of chunk × chunk,
-    between chunks reads and writes of a state of key_dim × value_dim, at a quarter of the sustained rate, since they
-    are small and wait for each other."""
+    """Add linear attention by the gated delta rule in chunks of 64 positions (arXiv:2412.06464 §3.3).
+
+    Within a chunk there are matmuls of chunk × chunk, between chunks reads and writes of a state of key_dim ×
+    value_dim. They reach a quarter of the sustained rate, since they are small and wait for each other.
+    """
     linear, tp, tokens = at.model.linear_attention, at.tp.size, at.tokens
     assert linear is not None
     k_width = linear.num_key_heads * linear.key_head_dim / tp
@@ -92,8 +96,11 @@ def add_linear_attention(at: LayerContext, part: SublayerCost) -> None:
 
 
 def choose_attention_kernel(device: DeviceSpec, software: FrameworkTraits, strategy: LayerStrategy) -> AttentionKernel:
-    """Which kernel computes attention: the plan says whether scores are kept, the software which generation, or it is
-    the fastest that the device has a rate for."""
+    """Return the kernel that computes attention.
+
+    The plan decides whether scores are written to memory, the framework which generation of kernels it has; else it is
+    the fastest for which the device has a rate.
+    """
     if strategy.attention == "unfused":
         return "unfused" if software.attention == "unfused" else "fused"
     if software.attention is not None:
@@ -107,7 +114,7 @@ def choose_attention_kernel(device: DeviceSpec, software: FrameworkTraits, strat
 def _add_scores(
     at: LayerContext, part: SublayerCost, heads: float, qk_dim: float, v_dim: float, window: int | None, kv_width: float
 ) -> None:
-    """Attention itself, and the keys and values that context-parallel ranks hand round a ring meanwhile
+    """Add the scores and their matmuls, and the ring of keys and values of context parallelism that overlaps with them
     (arXiv:2310.01889 §3)."""
     kernel, device, seq_len = choose_attention_kernel(at.device, at.framework, at.strategy), at.device, at.seq_len
     if kernel in _FLASH_KERNELS:
@@ -134,10 +141,13 @@ def _add_scores(
 
 
 def _unfused_scores_s(at: LayerContext, heads: float, head_dim: float, kernel: AttentionKernel) -> tuple[float, float]:
-    """Scores written to memory: two batched products forward, four backward, over the whole square, since the mask
-    saves nothing; softmax with scale and mask reads and writes the scores once forward, reads them twice and writes
-    them once backward (operation by operation: in float32, and each apart); dropout also keeps a byte for each
-    (arXiv:2205.05198 §4.1 lists these tensors)."""
+    """Return the seconds (forward, backward) of attention whose scores are written to memory.
+
+    There are two batched matmuls forward and four backward, over the whole square, as the mask saves nothing. A
+    fused softmax with scale and mask reads and writes the scores once forward, and reads them twice and writes them
+    once backward; unfused, each operator does so in float32. Dropout also stores a byte per score
+    (arXiv:2205.05198 §4.1 lists these tensors).
+    """
     device, queries, keys = at.device, at.seq_len / at.cp.size, at.seq_len
     batch = at.sequences * heads
     numbers = batch * queries * keys

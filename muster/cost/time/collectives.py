@@ -1,4 +1,4 @@
-"""How long collectives and messages take, by size, by where the ranks lie, and by algorithm."""
+"""Times of collectives and p2p transfers, by size, by the location of the ranks, and by algorithm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,43 +8,45 @@ from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import LinkSpec
 
 SIMPLE_PROTOCOL_LATENCY_FACTOR = 4.0
-"""A step of NCCL's protocol for large messages takes so many times that of the one for small messages, which waits for
-flags instead of fences: all-reduces of 8 H100 take 62 µs beside their bytes with the first, 20 µs with the other
-(github:NVIDIA/dgxc-benchmarking nccl/README.md)."""
+"""Latency of a step of NCCL's protocol for large messages (Simple), relative to the one for small messages (LL), which
+waits for flags instead of fences: besides the time of their bytes, all-reduces of 8 H100 take 62 µs with the first,
+20 µs with the second (github:NVIDIA/dgxc-benchmarking nccl/README.md)."""
 LL_BANDWIDTH_SHARE = 0.5
-"""Share of the bandwidth that the protocol for small messages reaches on these machines: half of what it sends are
-flags."""
+"""Share of the bandwidth that the protocol for small messages reaches: half of the bytes that it sends are flags."""
 NVLS_STEPS = 7
-"""Steps of NCCL's latency that an all-reduce in the switches takes, whatever the ranks (same source)."""
+"""Steps of latency of an all-reduce in the switches (NVLS), for any number of ranks (same source)."""
 COLLECTIVE_START_S = 6e-6
-"""To start a collective's kernel and find the partners' buffers."""
+"""Seconds to start a collective's kernel and to find the peers' buffers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommGroup:
-    """The ranks of a collective as the network sees them."""
+    """Ranks of a collective as the network sees them. Groups are compared by identity, see `CostTables.intern`."""
 
     size: int
     num_domains: int
-    """Fabrics (nodes, or racks of NVL72) that they lie in."""
+    """Number of fabrics (nodes, or racks of NVL72) that hold the ranks."""
     max_ranks_per_domain: int
-    """The most ranks in one of them."""
+    """Largest number of ranks in one fabric."""
     intra_link: LinkSpec
     network_link: LinkSpec | None
     network_bytes_per_s: float = 0.0
-    """Of one rank: its share of its node's network cards, after efficiency and tiers."""
+    """Rate of one rank: its share of its node's network cards, after efficiency and tiers."""
     network_latency_s: float = 0.0
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """What passes any point of the rings at once: the fabric's rate, or that of all cards that the group has in a
-        node, if that is less."""
+        """Rate at any point of the rings together: the fabric's, or that of the group's network cards in a node, if
+        that is lower."""
         fabric = self.intra_link.bandwidth_bytes_per_s * self.intra_link.efficiency
         return fabric if self.num_domains == 1 else min(fabric, self.max_ranks_per_domain * self.network_bytes_per_s)
 
 
 def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
-    """Where `ranks` lie in a cluster; all ranks of a node are taken to communicate at once, in groups alike."""
+    """Return the group of `ranks` of a cluster.
+
+    All ranks of a node are assumed to communicate at the same time, in groups like this one.
+    """
     places = [cluster.locate(rank) for rank in ranks]
     groups = [cluster.groups[index] for index in sorted({index for index, _ in places})]
     counts: dict[int, int] = {}
@@ -74,9 +76,11 @@ def make_comm_group(cluster: ClusterSpec, ranks: Sequence[int]) -> CommGroup:
 
 
 def _bridge_limited_link(cluster: ClusterSpec, ranks: Sequence[int], group: NodeGroup, link: LinkSpec) -> LinkSpec:
-    """The link as a group finds it that lies on both sides of a host bridge: all the node's groups alike share the
-    line between (rings of 8, 4 and 2 of 8 A100 on PCIe: 13, 7.3 and 4 GB/s, github:MooreThreads/SimuMax
-    configs/system/a100_pcie.json)."""
+    """Return the link of a group on both sides of a host bridge, whose bandwidth all such groups of the node share.
+
+    Rings of 8, 4 and 2 of 8 A100 on PCIe reach 13, 7.3 and 4 GB/s (github:MooreThreads/SimuMax
+    configs/system/a100_pcie.json).
+    """
     if link.bridge_devices is None or link.bridge_bytes_per_s is None:
         return link
     places = {rank % group.devices_per_node // link.bridge_devices for rank in ranks}
@@ -88,7 +92,7 @@ def _bridge_limited_link(cluster: ClusterSpec, ranks: Sequence[int], group: Node
 
 
 def _network_bytes_per_s(group: NodeGroup) -> float:
-    """A device's share of its node's cards."""
+    """Return a device's share of its node's network cards, in bytes per second."""
     if group.nics is None:
         return group.intra.bandwidth_bytes_per_s * group.intra.efficiency
     link = group.nics.link
@@ -96,7 +100,7 @@ def _network_bytes_per_s(group: NodeGroup) -> float:
 
 
 def _measured_link(cluster: ClusterSpec, nodes: Sequence[int], link: LinkSpec) -> LinkSpec:
-    """The fabric at the rate that the cluster's matrix says, where it has one."""
+    """Return the fabric's link, at the rate of the cluster's measured matrix where it has one."""
     matrix = cluster.node_bandwidth_bytes_per_s
     if matrix is None:
         return link
@@ -109,9 +113,9 @@ def _measured_link(cluster: ClusterSpec, nodes: Sequence[int], link: LinkSpec) -
 
 
 def all_gather_s(group: CommGroup, size: float) -> float:
-    """Every rank gets all parts of a tensor of `size` bytes, of which each has one.
+    """Return the seconds of an all-gather: every rank gets a tensor of `size` bytes, of which each has one part.
 
-    A ring: every rank sends (n − 1) / n of the bytes in n − 1 steps (Thakur, Rabenseifner, Gropp, "Optimization of
+    In a ring every rank sends (n − 1) / n of the bytes in n − 1 steps (Thakur, Rabenseifner, Gropp, "Optimization of
     Collective Communication Operations in MPICH", 2005, §4.1), over as many rings as there are network cards.
     """
     if group.size == 1 or size <= 0:
@@ -120,8 +124,10 @@ def all_gather_s(group: CommGroup, size: float) -> float:
 
 
 def sequential_broadcasts_s(group: CommGroup, size: float) -> float:
-    """Every rank gives its part of a tensor of `size` bytes to all others, rank after rank: the bytes of
-    `all_gather_s`, but each part first goes along the whole chain of ranks."""
+    """Return the seconds of an all-gather that is a broadcast from each rank in turn.
+
+    It moves the bytes of `all_gather_s`, but each part first travels along the whole chain of ranks.
+    """
     if group.size == 1 or size <= 0:
         return 0.0
     chain_s = (group.max_ranks_per_domain - 1) * group.intra_link.latency_s + (
@@ -131,16 +137,19 @@ def sequential_broadcasts_s(group: CommGroup, size: float) -> float:
 
 
 def reduce_scatter_s(group: CommGroup, size: float) -> float:
-    """Every rank gets its part of the sum of tensors of `size` bytes: `all_gather_s` backwards."""
+    """Return the seconds of a reduce-scatter of tensors of `size` bytes: those of `all_gather_s`, which it reverses."""
     if group.size == 1 or size <= 0:
         return 0.0
     return _measured_s(group, "reduce_scatter", size) or _ring_s(group, size, 1)
 
 
 def all_reduce_s(group: CommGroup, size: float) -> float:
-    """Every rank gets the sum of tensors of `size` bytes: a ring there and back, a tree over the nodes where that is
-    faster (its steps grow with the logarithm: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast,
-    reduction and scan", 2009), or switches that add up (NVLS) within a fabric that has them."""
+    """Return the seconds of an all-reduce of tensors of `size` bytes, by the fastest of three algorithms.
+
+    A ring passes the bytes twice; a tree over the nodes has a number of steps that grows with the logarithm (Sanders,
+    Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009); and switches sum within
+    a fabric that has them (NVLS).
+    """
     if group.size == 1 or size <= 0:
         return 0.0
     if (measured := _measured_s(group, "all_reduce", size)) is not None:
@@ -161,9 +170,12 @@ def all_reduce_s(group: CommGroup, size: float) -> float:
 
 
 def all_to_all_s(group: CommGroup, size: float, network_share: float = 1.0) -> float:
-    """Every rank gives `size` bytes away, an equal part to each: what stays in the fabric goes over it, the rest over
-    the rank's share of the network cards; both at once. `crossing`: of the rest, what crosses the network; what is for
-    several ranks of a node crosses once, and goes on over the fabric there."""
+    """Return the seconds of an all-to-all in which every rank sends `size` bytes, an equal part to each rank.
+
+    Bytes within the fabric use it, the others the rank's share of the network cards, both at the same time.
+    `network_share` is the share of the other bytes that crosses the network: bytes for several ranks of one node cross
+    once, and are then distributed over the fabric there.
+    """
     if group.size == 1 or size <= 0:
         return 0.0
     if (measured := _measured_s(group, "all_to_all", size)) is not None:
@@ -180,7 +192,7 @@ def all_to_all_s(group: CommGroup, size: float, network_share: float = 1.0) -> f
 
 
 def p2p_s(group: CommGroup, size: float) -> float:
-    """One rank of a pair gives `size` bytes to the other, while the pairs beside it do the same."""
+    """Return the seconds in which a rank of a pair sends `size` bytes to the other, while neighbours do the same."""
     if group.size == 1 or size <= 0:
         return 0.0
     if (measured := _measured_s(group, "send", size)) is not None:
@@ -199,7 +211,7 @@ def _ring_share(group: CommGroup) -> float:
 
 
 def _ring_s(group: CommGroup, size: float, rounds: int) -> float:
-    """`rounds` times round the ring: every link carries (n − 1) / n of the bytes each time."""
+    """Return the seconds of `rounds` passes around the ring: each link carries (n − 1) / n of the bytes in each."""
     steps_s = (group.max_ranks_per_domain - 1) * group.intra_link.latency_s
     if group.num_domains > 1:
         steps_s += (group.num_domains - 1) * group.network_latency_s
@@ -207,14 +219,16 @@ def _ring_s(group: CommGroup, size: float, rounds: int) -> float:
 
 
 def _fastest_protocol_s(sent: float, bytes_per_s: float, steps_s: float) -> float:
-    """The faster of NCCL's protocols, for `sent` bytes over each link and steps that take `steps_s` in all."""
+    """Return the time of the faster of NCCL's protocols, for `sent` bytes over each link and `steps_s` of latency."""
     small_s = steps_s + sent / (LL_BANDWIDTH_SHARE * bytes_per_s)
     return COLLECTIVE_START_S + min(small_s, SIMPLE_PROTOCOL_LATENCY_FACTOR * steps_s + sent / bytes_per_s)
 
 
 def _measured_s(group: CommGroup, kind: str, size: float) -> float | None:
-    """Measured seconds of a collective within one fabric, between the sizes that were measured: the ranks' number next
-    to the group's; None where nothing was."""
+    """Return the measured seconds of a collective within one fabric, or None where none was measured.
+
+    Interpolates between sizes, for the measured number of ranks that is nearest to the group's.
+    """
     points = group.intra_link.curves.get(kind) if group.num_domains == 1 else None
     if not points:
         return None

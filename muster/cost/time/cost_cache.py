@@ -1,4 +1,4 @@
-"""What many plans for one model on one cluster share: a search asks for thousands that differ in little."""
+"""Costs that many plans for one model on one cluster share; a search asks for thousands that differ in little."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from muster.spec.plan import LayerStrategy
 
 
 class LayerKind(NamedTuple):
-    """What tells layers apart that take different times."""
+    """Features by which layers take different times."""
 
     strategy: LayerStrategy
     experts: bool
@@ -32,7 +32,7 @@ class StageKinds(NamedTuple):
     examples: list[int]
     """A stage of each."""
     kind_by_stage: NDArray[np.intp]
-    """Of each stage, its kind."""
+    """Kind of each stage."""
 
 
 @dataclass(frozen=True, eq=False)

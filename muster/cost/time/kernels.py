@@ -1,4 +1,4 @@
-"""How long one kernel takes on a device, from its shapes."""
+"""Time of one kernel on a device, from its shapes."""
 
 from bisect import bisect_left
 from math import ceil, sqrt
@@ -8,31 +8,31 @@ from muster.spec.errors import ConfigError
 from muster.spec.plan import Precision
 
 HALF_RATE_INNER_DIM = 128
-"""Inner length at which a product's loop has half of its rate: its first loads and last stores aren't hidden. (Products
-of 512 … 8192 on A100, github:MooreThreads/SimuMax configs/system/a100_pcie.json.)"""
+"""Inner dimension at which a matmul's main loop reaches half of its rate, since its first loads and last stores aren't
+hidden (matmuls of 512 … 8192 on A100, github:MooreThreads/SimuMax configs/system/a100_pcie.json)."""
 EPILOGUE_SHARE = 0.4
-"""Share of the result's traffic that isn't hidden: products that add to a float32 sum are 6 % slower than others, with
-15 % of their time in that traffic (A100 and B200, same source)."""
+"""Share of the output's memory traffic that isn't hidden: matmuls that accumulate into a float32 tensor are 6 % slower
+than others, with 15 % of their time in that traffic (A100 and B200, same source)."""
 SMALLER_TILES = ((1.0, 1.0), (0.5, 0.9), (0.25, 0.72))
-"""(share of the largest tile's area, share of its rate): a kernel library takes smaller tiles where they fill the
-device's last wave better, and each operand is then read more often."""
+"""Tile sizes, each (share of the largest tile's area, share of its rate): a kernel library takes smaller tiles where
+they fill the device's last wave better, and each operand is then read more often."""
 HALF_RATE_SEQ_LEN = 480
-"""Sequence length at which causal flash attention has half of its rate: of the figures in FlashAttention-2
+"""Sequence length at which causal flash attention reaches half of its rate: the figures in FlashAttention-2
 (arXiv:2307.08691, figure 4d), 99, 133, 155, 173, 182 and 189 TFLOP/s at 512 … 16k tokens are within 2 % of
 192 · s / (s + 480)."""
 NARROW_HEAD_RATE = 0.9
-"""Rate of heads of 64 numbers over that of 128 (same source, figure 4c)."""
+"""Rate of a head dimension of 64 relative to one of 128 (same source, figure 4c)."""
 
 
 def matmul_s(
     device: DeviceSpec, m: float, n: float, k: float, precision: Precision, batch: float = 1, out_bytes: float = 0.0
 ) -> float:
-    """Seconds for `batch` products of m × k by k × n.
+    """Return the seconds of `batch` matmuls of m × k by k × n: the slower of arithmetic and memory (a roofline).
 
-    The slower of arithmetic and memory. Arithmetic: 2mnk FLOPs at the sustained rate, with the result dealt to the
-    compute units tile by tile, so that the last wave may be partly empty (NVIDIA, "Matrix Multiplication Background
-    User's Guide", §3), and loads and stores at both ends of each tile's loop. Memory: both operands once, the result
-    `out_bytes` a number (0: as the operands).
+    Arithmetic: 2mnk FLOPs at the sustained rate. The output is divided into tiles, one per compute unit at a time, so
+    that the last wave may be partly empty (NVIDIA, "Matrix Multiplication Background User's Guide", §3): 132 units
+    need as long for 133 tiles as for 264. Loads and stores at both ends of each tile's loop add to that.
+    Memory: both operands are read once, the output is written with `out_bytes` per element (0: those of the operands).
     """
     if min(m, n, k, batch) <= 0:
         return 0.0
@@ -48,7 +48,7 @@ def matmul_s(
 
 
 def _occupancy(device: DeviceSpec, m: float, n: float, batch: float) -> float:
-    """Share of the compute units' time that is useful, with the best of some tile sizes."""
+    """Return the useful share of the compute units' time, with the best of some tile sizes."""
     rows, columns = device.matmul_tile
     best = 0.0
     for area, rate in SMALLER_TILES:
@@ -56,7 +56,7 @@ def _occupancy(device: DeviceSpec, m: float, n: float, batch: float) -> float:
         tile_m, tile_n = max(16.0, rows * side), max(16.0, columns * side)
         tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
         waves = tiles / device.compute_units
-        # Libraries split the inner length of what is left over among idle units; half of the last wave's loss stays.
+        # Libraries split the inner dimension of the last tiles among idle units; half of the last wave's loss stays.
         used = waves / ceil(waves) if waves > 1 else 0.5 * (1 + waves)
         padded = (m * n * batch) / (tiles * tile_m * tile_n)
         best = max(best, rate * padded * 0.5 * (1 + used))
@@ -66,20 +66,22 @@ def _occupancy(device: DeviceSpec, m: float, n: float, batch: float) -> float:
 def grouped_matmul_s(
     device: DeviceSpec, m: float, n: float, k: float, precision: Precision, groups: float, out_bytes: float = 0.0
 ) -> float:
-    """Seconds for a product whose m rows are dealt to `groups` right operands, as those of experts: one kernel, but
-    every operand is read, and every group's rows fill their own tiles."""
+    """Return the seconds of one grouped matmul: m rows divided among `groups` right operands, such as experts.
+
+    It is one kernel, but every operand is read, and every group's rows fill tiles of their own.
+    """
     return matmul_s(device, m / groups, n, k, precision, batch=groups, out_bytes=out_bytes)
 
 
 def memory_s(device: DeviceSpec, moved: float) -> float:
-    """Seconds to read and write `moved` bytes in one streaming kernel, without its start."""
+    """Return the seconds in which a streaming kernel reads and writes `moved` bytes, without its launch."""
     if device.memory_bandwidth_bytes_per_s is None:
         raise ConfigError(f"device {device.name} has no memory_bandwidth_bytes_per_s, which a prediction needs")
     return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
 def stream_s(device: DeviceSpec, moved: float, kernels: float = 1) -> float:
-    """Seconds of `kernels` elementwise kernels that together move `moved` bytes."""
+    """Return the seconds of `kernels` elementwise kernels that together move `moved` bytes."""
     return kernels * device.kernel_s + memory_s(device, moved) if moved > 0 else 0.0
 
 
@@ -93,10 +95,10 @@ def flash_attention_s(
     precision: Precision,
     backward: bool = False,
 ) -> float:
-    """Seconds of attention that keeps scores on the chip, for `queries` positions in all that each see `seen` positions
-    on average: half of the sequence under a causal mask.
+    """Return the seconds of flash attention, which keeps scores on the chip.
 
-    Forward 4, backward 10 FLOPs per pair of positions and number of a head: two and five products
+    `queries` positions in all attend to `keys_per_query` positions on average: half of the sequence under a causal
+    mask. Forward takes 4, backward 10 FLOPs per pair of positions and element of a head: two and five matmuls
     (arXiv:2205.14135 §3.1). The rate falls with short sequences and narrow heads.
     """
     rates = device.attention.get(kernel)
@@ -109,7 +111,7 @@ def flash_attention_s(
 
 
 def sustained_flops_per_s(device: DeviceSpec, precision: Precision) -> float:
-    """Rate of large matrix products."""
+    """Return the rate of large matmuls, in FLOP/s."""
     peak = device.flops_per_s(precision) or _raise_unknown_peak(device, precision)
     share = device.matmul_efficiency.get(precision)
     if share is None:
@@ -118,7 +120,7 @@ def sustained_flops_per_s(device: DeviceSpec, precision: Precision) -> float:
 
 
 def operand_bytes(precision: Precision) -> int:
-    """Bytes of a number as matrix products read it."""
+    """Return the bytes of an element as matmuls read it."""
     return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}[precision]
 
 
@@ -127,14 +129,14 @@ def _raise_unknown_peak(device: DeviceSpec, precision: Precision) -> float:
 
 
 def _measured_rates(device: DeviceSpec, precision: Precision) -> tuple[tuple[float, float], ...] | None:
-    """What was measured, of the precision or of one that the device computes alike."""
+    """Return the measured (FLOPs, FLOP/s) of the precision, or of one that the device computes in the same way."""
     return device.matmul_rates.get(precision) or (
         device.matmul_rates.get("fp32") if precision not in device.matmul_efficiency else None
     )
 
 
 def _interpolate(points: tuple[tuple[float, float], ...], flops: float) -> float:
-    """FLOP/s between measured sizes; beyond them that of the nearest."""
+    """Return the FLOP/s between measured sizes; beyond them, those of the nearest."""
     at = bisect_left(points, (flops, 0.0))
     if at in (0, len(points)):
         return points[min(at, len(points) - 1)][1]

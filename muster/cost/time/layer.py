@@ -1,4 +1,4 @@
-"""How long a decoder layer's passes take on one rank, and those of embedding and head."""
+"""Times of a decoder layer's passes on one rank, and of embedding and head."""
 
 from muster.cost.time.attention import add_latent_attention, add_linear_attention, add_self_attention
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
@@ -21,7 +21,7 @@ configs/system/b200_bf16_ceperm.json)."""
 
 
 def layer_passes(at: LayerContext, layer: int) -> LayerPasses:
-    """The passes of one layer."""
+    """Return the costs of the passes of one layer."""
     if (own := plugin_model(at.model)) is not None:
         return plugin_layer_passes(own, at)
     model, attention = at.model, SublayerCost()
@@ -56,7 +56,7 @@ def _add_mlp(at: LayerContext, part: SublayerCost, inner: float) -> None:
 
 
 def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner: float, experts: float = 1) -> None:
-    """Up (and gate), activation, down."""
+    """Add the up (and gate) projection, the activation and the down projection."""
     gated = at.model.gated
     part.add_linear(at, tokens, (1 + gated) * inner, at.model.hidden_size, experts)
     numbers = tokens * inner * at.element_bytes
@@ -69,8 +69,11 @@ def _add_mlp_matmuls(at: LayerContext, part: SublayerCost, tokens: float, inner:
 
 
 def _add_experts(at: LayerContext, part: SublayerCost) -> None:
-    """Router, dispatch, grouped products over the experts held here, combine (arXiv:2101.03961 §2); tokens are taken to
-    be spread evenly over experts. Each rank gives the tokens of its own part of the sequence."""
+    """Add router, dispatch, grouped matmuls over the local experts, and combine (arXiv:2101.03961 §2).
+
+    Tokens are assumed to be distributed evenly over experts. Each rank dispatches the tokens of its own part of the
+    sequence.
+    """
     model, moe = at.model, at.model.moe
     assert moe is not None
     own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
@@ -89,8 +92,10 @@ def _add_experts(at: LayerContext, part: SublayerCost) -> None:
 
 
 def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> None:
-    """Tokens go to their experts' ranks and come back, and so do their gradients: after the products that make them,
-    or beside the passes of another micro-batch (arXiv:2412.19437 §3.2.1)."""
+    """Add the all-to-alls of tokens to their experts' ranks and back, and of their gradients.
+
+    They are exposed, or overlap with the passes of another micro-batch (arXiv:2412.19437 §3.2.1).
+    """
     moe, software = at.model.moe, at.framework
     assert moe is not None
     own = at.norm_tokens if at.strategy.sp else at.tokens / at.tp.size
@@ -108,7 +113,7 @@ def _add_expert_all_to_all(at: LayerContext, attention: SublayerCost, mlp: Subla
 
 
 def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost) -> PassCost:
-    """What the backward computes again (`muster.spec.plan.Recompute`)."""
+    """Return the cost of the forward operators that the backward repeats (`muster.spec.plan.Recompute`)."""
     match at.strategy.recompute:
         case "full":
             whole = attention.forward + mlp.forward
@@ -125,11 +130,11 @@ def _recompute_cost(at: LayerContext, attention: SublayerCost, mlp: SublayerCost
 
 
 def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
-    """The last norm, the product with `words` rows of the head on this rank, and the loss over their logits.
+    """Return the costs of the last norm, the matmul with `vocab_rows` rows of the head, and the loss of their logits.
 
-    The loss in one kernel reads the logits and writes their gradient; operation by operation it makes float32 copies of
-    both (Megatron-LM's `vocab_parallel_cross_entropy`: cast, largest, difference, exponential, sum, quotient, and one
-    pass backward with the cast).
+    A fused loss reads the logits and writes their gradient; unfused, it makes float32 copies of both (Megatron-LM's
+    `vocab_parallel_cross_entropy`: cast, maximum, difference, exponential, sum, quotient, and one pass backward with
+    the cast).
     """
     part, hidden = SublayerCost(), at.model.hidden_size
     numbers = at.norm_tokens * hidden * at.element_bytes
@@ -153,8 +158,11 @@ def head_passes(at: LayerContext, vocab_rows: float) -> LayerPasses:
 
 
 def _add_logit_gather(at: LayerContext, part: SublayerCost, numbers: float) -> None:
-    """Tensor-parallel ranks each get the logits of all words: gathered into a list, which is copied out of the buffer
-    and then put together; backward each takes its own columns (github:Aleph-Alpha/scaling core/nn/linear/utils.py)."""
+    """Add an all-gather of the logits of the whole vocabulary to every tensor-parallel rank.
+
+    They are gathered into a list of tensors, copied out of the buffer and concatenated; in the backward each rank takes
+    its own columns (github:Aleph-Alpha/scaling core/nn/linear/utils.py).
+    """
     if at.tp.size == 1:
         return
     part.forward.add_exposed("tp", all_gather_s(at.tp, numbers * at.element_bytes))
@@ -163,8 +171,10 @@ def _add_logit_gather(at: LayerContext, part: SublayerCost, numbers: float) -> N
 
 
 def embedding_passes(at: LayerContext) -> LayerPasses:
-    """Looking words up reads and writes the hidden state; its backward adds rows up in the gradient. Tensor-parallel
-    ranks each know some of the words, and add up."""
+    """Return the costs of the embedding: a read and a write of the hidden state, and a sum of rows in the backward.
+
+    Tensor-parallel ranks each hold a part of the vocabulary, and all-reduce.
+    """
     part, numbers = SublayerCost(), at.tokens * at.model.hidden_size
     part.forward.add(stream_s(at.device, 2 * numbers * at.element_bytes))
     part.weight_grads.add(stream_s(at.device, numbers * (at.element_bytes + 2 * at.framework.grad_bytes)), 3)

@@ -1,4 +1,4 @@
-"""How long each instruction of a Program takes on the machine at hand."""
+"""Seconds of each instruction of a Program on a machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,54 +9,54 @@ from muster.schedule.timing import PassTimes
 
 
 class P2PTime(NamedTuple):
-    """One transfer between two stages."""
+    """Time of one p2p transfer between two stages."""
 
     total_s: float
-    """From its start until its receiver may go on."""
+    """Seconds from its start until the receiver may continue."""
     send_busy_s: float = 0.0
-    """Of that, how long it keeps the sender's way out, which a rank's transfers use one after another."""
+    """Seconds for which it occupies the sender's link, which a rank's transfers use one after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTimes:
-    """Seconds by kind and stage, as one rank takes them when it has what it needs for itself.
+    """Seconds by kind and stage, for a rank that doesn't share its compute with another.
 
-    `cores`: the CPU cores that all ranks of a machine share, None where each rank has a device of its own.
-    `processes`: the ranks on a machine that each pipeline rank of the Program stands for (empty: one each); all want
-    cores at once.
+    `cores` is the number of CPU cores that all ranks of a machine share, None where each rank has a device of its own.
+    `processes_per_rank` is the number of ranks on a machine that each pipeline rank of the Program stands for (empty:
+    one each); all of them compete for the cores.
     """
 
     seconds: Mapping[tuple[str, int], float]
-    """(kind, stage) → s; a kind without stages has stage −1, and (kind, −1) serves every stage without an own entry."""
+    """(kind, stage) → s. A kind without stages has stage −1, and (kind, −1) holds for every stage without an entry."""
     p2p_s: float = 0.0
-    """From a send's start until its receiver may go on, between stages that `hops` doesn't name."""
+    """Seconds of a transfer between stages that `p2p_times` doesn't name."""
     cores: int | None = None
     processes_per_rank: tuple[int, ...] = ()
     machines: tuple[int, ...] = ()
-    """The machine, or kind of machine, that each pipeline rank is on; empty: one for all."""
+    """Machine, or kind of machine, of each pipeline rank; empty: one for all."""
     p2p_times: Mapping[tuple[int, int], P2PTime] = field(default_factory=dict)
-    """(sender's stage, receiver's stage) → the transfer of one micro-batch between them."""
+    """(sender's stage, receiver's stage) → transfer of one micro-batch between them."""
     exposed_s: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
-    """(kind, stage) → axis → the part of `seconds` in which the rank stands still for what travels on that axis within
-    the instruction; the axes are tp, cp, ep and dp."""
+    """(kind, stage) → axis → the part of `seconds` in which the rank waits for communication on that axis within the
+    instruction; the axes are tp, cp, ep and dp."""
     data_s: float = 0.0
-    """Until a step's data is there, before its first instruction."""
+    """Seconds until a step's data has arrived, before its first instruction."""
 
     def duration_s(self, action: Action) -> float:
-        """Seconds for one action; what was never timed takes none."""
+        """Return the seconds of one action; an action that was never timed takes none."""
         found = self.seconds.get((action.kind, action.stage))
         return self.seconds.get((action.kind, -1), 0.0) if found is None else found
 
     def exposed_in(self, action: Action) -> Mapping[str, float]:
-        """Axis → seconds within one action."""
+        """Return axis → seconds of exposed communication within one action."""
         return self.exposed_s.get((action.kind, action.stage)) or self.exposed_s.get((action.kind, -1), {})
 
     def p2p_time(self, source: int, target: int) -> P2PTime:
-        """The transfer from one stage to another."""
+        """Return the time of a transfer from one stage to another."""
         return self.p2p_times.get((source, target)) or P2PTime(self.p2p_s)
 
     def pass_times(self, num_stages: int) -> PassTimes:
-        """What a schedule is searched for: of each stage F, I and W, each half of B where only that was timed."""
+        """Return F, I and W of each stage for a schedule search; I and W are half of B each where only B was timed."""
         forward, whole, inputs, weights = (
             [self.duration_s(Action(kind, stage)) for stage in range(num_stages)]
             for kind in (Kind.F, Kind.B, Kind.I, Kind.W)

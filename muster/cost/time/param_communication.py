@@ -1,4 +1,4 @@
-"""How many parameters a stage has on a rank, and how long they and their gradients travel between ranks."""
+"""Parameters of a stage on one rank, and times to communicate them and their gradients."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from muster.schedule.action import Kind
 from muster.spec.model import layer_parameter_shapes, stage_parameter_shapes
 
 _FP32_BYTES = 4
-"""Bytes of a number in float32."""
+"""Bytes of a float32 element."""
 
 
 class ParamCommunication:
-    """Of the slowest of a stage's ranks."""
+    """Sizes and times of a stage's parameters and gradients on the slowest of its ranks."""
 
     def __init__(self, setting: PlacedPlan, stage: int) -> None:
         self.plan, self.model, self.framework, self.cache = (
@@ -32,11 +32,11 @@ class ParamCommunication:
         self.layers = setting.layers[stage % setting.stages_per_replica]
         self.zero = self.plan.strategy(self.layers.start).zero
         self.element_bytes = compute_bytes(self.plan.precision)
-        """As the passes use them."""
+        """Bytes of an element in the dtype of the passes."""
 
     @cached_property
     def numel(self) -> float:
-        """Numbers of the stage's parameters on one rank, before data parallelism cuts them."""
+        """Elements of the stage's parameters on one rank, before sharding over data-parallel ranks."""
         plan, known, mesh = self.plan, self.cache, self.mesh
         first, last = plan.is_first(self.stage), plan.is_last(self.stage)
         key = "ends", first, last, mesh.tp, mesh.ep, mesh.etp, plan.vocab_parallel and plan.pp
@@ -54,7 +54,7 @@ class ParamCommunication:
         return known[key]
 
     def _local_numel(self, name: str, shape: Sequence[int]) -> float:
-        """Of one parameter, the rank's share."""
+        """Return the elements of one parameter on one rank."""
         if len(shape) == 1:
             return prod(shape)
         if ".experts." in name:
@@ -64,16 +64,19 @@ class ParamCommunication:
 
     @property
     def shard_numel(self) -> float:
-        """Numbers that the rank's optimizer updates."""
+        """Elements that the rank's optimizer updates."""
         return self.numel / self.data.size
 
     def per_micro_batch_s(self, layers: range) -> tuple[float, float]:
-        """Of one micro-batch, beside the passes of some layers: z3 gathers their parameters, in the dtype of the
-        compute; z2 and z3 reduce their gradients, and add these up over replicas."""
+        """Return the seconds (gather, reduce) of the parameters of some layers in each micro-batch.
+
+        z3 gathers parameters, in the dtype of the compute; z2 and z3 reduce gradients, and all-reduce them over
+        replicas.
+        """
         gather_s = reduce_s = 0.0
         if self.zero == "z1":
             return gather_s, reduce_s
-        # A kind of layer is told by the first layer that is of it.
+        # The kind of a layer is the index of the first layer of that kind.
         for kind, count in Counter(self.cache.layer_types[layers.start : layers.stop]).items():
             numel = self._layer_numel(kind)
             if self.zero == "z3":
@@ -84,15 +87,15 @@ class ParamCommunication:
         return gather_s, reduce_s
 
     def _per_tensor_s(self) -> float:
-        """Where each rank's part of each parameter is copied by itself: the host's time for that, and the latencies of
-        a collective for each."""
+        """Return the seconds per layer of frameworks that communicate each parameter by itself: the host's time for
+        the copies, and the latency of a collective for each."""
         if not self.framework.per_parameter_collectives:
             return 0.0
         tensors = sum(1 for _ in layer_parameter_shapes(self.model, 0))
         return tensors * (self.data.size * self.groups.device.launch_s + all_gather_s(self.data, 1.0))
 
     def per_step_times(self, passes_s: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-        """(kind, seconds) of what travels once a step, beside passes that take `passes_s`."""
+        """Yield (kind, seconds) of the exposed communication once a step, which overlaps with passes of `passes_s`."""
         software = self.framework
         gradients = self.numel * software.grad_bytes
         reduce_s = reduce_scatter_s(self.data, gradients) + all_reduce_s(self.replicas, gradients / self.data.size)
@@ -108,8 +111,8 @@ class ParamCommunication:
         yield Kind.ALL_REDUCE_TP, all_reduce_s(self.groups.tp, norms * software.grad_bytes)
 
     def _unsharded_reduce_s(self) -> float:
-        """Of gradients that are put together (read and written), divided, cast to float32, all-reduced, cast back and
-        copied to where they came from."""
+        """Return the seconds of an unsharded reduction of gradients: concatenate, divide, cast to float32, all-reduce,
+        cast back, copy back."""
         if self.data.size * self.replicas.size == 1:
             return 0.0
         numel, size = self.numel, self.framework.grad_bytes
@@ -120,8 +123,10 @@ class ParamCommunication:
 
 
 def _exposed_s(travels_s: float, beside_s: float, buckets: int) -> float:
-    """What is left of something that travels in buckets beside a pass: the last bucket, what the pass doesn't hide, and
-    what it slows the pass down."""
+    """Return the exposed seconds of communication in buckets that overlaps with a pass.
+
+    They are the last bucket, the part that is longer than the pass, and the slowdown of the pass.
+    """
     if beside_s <= 0:
         return travels_s
     last_s = travels_s / buckets

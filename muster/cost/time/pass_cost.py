@@ -1,10 +1,10 @@
-"""What a pass spends: time of kernels, their number, and waiting for what travels."""
+"""Cost of a pass: time of its kernels, their number, and exposed communication."""
 
 from dataclasses import dataclass, field
 
 OVERLAP_SLOWDOWN = 0.2
-"""Share of a device's rate that is lost while a collective runs beside the compute: its kernels hold some compute units
-and memory bandwidth (measured as 8-20 % for products beside all-reduces and all-gathers on A100 and H100)."""
+"""Share of a device's rate that is lost while a collective overlaps with the compute: its kernels occupy some compute
+units and memory bandwidth (measured as 8-20 % for matmuls beside all-reduces and all-gathers on A100 and H100)."""
 
 
 @dataclass(slots=True)
@@ -12,24 +12,26 @@ class PassCost:
     """Seconds and kernels of a part of a pass on one rank."""
 
     compute_s: float = 0.0
-    """Kernels, one after another."""
+    """Seconds of kernels, one after another."""
     kernels: float = 0
     exposed_s: dict[str, float] = field(default_factory=dict)
-    """By axis: what travels while nothing is computed."""
+    """Axis → seconds of communication during which nothing is computed."""
 
     def add(self, seconds: float, kernels: float = 1) -> None:
-        """One more kernel, or several."""
+        """Add one kernel, or several."""
         self.compute_s += seconds
         self.kernels += kernels
 
     def add_exposed(self, axis: str, seconds: float) -> None:
-        """Something that nothing hides."""
+        """Add communication that nothing hides."""
         if seconds > 0:
             self.exposed_s[axis] = self.exposed_s.get(axis, 0.0) + seconds
 
     def add_overlapped(self, axis: str, seconds: float, compute_s: float) -> None:
-        """Something that travels beside `compute_s` seconds of the compute here: what is longer than that is waited
-        for, and the compute beside it is slower."""
+        """Add communication that overlaps with `compute_s` seconds of this compute.
+
+        The part that is longer is exposed, and the overlapped compute is slower.
+        """
         hidden_s = min(seconds, compute_s)
         self.add_exposed(axis, seconds - hidden_s + OVERLAP_SLOWDOWN * hidden_s)
 
@@ -44,5 +46,5 @@ class PassCost:
         return PassCost(count * self.compute_s, count * self.kernels, waits_s)
 
     def total_s(self, launch_s: float) -> float:
-        """On a device whose host needs `launch_s` for each kernel: the slower of the two, and what is waited for."""
+        """Return the slower of the kernels and of their launches (`launch_s` each), plus the exposed communication."""
         return max(self.compute_s, self.kernels * launch_s) + sum(self.exposed_s.values())

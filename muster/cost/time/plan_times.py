@@ -1,4 +1,4 @@
-"""How long every instruction of a plan's Program takes on a cluster."""
+"""Seconds of every instruction of a plan's Program on a cluster."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -29,10 +29,10 @@ ADAMW_UPDATE_BYTES = 30
 """AdamW reads and writes master weight and two moments in float32, reads the gradient, and writes the weight that the
 passes use: 3 · 8 + 4 + 2 for each number (arXiv:1711.05101, algorithm 2)."""
 GRAD_NORM_BYTES = 4
-"""The gradients' norm reads each once."""
+"""Bytes per element of the gradient norm, which reads each gradient once."""
 STEP_HOST_S = 5e-3
-"""Of the host, once a step: the optimizer's and the loop's own Python, as far as it can't run ahead of the device
-because the gradients' norm is waited for."""
+"""Seconds of the host once a step: Python of optimizer and loop that can't run ahead of the device, because they wait
+for the gradient norm."""
 
 _DEFAULT_FRAMEWORK = FrameworkTraits()
 
@@ -79,7 +79,7 @@ def plan_times(
 
 
 def _processes_and_machines(setting: PlacedPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each pipeline rank the processes on one of its nodes, and a number that it shares with those on the same."""
+    """Return, for each pipeline rank, its processes on one node, and the number of the machine that it runs on."""
     found, pools, pool_of = [], [], dict[int, int]()
     for pp_rank in range(setting.plan.pp):
         nodes = {setting.cluster.locate(rank)[1] for rank in setting.ranks(setting.placement.index(pp_rank))}
@@ -114,7 +114,7 @@ def place_plan(
 
 
 def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable, list[int]]:
-    """The data-parallel ranks, in groups whose pipelines run on devices alike, and with `links` over links alike."""
+    """Group the data-parallel ranks whose pipelines run on equal devices and, with `links`, over equal links."""
     ranks = range(setting.plan.mesh(0).dp_size)
     if setting.is_flat or setting.cluster.device.rates is not None or not setting.is_uniform:
         return {(): list(ranks)}
@@ -140,7 +140,7 @@ def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable
 
 
 def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[float, float]:
-    """Seconds of NORM and STEP: of the rank that takes longest. `examples`: as of `example_times`."""
+    """Return the seconds of gradient norm and optimizer step on the slowest rank, from `example_stage_times`."""
     owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
     if setting.cluster.is_uniform:
@@ -155,14 +155,16 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
 
 
 def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:
-    """The stages that have something to add up with others: all where there are two replicas."""
+    """Return the stages with a reduction over other stages: all with two replicas, else the first and the last."""
     last = len(setting.placement)
     return range(last) if setting.plan.pipeline_replicas > 1 else sorted({0, last - 1})
 
 
 def _stage_sums(setting: PlacedPlan, stage: int, at: StageTimes) -> Iterator[tuple[str, float]]:
-    """(kind, seconds) of what a stage adds up with another once a step: where gradients are reduced before, each rank
-    adds up the part that is then its own."""
+    """Yield (kind, seconds) of the reductions between a stage and another once a step.
+
+    Where gradients are reduce-scattered before, each rank reduces its shard only.
+    """
     plan, gradient_bytes = setting.plan, setting.framework.grad_bytes
     parts = at.mesh.dp_shard if setting.framework.storage == "muster" else 1
     words = setting.model.vocab_size * setting.model.hidden_size / (at.mesh.tp * parts)
@@ -176,12 +178,12 @@ def _stage_sums(setting: PlacedPlan, stage: int, at: StageTimes) -> Iterator[tup
 
 
 HOST_LINK_EFFICIENCY = 0.8
-"""Share of its link's bandwidth that copies between pinned host memory and a device reach: 25 of 31.5 GB/s on PCIe 4
-(an assumption that is usual in bandwidth tests)."""
+"""Share of the link's bandwidth that copies between pinned host memory and a device reach: 25 of 31.5 GB/s on PCIe 4
+(an assumption, typical of bandwidth tests)."""
 
 
 def host_copy_s(device: DeviceSpec, size: float) -> float:
-    """So many bytes to the host's memory, or back. Raises ConfigError where the link to it is unknown."""
+    """Return the seconds to copy bytes to the host's memory, or back. Raises ConfigError for an unknown link."""
     if device.kind == "cpu":
         return stream_s(device, 2 * size)
     if device.host_bandwidth_bytes_per_s is None:
@@ -193,7 +195,7 @@ def host_copy_s(device: DeviceSpec, size: float) -> float:
 
 
 def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
-    """A micro-batch's activations to the host's memory, or back; on a CPU through the memory that both lie in."""
+    """Yield the times to copy a micro-batch's activations to the host and back; on a CPU, within its memory."""
     for stage in range(setting.plan.num_stages):
         moved = offloaded_activation_bytes(setting.model, setting.plan, setting.workload, stage)
         if not moved:
@@ -204,8 +206,10 @@ def _offload_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float
 
 
 def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:
-    """Of each stage, the hidden state's transfer to it from the stage before, and the gradient's back; None where both
-    lie on one rank, or none is before it."""
+    """Return, for each stage, the transfers of the hidden state from the stage before, and of the gradient back.
+
+    None where both stages are on one rank, or there is no stage before.
+    """
     if not p2p_times_are_alike(setting):
         return [_stage_p2p_time(setting, stage) for stage in range(len(setting.placement))]
     examples = example_p2p_times(setting)
@@ -213,12 +217,12 @@ def stage_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]
 
 
 def p2p_times_are_alike(setting: PlacedPlan) -> bool:
-    """Whether hops depend on how far stages lie apart alone."""
+    """Tell if p2p times depend only on the distance between stages."""
     return setting.is_uniform and setting.is_flat and not setting.plan.overrides
 
 
 def example_p2p_times(setting: PlacedPlan) -> list[tuple[P2PTime, P2PTime] | None]:
-    """Of a stage of each kind (`PlanSetting.hops_alike`), where hops are alike."""
+    """Return the p2p times of a stage of each kind (`PlacedPlan.p2p_kinds`), where `p2p_times_are_alike`."""
     return [_stage_p2p_time(setting, stage) for stage in setting.p2p_kinds.examples]
 
 
@@ -249,8 +253,11 @@ def _p2p_time(setting: PlacedPlan, pair: CommGroup, source: int, mesh: Mesh, sp:
 
 
 def _resharding_p2p_time(setting: PlacedPlan, source: int, target: int) -> P2PTime:
-    """Between stages that may cut a micro-batch differently: a rank may send to several, and receive from several, over
-    one way out and one way in. All of it has to come through the busiest of these."""
+    """Return the p2p time between stages that may cut a micro-batch differently.
+
+    A rank may send to several ranks and receive from several, over one link out and one link in. The busiest link
+    decides.
+    """
     plan, seconds, start_s = setting.plan, defaultdict[tuple[str, int], float](float), 0.0
     position_bytes = setting.model.hidden_size * compute_bytes(plan.precision) / plan.mesh(target).sequence_shards
     for message in stage_transfers(setting.model, plan, setting.workload.seq_len, source, target):
@@ -270,8 +277,10 @@ def _link_bytes_per_s(group: CommGroup) -> float:
 
 
 def _vocab_parallel_times(setting: PlacedPlan) -> Iterator[tuple[tuple[str, int], float]]:
-    """Where the vocabulary is spread over the pipeline (arXiv:2411.05288): each rank looks up and scores its part of
-    the words; what it gives the others travels beside its passes."""
+    """Yield the times of vocabulary parallelism over pipeline ranks (arXiv:2411.05288).
+
+    Each rank computes embedding and logits of its part of the vocabulary; the collectives overlap with its passes.
+    """
     plan, model = setting.plan, setting.model
     words = model.vocab_size / plan.pp
     pipeline = setting.axis_group(0, "pp") if plan.is_uniform else setting.single_rank

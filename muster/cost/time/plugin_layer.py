@@ -1,4 +1,4 @@
-"""Times and memory of a plugin's layers, from what was counted of their forward."""
+"""Times and memory of a plugin's layers, from a trace of their forward."""
 
 from muster.cost.time.kernels import matmul_s, memory_s, stream_s, sustained_flops_per_s
 from muster.cost.time.pass_cost import PassCost
@@ -8,12 +8,15 @@ from muster.spec.plan import Precision, Recompute
 from muster.spec.plugin_model import PluginModel, plugin_model
 
 PLUGIN_ATTENTION_RATE = 0.5
-"""Share of the rate of matrix products that fused attention of a plugin is taken to have."""
+"""Assumed rate of a plugin's fused attention, relative to that of matmuls."""
 
 
 def plugin_layer_passes(own: PluginModel, at: LayerContext) -> LayerPasses:
-    """The passes of one layer: each product of the forward has two in the backward, attention two and a half times its
-    forward (arXiv:2205.14135 §3.1), and all else moves twice the bytes."""
+    """Return the costs of the passes of one layer.
+
+    Each matmul of the forward has two in the backward, attention takes two and a half times its forward
+    (arXiv:2205.14135 §3.1), and everything else moves twice the bytes.
+    """
     facts, part, device = own.layer_trace(at.model, at.seq_len, at.tp.size, at.precision), SublayerCost(), at.device
     sequences = at.sequences / at.cp.size
     for one in facts.matmuls:
@@ -44,7 +47,7 @@ def plugin_layer_passes(own: PluginModel, at: LayerContext) -> LayerPasses:
 def plugin_layer_bytes(
     spec: ModelSpec, tp: int, tokens: int, hidden_bytes: int, seq_len: int, precision: Precision, recompute: Recompute
 ) -> int | None:
-    """What a plugin's layer keeps of `tokens` tokens from its forward to its backward; None for Muster's own layers."""
+    """Return the activation bytes that a plugin's layer saves for `tokens` tokens; None for native layers."""
     own = plugin_model(spec)
     if own is None or recompute == "full":
         return None if own is None else hidden_bytes
@@ -54,7 +57,7 @@ def plugin_layer_bytes(
 def plugin_largest_tensor_bytes(
     spec: ModelSpec, tp: int, tokens: int, seq_len: int, precision: Precision
 ) -> int | None:
-    """The largest tensor that the layer makes on the way; None for Muster's own layers."""
+    """Return the bytes of the largest tensor within the layer; None for native layers."""
     own = plugin_model(spec)
     return (
         None if own is None else own.layer_trace(spec, seq_len, tp, precision).largest_tensor_bytes * tokens // seq_len

@@ -1,8 +1,8 @@
 """Times of a plan on a machine that `muster profile` has measured: Muster's own passes, kernel by kernel.
 
-The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. What the runtime does
-beside them (hooks of sharding, lists of gradients) is an overhead with a part that grows with the layers; its names in
-`MachineRates.overheads` are those of `overhead_name`. All of it takes longer within a step, by a factor of
+The kernels and collectives are those of `muster.model` and `muster.parallel`, in their order. The runtime's work beside
+them (hooks of sharding, lists of gradients) is an overhead with a constant part and a part per layer; `overhead_name`
+gives the keys of `MachineRates.overheads`. Within a step everything takes longer than alone, by the factor
 `MachineRates.contention`.
 """
 
@@ -27,9 +27,10 @@ _STEP_REPORT_BYTES = 32
 
 
 def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates) -> OpTimes:
-    """Seconds of every instruction of the plan, as the rank of a stage that has most to do takes them.
+    """Return the seconds of every instruction of the plan, on the busiest rank of each stage.
 
-    Raises InfeasibleError for what Muster itself can't run, ConfigError for a precision that was not measured.
+    Raises InfeasibleError for plans whose kernels a profile doesn't have, ConfigError for a precision without
+    measurements.
     """
     _reject_unsupported(model, plan, machine)
     rates = RateInterpolator(machine, plan.precision)
@@ -37,11 +38,11 @@ def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
     exposed_s: dict[tuple[str, int], dict[str, float]] = {}
     for stage in range(plan.num_stages):
         passes = _StagePasses(rates, model, plan, workload, stage)
-        company = rates.contention(storage_level(plan, stage))
+        contention = rates.contention(storage_level(plan, stage))
         for kind, time_s, within_s in passes.times():
-            seconds[kind, stage] = company * (time_s + sum(within_s.values()))
+            seconds[kind, stage] = contention * (time_s + sum(within_s.values()))
             if within_s:
-                exposed_s[kind, stage] = {axis: company * axis_s for axis, axis_s in within_s.items()}
+                exposed_s[kind, stage] = {axis: contention * axis_s for axis, axis_s in within_s.items()}
     for kind in (Kind.GRAD_NORM, Kind.STEP):
         seconds[kind, -1] = max(_per_step_times(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
     cores = machine.cores or None
@@ -70,17 +71,17 @@ def _reject_unsupported(model: ModelSpec, plan: Plan, machine: MachineRates) -> 
 
 
 def _offloaded_layers(plan: Plan, model: ModelSpec) -> list[int]:
-    """The layers that do."""
+    """Return the layers whose activations are offloaded."""
     return [n for stage in range(plan.num_stages) for n in plan.offloaded_layers(stage, model.num_layers)]
 
 
 def overhead_name(level: str, kind: str, part: str) -> str:
-    """Of what is done beside kernels: `part` is `base`, or `layer` for what comes with each."""
+    """Return the key of a runtime overhead: `part` is `base`, or `layer` for the part per layer."""
     return f"{level} {kind} {part}"
 
 
 def storage_level(plan: Plan, stage: int) -> str:
-    """How the runtime holds a stage: `whole`, or sharded as z1, z2 or z3; with `tensor` before it if it is cut."""
+    """Return how the runtime stores a stage: `whole`, z1, z2 or z3, after `tensor` under tensor parallelism."""
     mesh = plan.mesh(stage)
     whole = mesh.dp_size == 1 and compute_bytes(plan.precision) == master_bytes(plan.precision)
     level = "whole" if whole else "z2" if mesh.dp_size == 1 else plan.default_strategy.zero
@@ -93,7 +94,7 @@ def storage_level(plan: Plan, stage: int) -> str:
 
 @dataclass
 class _StageCost:
-    """Seconds of a forward, and of a backward's two halves; and what ranks send to each other meanwhile, by axis."""
+    """Seconds of a forward and of both halves of a backward, and of their exposed communication by axis."""
 
     forward_s: float = 0.0
     input_grad_s: float = 0.0
@@ -114,7 +115,7 @@ class _StageCost:
 
 
 class _StagePasses:
-    """The passes of one stage over one micro-batch."""
+    """Passes of one stage over one micro-batch."""
 
     def __init__(self, rates: RateInterpolator, model: ModelSpec, plan: Plan, workload: Workload, stage: int) -> None:
         self.rates, self.model, self.plan, self.workload, self.stage = rates, model, plan, workload, stage
@@ -124,17 +125,17 @@ class _StagePasses:
         self.tokens = self.rows * self.seq_len
         self.sequence_shards = self.mesh.tp if self.strategy.sp else 1
         self.hidden_elements = self.tokens // self.sequence_shards * model.hidden_size
-        """Numbers in the hidden state as this rank has it."""
+        """Elements of the hidden state on this rank."""
         self.size = compute_bytes(plan.precision)
         self.param_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        """Layer (or "" for what is in none) → name within it → shape."""
+        """Layer (or "" for parameters of none) → name within it → shape."""
         for name, _, part, *_ in stage_shards(model, plan, stage):
             head, _, rest = name.partition(".")
             layer, _, own = rest.partition(".") if head == "layers" else ("", "", name)
             self.param_shapes.setdefault(layer, {})[own] = part.size
 
     def times(self) -> Iterator[tuple[str, float, dict[str, float]]]:
-        """(kind, seconds of the rank's own work, axis → seconds of what it sends meanwhile)."""
+        """Yield (kind, seconds of local work, axis → seconds of exposed communication)."""
         cost, known = _StageCost(), {}
         for layer in self.layers:
             key = self.plan.strategy(layer).recompute
@@ -177,7 +178,7 @@ class _StagePasses:
         turned = (heads, kv_heads) if self.model.position == "rope" else ()
         for direction in ("forward", "backward"):
             cheap_s = norms * rates.kernel(f"norm {direction}", self.hidden_elements)
-            # An activation alone moves about half of what one with a gate does.
+            # An activation without a gate moves about half of the bytes of one with a gate.
             cheap_s += rates.kernel(f"gated {direction}", self.tokens * inner) / (1 if self.model.gated else 2)
             time_s = cheap_s + 2 * rates.kernel("add", self.hidden_elements)
             time_s += sum(rates.kernel(f"rotary {direction}", self.tokens * count * d) for count in turned)
@@ -197,7 +198,7 @@ class _StagePasses:
         cost.weight_grad_s += self.rates.matmul("weight", self.tokens, inner, outer)
 
     def _add_tensor(self, cost: _StageCost, again: bool) -> None:
-        """What enters and leaves a layer's two cut parts (see `muster.cost.comm_volume.tensor_axis_bytes`)."""
+        """Add the tensor-parallel collectives of a layer's two sublayers (see `comm_volume.tensor_axis_bytes`)."""
         tp, whole = self.mesh.tp, self.tokens * self.model.hidden_size * self.size
         if tp == 1:
             return
@@ -214,7 +215,7 @@ class _StagePasses:
             backward["tp"] += forward["tp"]
 
     def _embedding_and_head(self, parts: dict[str, tuple[int, ...]]) -> _StageCost:
-        """Embedding, last norm, head and loss, where the stage has them."""
+        """Return the cost of embedding, last norm, head and loss, where the stage has them."""
         rates, cost, tp = self.rates, _StageCost(), self.mesh.tp
         if self.plan.is_first(self.stage):
             numbers = prod(parts.get("embed.weight", ()))
@@ -240,7 +241,7 @@ class _StagePasses:
     # Sharding
 
     def _buckets(self) -> list[int]:
-        """Numbers in each bucket that is gathered or reduced as one, as the passes use them."""
+        """Return the elements of each bucket that is gathered or reduced as one."""
         layers = [sum(map(prod, self.param_shapes[str(layer)].values())) for layer in self.layers]
         size = self.plan.bucket_layers
         buckets = [sum(layers[start : start + size]) for start in range(0, len(layers), size)]
@@ -248,7 +249,7 @@ class _StagePasses:
         return buckets + [rest] if rest else buckets
 
     def _gather(self, numbers: int) -> float:
-        """One bucket from all its ranks, and copied out of the common buffer."""
+        """Return the seconds to all-gather one bucket, and to copy it out of the common buffer."""
         ranks = self.mesh.dp_shard
         own = chunk_bounds(numbers, ranks, 0)[1]
         copies_s = (
@@ -257,7 +258,7 @@ class _StagePasses:
         return self.rates.collective("all_gather", ranks, own * self.size) + copies_s
 
     def _reduce(self, numbers: int) -> float:
-        """One bucket's gradients, copied into a common buffer, to their ranks, and over the copies of the shards."""
+        """Return the seconds to copy one bucket's gradients, reduce-scatter them, and all-reduce over replicas."""
         wide, ranks = master_bytes(self.plan.precision), self.mesh.dp_shard
         if self.mesh.dp_size == 1:
             return 0.0
@@ -266,7 +267,7 @@ class _StagePasses:
         return time_s + self.rates.collective("all_reduce", self.mesh.dp_replicate, own * wide)
 
     def _add_sharding(self, cost: _StageCost) -> None:
-        """What passes gather and reduce by themselves."""
+        """Add the gathers and reductions within passes."""
         if self.mesh.dp_size == 1:
             return
         buckets, zero = self._buckets(), self.plan.default_strategy.zero
@@ -304,7 +305,7 @@ def _p2p_times(
 
 
 def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int) -> dict[str, float]:
-    """NORM and STEP on one pipeline rank: gradients measured, clipped and used."""
+    """Return the seconds of gradient norm and optimizer step on one pipeline rank."""
     stages = stages_on(plan, pp_rank)
     mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
     numbers = [
@@ -318,8 +319,8 @@ def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_ra
         return max(0.0, base + layer * layers)
 
     add_up_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
-    company = rates.contention(level)
+    contention = rates.contention(level)
     return {
-        Kind.GRAD_NORM: company * (add_up_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
-        Kind.STEP: company * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead(Kind.STEP)),
+        Kind.GRAD_NORM: contention * (add_up_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
+        Kind.STEP: contention * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead(Kind.STEP)),
     }

@@ -1,4 +1,4 @@
-"""Reading measured rates between the sizes that were measured."""
+"""Interpolation between the sizes at which a machine was measured."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from muster.spec.plan import Precision
 
 
 class RateInterpolator:
-    """A machine's rates in one precision. Times between two sizes lie on a power law; beyond the last they grow, and
-    before the first they stay, as the time of one number does and as the time of a call does.
+    """Rates of a machine in one precision.
+
+    Times between two sizes follow a power law. Beyond the largest size they grow in proportion to the work; below the
+    smallest they stay constant, as a call's overhead does.
 
     Raises ConfigError for a precision that was not measured.
     """
@@ -28,20 +30,22 @@ class RateInterpolator:
         self._known: dict[tuple, float] = {}
 
     def matmul(self, kind: MatmulPass, tokens: int, inner: int, outer: int) -> float:
-        """Seconds of one product of a linear layer of `inner` inputs and `outer` outputs."""
+        """Return the seconds of one matmul of a linear layer of `inner` inputs and `outer` outputs."""
         return self._read(self._matmuls[kind], kind, tokens, inner, outer)
 
     def attention(self, kind: str, positions: int, width: int) -> float:
-        """Seconds of one head of one sequence."""
+        """Return the seconds of one head of one sequence."""
         return self._read(self._attention[kind], kind, positions, width)
 
     def kernel(self, name: str, numbers: int) -> float:
-        """Seconds of another kernel on so many numbers; 0 for none."""
+        """Return the seconds of another kernel on so many elements; 0 for none."""
         return _on_curve(self.kernels.curves[name], numbers) if numbers else 0.0
 
     def collective(self, name: str, ranks: int, count: int) -> float:
-        """Seconds of a collective of `count` bytes as the call is given them; of the nearest number of ranks that was
-        measured, in proportion to what a ring sends."""
+        """Return the seconds of a collective of `count` bytes, as its call counts them.
+
+        Takes the measured number of ranks that is nearest, in proportion to the bytes that a ring sends.
+        """
         if ranks < 2 or not count:
             return 0.0
         near = min(self._ranks[name], key=lambda known: abs(log(known / ranks)))
@@ -51,12 +55,14 @@ class RateInterpolator:
         return time_s * (1.0 if near == ranks or name == "send" else steps / known)
 
     def overhead(self, name: str) -> float:
-        """Seconds of bookkeeping; 0 where it was not measured."""
+        """Return the seconds of one kind of runtime overhead; 0 where it was not measured."""
         return self.machine.overheads.get(name, 0.0)
 
     def contention(self, level: str) -> float:
-        """How many times as long as alone things take within a step; of a way to hold a stage that was not measured,
-        what the measured ones have on average."""
+        """Return the factor by which work within a step is slower than alone, under a sharding level.
+
+        A level that was not measured has the mean of the measured ones.
+        """
         known = self.machine.contention
         return known.get(level) or (mean(known.values()) if known else 1.0)
 
@@ -76,16 +82,19 @@ class RateInterpolator:
 
 
 class _RateGrid:
-    """Seconds on a grid of sizes, whose largest corners may be missing: there the time by unit of work is that of the
-    nearest smaller corner."""
+    """Seconds on a grid of sizes. A missing corner takes the time per unit of work of the nearest smaller one."""
 
     def __init__(self, points: Sequence[tuple[float, ...]]) -> None:
         self.known = {tuple(map(float, at)): time_s for *at, time_s in points}
         self.axes = [sorted(set(column)) for column in zip(*self.known, strict=True)]
 
     def interpolate(self, sizes: Sequence[float]) -> float:
-        """Between its corners the logarithm of the time is linear in those of the sizes; outside it grows as the
-        work does, or stays what it is."""
+        """Return the seconds of a size.
+
+        Between corners the logarithm of the time is linear in the logarithms of the sizes. Beyond the grid the time
+        grows with the work, below it stays constant. Example: with 1 s at 10 and 4 s at 20, 15 takes 2.25 s (a power
+        law of exponent 2).
+        """
         corners, beyond = [((), 1.0)], 1.0
         for axis, size in zip(self.axes, sizes, strict=True):
             inside = min(max(size, axis[0]), axis[-1])

@@ -1,4 +1,4 @@
-"""What a layer's times are put together from: linear layers, passes over memory, tensor-parallel seams."""
+"""Building blocks of a layer's times: linear layers, elementwise operators, tensor-parallel collectives."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +13,15 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Precision
 
 CAST_NORM_BYTES = (20, 32)
-"""Bytes that a norm's kernel moves for each number, forward and backward, with casts to float32 and back around it, as
-eager programs have them."""
+"""Bytes per element (forward, backward) of a norm's kernel between casts to float32 and back, as in eager programs."""
 EAGER_NORM_BYTES = (45, 115)
-"""Bytes that an RMSNorm moves for each number, forward and backward, when each of its operations is a kernel, in
-float32: cast, square, mean, product, cast, product with the weight; Llama's published code, and autograd's for it."""
+"""Bytes per element (forward, backward) of an RMSNorm whose operators are kernels of their own in float32: cast,
+square, mean, multiplication, cast, multiplication by the weight (Llama's published code, and autograd's for it)."""
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer's times depend on, as one rank sees it."""
+    """Everything that a layer's times depend on, as one rank sees it."""
 
     model: ModelSpec
     device: DeviceSpec
@@ -30,71 +29,71 @@ class LayerContext:
     strategy: LayerStrategy
     precision: Precision
     sequences: float
-    """Of a micro-batch, that the rank works on."""
+    """Sequences of a micro-batch that the rank computes."""
     seq_len: int
     tp: CommGroup
     cp: CommGroup
     ep: CommGroup
     etp: int = 1
     is_data_parallel: bool = False
-    """Whether there are data-parallel ranks, which z2 and z3 reduce gradients over in every backward."""
+    """True if there are data-parallel ranks, over which z2 and z3 reduce gradients in every backward."""
 
     @property
     def tokens(self) -> float:
-        """Positions that the rank's products work on."""
+        """Positions in the rank's matmuls."""
         return self.sequences * self.seq_len / self.cp.size
 
     @property
     def norm_tokens(self) -> float:
-        """Positions of the hidden state between them: cut under sequence parallelism."""
+        """Positions of the hidden state between matmuls: divided by tp under sequence parallelism."""
         return self.tokens / self.tp.size if self.strategy.sp else self.tokens
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes of a number of the hidden state."""
+        """Bytes of an element of the hidden state."""
         return compute_bytes(self.precision)
 
     @cached_property
     def matmul_precision(self) -> Precision:
-        """Of the layers' products."""
+        """Precision of the layers' matmuls."""
         return self.precision
 
     @cached_property
     def high_precision(self) -> Precision:
-        """Of attention, head and all else that fp8 leaves as it is."""
+        """Precision of attention, head and everything else that fp8 leaves in bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def hidden_bytes(self) -> float:
-        """The hidden state of a micro-batch, over all tensor-parallel ranks."""
+        """Bytes of the hidden state of a micro-batch, over all tensor-parallel ranks."""
         return self.tokens * self.model.hidden_size * self.element_bytes
 
 
 @dataclass(slots=True)
 class LayerPasses:
-    """What the passes of a layer spend. A full backward is `again`, `inputs` and `weights`."""
+    """Costs of the passes of a layer. A full backward is `recompute`, `input_grads` and `weight_grads`."""
 
     forward: PassCost
     input_grads: PassCost
     weight_grads: PassCost
     recompute: PassCost
-    """What recompute repeats."""
+    """Forward operators that the backward repeats."""
 
 
 class SublayerCost:
-    """Attention or MLP of a layer in the making."""
+    """Costs of attention, or of the MLP, to which operators are added one by one."""
 
     def __init__(self) -> None:
         self.forward, self.input_grads, self.weight_grads = PassCost(), PassCost(), PassCost()
         self.last_matmul = PassCost()
-        """Of the forward, its last product."""
+        """Last matmul of the forward."""
         self.attention_core, self.matmuls, self.elementwise = PassCost(), PassCost(), PassCost()
-        """Of the forward: attention on its scores, matrix products, single passes over memory."""
+        """Parts of the forward: the core attention, the matmuls, the elementwise operators."""
         self.latent_up_projections = PassCost()
-        """Of the products, those that widen narrow vectors to queries, keys and values."""
+        """Matmuls that project latent vectors up to queries, keys and values."""
 
     def add_elementwise(self, at: LayerContext, forward: float, backward: float, kernels: float = 1) -> None:
-        """Bytes that elementwise kernels move."""
+        """Add elementwise kernels that move so many bytes."""
         self.forward.add(seconds := stream_s(at.device, forward, kernels), kernels)
         self.elementwise.add(seconds, kernels)
         self.input_grads.add(stream_s(at.device, backward, kernels), kernels)
@@ -102,8 +101,11 @@ class SublayerCost:
     def add_linear(
         self, at: LayerContext, tokens: float, out_features: float, in_features: float, num_experts: float = 1
     ) -> None:
-        """A linear layer from `inner` to `wide` numbers, for `tokens` rows in all, that `experts` share: one product
-        forward, two backward. fp8 casts what it multiplies, also transposed for the weights' gradients."""
+        """Add a linear layer: one matmul forward, two backward.
+
+        `tokens` rows are shared by `num_experts` weights. fp8 casts the operands, and their transposes for the weights'
+        gradients.
+        """
         device, precision, groups = at.device, at.matmul_precision, max(1.0, num_experts)
         forward_s = grouped_matmul_s(device, tokens, out_features, in_features, precision, groups)
         self.forward.add(forward_s)
@@ -117,7 +119,7 @@ class SublayerCost:
             matmul_s(device, out_features, in_features, tokens / groups, precision, batch=groups, out_bytes=out_bytes)
         )
         if not into_sum:
-            # Added to the sum; or cast into the buffer that is reduced, and divided by the ranks' number.
+            # Either added to the sum, or cast into the buffer that is reduced and divided by the number of ranks.
             moved = out_features * in_features * groups * (at.element_bytes + (1.5 if once else 1.0) * summed)
             self.weight_grads.add(stream_s(device, moved))
         if precision == "fp8":
@@ -131,9 +133,12 @@ class SublayerCost:
 
 
 def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> None:
-    """A hidden state comes to column-parallel products (arXiv:2205.05198 §4.2.2). Forward: gathered, under sequence
-    parallelism. Backward: its gradient is added up (or added up and cut) while the weights' gradients are computed, for
-    which the hidden state is gathered again. `products` that aren't made as one each do so."""
+    """Add the collectives where a hidden state enters column-parallel matmuls (arXiv:2205.05198 §4.2.2).
+
+    Forward: an all-gather under sequence parallelism. Backward: the gradient is all-reduced (or reduce-scattered) while
+    the weights' gradients are computed, for which the hidden state is gathered again. Each of `num_matmuls` that aren't
+    fused into one does so.
+    """
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
@@ -148,8 +153,10 @@ def add_tp_entry(at: LayerContext, part: SublayerCost, num_matmuls: int = 1) -> 
 
 
 def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
-    """Partial sums leave row-parallel products: added up forward (and cut, under sequence parallelism, whose backward
-    gathers)."""
+    """Add the collectives where partial sums leave a row-parallel matmul.
+
+    Forward: an all-reduce, or a reduce-scatter under sequence parallelism, whose backward is an all-gather.
+    """
     if at.tp.size == 1:
         return
     size = at.hidden_bytes
@@ -161,8 +168,10 @@ def add_tp_exit(at: LayerContext, part: SublayerCost) -> None:
 
 
 def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> None:
-    """A collective before or after a product: in parts beside it where the plan or the software does so, all but the
-    first."""
+    """Add a collective before or after a matmul.
+
+    With asynchronous tensor parallelism it is divided into chunks, and all but the first overlap with the matmul.
+    """
     if at.framework.async_tp or at.strategy.tp_overlap == "async_tp":
         first_s = seconds / at.tp.size
         spent.add_exposed("tp", first_s)
@@ -172,15 +181,17 @@ def _add_tp_collective(at: LayerContext, spent: PassCost, seconds: float) -> Non
 
 
 def _overlapping_matmul_s(at: LayerContext) -> float:
-    """The least of the products that a collective runs beside: one of hidden × hidden / tp."""
+    """Return the seconds of the smallest matmul that a collective overlaps with."""
     hidden = at.model.hidden_size
     width = min(4 * hidden, at.model.intermediate_size) if at.model.moe is None else hidden
     return matmul_s(at.device, at.tokens, width / at.tp.size, hidden, at.matmul_precision)
 
 
 def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
-    """The norm before, and the residual sum after: a read and a write, two reads and a write; backward three and three.
-    Dropout keeps a byte for each number."""
+    """Add the norm before a sublayer (a read and a write) and the residual sum after it (two reads and a write).
+
+    The backward moves three times an element for each. Dropout stores a byte per element.
+    """
     numbers = at.norm_tokens * at.model.hidden_size
     forward, backward = norm_bytes(at, at.model.norm)
     kept = numbers * (1 if at.framework.fused_elementwise else 6) if at.framework.dropout else 0.0
@@ -189,8 +200,11 @@ def add_norm_and_residual(at: LayerContext, part: SublayerCost) -> None:
 
 
 def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:
-    """Bytes for each number, forward and backward: read and written; its gradient and itself read, and written, and
-    both read once more for the weight's gradient. torch has a kernel for LayerNorm, not for RMSNorm."""
+    """Return the bytes that a norm moves per element, forward and backward.
+
+    Forward reads and writes; backward reads the input and the gradient, writes, and reads both once more for the
+    weight's gradient. torch has a fused kernel for LayerNorm, not for RMSNorm.
+    """
     software = at.framework
     fused = software.fused_elementwise if software.fused_norms is None else software.fused_norms
     if norm == "rms" and not software.fused_elementwise:
