@@ -42,7 +42,7 @@ def test_a_sound_machine_has_no_problem_and_json_says_the_same(
 def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "ranks")
     found = findings(DoctorRequest(tmp_path))
-    assert found["ranks"].sentence.startswith("2 ranks met and added up"), found
+    assert found["ranks"].sentence.startswith("2 ranks connected and all-reduced"), found
     assert found["bandwidth"].level == "ok"
 
 
@@ -70,7 +70,7 @@ def test_a_check_that_hangs_or_fails_is_a_problem_of_its_own(
     monkeypatch.setattr(doctor, "CHECKS", {"disk": hang, "memory": fail})
     assert main(["doctor", "--time-limit", "1"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == ("PROBLEM disk       no answer within 1 s: the file system hangs; choose another with --run")
+    assert lines[0].startswith("PROBLEM disk       no answer within 1 s: the file system hangs; choose another dir")
     assert lines[1] == "PROBLEM memory     the check failed (OSError: no such thing)"
     assert lines[2] == "2 problems"
 
@@ -88,7 +88,7 @@ def test_a_slow_disk_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.Monke
 def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "disk")
     (tmp_path / "file").write_text("")
-    assert "can't write in " in findings(DoctorRequest(tmp_path / "file" / "runs"))["disk"].sentence
+    assert "can't write to " in findings(DoctorRequest(tmp_path / "file" / "runs"))["disk"].sentence
     only(monkeypatch, "memory", "disk", "clocks", "ports", "files")
     monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 1 << 60)
     stat = os.stat
@@ -102,7 +102,7 @@ def test_each_problem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = findings(DoctorRequest(tmp_path))
     assert {finding.level for finding in found.values()} == {"problem"}
     assert "end other programs" in found["memory"].sentence
-    assert "make room" in found["disk"].sentence
+    assert "free some disk space" in found["disk"].sentence
     assert "start NTP" in found["clocks"].sentence
-    assert "GLOO_SOCKET_IFNAME is eth99, but the interfaces here are lo" in found["ports"].sentence
-    assert found["files"].sentence == "a process may open 256 files: raise it by `ulimit -n 1024`"
+    assert "GLOO_SOCKET_IFNAME is eth99, but this machine's interfaces are lo" in found["ports"].sentence
+    assert found["files"].sentence == "a process may open only 256 files: raise the limit with `ulimit -n 1024`"

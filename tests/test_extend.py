@@ -253,7 +253,9 @@ def test_a_name_belongs_to_one_file(tmp_path, own):
     for register, taken in ((muster.register_optimizer, "adamw"), (muster.register_schedule, "1f1b")):
         with pytest.raises(muster.ConfigError, match=f"expected a name|'{taken}' is a built-in"):
             register(taken)(len)
-    with pytest.raises(muster.ConfigError, match="a plan's name says szbh1 for zb-h1; choose another name"):
+    with pytest.raises(
+        muster.ConfigError, match="in a plan's name szbh1 already stands for zb-h1; choose another name"
+    ):
         muster.register_schedule("zbh1")(len)
     with pytest.raises(
         muster.ConfigError, match="expected a name of lowercase letters, digits and hyphens, got 'My Loss'"
@@ -394,7 +396,7 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
     with pytest.raises(muster.ConfigError, match="optimizer normed changes a matrix"):
         muster.Run(extends="tiny", optim={"name": "normed"}, parallel="dp1").plan()
     with pytest.raises(
-        muster.ConfigError, match="changes a matrix that is cut by rows in another way than the whole one"
+        muster.ConfigError, match="changes a matrix that is sharded by rows differently from the whole one"
     ):
         find_component("optimizer", "normed").target.state_names({})
     with pytest.raises(muster.ConfigError, match="optimizer nadam keeps mu_product"):
@@ -409,8 +411,8 @@ def test_an_optimizer_that_wants_whole_matrices_is_refused(own):
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
-        (lambda logits, labels: logits.sum(1), r"one number, got \(4,\)"),
-        (lambda logits, labels: None, "one number, got NoneType"),
+        (lambda logits, labels: logits.sum(1), r"other than -100, got \(4,\)"),
+        (lambda logits, labels: None, "one number, the sum over the labels other than -100, got NoneType"),
         (lambda logits, labels: logits.detach().sum(), "expected a number that can be differentiated"),
         (lambda logits, labels: {}["x"], r"train\.loss: .*test_extend\.py:\d+: KeyError: 'x'"),
         (lambda logits: logits.sum(), "takes 1 positional argument but 2 were given"),
@@ -547,7 +549,8 @@ def test_a_layer_that_makes_something_else_is_refused(own):
             return torch.cat((x_BSD, x_BSD), -1)
 
     muster.register_model("wider", like="tiny")(Wider)
-    with pytest.raises(muster.ConfigError, match=r"its layer makes \(1, 64, 128\).* of a hidden state \(1, 64, 64\)"):
+    refusal = r"its layer returns \(1, 64, 128\).* for a hidden state \(1, 64, 64\)"
+    with pytest.raises(muster.ConfigError, match=refusal):
         forward_flops_per_token(spec_of("wider"), 64)
 
 

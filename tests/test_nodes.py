@@ -733,9 +733,9 @@ def test_doctor_sees_that_nodes_are_sound(nodes: Network, tmp_path: Path) -> Non
     assert first["ok"], [row for row in first["findings"] if row["level"] != "ok"]
     assert second["ok"], second
     found = {row["check"]: row["sentence"] for row in first["findings"]}
-    assert found["nodes"] == "node 0 on node-a, node 1 on node-b have met at 10.77.1.1:29400"
+    assert found["nodes"] == "node 0 on node-a, node 1 on node-b connected at 10.77.1.1:29400"
     assert found["reach"] == "every node reaches every other through cable"
-    assert found["ranks"].startswith("2 ranks on 2 nodes met and added up")
+    assert found["ranks"].startswith("2 ranks on 2 nodes connected and all-reduced")
     assert "GiB/s" in found["bandwidth"]
     shared = ("nodes", "reach", "ranks", "bandwidth")
     assert [row for row in second["findings"] if row["check"] in shared] == [
@@ -768,8 +768,8 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     assert found["versions"].level == "problem"
     assert "runs Muster" in found["versions"].sentence
     assert found["clocks"].level == "problem"
-    assert f"the clock of node 1 on {HOST} is +100." in found["clocks"].sentence
-    assert found["clocks"].sentence.endswith(f"s off that of node 0 on {HOST}: start NTP on both")
+    assert f"the clocks of node 0 on {HOST} and node 1 on {HOST} differ by +100." in found["clocks"].sentence
+    assert found["clocks"].sentence.endswith("s: start NTP on both")
     assert found["ranks"].sentence == "without PyTorch on all nodes no ranks can be started"
     monkeypatch.setattr(doctor_nodes, "software_versions", lambda: {"torch": "none"})
     (alone,) = run_node_checks(DoctorRequest(tmp_path, limit_s=1), request(port, 1))

@@ -224,7 +224,7 @@ def test_a_part_travels_there_once_and_back_to_all_who_hold_it():
 def test_boxes_that_do_not_make_up_a_matrix_are_refused(rows):
     name = "layers.0.mlp.up.weight"
     members = [{name: TensorLayout(name, (4, 3), (Box((0, 0), (n, 3)),))} for n in (3, rows)]
-    with pytest.raises(MusterError, match="layers.0.mlp.up.weight: expected ranks 0, 1 to hold every number once"):
+    with pytest.raises(MusterError, match="layers.0.mlp.up.weight: expected ranks 0, 1 to hold every element once"):
         run_members(CONFIGS["muon"], members, steps=1)
 
 

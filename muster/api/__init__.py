@@ -1,1 +1,1 @@
-"""What `import muster` gives: runs and verbs as Python, and the registers of parts of one's own."""
+"""Python interface of `import muster`: runs and verbs, and the registration of plugins."""

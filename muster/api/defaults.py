@@ -1,8 +1,9 @@
-"""What verbs take where nobody says otherwise."""
+"""Default values of verbs' arguments."""
 
 SEQ_LEN = 4096
-"""Tokens of a sequence, or as many as the model can take."""
+"""Tokens of a sequence, or the model's maximum if that is less."""
 MICRO_BATCHES_PER_PIPELINE_RANK = 8
-"""Of each pipeline rank, where a prediction is given no batch size."""
+"""Micro-batches for each pipeline rank, for a prediction without a batch size."""
 SEARCH_TIME_LIMIT_S = 8.0
-"""After so long a search for plans stops with what it has, and says what may be missed."""
+"""Seconds after which a search for plans stops with its results so far, and says which better plans it may have
+missed."""

@@ -1,4 +1,4 @@
-"""What plans and predictions are asked about: a model, a cluster, a plan, a step; by names, files or as typed data."""
+"""Inputs of plans and predictions: a model, a cluster, a plan and a step, by names, files or as typed data."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from muster.spec.workload import Workload
 
 
 def resolve_model(value: str | Path | ModelSpec) -> ModelSpec:
-    """The model of a name, a file or a Hugging Face directory. Raises ConfigError."""
+    """Return the model of a name, a file or a Hugging Face directory. Raises ConfigError."""
     if isinstance(value, ModelSpec):
         return value
     require_text("model", value, "a model's name, a file, a Hugging Face directory or a ModelSpec")
@@ -24,7 +24,7 @@ def resolve_model(value: str | Path | ModelSpec) -> ModelSpec:
 
 
 def resolve_cluster(value: str | Path | ClusterSpec) -> ClusterSpec:
-    """The cluster of a name such as 64xh100, a file, or `this`. Raises ConfigError."""
+    """Return the cluster of a name such as 64xh100, of a file, or of `this` machine. Raises ConfigError."""
     if isinstance(value, ClusterSpec):
         return value
     require_text("cluster", value, "a cluster's name such as 64xh100, a file, this or a ClusterSpec")
@@ -32,7 +32,7 @@ def resolve_cluster(value: str | Path | ClusterSpec) -> ClusterSpec:
 
 
 def resolve_plan_input(value: str | Path | Plan) -> Plan:
-    """The plan of a name or of a file. Raises ConfigError."""
+    """Return the plan of a short name or of a file. Raises ConfigError."""
     if isinstance(value, Plan):
         return value
     require_text("plan", value, "a plan's name such as dp2-pp2, a file or a Plan")
@@ -41,25 +41,26 @@ def resolve_plan_input(value: str | Path | Plan) -> Plan:
 
 
 def require_text(name: str, value: Any, expected: str) -> None:
-    """Raises ConfigError for what is neither a text nor a path."""
+    """Check that a value is a text or a path. Raises ConfigError."""
     if not isinstance(value, str | Path):
         raise ConfigError(f"{name}: expected {expected}, got {value!r}")
 
 
 def require_positive_int(name: str, number: Any) -> int | None:
-    """A whole number above 0, or None. Raises ConfigError for anything else."""
+    """Return the number, an integer above 0, or None. Raises ConfigError for anything else."""
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise ConfigError(f"{name}: expected a whole number >= 1, got {number!r}")
     return number
 
 
 def default_seq_len(seq_len: int | None, model: ModelSpec) -> int:
-    """Tokens of a sequence, where nobody says otherwise."""
+    """Return the given sequence length, or the default for the model."""
     return require_positive_int("seq_len", seq_len) or min(SEQ_LEN, model.max_positions or SEQ_LEN)
 
 
 def default_workload(plan: Plan, seq_len: int, global_batch: int | None) -> Workload:
-    """A step, of so many micro-batches for each pipeline rank where nobody says otherwise."""
+    """Return the workload of a step; without a batch size, one of MICRO_BATCHES_PER_PIPELINE_RANK micro-batches for
+    each pipeline rank."""
     batch = (
         require_positive_int("global_batch", global_batch)
         or plan.micro_batch_size * plan.mesh(0).dp_size * MICRO_BATCHES_PER_PIPELINE_RANK * plan.pp

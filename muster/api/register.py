@@ -1,6 +1,7 @@
-"""The registers: functions and classes from files outside the package, under names that run files and plans can say.
+"""Registration of plugin components: functions and classes from files outside the package, under names for run files
+and plans.
 
-A name is of small letters, digits and hyphens, and belongs to one file. Nothing here imports torch.
+A name consists of lower-case letters, digits and hyphens, and belongs to one file. Nothing here imports torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +31,13 @@ def register_schedule(
     turns: bool = False,
     splits: bool = False,
 ) -> Callable[[RankFunction], RankFunction]:
-    """Registers a pipeline schedule: `order(rank, setting)` gives the passes of one pipeline rank, as `2F0` or Actions.
+    """Register a pipeline schedule: `order(rank, spec)` yields the passes of one pipeline rank, as `2F0` or Actions.
 
-    `setting` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.schedule_spec`). Each rank has
-    `chunks` stages, which lie round and round over the ranks, or there and back where the schedule is `v_shaped`. A
+    `spec` has num_ranks, num_micro_batches, chunks, times and more (`muster.schedule.schedule_spec`). Each rank has
+    `chunks` stages, which are placed round-robin over the ranks, or there and back if the schedule is `v_shaped`. A
     backward is one pass, B, or with `split_backward` two: I for the inputs and later W for the weights. `turns` and
-    `splits` are the former names of these two, which plugins written for version 0.1 use. In a plan's name it is
-    `sNAME` without hyphens. Raises ConfigError where the name is taken.
+    `splits` are the former names of these two, which plugins written for version 0.1 use. In a plan's name the schedule
+    is `sNAME` without hyphens. Raises ConfigError if the name is taken.
     """
     require_component_name("schedule", name)
     if chunks < 1:
@@ -46,7 +47,9 @@ def register_schedule(
         require_callable("schedule", name, order)
         word = name.replace("-", "")
         if same := [other for other in SCHEDULES if other != name and other.replace("-", "") == word]:
-            raise ConfigError(f"register_schedule: a plan's name says s{word} for {same[0]}; choose another name")
+            raise ConfigError(
+                f"register_schedule: in a plan's name s{word} already stands for {same[0]}; choose another name"
+            )
         register_component("schedule", name, order, SCHEDULES.keys() - component_names("schedule"))
         make = plugin_schedule_function(name, order, lambda: SCHEDULES[name])
         line = explanation or (order.__doc__ or "a plugin's").strip().split("\n")[0]
@@ -61,15 +64,16 @@ def register_schedule(
 def register_model(
     name: str, *, like: str | None = None, tensor_parallel: bool = False, documents: bool = False, **values: Any
 ) -> Callable[[T], T]:
-    """Registers a model: a decoder whose layers are of the decorated class, an `nn.Module` that is made of (ModelSpec,
-    index of the layer) and takes and gives a hidden state as `muster.DecoderLayer` does, its usual base.
+    """Register a model: a decoder whose layers are of the decorated class, an `nn.Module` built from (ModelSpec, layer
+    index).
 
-    Its `ModelSpec` is that of the model `like` with `values` over it; a run file may change them. All layers have the
-    same parameters and no buffers. Pipelines, sharding, full recompute and checkpoints need nothing more. Tensor
-    parallelism needs `tensor_parallel`: matrices named o or down are cut by columns, what ends in norm is whole, all
-    else is cut by rows; products with rows go through `spread`, those with columns through `join`, and widths follow
-    from the weights. `documents` says that the layer keeps packed documents apart, as Muster's attention does.
-    Raises ConfigError where the name is taken.
+    The module takes and returns a hidden state as `muster.DecoderLayer` does, its usual base. Its `ModelSpec` is that
+    of the model `like` with `values` over it; a run file may change them. All layers have the same parameters and no
+    buffers. Pipelines, sharding, full recompute and checkpoints need nothing more. Tensor parallelism needs
+    `tensor_parallel`: matrices named o or down are sharded by columns, parameters whose module ends in norm are whole,
+    all others are sharded by rows; layers sharded by rows are called through `project_in`, those sharded by columns
+    through `project_out`, and widths follow from the weights. `documents` declares that the layer keeps packed
+    documents apart, as Muster's attention does. Raises ConfigError if the name is taken.
     """
     require_component_name("model", name)
 
@@ -92,12 +96,12 @@ def _facts(own: PluginModel, spec: ModelSpec, seq_len: int, tp: int, precision: 
 
 
 def register_optimizer(name: str, factory: Callable[..., Any] | None = None) -> Any:
-    """Registers an optimizer: a subclass of `torch.optim.Optimizer`, or a function that makes one of (params, lr).
+    """Register an optimizer: a subclass of `torch.optim.Optimizer`, or a function that builds one from (params, lr).
 
-    Keyword arguments come from `optim.options`; the learning rate from Muster's schedule, and weight decay, decoupled,
-    from `optim.weight_decay`. An update of a number may depend on that number's own history alone, since ranks hold
-    parts of matrices: another one is refused when the run is asked for. May be used as a decorator or called with the
-    class. Raises ConfigError where the name is taken.
+    Keyword arguments come from `optim.options`, the learning rate from Muster's schedule, and weight decay, decoupled,
+    from `optim.weight_decay`. The update must be elementwise (each element depends on its own history alone), since
+    ranks hold shards of matrices; another one is refused when the run is resolved. May be used as a decorator or called
+    with the class. Raises ConfigError if the name is taken.
     """
     require_component_name("optimizer", name)
     if factory is None:
@@ -114,29 +118,30 @@ def _probe(optimizer: PluginOptimizer, options: Mapping[str, Any]) -> tuple[str,
 
 
 def register_dataset(name: str) -> Callable[[T], T]:
-    """Registers a data set, for `data.source`: a function without arguments that gives documents, in the same order
-    each time: texts, or rows as JSON lines have them, with `text`, `prompt` and `completion`, or `messages`.
+    """Register a data set, for `data.source`: a function without arguments that yields documents, in the same order
+    each time.
 
-    It is read once into a token store, and again when its file has changed. Raises ConfigError where the name is taken.
+    A document is a text, or a row as in JSON lines, with `text`, `prompt` and `completion`, or `messages`. The data set
+    is read once into a token store, and again when its file has changed. Raises ConfigError if the name is taken.
     """
     return _decorator("dataset", name)
 
 
 def register_loss(name: str) -> Callable[[T], T]:
-    """Registers a loss, for `train.loss`: `loss(logits_NV, labels_N)` gives the sum over the labels that count, those
-    that aren't −100, as a scalar that can be differentiated. Muster divides by their number in the global batch.
+    """Register a loss, for `train.loss`: `loss(logits_NV, labels_N)` returns the sum over the labels other than −100,
+    as a scalar that can be differentiated; Muster divides by their number in the global batch.
 
-    Raises ConfigError where the name is taken.
+    Raises ConfigError if the name is taken.
     """
     return _decorator("loss", name)
 
 
 def register_step(name: str) -> Callable[[T], T]:
-    """Registers a training step, for `train.training_step`: `step(now)` is called on every rank when the gradients of a
-    global batch are complete, in place of clipping them and letting the optimizer step
-    (`muster.StepContext`).
+    """Register a training step, for `train.training_step`: `step(context)` is called on every rank when the gradients
+    of a global batch are complete, in place of clipping and the optimizer step
+    (`muster.train.custom_step.StepContext`).
 
-    Raises ConfigError where the name is taken.
+    Raises ConfigError if the name is taken.
     """
     return _decorator("step", name)
 

@@ -1,4 +1,4 @@
-"""A run as Python: what a run file says, key by key."""
+"""Runs in Python: a run file's contents, key by key."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What is trained, and how: each argument is the section of a run file of that name (docs/run-files.md).
+    """A run: the model, its data and how to train it; each argument is the section of a run file of that name
+    (docs/run-files.md).
 
-    `extends` is a preset's name or a run file's path, whose values count where nothing else is said; `model` and
+    `extends` is a preset's name or a run file's path, whose values hold where no others are given; `model` and
     `parallel` may also be names, such as "llama3-8b" and "dp2-pp2", or a `ModelSpec` and a `Plan`. Raises ConfigError
-    with one sentence for each thing that is wrong.
+    with one sentence for each problem.
     """
 
     def __init__(
@@ -53,17 +54,17 @@ class Run:
 
     def _set(self, resolved: ResolvedConfig, name: str) -> None:
         self.resolved = resolved
-        """The configuration with where each value comes from."""
+        """Configuration with the origin of each value."""
         self.name = name
-        """That of its run directory, where nobody says another."""
+        """Name of its default run directory."""
 
     @property
     def config(self) -> RunConfig:
-        """All values, typed."""
+        """Return all values, typed."""
         return self.resolved.config
 
     def plan(self, nproc: int | None = None) -> Plan:
-        """The plan of the run, which `parallel: auto` chooses for this machine or for so many processes."""
+        """Return the plan of the run; `parallel: auto` chooses one for this machine or for `nproc` processes."""
         from muster.planner.auto import resolve_plan
 
         return resolve_plan(self.resolved, require_positive_int("nproc", nproc))
@@ -76,12 +77,12 @@ class Run:
         fresh: bool = False,
         allow_changes: bool = False,
     ) -> "RunResult":
-        """Trains as `muster train` does, on processes that this one starts, or goes on with what the directory holds.
+        """Train as `muster train` does, on processes that this one starts, or resume the run in the directory.
 
-        `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan wants. A script that
-        calls it and registers parts of its own must do so under `if __name__ == "__main__":`, since the processes read
-        it too. Raises ConfigError and InfeasibleError for what can't be run, MusterError with the first cause where a
-        process fails. Must be called in the main thread.
+        `directory` is by default `runs/` and the run's name; `nproc` as many processes as the plan needs. A script that
+        calls it and registers plugin components must do so under `if __name__ == "__main__":`, since the processes
+        import it, too. Raises ConfigError and InfeasibleError for a run that can't be started, MusterError with the
+        first cause if a process fails. Must be called in the main thread.
         """
         from muster.api.training import train
 
@@ -91,7 +92,7 @@ class Run:
         return train(self.resolved, place, require_positive_int("nproc", nproc), fresh, allow_changes)
 
     def to_yaml(self) -> str:
-        """A run file that says all of it, each value with where it comes from; of `auto` what was said so far."""
+        """Return a complete run file, each value with its origin; for `parallel: auto` the values given so far."""
         if not self.resolved.plan_is_auto:
             return config_yaml(self.resolved, self.config.parallel)
         origins = self.resolved.origins
@@ -104,8 +105,11 @@ class Run:
 
 
 def load(file: str | Path | None = None, *, preset: str | None = None, **keys: Any) -> Run:
-    """The run of a run file, of a preset, or of the file over the preset, with other values for some keys, as in
-    `load("run.yaml", **{"train.steps": 10})` or `load("run.yaml", train={"steps": 10})`. Raises ConfigError."""
+    """Return the run of a run file, of a preset, or of the file over the preset, with other values for some keys.
+
+    For example `load("run.yaml", **{"train.steps": 10})` or `load("run.yaml", train={"steps": 10})`. Raises
+    ConfigError.
+    """
     if file is not None:
         require_text("file", file, "a run file's path")
     if preset is not None:
@@ -120,7 +124,7 @@ def load(file: str | Path | None = None, *, preset: str | None = None, **keys: A
 
 
 def _as_yaml_value(value: Any) -> Any:
-    """As YAML would have it."""
+    """Return a value as YAML would contain it."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, Path):

@@ -1,4 +1,4 @@
-"""The way to what needs PyTorch."""
+"""Import of modules that need PyTorch."""
 
 from importlib import import_module
 from types import ModuleType
@@ -7,7 +7,7 @@ from muster.spec.errors import MusterError
 
 
 def import_torch_module(module: str = "muster.train.run") -> ModuleType:
-    """A module that needs PyTorch: the one that trains, or another. Raises MusterError where PyTorch is missing."""
+    """Import and return a module that needs PyTorch. Raises MusterError if PyTorch is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

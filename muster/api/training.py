@@ -1,4 +1,4 @@
-"""`muster train` as a function."""
+"""Python form of `muster train`."""
 
 import json
 import signal
@@ -20,42 +20,44 @@ from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run directory after a training."""
+    """A run directory after training."""
 
     directory: Path
     finished: bool
-    """False where the run was asked to stop, or its time was up: the same call goes on."""
+    """False if the run was asked to stop or its time was up; the same call resumes it."""
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, by step (docs/run-directory.md)."""
+        """Rows of metrics.jsonl, by step (docs/run-directory.md)."""
         return read_metrics(self.directory / "metrics.jsonl")
 
     @property
     def loss(self) -> float:
-        """Of the last step that was written down."""
+        """Loss of the last step that was logged."""
         return self.metrics[-1]["train/loss"]
 
     @cached_property
     def result(self) -> Mapping[str, Any]:
-        """result.json: held-out losses, predicted against measured; empty before the end."""
+        """Contents of result.json: validation losses, predicted against measured times and memory; empty before the
+        end."""
         path = self.directory / "result.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def report(self) -> Path:
-        """The page about the run."""
+        """Path of the HTML report of the run."""
         return self.directory / "report.html"
 
 
 def train(resolved: ResolvedConfig, directory: Path, nproc: int | None, fresh: bool, allow_changes: bool) -> RunResult:
-    """As `Run.train` says."""
+    """Train a run; see `Run.train`."""
     if is_loading_plugin():
         raise ConfigError(
-            "Run.train is called where a process of a run reads this file: put it under `if __name__ == '__main__':`"
+            "Run.train was called while a process of a run imports this file: move the call under"
+            " `if __name__ == '__main__':`"
         )
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("Run.train must be called in the main thread, which gets the signals")
+        raise ConfigError("Run.train must be called in the main thread, which receives signals")
     _require_plugin_files(resolved.config)
     start = import_torch_module()
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -71,14 +73,14 @@ def train(resolved: ResolvedConfig, directory: Path, nproc: int | None, fresh: b
 
 
 _EXIT_STOPPED = 75
-"""The exit code of a run that stopped because it was asked to."""
+"""Exit code of a run that stopped because it was asked to."""
 
 
 def _require_plugin_files(config: RunConfig) -> None:
-    """Raises ConfigError for a part that other processes can't read."""
+    """Check that every plugin component lies in a file. Raises ConfigError for one that other processes can't read."""
     for kind, name in config.plugin_components:
         if (part := find_component(kind, name)) is not None and part.file is None:
             raise ConfigError(
                 f"{kind} {name} is registered at a prompt or in a notebook, which the run's processes can't read:"
-                " put it into a file, and the file into plugins"
+                " move it to a file, and add the file to plugins"
             )

@@ -1,4 +1,4 @@
-"""`muster plan` and `muster predict` as functions: typed results, and exceptions for exit codes."""
+"""Python forms of `muster plan` and `muster predict`: typed results, and exceptions instead of exit codes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,13 @@ from muster.spec.units import parse_bytes, parse_count
 
 @dataclass(frozen=True)
 class PlanResults:
-    """What a search has found."""
+    """Results of a search for plans."""
 
     answer: PlanAnswer
 
     @property
     def plans(self) -> list[Plan]:
-        """The best first."""
+        """Plans, the best one first."""
         return [one.plan for one in self.answer.result.best]
 
     @property
@@ -43,11 +43,11 @@ class PlanResults:
 
     @property
     def predictions(self) -> list[Prediction]:
-        """Of each plan."""
+        """Predictions of the plans."""
         return [one.prediction for one in self.answer.result.best]
 
     def to_json(self, explain: bool = False) -> dict[str, Any]:
-        """What `muster plan --json` prints."""
+        """Return the JSON of `muster plan --json`."""
         from muster.report.plan_answer import answer_json  # it draws tables, which predictions need not
 
         return answer_json(self.answer, explain)
@@ -68,8 +68,10 @@ def plan(
     top: int = 5,
     limit_s: float = SEARCH_TIME_LIMIT_S,
 ) -> PlanResults:
-    """The best plans for a model on a cluster; arguments are the flags of `muster plan`. Raises ConfigError, and
-    InfeasibleError, with what binds, where there is none."""
+    """Return the best plans for a model on a cluster; the arguments are the flags of `muster plan`.
+
+    Raises ConfigError; InfeasibleError with the binding constraint if no plan fits.
+    """
     if require_positive_int("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
         raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
     asked = plan_request(
@@ -100,7 +102,7 @@ def plan_request(
     memory: int | str | None,
     runnable: bool,
 ) -> PlanRequest:
-    """What `plan` searches for. Raises ConfigError."""
+    """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
@@ -130,9 +132,12 @@ def predict(
     seq_len: int | None = None,
     global_batch: int | None = None,
 ) -> Prediction:
-    """How long a step of a plan takes, where its time goes and what each rank holds; arguments are the flags of
-    `muster predict`, whose JSON is `.to_json()`. Where it doesn't fit in memory, `.fits` is False. Raises ConfigError,
-    InfeasibleError."""
+    """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
+    `muster predict`.
+
+    `.to_json()` is the verb's JSON. If the plan doesn't fit in memory, `.fits` is False. Raises ConfigError,
+    InfeasibleError.
+    """
     spec, spread = resolve_model(model), resolve_plan_input(plan)
     workload = default_workload(spread, default_seq_len(seq_len, spec), global_batch)
     return predict_plan(spec, spread, workload, resolve_cluster(cluster))

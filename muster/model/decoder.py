@@ -1,6 +1,7 @@
-"""The decoder family as plain single-device code: what `ModelSpec` says of dense layers, from GPT-2 to Qwen3.
+"""The decoder family as plain single-device code: the dense layers of `ModelSpec`, from GPT-2 to Qwen3.
 
-Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary.
+Suffixes of tensors: B sequences, S positions, D hidden width, H query heads, K key/value heads, V vocabulary, d head
+width.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,35 +21,37 @@ from muster.spec.plugin_model import plugin_model
 
 
 def project_in(x_BSD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """What several linear layers make of one hidden state."""
+    """Apply several linear layers to one hidden state; tensor parallelism replaces this function."""
     return tuple(linear(x_BSD) for linear in linears)
 
 
 def project_out(x: Tensor, linear: nn.Linear) -> Tensor:
-    """What a linear layer adds to the hidden state."""
+    """Apply the linear layer that leads back to the hidden state; tensor parallelism replaces this function."""
     return linear(x)
 
 
 def recomputable(
     make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any
 ) -> Any:
-    """What `consume` makes of what `make` makes of the inputs."""
+    """Return consume(make(*inputs), *args); a hook for recompute, which then doesn't save the result of `make`."""
     return consume(make(*inputs), *args)
 
 
 def core_attention(
     q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_SS: Tensor | None, window: int | None
 ) -> Tensor:
-    """What each query head makes of the values at its position and those before it, as far as `window` reaches:
-    (B, H, S, d). The mask says the same; None where the window reaches everywhere."""
-    grouped, causal = q_BHSd.shape[1] != k_BKSd.shape[1], mask_SS is None
+    """Return causal attention, (B, H, S, d): each position sees itself and those before it, as far as `window` reaches.
+
+    The mask says the same; it is None where the window reaches everywhere.
+    """
+    is_grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
     return F.scaled_dot_product_attention(
-        q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=causal, enable_gqa=grouped
+        q_BHSd, k_BKSd, v_BKSd, attn_mask=mask_SS, is_causal=mask_SS is None, enable_gqa=is_grouped
     )
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return a projection under the name that plugins written for version 0.1 import it by."""
+    """Return a projection by the name under which plugins for version 0.1 import it."""
     old_names = {"spread": project_in, "join": project_out}
     if name not in old_names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -56,7 +59,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 class RmsNorm(nn.Module):
-    """`rms_norm` with its weight (D)."""
+    """Root-mean-square norm with a weight (D)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean 0 and variance 1 over the last dimension, times a weight (D), plus a bias (D) (arXiv:1607.06450)."""
+    """Layer norm with weight (D) and bias (D): mean 0 and variance 1 over the last dimension (arXiv:1607.06450)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -84,25 +87,30 @@ Norm = RmsNorm | LayerNorm
 
 
 def make_norm(spec: ModelSpec) -> Norm:
-    """The model's kind of norm of a hidden state."""
+    """Build a norm of the hidden state, of the model's kind."""
     return (LayerNorm if spec.norm == "layer" else RmsNorm)(spec.hidden_size, spec.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. The numbers of heads follow from the widths of the weights.
+    """Causal grouped-query attention; the numbers of heads follow from the widths of the weights.
 
-    `spread` and `join` are where the hidden state enters and leaves; tensor parallelism puts its own there. `attend` is
-    where queries meet keys and values; a cache of them puts its own there. `pass_on` is where something goes through
-    linear layers that is made quickly from what is kept anyway; selective recompute puts its own there.
+    Four functions are attributes so that they can be replaced: `project_in` and `project_out`, through which the hidden
+    state enters and leaves, by tensor parallelism; `core_attention`, where queries meet keys and values, by a key/value
+    cache; and `recomputable`, where a linear layer reads a tensor that is cheap to make again, by elementwise
+    recompute.
     """
 
-    project_in, project_out = staticmethod(project_in), staticmethod(project_out)
-    core_attention, recomputable = staticmethod(core_attention), staticmethod(recomputable)
+    project_in = staticmethod(project_in)
+    project_out = staticmethod(project_out)
+    core_attention = staticmethod(core_attention)
+    recomputable = staticmethod(recomputable)
 
     def __init__(self, spec: ModelSpec, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim, self.window = spec.head_dim, window
-        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.head_dim = spec.head_dim
+        self.window = window
+        q_width = spec.num_heads * spec.head_dim
+        kv_width = spec.num_kv_heads * spec.head_dim
         self.q = nn.Linear(spec.hidden_size, q_width, bias=spec.qkv_bias)
         self.k = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
@@ -119,15 +127,18 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """`cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) without a window,
-        `documents` where each sequence is one."""
+        """Return the attention's output (B, S, D), to be added to the residual.
+
+        `cos` and `sin` (S or B, S; 1, head_dim) are None without rotary positions, `mask` (S, S) is None without a
+        window, `documents` is None if each sequence is one document.
+        """
         qkv = self.recomputable(norm, (x_BSD,), self.project_in, self.q, self.k, self.v)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        # The attention kernels take strided heads as they lie: a copy to (B, H, S) order would gain nothing.
+        # The attention kernels take strided heads: a copy into (B, H, S) order would gain nothing.
         qkv_BHSd = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         if documents is None:
             out_BHSd = self.core_attention(*qkv_BHSd, mask, self.window)
@@ -137,13 +148,11 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """activation(gate) · up, or activation(up), through `down`; `spread`, `join` and `pass_on` as in `Attention`."""
+    """activation(gate) · up, or activation(up), through `down`; the replaceable functions are those of `Attention`."""
 
-    project_in, project_out, recomputable = (
-        staticmethod(project_in),
-        staticmethod(project_out),
-        staticmethod(recomputable),
-    )
+    project_in = staticmethod(project_in)
+    project_out = staticmethod(project_out)
+    recomputable = staticmethod(recomputable)
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -176,35 +185,41 @@ class Layer(nn.Module):
         mask: Tensor | None,
         documents: Documents | None = None,
     ) -> Tensor:
-        # Added in place: nobody keeps what a linear layer returns, and fresh memory costs time on a CPU.
+        # Added in place: autograd doesn't save a linear layer's output, and fresh memory costs time on a CPU.
         x_BSD = self.attn(x_BSD, self.attn_norm, cos, sin, mask, documents).add_(x_BSD)
         return self.mlp(x_BSD, self.mlp_norm).add_(x_BSD)
 
 
 class Decoder(nn.Module):
-    """The given layers of a model, with the embedding if `first` and the output head if `last`; without `words` these
-    two are someone else's business: it takes, and if `last` returns after its norm, hidden states.
+    """The given layers of a model, with the embedding if `first` and the output head if `last`.
 
-    Parameters have the names, shapes and order of `muster.spec.model.stage_parameters`. A tied head uses
-    `embed.weight`; a last stage that is not the first holds its own copy under that name. May be built on the meta
-    device. The values are PyTorch's defaults until `muster.model.init.init_stage` sets them. `look_up` and `project`
-    are how tokens and weight (V, D) give hidden states, and hidden states and weight (V, D) logits.
+    Without `has_vocab`, embedding and head are left out: the decoder takes hidden states, and returns them (after the
+    norm if `last`).
+
+    Parameters have the names, shapes and order of `muster.spec.model.stage_parameter_shapes`. A tied head uses
+    `embed.weight`; a last stage that is not the first holds a copy of its own under that name. The module may be built
+    on the meta device. Its values are PyTorch's defaults until `muster.model.init.init_stage` sets them. Tensor
+    parallelism replaces `embed_tokens` (tokens and weight (V, D) to hidden states) and `project_logits` (hidden states
+    and weight (V, D) to logits).
     """
 
-    embed_tokens, project_logits = staticmethod(F.embedding), staticmethod(F.linear)
+    embed_tokens = staticmethod(F.embedding)
+    project_logits = staticmethod(F.linear)
 
     def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool, has_vocab: bool = True) -> None:
         super().__init__()
-        self.first, self.has_vocab = first and has_vocab, has_vocab
+        self.first = first and has_vocab
+        self.has_vocab = has_vocab
         self.position_state = PositionState(spec)
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size) if self.first else None
         learned = first and spec.position == "learned"
         self.positions = nn.Embedding(spec.max_positions or 0, spec.hidden_size) if learned else None
-        own = plugin_model(spec)
-        make = Layer if own is None else partial(make_plugin_layer, own)
+        plugin = plugin_model(spec)
+        make = Layer if plugin is None else partial(make_plugin_layer, plugin)
         self.layers = nn.ModuleDict({str(layer): make(spec, layer) for layer in layers})
-        self.has_plugin_layers = own is not None
-        """Whether they are a plugin's, of which nothing is known but what `Layer.forward` takes and gives."""
+        self.has_plugin_layers = plugin is not None
+        """True if the layers are a plugin's, of which nothing is known but the arguments and the result of
+        `Layer.forward`."""
         self.norm = make_norm(spec) if last else None
         self.head = None
         if not has_vocab:
@@ -215,12 +230,13 @@ class Decoder(nn.Module):
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, S) int64 if first, else hidden (B, S, D) → logits (B, S, V) if last, else hidden (B, S, D)."""
+        """Map tokens (B, S) int64 if first, else hidden (B, S, D), to logits (B, S, V) if last, else hidden (B, S,
+        D)."""
         x_BSD = self._through_layers(x)
         return x_BSD if self.norm is None else self._logits(self.norm(x_BSD))
 
     def next_logits(self, tokens_BS: Tensor) -> Tensor:
-        """Of a whole model: the logits (B, V) after the last of the tokens."""
+        """Return the logits (B, V) after the last token; for a whole model."""
         assert self.norm is not None, "only a last stage has logits"
         return self._logits(self.norm(self._through_layers(tokens_BS)[:, -1:])).squeeze(1)
 
@@ -242,10 +258,11 @@ class Decoder(nn.Module):
         return self.project_logits(x_BSD, head.weight)
 
     def resident_tensors(self) -> Iterator[Tensor]:
-        """What autograd may keep for a backward without costing memory: parameters, and constants of all layers."""
+        """Yield the tensors that autograd may save at no cost, since they stay anyway: parameters, and constants of all
+        layers."""
         yield from self.parameters()
         yield from self.position_state.shared_constants()
 
     def blocks(self) -> list[Layer]:
-        """The decoder layers in order: the unit of sharding, recompute and compilation."""
+        """Return the decoder layers in order: the unit of sharding, recompute and compilation."""
         return cast(list[Layer], list(self.layers.values()))

@@ -1,4 +1,4 @@
-"""Text from a trained model, one token after the other."""
+"""Text generation with a trained model, token by token."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,15 +22,16 @@ def generate(
     eos_token: int | None = None,
     gather_vocab: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """At most `count` new token ids after each prompt, none from the id `end` on.
+    """Return at most `max_new_tokens` new token ids after each prompt, none from `eos_token` on.
 
-    What follows a prompt doesn't depend on the others, and a draw depends on (seed, position in the text) alone. The
-    model sees at most `context` tokens: when a text is longer, it goes on from the later half of them. `join_words`
-    makes logits of all words of those that `model` gives, where it knows some words only.
+    The continuation of a prompt doesn't depend on the others, and a draw depends on (seed, position in the text) alone.
+    The model sees at most `context` tokens: a longer text continues from the later half of them. `gather_vocab` turns a
+    tensor-parallel rank's logits into those of the whole vocabulary.
+
     Raises ConfigError on a prompt that is empty or longer than `context`.
     """
     _check(prompts, context)
-    if model.has_plugin_layers and len(prompts) > 1:  # one by one: such layers see the padding of a batch
+    if model.has_plugin_layers and len(prompts) > 1:  # one by one, since such layers see the padding of a batch
         alone = [
             generate(model, [prompt], max_new_tokens, sampling, context, eos_token, gather_vocab) for prompt in prompts
         ]
@@ -60,8 +61,8 @@ def generate(
 
 
 def sample_token(logits_V: Tensor, sampling: SamplingParams, position: int) -> int:
-    """The id of the token at `position` of a text: the likeliest at temperature 0, else drawn from the top_k likeliest
-    and, of those, from the likeliest that together have the probability top_p (arXiv:1904.09751 §3.1)."""
+    """Return the id of the token at `position` of a text: the likeliest at temperature 0, else a draw from the top_k
+    likeliest, and of those from the likeliest that together have the probability top_p (arXiv:1904.09751 §3.1)."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     if 0 < sampling.top_k < len(logits_V):

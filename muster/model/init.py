@@ -1,4 +1,4 @@
-"""Initial weights from (seed, name) alone: every plan begins with the same numbers."""
+"""Initial weights as a function of (seed, name) alone, so that every plan begins with the same values."""
 
 import hashlib
 
@@ -9,15 +9,16 @@ from muster.spec.model import ModelSpec
 
 
 def keyed_generator(seed: int, key: str) -> torch.Generator:
-    """A CPU generator whose draws depend on (seed, key) and on nothing that was drawn before."""
+    """Return a CPU generator whose draws depend on (seed, key) alone, not on earlier draws."""
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The whole tensor `name`: normal numbers, drawn in float32 whatever `dtype` is, so that all precisions agree.
+    """Draw the whole tensor `name` from a normal distribution, in float32 whatever `dtype` is, so that all precisions
+    agree.
 
-    A rank that holds a part draws the whole and cuts.
+    A rank that holds a shard draws the whole tensor and slices it.
     """
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     return values.normal_(0.0, std, generator=keyed_generator(seed, f"init/{name}")).to(dtype)
@@ -26,10 +27,10 @@ def draw(name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.
 def initial_value(
     spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The whole initial tensor of one parameter: ones for norms, zeros for biases, else normal.
+    """Return the whole initial tensor of one parameter: ones for norms, zeros for biases, else normal.
 
-    What adds to the residual stream is scaled by 1 / sqrt(2 · layers), as that many terms add up in it (GPT-2, 2.3),
-    where the model has it so.
+    With `scaled_residual`, weights that write to the residual stream are scaled by 1 / sqrt(2 · layers), since that
+    many terms add up there (GPT-2, section 2.3).
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype, device="cpu")
@@ -41,7 +42,7 @@ def initial_value(
 
 
 def init_stage(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Sets every parameter of an unsharded Decoder; one that was built on the meta device moves to the CPU first."""
+    """Set every parameter of an unsharded Decoder; one on the meta device moves to the CPU first."""
     if any(parameter.is_meta for parameter in module.parameters()):
         module.to_empty(device="cpu")
     with torch.no_grad():

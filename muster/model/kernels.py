@@ -1,7 +1,7 @@
-"""Small functions with a derivative written by hand, where what PyTorch composes moves several times the memory.
+"""Small functions with hand-written derivatives, where PyTorch's composition would move several times the memory.
 
-Eager training on a CPU is bound by memory traffic outside the matrix products. Each function here names what it saves
-for its backward, which is what `muster.cost.precision_bytes` counts. None can be differentiated twice.
+Eager training on a CPU is bound by memory traffic outside the matmuls. Each function names the tensors that it saves
+for its backward, which `muster.cost.memory` counts. None can be differentiated twice.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from muster.spec.model_components import Activation
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums, angles and the loss are computed for tensors of `dtype`: float32 at least."""
+    """Return the dtype of sums, angles and losses of tensors of `dtype`: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -40,15 +40,15 @@ class _RmsNorm(torch.autograd.Function):
         gx_ND = (g * x_wide).reshape(-1, width)
         grad_weight = torch.mv(gx_ND.t(), r.reshape(-1))
         # dL/dx = r·g·w − x·r³·mean(g·w·x)
-        pull = torch.mv(gx_ND, w).view(r.shape) * r.pow(3).div_(-width)
-        grad_x = (g * w).mul_(r).addcmul_(x_wide, pull)
+        norm_term = torch.mv(gx_ND, w).view(r.shape) * r.pow(3).div_(-width)
+        grad_x = (g * w).mul_(r).addcmul_(x_wide, norm_term)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x scaled to root mean square 1 over the last dimension, times `weight` (arXiv:1910.07467).
+    """Scale x to root mean square 1 over the last dimension, times `weight` (arXiv:1910.07467).
 
-    On a CPU PyTorch has no kernel for it and composes one that takes two to four times as long.
+    PyTorch has no CPU kernel for it and composes one that takes two to four times as long.
     """
     if x.device.type == "cpu":
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
@@ -60,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """The activation of each number. Saves x (and not the result, which the matrix product after it saves)."""
+    """Apply the activation to each element. Saves x, and not the result, which the next matmul saves."""
     if kind == "silu":
         return F.silu(x)
     if kind == "relu":
@@ -80,7 +80,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class _GatedActivation(torch.autograd.Function):
-    """Saves gate and up; the activation is computed again in the backward, which costs less than keeping it does."""
+    """Saves gate and up; the backward computes the activation again, which costs less than saving it."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
@@ -96,7 +96,7 @@ class _GatedActivation(torch.autograd.Function):
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
-    """activation(gate) · up (arXiv:2002.05202)."""
+    """Return activation(gate) · up (arXiv:2002.05202)."""
     return _GatedActivation.apply(gate, up, kind)  # type: ignore[return-value]
 
 
@@ -105,14 +105,15 @@ def gated_activation(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Ten
 
 
 class _ApplyRotary(torch.autograd.Function):
-    """Three passes over memory each way, where the written-out formula takes five and its derivative seven.
+    """Rotary embedding in three passes over memory each way; the written-out formula takes five, its derivative seven.
 
-    Saves nothing: the tables are constants that all layers share, so they hang on the context.
+    Saves nothing: the tables are constants that all layers share, kept on the context.
     """
 
     @staticmethod
     def forward(ctx: Any, x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
-        ctx.cos, ctx.sin = cos_S1D, sin_S1D
+        ctx.cos = cos_S1D
+        ctx.sin = sin_S1D
         return _rotate_pairs(x_BSHD, cos_S1D, sin_S1D, 1.0)
 
     @staticmethod
@@ -130,8 +131,8 @@ def _rotate_pairs(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor, sign: float)
 
 
 def apply_rotary(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
-    """Number i of each head's first half turned with number i of its second half by the angle of the tables.
+    """Rotate element i of each head's first half with element i of its second half by the angle of the tables.
 
-    This pairing is that of Hugging Face's Llama weights; Meta's own pairs neighbours.
+    This pairing is that of Hugging Face's Llama weights; Meta's own weights pair neighbours.
     """
     return _ApplyRotary.apply(x_BSHD, cos_S1D, sin_S1D)  # type: ignore[return-value]

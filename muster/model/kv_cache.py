@@ -1,4 +1,4 @@
-"""Keys and values of what a decoder has read, kept so that each new token costs one position."""
+"""Key/value cache of a decoder, with which each new token costs one position."""
 
 from functools import partial
 from types import TracebackType
@@ -13,15 +13,17 @@ LayerCache = dict[str, Tensor]
 
 
 class KvCache:
-    """A batch of texts that a whole decoder reads bit by bit, at most `capacity` positions of each.
+    """Cache for a batch of texts that a whole decoder reads piece by piece, at most `capacity` positions of each.
 
-    The texts end at the same position: text b begins at `starts_B[b]`, and what is read before that is padding, at
-    which nobody looks. Rotary positions count from the padding on, since only their differences matter. The decoder
-    reads through the cache between `with` and its end; its weights may be those of a tensor-parallel rank.
+    All texts end at the same position: text b begins at `starts_B[b]`, and the positions before it are padding that no
+    token attends to. Rotary positions count from the padding on, since only their differences matter. The decoder reads
+    through the cache inside the `with` block; its weights may be those of a tensor-parallel rank.
     """
 
     def __init__(self, model: Decoder, starts_B: Tensor, capacity: int) -> None:
-        self.model, self.starts_B, self.capacity = model, starts_B, capacity
+        self.model = model
+        self.starts_B = starts_B
+        self.capacity = capacity
         self.length = 0
         """Positions read so far."""
         self._padded = bool(starts_B.any())
@@ -38,14 +40,15 @@ class KvCache:
     ) -> None:
         for attention in self._attentions():
             del attention.core_attention
-        self.model.position_state.offset, self.model.position_state.starts_B = 0, None
+        self.model.position_state.offset = 0
+        self.model.position_state.starts_B = None
 
     def _attentions(self) -> list[Attention]:
         return [part for part in self.model.modules() if isinstance(part, Attention)]
 
     @torch.no_grad()
     def read(self, tokens_BS: Tensor) -> Tensor:
-        """The logits (B, V) after the last of these tokens, which follow those that were read before."""
+        """Read tokens that follow those read before, and return the logits (B, V) after the last one."""
         end = self.length + tokens_BS.shape[1]
         assert end <= self.capacity, f"{end} positions don't fit in {self.capacity}"
         self._visible = {window: self._visibility_mask(window, end) for window in self._windows()}
@@ -58,8 +61,10 @@ class KvCache:
         return {attention.window for attention in self._attentions()}
 
     def _visibility_mask(self, window: int | None, end: int) -> Tensor | None:
-        """Which keys each new position may look at, (B, 1, S, K); None: all. A position of the padding sees itself, as
-        the softmax of nothing is no number."""
+        """Return a mask of the keys that each new position attends to, (B, 1, S, K); None: all.
+
+        A padding position attends to itself, since the softmax over nothing is not a number.
+        """
         if end == self.length + 1 and not self._padded and (window is None or end <= window):
             return None
         key_K = torch.arange(end, device=self.starts_B.device)
@@ -77,8 +82,8 @@ class KvCache:
         _: Tensor | None,
         window: int | None,
     ) -> Tensor:
-        """Attention of the new positions to all so far, as far as the window reaches; `store` is what one layer
-        keeps."""
+        """Return attention of the new positions to all so far, as far as the window reaches; `layer_cache` is one
+        layer's."""
         end = self.length + k_BKSd.shape[2]
         whole = []
         for name, new in (("keys", k_BKSd), ("values", v_BKSd)):
@@ -91,11 +96,12 @@ class KvCache:
 
 
 class UncachedReader:
-    """Stands for a cache where layers are a plugin's, whose state nobody knows: all is read again for each token."""
+    """Stand-in for a cache with a plugin's layers, whose state is unknown: each token reads the whole text again."""
 
     def __init__(self, model: Decoder, starts_B: Tensor, capacity: int) -> None:
         assert not starts_B.any(), "one text at a time"
-        self.model, self.length = model, 0
+        self.model = model
+        self.length = 0
         self._read: Tensor | None = None
 
     def __enter__(self) -> "UncachedReader":
@@ -106,7 +112,7 @@ class UncachedReader:
 
     @torch.no_grad()
     def read(self, tokens_BS: Tensor) -> Tensor:
-        """As `KvCache.read`."""
+        """Read tokens that follow those read before, and return the logits (B, V) after the last one."""
         self._read = tokens_BS if self._read is None else torch.cat((self._read, tokens_BS), 1)
         self.length = self._read.shape[1]
         return self.model.next_logits(self._read)

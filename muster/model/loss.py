@@ -1,4 +1,4 @@
-"""The training loss as a sum, so that any cut of the batch adds up to the same number."""
+"""Training loss as a sum over labels, so that shards of a batch add up to the same value however it is sharded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,33 +14,35 @@ from muster.plugins.loader import error_location
 from muster.spec.errors import ConfigError, MusterError
 
 IGNORE_INDEX = -100
-"""The label of a position that does not count."""
+"""Label of a position that does not count."""
 
 _CHUNK_ELEMENTS = {"cpu": CPU_LOSS_CHUNK_LOGITS}
 _DEFAULT_CHUNK_ELEMENTS = GPU_LOSS_CHUNK_LOGITS
-"""Logits that are worked on at once: what stays in a core's cache, and elsewhere enough to fill a device."""
+"""Logits that are processed at once: as many as stay in a CPU core's cache, and elsewhere enough to fill a device."""
 
 
 @contextmanager
 def large_chunks() -> Iterator[None]:
-    """Losses within work on as many logits at once as on a GPU, wherever they run."""
-    own = _CHUNK_ELEMENTS.copy()
+    """Compute losses in this context in chunks as large as on a GPU, on any device."""
+    saved = _CHUNK_ELEMENTS.copy()
     _CHUNK_ELEMENTS.clear()
     try:
         yield
     finally:
-        _CHUNK_ELEMENTS.update(own)
+        _CHUNK_ELEMENTS.update(saved)
 
 
 class LossSums(NamedTuple):
     """Sums over the labels that count: scalars in float32 at least. Only `total` can be differentiated."""
 
     total: Tensor
-    """What training makes small: the two below together."""
+    """Loss that training minimizes: the sum of the two below."""
     cross_entropy: Tensor
     z_loss: Tensor
-    """The coefficient times log²(Z), where Z is the sum of the exponentials of a position's logits. It keeps log Z
-    near zero, where low precisions are exact (PaLM, arXiv:2204.02311 §5; there the coefficient is 1e-4)."""
+    """The coefficient times log²(Z), where Z is the sum of the exponentials of a position's logits.
+
+    It keeps log Z near zero, where low precisions are exact (PaLM, arXiv:2204.02311 §5, with a coefficient of 1e-4).
+    """
 
 
 def masked_sums(nll: Tensor, log_z: Tensor | None, valid: Tensor, z_loss_coefficient: float) -> tuple[Tensor, Tensor]:
@@ -74,11 +76,12 @@ def softmax_gradient_(p_NV: Tensor, factor_N: Tensor | None, row_N: Tensor, labe
 
 
 class _LossSums(torch.autograd.Function):
-    """Goes over the logits once, some rows at a time, and leaves their gradient (for a loss counted once) behind.
+    """Loss in one pass over the logits, some rows at a time, that replaces them by their gradient (of the unscaled
+    loss).
 
-    So the only large tensor is that gradient, in the dtype of the logits; it is what is saved. PyTorch's own function
-    makes four: float32 logits, log-probabilities, and a gradient of each. The backward scales the saved tensor in
-    place: autograd refuses to run it twice.
+    That gradient, in the dtype of the logits, is the only large tensor, and it is saved. PyTorch's own function makes
+    four: float32 logits, log-probabilities, and a gradient of each. The backward scales the saved tensor in place, so
+    autograd refuses to run it twice.
     """
 
     @staticmethod
@@ -117,19 +120,20 @@ class _LossSums(torch.autograd.Function):
 
 
 def loss_sums(logits_BSV: Tensor, labels_BS: Tensor, z_loss_coefficient: float = 0.0) -> LossSums:
-    """The cross-entropy and the z-loss of the logits, each summed over the labels other than −100."""
+    """Return cross-entropy and z-loss of logits (B, S, V), each summed over the labels (B, S) other than −100."""
     return LossSums(*_LossSums.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(), z_loss_coefficient))  # type: ignore[misc]
 
 
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Minus the log-probability of each label, summed over the labels other than −100: a scalar in float32 at least."""
+    """Return minus the log-probability of each label, summed over the labels other than −100: a scalar, float32 at
+    least."""
     return loss_sums(logits_BSV, labels_BS).total
 
 
 def plugin_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
-    """What a plugin's loss says of all logits at once; it is reported in the place of the cross-entropy.
+    """Return a plugin's loss of all logits at once; it is reported in place of the cross-entropy.
 
-    Raises ConfigError, with file and line, where it fails, and where it isn't one number that can be differentiated.
+    Raises ConfigError, with file and line, if the loss fails, or isn't one number that can be differentiated.
     """
     try:
         total = loss(logits_BSV.flatten(0, 1), labels_BS.flatten())
@@ -141,8 +145,10 @@ def plugin_loss_sums(loss: Callable[[Tensor, Tensor], Tensor], logits_BSV: Tenso
         raise ConfigError(f"train.loss: {where}: {type(error).__name__}: {error}") from error
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise ConfigError(f"train.loss: expected the sum over the labels that count, one number, got {shape}")
+        raise ConfigError(f"train.loss: expected one number, the sum over the labels other than -100, got {shape}")
     if logits_BSV.requires_grad and not total.requires_grad:
-        raise ConfigError("train.loss: expected a number that can be differentiated, got one that no logit leads to")
+        raise ConfigError(
+            "train.loss: expected a number that can be differentiated, got one that doesn't depend on the logits"
+        )
     total = total.reshape(())
     return LossSums(total, total.detach(), torch.zeros_like(total))

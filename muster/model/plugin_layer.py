@@ -1,4 +1,4 @@
-"""Layers of a model that a plugin registers: their parameters and what a forward does, found without memory."""
+"""Layers of a plugin's model: construction, and their parameters and operations, found without allocating memory."""
 
 from collections import Counter
 from functools import partial
@@ -26,7 +26,7 @@ PROJECT_OUT = ("project_out", "join")
 
 
 def make_plugin_layer(plugin: PluginModel, spec: ModelSpec, layer: int) -> nn.Module:
-    """One layer, on the device that torch makes things on. Raises ConfigError, with file and line, where that fails."""
+    """Build one layer on torch's current device. Raises ConfigError, with file and line, if that fails."""
     try:
         made = plugin.layer_class(spec, layer)
     except Exception as error:
@@ -39,13 +39,14 @@ def make_plugin_layer(plugin: PluginModel, spec: ModelSpec, layer: int) -> nn.Mo
 
 
 def parameter_shapes(plugin: PluginModel, spec: ModelSpec) -> tuple[NamedShape, ...]:
-    """The parameters of each layer. Raises ConfigError where layers differ, or hold what checkpoints don't."""
+    """Return the parameters of each layer. Raises ConfigError if layers differ, or hold state that checkpoints
+    don't."""
     with torch.device("meta"):
         first, last = (make_plugin_layer(plugin, spec, layer) for layer in (0, spec.num_layers - 1))
     shapes, others = (tuple((n, tuple(p.shape)) for n, p in one.named_parameters()) for one in (first, last))
     if not shapes or shapes != others:
-        what = "have other parameters than the first" if shapes else "have no parameters"
-        raise ConfigError(f"model {plugin.name}: its layers {what}; expected the same ones in all")
+        problem = "have other parameters than the first" if shapes else "have no parameters"
+        raise ConfigError(f"model {plugin.name}: its layers {problem}; expected the same parameters in all")
     if buffers := [name for name, _ in first.named_buffers()]:
         raise ConfigError(
             f"model {plugin.name}: its layer has the buffer {buffers[0]}, which checkpoints don't hold: make it a"
@@ -55,47 +56,47 @@ def parameter_shapes(plugin: PluginModel, spec: ModelSpec) -> tuple[NamedShape, 
 
 
 def trace_layer(plugin: PluginModel, spec: ModelSpec, seq_len: int, tp: int, precision: str) -> LayerTrace:
-    """What a forward of one sequence does. Raises ConfigError where it can't run on tensors without memory."""
+    """Trace the forward of one sequence. Raises ConfigError if it can't run on tensors without memory."""
     dtype = DTYPES.get(precision, torch.bfloat16)
     with FakeTensorMode():
         layer = make_plugin_layer(plugin, spec, 0)
         _shard_weights(layer, spec, tp, dtype)
-        seams = _count_projections(layer)
+        calls = _count_projections(layer)
         x_BSD = torch.empty(1, seq_len, spec.hidden_size, dtype=dtype, requires_grad=True)
         where = PositionState(spec)
         window = getattr(getattr(layer, "attn", None), "window", None)
         shared = *where.rotary_cos_sin(x_BSD), where.mask(window, x_BSD)
         given = [*layer.parameters(), *(one for one in shared if one is not None)]
-        followed = _OpTracer({_storage(one) for one in given})
+        tracer = _OpTracer({_storage(one) for one in given})
         try:
-            with torch.autograd.graph.saved_tensors_hooks(followed.save, lambda kept: kept), followed:
+            with torch.autograd.graph.saved_tensors_hooks(tracer.save, lambda kept: kept), tracer:
                 y_BSD = layer(x_BSD, *shared)
         except Exception as error:
-            raise _failed(plugin, "can't be followed on tensors without memory", error) from error
+            raise _failed(plugin, "can't be traced on tensors without memory", error) from error
     if not isinstance(y_BSD, Tensor) or y_BSD.shape != x_BSD.shape or y_BSD.dtype != dtype:
         got = f"{tuple(y_BSD.shape)}, {y_BSD.dtype}" if isinstance(y_BSD, Tensor) else type(y_BSD).__name__
         raise ConfigError(
-            f"model {plugin.name}: its layer makes {got} of a hidden state {tuple(x_BSD.shape)}, {dtype}: expected one"
-            " alike"
+            f"model {plugin.name}: its layer returns {got} for a hidden state {tuple(x_BSD.shape)}, {dtype}:"
+            " expected the same shape and dtype"
         )
     return LayerTrace(
-        tuple(followed.matmuls),
-        followed.attention_flops,
-        followed.streamed_bytes,
-        followed.kernels,
-        sum(followed.saved_bytes.values()),
-        followed.largest_bytes,
-        sum(seams[name] for name in PROJECT_IN),
+        tuple(tracer.matmuls),
+        tracer.attention_flops,
+        tracer.streamed_bytes,
+        tracer.kernels,
+        sum(tracer.saved_bytes.values()),
+        tracer.largest_bytes,
+        sum(calls[name] for name in PROJECT_IN),
     )
 
 
 class _OpTracer(TorchDispatchMode):
-    """Writes down the kernels that run within, and what autograd keeps."""
+    """Records the kernels that run in its context, and the tensors that autograd saves."""
 
     def __init__(self, given: set[int]) -> None:
         super().__init__()
         self._given = given
-        """Storages of parameters and of what all layers share."""
+        """Storages of parameters and of constants that all layers share."""
         self.matmuls: list[MatmulShape] = []
         self.saved_bytes: dict[int, int] = {}
         self.attention_flops = self.streamed_bytes = self.kernels = self.largest_bytes = 0
@@ -106,11 +107,11 @@ class _OpTracer(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace != "aten" or func.is_view or name.startswith(("empty", "new_empty", "detach")):
-            return made
-        tensors = [one for one in args if isinstance(one, Tensor)]
+            return result
+        tensors = [item for item in args if isinstance(item, Tensor)]
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiply(*tensors[-2:])
         elif name.startswith("_scaled_dot_product"):
@@ -118,13 +119,13 @@ class _OpTracer(TorchDispatchMode):
             width = query.shape[-1] + value.shape[-1]
             self.attention_flops += 2 * query.shape[:-1].numel() * key.shape[-2] * width
         else:
-            outs = made if isinstance(made, tuple | list) else (made,)
-            self.streamed_bytes += sum(one.nbytes for one in [*tensors, *outs] if isinstance(one, Tensor))
+            outputs = result if isinstance(result, tuple | list) else (result,)
+            self.streamed_bytes += sum(item.nbytes for item in [*tensors, *outputs] if isinstance(item, Tensor))
             self.kernels += 1
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor):
-                self.largest_bytes = max(self.largest_bytes, one.nbytes)
-        return made
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self.largest_bytes = max(self.largest_bytes, item.nbytes)
+        return result
 
     def _multiply(self, left: Tensor, right: Tensor) -> None:
         has_weight = bool({_storage(left), _storage(right)} & self._given)
@@ -137,7 +138,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _shard_weights(layer: nn.Module, spec: ModelSpec, tp: int, dtype: torch.dtype) -> None:
-    """Gives a layer weights such as the first of `tp` ranks computes with."""
+    """Give a layer the weight shapes of the first of `tp` tensor-parallel ranks."""
     for name, parameter in list(layer.named_parameters()):
         box, *_ = tp_shard(spec, f"layers.0.{name}", tuple(parameter.shape), tp, 0)
         owner, _, leaf = name.rpartition(".")
@@ -159,7 +160,7 @@ def _count_projections(layer: nn.Module) -> Counter[str]:
     return counts
 
 
-def _failed(own: PluginModel, what: str, error: Exception) -> ConfigError:
-    code = getattr(getattr(own.layer_class, "forward", None), "__code__", None)
-    where = error_location(Path(code.co_filename), error) if code is not None else own.name
-    return ConfigError(f"model {own.name}: its layer {what}: {where}: {type(error).__name__}: {error}")
+def _failed(plugin: PluginModel, problem: str, error: Exception) -> ConfigError:
+    code = getattr(getattr(plugin.layer_class, "forward", None), "__code__", None)
+    where = error_location(Path(code.co_filename), error) if code is not None else plugin.name
+    return ConfigError(f"model {plugin.name}: its layer {problem}: {where}: {type(error).__name__}: {error}")

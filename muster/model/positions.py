@@ -1,4 +1,4 @@
-"""What follows from positions alone: rotary angles, windows of attention, rows of learned positions."""
+"""Functions of positions alone: rotary angles, attention windows, rows of learned positions."""
 
 import math
 
@@ -19,10 +19,10 @@ def rotary_tables(
     device: torch.device,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, each (S, 1, head_dim); the two halves of the last dimension are alike.
+    """Return cos and sin of every angle, each (S, 1, head_dim); the two halves of the last dimension are equal.
 
-    Pair i at position t is turned by t · theta^(−2i / head_dim) (RoFormer, arXiv:2104.09864 §3.2.2), or by what
-    `scaling` makes of it, computed in float32 at least.
+    Pair i at position t is rotated by t · theta^(−2i / head_dim) (RoFormer, arXiv:2104.09864 §3.2.2), or by the scaled
+    angle under `scaling`, computed in float32 at least.
     """
     exponents_P = torch.arange(0, head_dim, 2, dtype=accumulation_dtype(dtype), device=device) / head_dim
     positions_S = torch.arange(seq_len, dtype=accumulation_dtype(dtype), device=device)
@@ -35,7 +35,7 @@ def rotary_tables(
 
 
 def scaled_frequencies(angle_P: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """The angle per position of each pair, as `scaling` changes it; sources in `RopeScaling`."""
+    """Return the angle per position of each pair under `scaling`; `RopeScaling` gives the sources."""
     if scaling.kind == "linear":
         return angle_P / scaling.factor
     assert scaling.original_positions is not None
@@ -49,8 +49,8 @@ def scaled_frequencies(angle_P: Tensor, theta: float, scaling: RopeScaling) -> T
 
 
 def _yarn_ramp(angle_P: Tensor, theta: float, scaling: RopeScaling, positions: int) -> Tensor:
-    """0 for pairs that turn more often than beta_fast in `positions`, 1 for those that turn less often than beta_slow,
-    and linear in the pair's index between (arXiv:2309.00071 §3.2)."""
+    """Return 0 for pairs that rotate more often than beta_fast in `positions`, 1 for those that rotate less often than
+    beta_slow, and values linear in the pair's index between (YaRN, arXiv:2309.00071 §3.2)."""
 
     def pair(turns: float) -> float:
         return len(angle_P) * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
@@ -64,7 +64,8 @@ def _yarn_ramp(angle_P: Tensor, theta: float, scaling: RopeScaling, positions: i
 
 
 def window_mask(seq_len: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to scores (S, S) where a position sees itself and the `window − 1` before it: 0, elsewhere −∞."""
+    """Return the term added to scores (S, S) of windowed attention: 0 where a position sees itself and the `window − 1`
+    before it, −∞ elsewhere."""
     at_S = torch.arange(seq_len, device=device)
     behind_SS = at_S.unsqueeze(1) - at_S
     seen_SS = (behind_SS >= 0) & (behind_SS < window)
@@ -72,36 +73,36 @@ def window_mask(seq_len: int, window: int, dtype: torch.dtype, device: torch.dev
 
 
 class PositionState:
-    """Where a decoder's hidden states stand in their sequences, and the constants that all its layers share.
+    """Positions of a decoder's hidden states in their sequences, and the constants of them that all layers share.
 
-    The constants are made at their first use, and again when a longer sequence, another dtype or another device comes.
-    They are no buffers of a module: nothing to save, to shard, or to lose when a module leaves the meta device.
+    The constants are made at their first use, and again for a longer sequence, another dtype or another device. They
+    are no buffers of a module: nothing to save, to shard, or to lose when a module leaves the meta device.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self.seq_len: int | None = None
-        """Positions of a sequence, where hidden states hold a part of it only."""
+        """Positions of a whole sequence; None: hidden states have all of them."""
         self.sequence_shard = 0
-        """Which of the equal parts it is."""
+        """Index of this rank's shard of the sequence."""
         self.offset = 0
-        """The position of the sequence's first hidden state."""
+        """Position of the sequence's first hidden state."""
         self.starts_B: Tensor | None = None
-        """Where each sequence's position 0 lies, where that is not the first."""
+        """Index of each sequence's position 0; None: 0 in all of them."""
         self.documents: Documents | None = None
-        """What the sequences of the next pass are made up of, where that is not one document each."""
+        """Documents of the next pass's sequences; None: each is one document."""
         self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._masks: dict[int, Tensor] = {}
 
     def rotary_cos_sin(self, x_BSD: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """cos and sin for all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim), or
-        (B, S, 1, head_dim) for sequences of several documents; None where the model has no rotary positions."""
+        """Return cos and sin of all S positions in the dtype and on the device of `x_BSD`, each (S, 1, head_dim), or
+        (B, S, 1, head_dim) for sequences of several documents; None for a model without rotary positions."""
         if self._spec.position != "rope":
             return None, None
         end, kind = self.offset + self._length(x_BSD), (x_BSD.dtype, x_BSD.device)
         tables = self._cos_sin
         if tables is None or len(tables[0]) < end or (tables[0].dtype, tables[0].device) != kind:
-            size = end if self.offset == 0 else 2 * end  # a text that grows would need a new table for each token
+            size = end if self.offset == 0 else 2 * end  # else generation would need a new table for each token
             spec = self._spec
             self._cos_sin = tables = rotary_tables(size, spec.head_dim, spec.rope_theta, *kind, spec.rope_scaling)
         if self.documents is not None:
@@ -109,7 +110,7 @@ class PositionState:
         return tables[0][self.offset : end], tables[1][self.offset : end]
 
     def mask(self, window: int | None, x_BSD: Tensor) -> Tensor | None:
-        """The `window_mask` of whole sequences; None where it would hide nothing."""
+        """Return the `window_mask` of whole sequences; None if it would hide nothing."""
         length = self._length(x_BSD)
         if window is None or length <= window:
             return None
@@ -119,7 +120,7 @@ class PositionState:
         return mask if len(mask) == length else mask[:length, :length]
 
     def learned_rows(self, weight_PD: Tensor, x_BSD: Tensor) -> Tensor:
-        """Of a table with a vector for each position, those of the hidden states: (S, D) or (B, S, D)."""
+        """Return the rows of a table of learned positions (P, D) for the hidden states: (S, D) or (B, S, D)."""
         count = x_BSD.shape[1]
         begin = self.offset + self.sequence_shard * count
         if self.documents is not None:
@@ -130,7 +131,7 @@ class PositionState:
         return weight_PD[(at_S - self.starts_B.unsqueeze(1)).clamp(min=0)]
 
     def shared_constants(self) -> list[Tensor]:
-        """The constants that autograd keeps for a backward, and that no micro-batch has to itself."""
+        """Return the constants that autograd saves for a backward and that all micro-batches share."""
         return list(self._masks.values())
 
     def _length(self, x_BSD: Tensor) -> int:

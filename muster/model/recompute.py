@@ -1,9 +1,9 @@
-"""Recompute: what a layer's backward needs but its forward doesn't keep.
+"""Activation recompute: tensors that a layer's backward needs and its forward doesn't save.
 
-full: only the layer's input is kept, and the backward runs the layer's forward again until all that it needs is there.
-selective: kept is what costs a matrix product or attention; the outputs of the norms and the product of the gated
-linear unit, a pass over memory each, are made again (selective recomputation: arXiv:2205.05198 §5, whose costly bytes,
-the attention scores, flash attention never writes).
+full: only the layer's input is saved; the backward runs the layer's forward again. elementwise: results of matmuls and
+attention are saved; the outputs of the norms and of the gated linear unit, one pass over memory each, are computed
+again (selective recomputation: arXiv:2205.05198 §5, whose large tensors, the attention scores, flash attention never
+writes).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from muster.spec.plan import Recompute
 
 
 def apply_recompute(layer: Layer, recompute: Recompute) -> None:
-    """Makes a layer's passes keep what `recompute` says."""
+    """Let a layer's passes save what `recompute` asks for."""
     if recompute == "elementwise":
         layer.attn.recomputable = layer.mlp.recomputable = recomputed  # type: ignore[assignment]
     if recompute == "full":
@@ -27,7 +27,8 @@ def apply_recompute(layer: Layer, recompute: Recompute) -> None:
 
 
 def _checkpointed(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Any) -> Tensor:
-    """`forward`, of which autograd keeps `x_BSD` alone: all layers share the rest. Nothing in it is random."""
+    """Run `forward`, of which autograd saves `x_BSD` alone: all layers share the other arguments. Nothing in it is
+    random."""
 
     def run(x_BSD: Tensor) -> Tensor:
         return forward(x_BSD, *shared)
@@ -36,9 +37,10 @@ def _checkpointed(forward: Callable[..., Tensor], x_BSD: Tensor, *shared: Any) -
 
 
 def recomputed(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume: Callable[..., Any], *args: Any) -> Any:
-    """`consume(make(*inputs), *args)`, where autograd keeps no result of `make`: the backward makes it again.
+    """Return consume(make(*inputs), *args), where autograd doesn't save the result of `make`: the backward computes it
+    again.
 
-    `make` must keep `inputs` for its own backward, or they would be kept here.
+    `make` must save `inputs` for its own backward; otherwise they would be saved here as well.
     """
     made = make(*inputs)
     recipe = _RecomputedTensor(made, partial(make, *(x.detach() for x in inputs)))
@@ -47,7 +49,7 @@ def recomputed(make: Callable[..., Tensor], inputs: tuple[Tensor, ...], consume:
 
 
 class _RecomputedTensor:
-    """Stands for a tensor among those that autograd saves; made at its first use, dropped at its last."""
+    """Placeholder for a saved tensor: computed at its first use in the backward, dropped after its last."""
 
     def __init__(self, made: Tensor, make: Callable[[], Tensor]) -> None:
         self._location, self._numel, self._make = _memory_location(made), made.numel(), make
@@ -55,7 +57,7 @@ class _RecomputedTensor:
         self._value: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | torch.Size:
-        """The shape alone of the tensor or of a view of all of it; any other tensor as it is."""
+        """Return only the shape of the tensor or of a view of all of it; any other tensor unchanged."""
         if _memory_location(tensor) != self._location or tensor.numel() != self._numel:
             return tensor
         self._uses += 1
@@ -67,12 +69,13 @@ class _RecomputedTensor:
         if self._value is None:
             with torch.no_grad():
                 self._value = self._make()
-        made, self._uses = self._value, self._uses - 1
+        value = self._value
+        self._uses -= 1
         if self._uses == 0:
             self._value = None
-        return made.view(packed)
+        return value.view(packed)
 
 
 def _memory_location(tensor: Tensor) -> tuple[Any, Any]:
-    """Where a tensor lies: its storage, which fake tensors have too, and where in it the tensor begins."""
+    """Return a tensor's memory location: its storage, which fake tensors have too, and its offset in it."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -1,4 +1,4 @@
-"""Seeing what autograd keeps for the backward pass, and counting it: the measured side of the activation memory."""
+"""Observation of the tensors that autograd saves for the backward: the measured side of activation memory."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,14 @@ _OBSERVERS: list[Callable[[Tensor], None]] = []
 
 @contextmanager
 def observe_saved_tensors(observer: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `see` with each tensor that autograd saves meanwhile. Of hooks that are nested, PyTorch calls the innermost
-    alone: here each one sees all."""
+    """Call `observer` with each tensor that autograd saves in this context.
+
+    PyTorch calls only the innermost of nested hooks; here each observer sees all tensors.
+    """
 
     def pack(tensor: Tensor) -> Tensor:
-        for one in _OBSERVERS:
-            one(tensor)
+        for observe in _OBSERVERS:
+            observe(tensor)
         return tensor
 
     _OBSERVERS.append(observer)
@@ -28,10 +30,11 @@ def observe_saved_tensors(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def count_saved_bytes(fn: Callable[[], object], params: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps while the graph of fn's result lives: distinct storages, those of `params` left out.
+    """Return the bytes that autograd saves while the graph of fn's result lives: distinct storages without those of
+    `params`.
 
-    `params` is read after `fn` has run, so a generator over parameters that were gathered meanwhile sees those; a
-    storage that was freed again (as a resharded parameter's is) counts nothing. `fn` runs a forward pass.
+    `params` is read after `fn` has run, so a generator yields parameters that were gathered meanwhile; a storage that
+    was freed again (such as a resharded parameter's) counts nothing. `fn` runs a forward pass.
     """
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -44,5 +47,6 @@ def count_saved_bytes(fn: Callable[[], object], params: Iterable[Tensor]) -> int
     for param in params:
         saved.pop(param.untyped_storage()._cdata, None)
     total = sum(storage.nbytes() for storage in saved.values())
-    del result  # the graph had to live until here, or its tensors would have been freed and their places used again
+    del result  # the graph had to live until here, or freed storages would have been reused and counted once
+
     return total

@@ -1,4 +1,4 @@
-"""AdamW over the local tensors of one rank, with a state that exists from the start and has names."""
+"""AdamW over one rank's local tensors, with a state that exists from the start and has names."""
 
 from collections.abc import Mapping
 

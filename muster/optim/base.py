@@ -1,4 +1,4 @@
-"""What every optimizer is: a step over the local tensors of one rank, and a state that exists from the start."""
+"""Base classes of optimizers: a step over one rank's local tensors, and a state that exists from the start."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from muster.parallel.world import World
 
 
 class Optimizer(ABC):
-    """Changes leaf tensors in place; the caller sets their `.grad`, which the optimizer only reads.
+    """Optimizer that changes leaf tensors in place; the caller sets their `.grad`, which the optimizer only reads.
 
-    `params` are by name: a parameter of which the rank holds nothing may be there as an empty tensor or be left out.
+    `params` are by name: a parameter of which the rank holds nothing may be given as an empty tensor or left out.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = dict(params)
         self.step_count = 0
-        """Steps taken so far. It is to be set when a state is loaded."""
+        """Steps taken so far; to be set when a state is loaded."""
 
     @classmethod
     def build(
@@ -36,7 +36,7 @@ class Optimizer(ABC):
         return cls(config, params)  # type: ignore[call-arg, arg-type]
 
     def step(self, lr: float) -> None:
-        """One step with the learning rate `lr`. Where ranks share a matrix, all of them must call it."""
+        """Take one step with the learning rate `lr`; where ranks share a matrix, all of them must call it."""
         with torch.no_grad():
             self._update(lr)
         self.step_count += 1
@@ -46,16 +46,17 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, tuple[str, Tensor]]:
-        """By stored name (`NAME.exp_avg`): whose state it is (NAME), and the tensor itself, which loading fills.
+        """Return by stored name (`NAME.exp_avg`) the parameter's name (NAME) and the state tensor, which loading fills.
 
         Each has the shape and layout of its parameter.
         """
 
 
 class ElementwiseOptimizer(Optimizer):
-    """One whose update of a number depends on that number's own history alone, so that sharding can't change it.
+    """Optimizer that updates each element from its own history alone, so that sharding can't change the result.
 
-    The parameters with a gradient are updated in at most two lists: those that decay and those that don't.
+    Its state is the one that its entry in `muster.config.optimizers` declares. Parameters with a gradient are updated
+    in at most two lists: those with weight decay and those without.
     """
 
     def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
@@ -91,5 +92,5 @@ class ElementwiseOptimizer(Optimizer):
 
 
 def has_decay(name: str, param: Tensor) -> bool:
-    """Whether a parameter decays: matrices do, but not embeddings."""
+    """Tell if weight decay applies to a parameter: to matrices other than embeddings."""
     return param.ndim >= 2 and not skips_weight_decay(name)

@@ -1,4 +1,4 @@
-"""Matrices that lie in parts on several ranks: each is brought together on its owner, and given back in parts."""
+"""Matrices sharded over several ranks: each is gathered on its owner, updated there as a whole, and scattered again."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from muster.spec.errors import MusterError
 
 
 class MatrixBatch:
-    """Matrices that travel together: at most one message from any member to any other, there and back."""
+    """Matrices that travel together: at most one message from any member to any other, each way."""
 
     def __init__(
         self, matrices: Sequence[OwnedMatrix], peers: PeerGroup, dtype: torch.dtype, device: torch.device
@@ -27,7 +27,7 @@ class MatrixBatch:
         self._scatter_receives = [boxes_from_owner(matrices, me, owner) for owner in members]
 
     def gather(self, parts: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """The whole matrices that this rank owns, made of every member's parts (by matrix, box by box)."""
+        """Return the whole matrices that this rank owns, made of every member's parts (by matrix, box by box)."""
         sends = [self._pack(parts[item.name][item.index] for item in items) for items in self._gather_sends]
         wholes = {n: torch.empty(shape, dtype=self._dtype, device=self._device) for n, shape in self._shapes.items()}
         for item, tensor in self._exchange(sends, self._gather_receives):
@@ -35,11 +35,11 @@ class MatrixBatch:
         return wholes
 
     def scatter(self, wholes: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """This rank's parts of all matrices (box by box), cut from what each owner has as a whole."""
+        """Return this rank's parts of all matrices (box by box), cut from their owners' whole ones."""
         sends = [self._pack(wholes[item.name][item.box.slices] for item in items) for items in self._scatter_sends]
         parts: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for item, tensor in self._exchange(sends, self._scatter_receives):
-            parts[item.name].append(tensor)  # a matrix has one owner, who sends its boxes in the holder's order
+            parts[item.name].append(tensor)  # a matrix has one owner, which sends its boxes in the holder's order
         return parts
 
     def _pack(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -49,7 +49,7 @@ class MatrixBatch:
     def _exchange(
         self, sends: Sequence[Tensor], expected: Sequence[Sequence[BoxMove]]
     ) -> Iterable[tuple[BoxMove, Tensor]]:
-        """The expected items, by sending member, each with what was received for it in the shape of its box."""
+        """Yield the expected boxes, by sending member, each with its received tensor in the shape of the box."""
         sizes = [[item.box.numel for item in items] for items in expected]
         receives = [torch.empty(sum(numels), dtype=self._dtype, device=self._device) for numels in sizes]
         self._peers.all_to_all(sends, receives)
@@ -65,9 +65,9 @@ def assign_matrices(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[MatrixBatch]:
-    """The matrices with these (global) shapes, of which this rank holds `boxes`, in batches and with owners.
+    """Assign the matrices with these global shapes, of which this rank holds `boxes`, to batches and owners.
 
-    All ranks of the world must call it. Raises MusterError when the members' boxes don't make up a matrix.
+    All ranks of the world must call it. Raises MusterError if the members' boxes don't cover a matrix.
     """
     everyone = peers.all_gather_object(dict(boxes))
     batches = []
@@ -76,13 +76,13 @@ def assign_matrices(
         matrices = [OwnedMatrix(name, shapes[name], held[name], owner) for name, owner in owners.items()]
         if broken := [matrix.name for matrix in matrices if not matrix.is_whole]:
             ranks = ", ".join(map(str, peers.ranks))
-            raise MusterError(f"{broken[0]}: expected ranks {ranks} to hold every number once, or in equal boxes")
+            raise MusterError(f"{broken[0]}: expected ranks {ranks} to hold every element once, or in equal boxes")
         batches.append(MatrixBatch(matrices, peers, dtype, device))
     return batches
 
 
 def box_views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
-    """A view of each box of a local tensor, which holds several of them one after the other."""
+    """Return a view of each box of a local tensor that stores several of them one after the other."""
     if len(boxes) == 1:
         return [local]
     flats = local.view(-1).split([box.numel for box in boxes]) if boxes else ()

@@ -1,4 +1,4 @@
-"""Lion: steps of one size, in the direction of the sign of a mean gradient."""
+"""Lion: steps of constant size, in the direction of the sign of a mean gradient."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from muster.optim.base import ElementwiseOptimizer
 class Lion(ElementwiseOptimizer):
     """The step is lr · sign(β₁ m + (1 − β₁) g), then m = β₂ m + (1 − β₂) g (X. Chen et al., arXiv:2302.06675, Alg. 2).
 
-    It wants a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger (§5).
+    It needs a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger (§5).
     """
 
     def _update_group(

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal, for the matrices of the layers; AdamW for all else.
+"""Muon: orthogonalized momentum for the matrices of the decoder layers, AdamW for all other parameters.
 
 K. Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://kellerjordan.github.io/posts/muon/
 """
@@ -21,15 +21,17 @@ from muster.optim.peer_exchange import PeerGroup
 from muster.parallel.world import World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the published quintic: steep at 0, so that five steps bring nearly all singular values to about 0.7 … 1.2."""
+"""Coefficients of the published quintic: steep at 0, so that five steps bring nearly all singular values to 0.7 …
+1.2."""
 EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """A matrix is made orthogonal as a whole, however it is sharded, so that plans change an update by rounding only.
+    """Muon over one rank's local tensors.
 
-    Its parts travel to one rank of those that share it, and the parts of the result travel back; each of these ranks
-    does about the same share of the work. Replicas do the same work each, and get the same bits.
+    A matrix is orthogonalized as a whole, however it is sharded, so that plans change an update by rounding only. Its
+    parts travel to one of the ranks that share it, and the parts of the result travel back; these ranks share the work
+    about equally. Data-parallel replicas repeat the same work and get the same bits.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Muon(Optimizer):
         self._adamw = AdamW(config, {name: param for name, param in params.items() if name not in self._layouts})
         self._momentum = {name: torch.zeros_like(params[name]) for name in self._layouts if name in params}
         kinds = [(param.dtype, param.device) for param in params.values()]
-        # A rank that holds no parameter at all owns matrices too: it learns their dtype from the others.
+        # A rank that holds no parameters may own matrices, too: it learns their dtype from the others.
         dtype = next(
             (found for found in peers.all_gather_object(kinds[0][0] if kinds else None) if found), torch.float32
         )
@@ -81,8 +83,9 @@ class Muon(Optimizer):
                 self._apply(name, updates[name], matrix_lr)
 
     def _update_direction(self, name: str) -> list[Tensor]:
-        """The momentum with this step's gradient in it, by box. A gradient that is missing counts as zero."""
-        momentum, beta = self._momentum[name], self._config.momentum
+        """Return the momentum with this step's gradient in it, by box. A missing gradient counts as zero."""
+        momentum = self._momentum[name]
+        beta = self._config.momentum
         grad = self.params[name].grad
         grad = torch.zeros_like(momentum) if grad is None else grad
         momentum.lerp_(grad, 1 - beta)
@@ -90,7 +93,8 @@ class Muon(Optimizer):
         return box_views(direction.to(self._dtype), self._layouts[name].boxes)
 
     def _apply(self, name: str, updates: list[Tensor], lr: float) -> None:
-        layout, param = self._layouts[name], self.params[name]
+        layout = self._layouts[name]
+        param = self.params[name]
         factor = lr * update_scale(self._config.muon_scale, *layout.shape)
         param.mul_(1 - lr * self._config.weight_decay)
         for view, update in zip(box_views(param, layout.boxes), updates, strict=True):
@@ -98,7 +102,7 @@ class Muon(Optimizer):
 
 
 def update_scale(kind: str, rows: int, cols: int) -> float:
-    """What an orthogonal matrix is multiplied by.
+    """Return the factor of an orthogonal update.
 
     match_rms gives it the root mean square of AdamW's updates, about 0.2 (J. Liu et al., Muon is Scalable for LLM
     Training, arXiv:2502.16982 §2.2); original is K. Jordan's.
@@ -107,7 +111,8 @@ def update_scale(kind: str, rows: int, cols: int) -> float:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """About the nearest (semi-)orthogonal matrix U Vᵀ of U S Vᵀ, by Newton–Schulz steps in the matrix's own dtype."""
+    """Return nearly the closest (semi-)orthogonal matrix U Vᵀ of U S Vᵀ, by Newton–Schulz steps in the matrix's
+    dtype."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix

@@ -1,4 +1,4 @@
-"""The ranks that share matrices, and how they hand parts of them to each other."""
+"""Exchange of tensors between the ranks that share matrices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,38 +16,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PeerGroup:
-    """The ranks that hold the same stages and together one whole copy of them. All of them call `swap` at once."""
+    """Ranks that hold the same stages and together one whole copy of them; all of them call `all_to_all` at once."""
 
     world: World | None
     ranks: tuple[int, ...]
-    """World ranks, rising. The n-th of them is member n."""
+    """World ranks in rising order; the n-th of them is member n."""
     member: int
-    """Which member this rank is."""
+    """Index of this rank among the members."""
 
     @classmethod
     def from_world(cls, world: World | None) -> "PeerGroup":
-        """This rank's peers: the same stages, the same replica. None stands for a process alone."""
+        """Return this rank's peers: those with the same stages in the same data-parallel replica. None: a single
+        process."""
         if world is None:
             return cls(None, (0,), 0)
         at = [coordinates_of(world.plan, rank) for rank in range(world.size)]
-        own = (world.at.pp, world.at.dp_replicate)
-        ranks = tuple(rank for rank in range(world.size) if (at[rank].pp, at[rank].dp_replicate) == own)
+        local = (world.at.pp, world.at.dp_replicate)
+        ranks = tuple(rank for rank in range(world.size) if (at[rank].pp, at[rank].dp_replicate) == local)
         return cls(world, ranks, ranks.index(world.rank))
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors lie."""
+        """Device of this rank's tensors."""
         return self.world.device if self.world else torch.device("cpu")
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every member's `value`, by member. All ranks of the world must call it; for small things only."""
+        """Return every member's `value`, by member; all ranks of the world must call it. For small objects only."""
         values = self.world.all_gather_object(value) if self.world else [value]
         return [values[rank] for rank in self.ranks]
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """Sends `sends[n]` to member n, and fills `receives[n]` with what member n sends here.
+        """Send `sends[n]` to member n, and fill `receives[n]` with the tensor that member n sends here.
 
-        All are contiguous and of one dtype. Empty ones are left out, on both sides.
+        All tensors are contiguous and of one dtype. Empty ones are left out, on both sides.
         """
         receives[self.member].copy_(sends[self.member])
         operations = [

@@ -1,4 +1,4 @@
-"""Optimizers that plugins register: `torch.optim.Optimizer`s over the local tensors of one rank."""
+"""Plugins' optimizers: `torch.optim.Optimizer`s over one rank's local tensors."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,13 +15,15 @@ from muster.plugins.registry import get_component
 from muster.spec.errors import ConfigError, MusterError
 
 STEP_COUNT = "step"
-"""The one number, beside tensors of a parameter's shape, that a state may hold: how many steps were made."""
+"""Name of the only state that isn't a tensor of the parameter's shape: the number of steps taken."""
 
 
 class TorchOptimizerAdapter(Optimizer):
-    """Lets a registered optimizer step, with a state that exists from the start: the one after a step of zero gradients
-    at a learning rate of zero. Weight decay is Muster's, decoupled (arXiv:1711.05101), so that all optimizers mean the
-    same by it."""
+    """Adapter of a plugin's optimizer, with a state that exists from the start.
+
+    That state is the one after a step of zero gradients at a learning rate of zero. Weight decay is Muster's, decoupled
+    (arXiv:1711.05101), so that it means the same for all optimizers.
+    """
 
     def __init__(self, config: OptimConfig, params: Mapping[str, Tensor]) -> None:
         super().__init__(params)
@@ -81,7 +83,8 @@ def _make(plugin: PluginOptimizer, options: Mapping[str, Any], params: Iterable[
 
 
 def _step(plugin: PluginOptimizer, optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Raises ConfigError, with file and line, where the optimizer fails, as one does that wants a closure."""
+    """Take one step. Raises ConfigError, with file and line, if the optimizer fails, as one does that needs a
+    closure."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     try:
@@ -98,31 +101,30 @@ def _step(plugin: PluginOptimizer, optimizer: torch.optim.Optimizer, lr: float) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether ranks may hold parts
+# Check that ranks may hold shards
 
 
 def probe_state(plugin: PluginOptimizer, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The state tensors that the optimizer keeps for each parameter, found by letting it step on a small matrix.
+    """Return the names of the optimizer's state tensors, found by stepping on a small matrix.
 
-    Raises ConfigError where a matrix that is cut doesn't change as the whole one does, where the state holds something
-    that is neither of the parameter's shape nor the count of steps, or where parameters move at a learning rate of 0.
+    Raises ConfigError if a sharded matrix changes differently from the whole one, if the state holds something that is
+    neither of the parameter's shape nor the number of steps, or if parameters move at a learning rate of 0.
     """
     generator = torch.Generator().manual_seed(0)
     matrix, *gradients = (torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(4))
     whole, state = _run_steps(plugin, options, matrix, gradients)
-    for dim, words in ((0, "rows"), (1, "columns")):
+    for dim, dim_name in ((0, "rows"), (1, "columns")):
         parts = zip(matrix.chunk(2, dim), *(gradient.chunk(2, dim) for gradient in gradients), strict=True)
         cut = torch.cat([_run_steps(plugin, options, part, grads)[0] for part, *grads in parts], dim)
         if not torch.allclose(cut, whole, rtol=1e-6, atol=1e-12):
             raise ConfigError(
-                f"optimizer {plugin.name} changes a matrix that is cut by {words} in another way than the whole"
-                f" one, but"
-                " ranks hold parts of matrices: expected one whose update of a number depends on that number's own"
-                " gradients alone (Muster's muon is for whole matrices)"
+                f"optimizer {plugin.name} changes a matrix that is sharded by {dim_name} differently from the whole"
+                " one, but ranks hold shards of matrices: expected an elementwise update, where each element depends on"
+                " its own gradients alone (Muster's muon updates whole matrices)"
             )
     still, _ = _run_steps(plugin, options, matrix, [torch.zeros_like(matrix)], lr=0.0)
     if not torch.equal(still, matrix):
-        raise ConfigError(f"optimizer {plugin.name} moves parameters at a learning rate of 0: it must not")
+        raise ConfigError(f"optimizer {plugin.name} changes parameters at a learning rate of 0, which it must not")
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == matrix.shape:
             continue
@@ -130,7 +132,7 @@ def probe_state(plugin: PluginOptimizer, options: Mapping[str, Any]) -> tuple[st
             shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ConfigError(
                 f"optimizer {plugin.name} keeps {name} {shape} for a parameter of shape {tuple(matrix.shape)}: expected"
-                f" tensors of the parameter's shape, which ranks can hold parts of, and the count of steps as"
+                f" tensors of the parameter's shape, which ranks can shard, and the number of steps as"
                 f" '{STEP_COUNT}'"
             )
     return tuple(name for name in state if name != STEP_COUNT)
@@ -139,7 +141,7 @@ def probe_state(plugin: PluginOptimizer, options: Mapping[str, Any]) -> tuple[st
 def _run_steps(
     plugin: PluginOptimizer, options: Mapping[str, Any], matrix: Tensor, gradients: Iterable[Tensor], lr: float = 0.1
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A matrix after steps with these gradients, and the state."""
+    """Return a matrix after steps with these gradients, and the optimizer's state."""
     param = matrix.clone().requires_grad_()
     optimizer = _make(plugin, options, [param])
     for gradient in gradients:

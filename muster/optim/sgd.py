@@ -7,7 +7,7 @@ from muster.optim.base import ElementwiseOptimizer
 
 
 class SGD(ElementwiseOptimizer):
-    """m = momentum · m + g; the step is lr · m, with Nesterov lr · (g + momentum · m).
+    """SGD with momentum: m = momentum · m + g; the step is lr · m, with Nesterov lr · (g + momentum · m).
 
     Nesterov's form is that of I. Sutskever et al. (ICML 2013). Weight decay is decoupled (SGDW, arXiv:1711.05101 §2).
     """
@@ -15,7 +15,8 @@ class SGD(ElementwiseOptimizer):
     def _update_group(
         self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], lr: float
     ) -> None:
-        momentum, updates = self.config.momentum, grads
+        momentum = self.config.momentum
+        updates = grads
         if momentum:
             torch._foreach_mul_(state["momentum"], momentum)
             torch._foreach_add_(state["momentum"], grads)

@@ -1,6 +1,6 @@
-"""Ranks that only meet: they show that processes can be started and reach each other, and how fast.
+"""Ranks that only all-reduce, to check that processes can be started and reach each other, and how fast.
 
-`python -m muster.probe.all_reduce_check N` starts them and prints what they found, as one line of JSON.
+`python -m muster.probe.all_reduce_check N` starts N of them and prints their result as one line of JSON.
 """
 
 import json
@@ -28,7 +28,7 @@ _FOUND = "found.json"
 
 
 def all_reduce_on_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Adds up with the others, a few times. Rank 0 leaves what it took."""
+    """All-reduce with the other ranks a few times; rank 0 writes the bandwidth to a file."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
         values = torch.ones(MESSAGE_BYTES // 4, device=world.device)
@@ -48,8 +48,10 @@ def all_reduce_on_rank(folder: Path, store: dist.Store, rank: int, world_size: i
 
 
 def check_across_nodes(team: LauncherGroup, num_ranks: int, limit_s: float) -> tuple[ExitStatus, dict[str, Any]]:
-    """Lets `num_ranks` ranks of each node meet; all launchers call it. Returns how that ended and, on node 0, what was
-    found: bytes_per_s, device, seconds."""
+    """Run `num_ranks` ranks on each node; all launchers must call it.
+
+    Returns the outcome and, on node 0, the results: bytes_per_s, device, seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()
         log_path(folder, 0).parent.mkdir()  # each node has a folder of its own here, not the one that a run shares
@@ -61,7 +63,7 @@ def check_across_nodes(team: LauncherGroup, num_ranks: int, limit_s: float) -> t
 
 
 def check_on_this_node(num_ranks: int) -> int:
-    """Starts the ranks, prints what they found, returns how they ended."""
+    """Start the ranks, print their results and return their exit code."""
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as place:
         folder, begin = Path(place), time.perf_counter()
         command = rank_command("muster.probe.all_reduce_check", folder, num_ranks)

@@ -1,4 +1,4 @@
-"""Times of collectives and of messages between ranks, by size, while all ranks work."""
+"""Measurement of collectives and messages between ranks, by size, while all ranks work."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +19,27 @@ CollectiveTimes = dict[str, list[tuple[int, int, float]]]
 
 
 def time_collectives(world: World, ranks_per_core: float, sizes: Sequence[int] = BYTES) -> CollectiveTimes:
-    """Collective → (ranks, bytes, seconds) on this rank, over groups of 2, 4, … neighbours and over all ranks.
+    """Return collective → (ranks, bytes, seconds) on this rank, over groups of 2, 4, … neighbours and over all ranks.
 
-    All ranks must call it together. Where `crowding` ranks share each core, a time is the CPU time of the rank or its
-    share of the time that passed, whichever is more: the rest is latency.
+    All ranks must call it together. Where `ranks_per_core` ranks share each core, a time is the larger of the rank's
+    CPU time and its share of the wall-clock time; the latter is larger for latency.
     """
     found: CollectiveTimes = {}
     groups = sorted({size for size in (2, 4, 8, 16) if size < world.size and world.size % size == 0} | {world.size})
     for size in groups:
-        own = None
+        local_group = None
         for first in range(0, world.size, size):
             group = dist.new_group(list(range(first, first + size)))
-            own = group if first <= world.rank < first + size else own
-        assert isinstance(own, dist.ProcessGroup)
+            local_group = group if first <= world.rank < first + size else local_group
+        assert isinstance(local_group, dist.ProcessGroup)
         for count in sizes:
-            for name, call in _calls(own, size, count, world):
+            for name, call in _calls(local_group, size, count, world):
                 found.setdefault(name, []).append((size, count, _time(call, world, ranks_per_core)))
     return found
 
 
 def _calls(group: dist.ProcessGroup, size: int, count: int, world: World) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each moves `count` bytes, as the call is given them."""
+    """Yield the collectives by name; `count` is the size in bytes of the tensor that a call is given."""
     x = torch.ones(count // 4, device=world.device)
     yield "all_reduce", lambda: dist.all_reduce(x, group=group)
     if count * size <= 4 * MAX_BYTES:
@@ -62,7 +62,8 @@ def _round_trip(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _time(call: Callable[[], object], world: World, ranks_per_core: float) -> float:
-    passed_s, cpu_s = [], []
+    wall_s: list[float] = []
+    cpu_s: list[float] = []
     for _ in range(REPEATS):
         world.barrier()
         if world.device.type == "cuda":
@@ -71,16 +72,16 @@ def _time(call: Callable[[], object], world: World, ranks_per_core: float) -> fl
         call()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        passed_s.append(perf_counter() - start_s)
+        wall_s.append(perf_counter() - start_s)
         cpu_s.append(process_time() - start_cpu_s)
-    # The faster ones: what disturbs is seldom there, and always makes it slower.
-    place = REPEATS // 4
-    share_s = sorted(passed_s)[place] / ranks_per_core
-    return share_s if ranks_per_core == 1 else max(share_s, sorted(cpu_s)[place])
+    # The faster quarter's end: disturbances are rare and always make a call slower.
+    quartile = REPEATS // 4
+    share_s = sorted(wall_s)[quartile] / ranks_per_core
+    return share_s if ranks_per_core == 1 else max(share_s, sorted(cpu_s)[quartile])
 
 
 def ranks_per_core_of(world: World) -> float:
-    """Ranks of this machine that want each core; 1 where each has a device of its own."""
+    """Return the ranks of this machine that share each core; 1 if each has a device of its own."""
     if world.device.type != "cpu":
         return 1.0
     return max(1.0, world.size / len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Whole steps beside the sum of their parts: what ranks that train together take from each other."""
+"""Contention between ranks that train together: whole measured steps against the sum of their measured parts."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -26,26 +26,26 @@ WARM_UP_STEPS, STEPS = 2, 5
 
 @dataclass(frozen=True)
 class RandomDataset:
-    """As much of a Dataset as a step reads: any tokens, all of which count."""
+    """Minimal Dataset of random tokens, all of which count."""
 
     vocab_size: int
     seq_len: int
 
     def num_valid_tokens(self, first: int, count: int) -> int:
-        """All labels of `count` samples."""
+        """Return the number of labels of `count` samples."""
         return count * self.seq_len
 
     def lengths(self, index: np.ndarray, validation: bool = False) -> None:
-        """All samples are as long."""
+        """Return None: all samples are equally long."""
 
     def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
-        """Samples by their number."""
+        """Return samples by their indices."""
         drawn = np.random.default_rng(int(index[0])).integers(self.vocab_size, size=(2, len(index), self.seq_len))
         return Batch(drawn[0], drawn[1], drawn[0].size)
 
 
 def contention_runs(num_ranks: int) -> list[RunConfig]:
-    """One for each way in which the runtime holds a stage, of a size whose kernels are most of a step."""
+    """Return one run for each way in which the runtime stores a stage, large enough that kernels dominate a step."""
     return [_larger(config) for config in tiny_runs(num_ranks)]
 
 
@@ -66,16 +66,17 @@ def _larger(config: RunConfig) -> RunConfig:
 def time_steps(
     config: RunConfig, store: dist.Store, rank: int, generation: int, warm_up: int = WARM_UP_STEPS, steps: int = STEPS
 ) -> float:
-    """Seconds of a step on any tokens, as this rank saw the median one. All ranks must call it."""
-    plan, noise = config.parallel, RandomDataset(config.model.vocab_size, config.train.seq_len)
+    """Return the median seconds of a step on random tokens, as seen by this rank; all ranks must call it."""
+    plan = config.parallel
+    dataset = RandomDataset(config.model.vocab_size, config.train.seq_len)
     with open_world(store, rank, plan.world_size, plan, generation) as world:
-        trainer = Trainer(config, plan, world, cast(SampleStream, noise))
+        trainer = Trainer(config, plan, world, cast(SampleStream, dataset))
         times_s = [trainer.step().time_s for _ in range(warm_up + steps)]
     return median(times_s[warm_up:])
 
 
 def contention_factors(runs: list[tuple[RunConfig, float]], machine: MachineRates) -> dict[str, float]:
-    """Way to hold a stage → how many times as long a step took as its parts say; at least 1."""
+    """Return by storage level the ratio of a measured step to the simulation of its measured parts; at least 1."""
     found = {}
     for config, step_s in runs:
         plan, model = config.parallel, config.model

@@ -1,6 +1,6 @@
-"""`muster doctor`: whether this machine can train, check by check, each within a time limit; free of torch.
+"""Checks of `muster doctor`: versions, memory, disk, leftover checkpoints, clocks, ports, file limits, ranks.
 
-A check that needs PyTorch says that it is missing.
+Each check runs within a time limit. This module needs no torch; a check that needs PyTorch reports that it is missing.
 """
 
 import json
@@ -24,19 +24,19 @@ from muster.checkpoint.in_memory.directory import find_orphaned
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_FREE_BYTES = GIB
-"""Bytes of memory and of disk below which even a small model is in danger."""
+"""Free bytes of memory and of disk below which even a small model may not fit."""
 CLOCK_TOLERANCE_S = 2.0
 MIN_OPEN_FILES = 1024
 _DISK_BYTES = 32 * MIB
 IN_MEMORY_CHECKPOINT_DIR = Path("/dev/shm")
-"""Where runs put their copies, if they aren't told otherwise."""
+"""Default directory of in-memory checkpoints."""
 
 Level = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found, in one sentence, which of a problem says what to do."""
+    """Result of one check: a sentence, which for a problem also says what to do."""
 
     check: str
     level: Level
@@ -45,21 +45,20 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What is to be looked at."""
+    """Parameters of the checks."""
 
     run_dir: Path
-    """Where runs will be written; it need not be there yet."""
+    """Directory for runs; it need not exist yet."""
     ranks: int = 2
     limit_s: float = 60.0
-    """For each check."""
+    """Seconds for each check."""
 
 
 Check = Callable[[DoctorRequest], Iterator[CheckResult]]
 
 
 def run_checks(request: DoctorRequest, names: Collection[str] | None = None) -> Iterator[CheckResult]:
-    """Does the checks of these names (None: all), one after the other. One that takes longer than the limit is a
-    problem of its own."""
+    """Run the checks of these names (None: all) one after the other; one that exceeds the time limit is a problem."""
     for name, check in CHECKS.items():
         if names is not None and name not in names:
             continue
@@ -82,10 +81,10 @@ def _collect(name: str, check: Check, request: DoctorRequest, found: list[CheckR
 
 
 _RANKS_EXTRA_S = 5.0
-"""The check of ranks has its own clock, and says more when that runs out."""
+"""Extra seconds for the check of ranks, which has a timeout of its own and a better message."""
 _TOO_SLOW = {
-    "disk": "the file system hangs; choose another with --run",
-    "ports": "the name service hangs; put this host's name into /etc/hosts",
+    "disk": "the file system hangs; choose another directory with --run",
+    "ports": "name resolution hangs; add this host's name to /etc/hosts",
 }
 
 
@@ -93,15 +92,27 @@ _TOO_SLOW = {
 # Checks
 
 
+def _ok(check: str, sentence: str) -> CheckResult:
+    return CheckResult(check, "ok", sentence)
+
+
+def _note(check: str, sentence: str) -> CheckResult:
+    return CheckResult(check, "note", sentence)
+
+
+def _problem(check: str, sentence: str) -> CheckResult:
+    return CheckResult(check, "problem", sentence)
+
+
 def _versions(request: DoctorRequest) -> Iterator[CheckResult]:
     python = platform.python_version()
     try:
         torch = version("torch")
     except PackageNotFoundError:
-        yield CheckResult("versions", "note", f"Python {python}, {platform.system()} {platform.release()}")
-        yield CheckResult("versions", "problem", "PyTorch is not installed: pip install 'muster-llm[train]'")
+        yield _note("versions", f"Python {python}, {platform.system()} {platform.release()}")
+        yield _problem("versions", "PyTorch is not installed: pip install 'muster-llm[train]'")
         return
-    yield CheckResult("versions", "ok", f"Python {python}, PyTorch {torch}, {platform.system()} {platform.release()}")
+    yield _ok("versions", f"Python {python}, PyTorch {torch}, {platform.system()} {platform.release()}")
 
 
 def _memory(request: DoctorRequest) -> Iterator[CheckResult]:
@@ -109,16 +120,17 @@ def _memory(request: DoctorRequest) -> Iterator[CheckResult]:
     total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = _cgroup_memory_limit()
     if limit is not None and limit < total:
-        total, free = limit, min(free, limit)
-    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
+        total = limit
+        free = min(free, limit)
+    sentence = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"
     if free < MIN_FREE_BYTES:
-        yield CheckResult("memory", "problem", f"{said}: end other programs, or use a machine with more")
+        yield _problem("memory", f"{sentence}: end other programs, or use a machine with more memory")
     else:
-        yield CheckResult("memory", "ok", said)
+        yield _ok("memory", sentence)
 
 
 def _cgroup_memory_limit() -> int | None:
-    """What the control group (a container's, say) allows in bytes; None without a limit."""
+    """Return the memory limit of the control group (such as a container's) in bytes; None without a limit."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -127,13 +139,13 @@ def _cgroup_memory_limit() -> int | None:
 
 
 def _disk(request: DoctorRequest) -> Iterator[CheckResult]:
-    folder = request.run_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing_parent(request.run_dir)
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE_BYTES + _DISK_BYTES:
-        yield CheckResult(
-            "disk", "problem", f"{free / GIB:.1f} GiB are free in {folder}: make room, or choose another --run"
+        yield _problem(
+            "disk",
+            f"only {free / GIB:.1f} GiB are free in {folder}: free some disk space, or choose another directory"
+            " with --run",
         )
         return
     try:
@@ -144,94 +156,98 @@ def _disk(request: DoctorRequest) -> Iterator[CheckResult]:
             os.fsync(file.fileno())
             rate = _DISK_BYTES / (time.perf_counter() - begin)
     except OSError as error:
-        yield CheckResult("disk", "problem", f"can't write in {folder} ({error.strerror}): choose another with --run")
+        yield _problem("disk", f"can't write to {folder} ({error.strerror}): choose another directory with --run")
         return
-    yield CheckResult("disk", "ok", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
+    yield _ok("disk", f"{free / GIB:.0f} GiB are free in {folder}, written at {rate / MIB:.0f} MiB/s")
+
+
+def _existing_parent(folder: Path) -> Path:
+    """Return the folder itself if it exists, else the first of its parents that does."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _copies(request: DoctorRequest) -> Iterator[CheckResult]:
     found = list(find_orphaned(IN_MEMORY_CHECKPOINT_DIR))
-    for left in found:
-        size = f"{left.nbytes / GIB:.1f} GiB in {left.path} are copies of {left.run_dir}"
-        fate = "nobody can go on from them: remove them" if left.is_stale else "it goes on from them by its own command"
-        yield CheckResult("copies", "note", f"{size}, which does not run, and {fate}")
+    for orphan in found:
+        size = f"{orphan.nbytes / GIB:.1f} GiB in {orphan.path} are in-memory checkpoints of {orphan.run_dir}"
+        advice = "no run can resume from them: delete them" if orphan.is_stale else "start it again to resume from them"
+        yield _note("copies", f"{size}, which is not running: {advice}")
     if not found:
-        yield CheckResult("copies", "ok", f"no run that was killed has left copies in {IN_MEMORY_CHECKPOINT_DIR}")
+        yield _ok("copies", f"no killed run has left in-memory checkpoints in {IN_MEMORY_CHECKPOINT_DIR}")
 
 
 def _clocks(request: DoctorRequest) -> Iterator[CheckResult]:
-    folder = request.run_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing_parent(request.run_dir)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".muster-doctor-") as file:
             before = time.time()
             os.utime(file.name)
-            said, after = os.stat(file.name).st_mtime, time.time()
-            off = said - min(max(said, before), after)  # on a slow machine or disk there may be seconds between
+            file_time = os.stat(file.name).st_mtime
+            after = time.time()
+            # On a slow machine or disk seconds may pass in between: any file time between the two is right.
+            offset_s = file_time - min(max(file_time, before), after)
     except OSError as error:
-        yield CheckResult("clocks", "note", f"can't compare this clock with that of {folder} ({error.strerror})")
+        yield _note("clocks", f"can't compare this clock with that of the disk of {folder} ({error.strerror})")
         return
-    if abs(off) > CLOCK_TOLERANCE_S:
-        yield CheckResult(
-            "clocks", "problem", f"the disk of {folder} is {off:+.1f} s off this clock: start NTP on both"
-        )
+    if abs(offset_s) > CLOCK_TOLERANCE_S:
+        yield _problem("clocks", f"the clock of the disk of {folder} differs by {offset_s:+.1f} s: start NTP on both")
     else:
-        yield CheckResult(
-            "clocks", "ok", f"this clock and that of the disk of {folder} agree within {CLOCK_TOLERANCE_S:g} s"
-        )
+        yield _ok("clocks", f"this clock and that of the disk of {folder} agree within {CLOCK_TOLERANCE_S:g} s")
 
 
 def _ports(request: DoctorRequest) -> Iterator[CheckResult]:
     name = socket.gethostname()
-    interface, known = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    known = [interface_name for _, interface_name in socket.if_nameindex()]
     if interface and interface not in known:
-        there = ", ".join(known)
-        yield CheckResult(
+        yield _problem(
             "ports",
-            "problem",
-            f"GLOO_SOCKET_IFNAME is {interface}, but the interfaces here are {there}: choose one of them, or unset it",
+            f"GLOO_SOCKET_IFNAME is {interface}, but this machine's interfaces are {', '.join(known)}: set it to one of"
+            " them, or unset it",
         )
         return
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        yield CheckResult("ports", "problem", f"the name of this host, {name}, has no address: add it to /etc/hosts")
+        yield _problem("ports", f"this host's name, {name}, has no address: add it to /etc/hosts")
         return
     for host in dict.fromkeys(("127.0.0.1", address)):
         try:
             with socket.create_server((host, 0)) as server:
                 socket.create_connection(server.getsockname(), timeout=5).close()
         except OSError as error:
-            yield CheckResult(
+            yield _problem(
                 "ports",
-                "problem",
-                f"no connection to {host} from this machine itself ({error.strerror or error}): check its firewall,"
-                f" and what /etc/hosts says of {name}",
+                f"this machine can't connect to itself at {host} ({error.strerror or error}): check its firewall and"
+                f" the entry of {name} in /etc/hosts",
             )
             return
-    yield CheckResult("ports", "ok", f"connections to 127.0.0.1 and to {name} ({address}) open")
+    yield _ok("ports", f"connections to 127.0.0.1 and to {name} ({address}) work")
 
 
 def _files(request: DoctorRequest) -> Iterator[CheckResult]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
-        yield CheckResult(
-            "files", "problem", f"a process may open {soft} files: raise it by `ulimit -n {MIN_OPEN_FILES}`"
+        yield _problem(
+            "files", f"a process may open only {soft} files: raise the limit with `ulimit -n {MIN_OPEN_FILES}`"
         )
     else:
-        yield CheckResult("files", "ok", f"a process may open {soft:,} files")
+        yield _ok("files", f"a process may open {soft:,} files")
 
 
 def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
     try:
         version("torch")
     except PackageNotFoundError:
-        yield CheckResult("ranks", "note", "without PyTorch no ranks can be started")
+        yield _note("ranks", "ranks can't be started without PyTorch")
         return
-    n, cores = request.ranks, len(os.sched_getaffinity(0))
+    n = request.ranks
+    cores = len(os.sched_getaffinity(0))
     if n == 1:
-        yield CheckResult("ranks", "note", "one rank meets nobody, so none was started")
+        yield _note("ranks", "with --ranks 1 there is nothing to connect, so no rank was started")
         return
     command = [sys.executable, "-m", "muster.probe.all_reduce_check", str(n)]
     process = subprocess.Popen(
@@ -240,25 +256,21 @@ def _ranks(request: DoctorRequest) -> Iterator[CheckResult]:
     try:
         out, err = process.communicate(timeout=request.limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # its ranks end with it
+        process.kill()  # which ends its ranks as well
         process.communicate()
-        sentence = f"{n} ranks didn't meet within {request.limit_s:g} s: try fewer with --ranks, or an idle machine"
-        yield CheckResult("ranks", "problem", sentence)
+        sentence = f"{n} ranks didn't connect within {request.limit_s:g} s: try fewer with --ranks, or an idle machine"
+        yield _problem("ranks", sentence)
         return
     if process.returncode:
         last = (err.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
-        yield CheckResult(
-            "ranks", "problem", f"{n} ranks could not meet ({last}): 'muster doctor --ranks 1' leaves them out"
-        )
+        yield _problem("ranks", f"{n} ranks could not connect ({last}): 'muster doctor --ranks 1' skips this check")
         return
     found = json.loads(out.splitlines()[-1])
-    yield CheckResult("ranks", "ok", f"{n} ranks met and added up in {found['seconds']:.1f} s on {found['device']}")
+    yield _ok("ranks", f"{n} ranks connected and all-reduced in {found['seconds']:.1f} s on {found['device']}")
     if n > cores and found["device"] == "cpu":
-        yield CheckResult(
-            "ranks", "note", f"{n} ranks share {cores} cores here: the processes will wait for each other"
-        )
+        yield _note("ranks", f"{n} ranks share {cores} cores here: they will slow each other down")
     rate = found["bytes_per_s"] / GIB
-    yield CheckResult("bandwidth", "ok", f"an all-reduce of 16 MiB over {n} ranks goes at {rate:.2f} GiB/s")
+    yield _ok("bandwidth", f"an all-reduce of 16 MiB over {n} ranks runs at {rate:.2f} GiB/s")
 
 
 CHECKS: dict[str, Check] = {

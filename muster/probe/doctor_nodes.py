@@ -1,5 +1,6 @@
-"""`muster doctor` on several nodes: whether they find each other, have the same software and time, and how fast they
-are joined. Every wait has a limit; free of torch but for the ranks, which are processes of their own.
+"""Checks of `muster doctor` on several nodes: connections, equal software and clocks, and network bandwidth.
+
+Every wait has a limit. This module needs no torch but for the ranks, which are separate processes.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from muster.spec.errors import MusterError
 
 
 def run_node_checks(request: DoctorRequest, nodes: RendezvousConfig) -> Iterator[CheckResult]:
-    """This node's own checks, and then those of all together, which every node tells alike."""
+    """Run this node's own checks, then those of all nodes together, whose results every node reports alike."""
     own: list[CheckResult] = []
-    # What these two try within a machine is tried between all of them.
+    # The checks of ports and ranks are done between the nodes instead of within each.
     for finding in run_checks(request, [name for name in CHECKS if name not in ("ports", "ranks")]):
         own.append(finding)
         yield finding
@@ -42,10 +43,10 @@ def run_node_checks(request: DoctorRequest, nodes: RendezvousConfig) -> Iterator
 
 
 def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckResult]:
-    """What node 0 sees before ranks are started."""
+    """Check nodes, versions, clocks and connections from node 0, before ranks are started."""
     members = [team.nodes[node] for node in sorted(team.nodes)]
     where = format_endpoint(team.address, team.config.port)
-    yield CheckResult("nodes", "ok", f"{', '.join(map(str, members))} have met at {where}")
+    yield CheckResult("nodes", "ok", f"{', '.join(map(str, members))} connected at {where}")
     for member in members[1:]:
         for row in member.facts["findings"]:
             yield CheckResult(row["check"], "problem", f"{member}: {row['sentence']}")
@@ -54,8 +55,10 @@ def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckR
     team.measure_clocks()
     off = {node: seconds for node, seconds in team.clock_offset_s.items() if abs(seconds) > CLOCK_TOLERANCE_S}
     for node, seconds in off.items():
-        said = f"the clock of {team.nodes[node]} is {seconds:+.1f} s off that of {team.local_node}: start NTP on both"
-        yield CheckResult("clocks", "problem", said)
+        sentence = (
+            f"the clocks of {team.local_node} and {team.nodes[node]} differ by {seconds:+.1f} s: start NTP on both"
+        )
+        yield CheckResult("clocks", "problem", sentence)
     if not off:
         most = max(map(abs, team.clock_offset_s.values()))
         yield CheckResult("clocks", "ok", f"the nodes' clocks agree within {most:.3f} s")
@@ -68,11 +71,11 @@ def _check_nodes(team: LauncherGroup, request: DoctorRequest) -> Iterator[CheckR
 
 
 def _check_ranks(team: LauncherGroup, request: DoctorRequest, able: bool) -> Iterator[CheckResult]:
-    """Starts ranks on all nodes, if they are `able` to meet; only node 0 tells of it."""
+    """Start ranks on all nodes if these can connect (`able`); only node 0 yields the results."""
     if team.is_coordinator:
         torch = all(member.facts["torch"] != "none" for member in team.nodes.values())
         if not torch:
-            yield CheckResult("ranks", "note", "without PyTorch on all nodes no ranks can be started")
+            yield CheckResult("ranks", "note", "ranks can't be started without PyTorch on all nodes")
         able = able and torch
         team.send("greet", able=able)
     else:  # node 0 knows
@@ -86,10 +89,12 @@ def _check_ranks(team: LauncherGroup, request: DoctorRequest, able: bool) -> Ite
         return
     count = f"{request.ranks * team.num_nodes} ranks on {team.num_nodes} nodes"
     if outcome.code or not found:
-        slow = "they were killed after the limit" if outcome.reason.startswith("killed") else outcome.reason
-        yield CheckResult("ranks", "problem", f"{count} could not meet within {request.limit_s:g} s ({slow})")
+        reason = "they were killed after the limit" if outcome.reason.startswith("killed") else outcome.reason
+        yield CheckResult("ranks", "problem", f"{count} could not connect within {request.limit_s:g} s ({reason})")
         return
-    yield CheckResult("ranks", "ok", f"{count} met and added up in {found['seconds']:.1f} s on {found['device']}")
+    yield CheckResult(
+        "ranks", "ok", f"{count} connected and all-reduced in {found['seconds']:.1f} s on {found['device']}"
+    )
     rate = found["bytes_per_s"]
-    said = f"an all-reduce of 16 MiB over {count} goes at {rate / GIB:.3f} GiB/s ({rate * 8 / 1e9:.2f} Gbit/s)"
-    yield CheckResult("bandwidth", "ok", said)
+    sentence = f"an all-reduce of 16 MiB over {count} runs at {rate / GIB:.3f} GiB/s ({rate * 8 / 1e9:.2f} Gbit/s)"
+    yield CheckResult("bandwidth", "ok", sentence)

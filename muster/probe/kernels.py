@@ -1,4 +1,4 @@
-"""Times of the kernels that a decoder's passes are made of, by shape."""
+"""Measurement of the kernels that a decoder's passes consist of, by shape."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from muster.spec.plan import Precision
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Which sizes are timed."""
+    """Sizes at which kernels are timed."""
 
     widths: tuple[int, ...] = (32, 128, 256, 512, 1024, 2048)
     tokens: tuple[int, ...] = (16, 64, 256, 1024)
@@ -32,7 +32,7 @@ class KernelSizes:
 
 QUICK = KernelSizes((32, 256), (16, 256), (64, 256), (16, 64), (1024, 65_536, 1_048_576))
 MAX_FLOPS = {"cpu": 6e8, "cuda": 1e13}
-"""Of a product that is timed: larger ones run at the same rate."""
+"""Largest matmul that is timed, in FLOPs, by device type; larger ones run at the same rate."""
 _POOL_ELEMENTS = 1 << 22
 _MAX_COPIES = 16
 _NORM_WIDTH, _HEAD, _VOCABULARY, _ROWS = 256, 64, 1024, 256
@@ -41,18 +41,21 @@ Progress = Callable[[str], None]
 
 
 def time_kernels(clock: KernelTimer, precision: Precision, sizes: KernelSizes, progress: Progress) -> KernelRates:
-    """All kernels in one precision."""
+    """Time all kernels in one precision."""
     return _KernelBenchmark(clock, DTYPES[precision], sizes, progress).run()
 
 
 class _KernelBenchmark:
     def __init__(self, clock: KernelTimer, dtype: torch.dtype, sizes: KernelSizes, progress: Progress) -> None:
         self.sizes = sizes
-        self.clock, self.dtype, self.device, self.progress = clock, dtype, clock.device, progress
+        self.clock = clock
+        self.dtype = dtype
+        self.device = clock.device
+        self.progress = progress
         x = self._random(4, grad=True)
         gradient = torch.ones_like(x)
         self.engine_s = clock.time_steps([_passes(lambda: x.view(2, 2).view(4), gradient)] * 4)[1]
-        """What a backward takes whatever is in it."""
+        """Seconds of the autograd engine in any backward, whatever its operations."""
 
     def run(self) -> KernelRates:
         matmuls = self._matmuls()
@@ -61,17 +64,17 @@ class _KernelBenchmark:
             forward_s, backward_s = self._attention(positions, width)
             attention["forward"].append((positions, width, forward_s))
             attention["backward"].append((positions, width, backward_s))
-        self.progress("kernels that are bound by memory")
+        self.progress("memory-bound kernels")
         curves: dict[str, list[tuple[int, float]]] = {}
         for name, make in self._elementwise():
-            for numbers in self.sizes.elements:
-                times_s = self._forward_backward([make(numbers) for _ in range(self._copies(3 * numbers))])
+            for elements in self.sizes.elements:
+                times_s = self._forward_backward([make(elements) for _ in range(self._copies(3 * elements))])
                 for direction, time_s in zip(("forward", "backward"), times_s, strict=False):
-                    curves.setdefault(f"{name} {direction}", []).append((numbers, time_s))
+                    curves.setdefault(f"{name} {direction}", []).append((elements, time_s))
         for name, make in self._streaming():
-            for numbers in self.sizes.elements:
-                calls = [make(numbers) for _ in range(self._copies(2 * numbers))]
-                curves.setdefault(name, []).append((numbers, self.clock.time(calls)))
+            for elements in self.sizes.elements:
+                calls = [make(elements) for _ in range(self._copies(2 * elements))]
+                curves.setdefault(name, []).append((elements, self.clock.time(calls)))
         return KernelRates.model_validate({"matmuls": matmuls, "attention": attention, "curves": curves})
 
     def _matmuls(self) -> dict[str, list[tuple[int, int, int, float]]]:
@@ -86,7 +89,7 @@ class _KernelBenchmark:
         return found
 
     def _linear(self, tokens: int, inner: int, outer: int) -> tuple[float, float, float]:
-        """Forward; gradient of the input; gradient of the weight, added to the one that is there."""
+        """Return the seconds of forward, input gradient, and weight gradient with accumulation, of a linear layer."""
         calls, inputs = [], []
         for _ in range(self._copies(tokens * (inner + outer) + 2 * inner * outer)):
             x, weight = self._random(tokens, inner, grad=True), self._random(outer, inner, grad=True)
@@ -99,7 +102,7 @@ class _KernelBenchmark:
         return forward_s, input_s, max(0.2 * input_s, backward_s - self.engine_s - input_s)
 
     def _attention(self, positions: int, width: int, heads: int = 4) -> tuple[float, float]:
-        """Of one head of one sequence."""
+        """Return the seconds of attention's forward and backward for one head of one sequence."""
         calls = []
         for _ in range(self._copies(4 * positions * width * heads)):
             q, k, v = (self._random(1, positions, heads, width, grad=True) for _ in range(3))
@@ -113,32 +116,30 @@ class _KernelBenchmark:
         return forward_s, max(1e-7, backward_s - self.engine_s)
 
     def _elementwise(self) -> Iterator[tuple[str, Callable[[int], tuple[Callable[[], object], ...]]]]:
-        """Name → (numbers → forward and backward)."""
+        """Yield name → (elements → forward and backward) of kernels between matmuls."""
 
-        def norm(numbers: int) -> tuple[Callable[[], object], ...]:
-            x, weight = (
-                self._random(numbers // _NORM_WIDTH, _NORM_WIDTH, grad=True),
-                self._random(_NORM_WIDTH, grad=True),
-            )
+        def norm(elements: int) -> tuple[Callable[[], object], ...]:
+            x = self._random(elements // _NORM_WIDTH, _NORM_WIDTH, grad=True)
+            weight = self._random(_NORM_WIDTH, grad=True)
             return _passes(lambda: rms_norm(x, weight, 1e-5), torch.ones_like(x), x)
 
-        def gated_unit(numbers: int) -> tuple[Callable[[], object], ...]:
-            gate, up = self._random(numbers, grad=True), self._random(numbers, grad=True)
+        def gated_unit(elements: int) -> tuple[Callable[[], object], ...]:
+            gate, up = self._random(elements, grad=True), self._random(elements, grad=True)
             return _passes(lambda: gated_activation(gate, up), torch.ones_like(gate), gate, up)
 
-        def rotated(numbers: int) -> tuple[Callable[[], object], ...]:
-            positions = max(4, numbers // _HEAD // 4)
-            x = self._random(1, positions, numbers // positions // _HEAD, _HEAD, grad=True)
+        def rotated(elements: int) -> tuple[Callable[[], object], ...]:
+            positions = max(4, elements // _HEAD // 4)
+            x = self._random(1, positions, elements // positions // _HEAD, _HEAD, grad=True)
             cos, sin = rotary_tables(positions, _HEAD, 10_000.0, self.dtype, self.device)
             return _passes(lambda: apply_rotary(x, cos, sin), torch.ones_like(x), x)
 
-        def loss(numbers: int) -> tuple[Callable[[], object], ...]:
-            logits = self._random(1, max(1, numbers // _VOCABULARY), _VOCABULARY, grad=True)
+        def loss(elements: int) -> tuple[Callable[[], object], ...]:
+            logits = self._random(1, max(1, elements // _VOCABULARY), _VOCABULARY, grad=True)
             labels = torch.zeros(logits.shape[:2], dtype=torch.int64, device=self.device)
             return _passes(lambda: cross_entropy_sum(logits, labels), None, logits)
 
-        def embedding(numbers: int) -> tuple[Callable[[], object], ...]:
-            table = self._random(numbers // _NORM_WIDTH, _NORM_WIDTH, grad=True)
+        def embedding(elements: int) -> tuple[Callable[[], object], ...]:
+            table = self._random(elements // _NORM_WIDTH, _NORM_WIDTH, grad=True)
             table.grad = torch.zeros_like(table)
             tokens = torch.randint(len(table), (_ROWS,), device=self.device)
             return _passes(lambda: F.embedding(tokens, table), self._random(_ROWS, _NORM_WIDTH))
@@ -148,28 +149,29 @@ class _KernelBenchmark:
         )
 
     def _streaming(self) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
-        """Name → (numbers → call); what the optimizer does is in float32 whatever the precision."""
+        """Yield name → (elements → call) of streaming kernels; those of the optimizer are in float32 whatever the
+        precision."""
 
-        def added(numbers: int) -> Callable[[], object]:
-            x, y = self._random(numbers), self._random(numbers)
+        def added(elements: int) -> Callable[[], object]:
+            x, y = self._random(elements), self._random(elements)
             return lambda: x.add_(y)
 
-        def copied(numbers: int) -> Callable[[], object]:
-            x, y = self._random(numbers).float(), self._random(numbers).float()
+        def copied(elements: int) -> Callable[[], object]:
+            x, y = self._random(elements).float(), self._random(elements).float()
             return lambda: x.copy_(y)
 
-        def stepped(numbers: int) -> Callable[[], object]:
-            x = self._random(numbers).float()
+        def stepped(elements: int) -> Callable[[], object]:
+            x = self._random(elements).float()
             x.grad = torch.ones_like(x)
             optimizer = torch.optim.AdamW([x], fused=True)
             return optimizer.step
 
-        def measured(numbers: int) -> Callable[[], object]:
-            x = [self._random(numbers).float()]
+        def measured(elements: int) -> Callable[[], object]:
+            x = [self._random(elements).float()]
             return lambda: float(torch.nn.utils.get_total_norm(x))
 
-        def scaled(numbers: int) -> Callable[[], object]:
-            x = [self._random(numbers).float()]
+        def scaled(elements: int) -> Callable[[], object]:
+            x = [self._random(elements).float()]
             return lambda: torch._foreach_mul_(x, 0.999)
 
         return iter(
@@ -179,9 +181,9 @@ class _KernelBenchmark:
     def _random(self, *shape: int, grad: bool = False) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_(grad)
 
-    def _copies(self, numbers: int) -> int:
-        """Sets of data that take turns: together they are larger than a core's own cache."""
-        return min(_MAX_COPIES, max(2, _POOL_ELEMENTS // numbers))
+    def _copies(self, elements: int) -> int:
+        """Return the number of data sets used in turn: together they exceed a core's own cache."""
+        return min(_MAX_COPIES, max(2, _POOL_ELEMENTS // elements))
 
 
 def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:
@@ -191,17 +193,17 @@ def _attend(q_BSHd: Tensor, k_BSHd: Tensor, v_BSHd: Tensor) -> Tensor:
 def _passes(
     make: Callable[[], Tensor], gradient: Tensor | None, *inputs: Tensor
 ) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
-    """Forward, backward, and what makes ready for the next time."""
-    kept: list[Tensor] = []
+    """Return forward, backward, and a reset for the next repetition."""
+    outputs: list[Tensor] = []
 
     def forward() -> None:
-        kept.append(make())
+        outputs.append(make())
 
     def backward() -> None:
-        torch.autograd.backward(kept.pop(), gradient)
+        torch.autograd.backward(outputs.pop(), gradient)
 
-    def forget() -> None:
+    def reset() -> None:
         for x in inputs:
             x.grad = None
 
-    return forward, backward, forget
+    return forward, backward, reset

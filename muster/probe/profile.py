@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on and writes what was found as a cluster."""
+"""Measurement of this machine, written as a cluster file."""
 
 import os
 import platform
@@ -22,10 +22,10 @@ _MOST_RANKS = 8
 
 
 def profile(output: Path, num_ranks: int | None, quick: bool = False) -> ClusterSpec:
-    """Measures for a minute or two, `quick` for some seconds with few sizes; prints what it is at, writes `output` and
-    returns what that says.
+    """Measure for a minute or two (`quick`: for some seconds with few sizes), write a cluster file and return the
+    cluster.
 
-    Raises MusterError where a rank fails or the file can't be written.
+    Prints its progress. Raises MusterError if a rank fails or the file can't be written.
     """
     ranks = num_ranks or default_num_ranks()
     with tempfile.TemporaryDirectory(prefix="muster-profile-") as place:
@@ -34,26 +34,26 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
             (folder / QUICK_FILE).touch()
         command = rank_command("muster.probe.profile_worker", folder, ranks)
         if code := launch(command, ranks, folder).report():
-            raise MusterError(f"the profile was not finished: its ranks ended with {code}")
+            raise MusterError(f"the profile failed: its ranks ended with exit code {code}")
         machine = MachineRates.model_validate_json((folder / RATES_FILE).read_text(encoding="utf-8"))
     cluster = cluster_from_rates(machine)
     try:
         write_atomically(output, cluster_text(cluster))
     except OSError as error:
-        raise MusterError(f"the profile can't be written to {output}: {error.strerror}") from None
+        raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
     return cluster
 
 
 def default_num_ranks() -> int:
-    """One for each GPU; on a CPU one for each core, but 4 at least, since groups of 2 and of 4 are measured, and 8 at
-    most."""
+    """Return one rank for each GPU; on a CPU one for each core, but at least 4, since groups of 2 and of 4 are
+    measured, and at most 8."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(_MOST_RANKS, max(4, len(os.sched_getaffinity(0))))
 
 
 def cluster_from_rates(machine: MachineRates) -> ClusterSpec:
-    """The one node of this machine: its devices, or its cores, with what was measured of them."""
+    """Return this machine as a cluster of one node: its devices, or its cores, with their measured rates."""
     device = _device(machine)
     largest = max((point for point in machine.collectives.get("send", ())), key=lambda point: point[1], default=None)
     smallest = min((point for point in machine.collectives.get("send", ())), key=lambda point: point[1], default=None)
@@ -73,13 +73,13 @@ def _device(machine: MachineRates) -> DeviceSpec:
     for precision, kernels in machine.kernels.items():
         peaks[precision] = max(2 * m * k * n / time_s for m, k, n, time_s in kernels.matmuls["forward"])
     copies = next(iter(machine.kernels.values())).curves["copy"]
-    numbers, time_s = copies[-1]
+    elements, time_s = copies[-1]
     found: dict[str, Any] = {
         "peak_flops_per_s": peaks,
-        "memory_bandwidth_bytes_per_s": 8 * numbers / time_s,
+        "memory_bandwidth_bytes_per_s": 8 * elements / time_s,
         "memory_efficiency": 1.0,
         "rates": machine,
-        "sources": {"peak_flops_per_s": "the fastest product that muster profile timed"},
+        "sources": {"peak_flops_per_s": "the fastest matmul that muster profile timed"},
     }
     if machine.cores:
         return DeviceSpec(name=_cpu_name(), kind="cpu", shared_cores=machine.cores, **found)
@@ -92,20 +92,20 @@ def _cpu_name() -> str:
 
 
 def cluster_text(cluster: ClusterSpec) -> str:
-    """A cluster file, which `load_cluster` reads."""
+    """Return the text of a cluster file, which `load_cluster` reads."""
     group = cluster.groups[0].model_dump(mode="json", exclude_defaults=True)
-    # Lists of groups stand on one line: what was measured is for programs, the names above it are for people.
+    # Groups stay on one line: the measured rates are for programs, only the names above them are for people.
     lines = yaml_text({"name": cluster.name, "groups": [group]})
     return f"# Written by muster profile. 'muster predict --cluster FILE' takes it.\n{lines}"
 
 
 def summary(cluster: ClusterSpec) -> str:
-    """The few numbers that say what a machine is like, as lines."""
+    """Return a summary of the machine's rates, as lines."""
     device = cluster.device
     assert device.rates is not None
     lines = [f"device       {device.name}" + (f", {device.shared_cores} cores" if device.shared_cores else "")]
     for precision, peak in device.peak_flops_per_s.items():
-        lines.append(f"{precision:12} {peak / 1e9:,.0f} GFLOP/s in the fastest product")
+        lines.append(f"{precision:12} {peak / 1e9:,.0f} GFLOP/s in the fastest matmul")
     lines.append(f"memory       {(device.memory_bandwidth_bytes_per_s or 0) / 1e9:,.1f} GB/s copied, read and written")
     for name, points in device.rates.collectives.items():
         ranks, count, time_s = max(points, key=lambda point: point[:2])

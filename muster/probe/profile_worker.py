@@ -1,4 +1,4 @@
-"""One rank of a profile: measures with the others, and rank 0 leaves what was found."""
+"""One rank of a profile: it measures together with the others, and rank 0 writes the results."""
 
 import os
 from itertools import islice
@@ -22,18 +22,19 @@ from muster.spec.plan import Plan, Precision
 
 RATES_FILE, QUICK_FILE = "rates.json", "quick"
 QUICK_RUNS = 2
-"""Ways to hold a stage whose bookkeeping a quick profile measures: whole, and z1."""
+"""Ways to store a stage whose runtime overhead a quick profile measures: unsharded, and z1."""
 PRECISIONS: dict[str, tuple[Precision, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
 
 
 def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Measures kernels, collectives and bookkeeping on this rank among `world_size`. Returns 0."""
+    """Measure kernels, collectives and runtime overhead on this rank among `world_size`. Returns exit code 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    begin_s, quick = perf_counter(), (folder / QUICK_FILE).exists()
+    begin_s = perf_counter()
+    quick = (folder / QUICK_FILE).exists()
 
-    def say(what: str) -> None:
+    def report(progress: str) -> None:
         if rank == 0:
-            print(f"{perf_counter() - begin_s:5.1f} s  {what}", flush=True)
+            print(f"{perf_counter() - begin_s:5.1f} s  {progress}", flush=True)
 
     with open_world(store, rank, world_size, Plan(pp=world_size)) as world:
         cores = len(os.sched_getaffinity(0)) if world.device.type == "cpu" else 0
@@ -41,9 +42,11 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
         kernels: dict[Precision, list[KernelRates]] = {}
         for precision in PRECISIONS[world.device.type][: 1 if quick else None]:
             sizes = QUICK if quick else KernelSizes()
-            own = time_kernels(clock, precision, sizes, lambda what, precision=precision: say(f"{precision}: {what}"))
-            kernels[precision] = world.all_gather_object(own)
-        say(f"collectives over {world_size} ranks")
+            local = time_kernels(
+                clock, precision, sizes, lambda progress, precision=precision: report(f"{precision}: {progress}")
+            )
+            kernels[precision] = world.all_gather_object(local)
+        report(f"collectives over {world_size} ranks")
         collectives: list[CollectiveTimes] = []
         if world_size > 1:
             collectives = world.all_gather_object(
@@ -57,22 +60,22 @@ def profile_rank(folder: Path, store: dist.Store, rank: int, world_size: int) ->
     )
     runs = []
     for generation, config in enumerate(islice(tiny_runs(world_size), QUICK_RUNS if quick else None), start=1):
-        say(f"bookkeeping of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        report(f"runtime overhead of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
         runs.append((config, profile_run(config, store, rank, generation)))
     steps = []
     for generation, config in enumerate(islice(contention_runs(world_size), 1 if quick else None), start=len(runs) + 1):
-        say(f"whole steps of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
+        report(f"whole steps of {config.parallel.default_strategy.zero}, tp {config.parallel.tp}")
         steps.append((config, time_steps(config, store, rank, generation)))
     if rank == 0:
         machine = machine.model_copy(update={"overheads": runtime_overheads(runs, machine)})
         machine = machine.model_copy(update={"contention": contention_factors(steps, machine)})
         write_atomically(folder / RATES_FILE, machine.model_dump_json())
-        say("done")
+        report("done")
     return 0
 
 
 def _mean_kernels(ranks: list[KernelRates]) -> KernelRates:
-    """The medians over the ranks, which all timed the same."""
+    """Return the medians over the ranks, which all timed the same kernels."""
     first = ranks[0].model_dump()
     others = [one.model_dump() for one in ranks]
     found = {

@@ -1,4 +1,4 @@
-"""Times of whole instructions on models so small that what the runtime does beside its kernels is most of them."""
+"""Overhead of the runtime beside its kernels: whole instructions of models so small that it is most of their time."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -19,13 +19,13 @@ from muster.spec.plan import LayerStrategy, Plan, StageSpec, ZeroLevel
 from muster.train.trainer import Trainer
 
 LAYERS = (1, 4)
-"""Of the stages of a pipeline, in turn: what differs between them comes with a layer."""
+"""Layers of a pipeline's stages, in turn: the difference between two stages is the overhead of a layer."""
 KINDS = (Kind.F, Kind.B, Kind.UNSHARD, Kind.REDUCE_GRAD)
 _MODEL = ModelSpec(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64)
 
 
 def tiny_runs(num_ranks: int) -> Iterator[RunConfig]:
-    """One for each way in which the runtime holds a stage."""
+    """Yield one run for each way in which the runtime stores a stage."""
     pairs = num_ranks // 2
     zeros: tuple[ZeroLevel, ...] = ("z1", "z2", "z3")
     yield _run(Plan(pp=num_ranks))
@@ -51,10 +51,10 @@ def _run(plan: Plan) -> RunConfig:
 
 
 def profile_run(config: RunConfig, store: dist.Store, rank: int, generation: int) -> OpTimes:
-    """Every instruction of the run's plan, timed on these ranks. All ranks must call it, and get the same answer."""
+    """Time every instruction of the run's plan on these ranks; all must call it, and get the same times."""
     plan = config.parallel
     with open_world(store, rank, plan.world_size, plan, generation) as world:
-        # The dataset is for steps, of which none is made.
+        # No dataset: only steps read it, and none is made.
         trainer = Trainer(config, plan, world, cast(SampleStream, None))
         found = trainer.profile().times
     if torch.cuda.is_available():
@@ -63,7 +63,8 @@ def profile_run(config: RunConfig, store: dist.Store, rank: int, generation: int
 
 
 def runtime_overheads(runs: list[tuple[RunConfig, OpTimes]], machine: MachineRates) -> dict[str, float]:
-    """What the measured instructions take beside their kernels and collectives, by base and layer."""
+    """Return the time of measured instructions beyond their kernels and collectives, by storage level, base and
+    layer."""
     found: dict[str, float] = {}
     for config, measured in runs:
         plan, model = config.parallel, config.model
@@ -87,7 +88,7 @@ def runtime_overheads(runs: list[tuple[RunConfig, OpTimes]], machine: MachineRat
 
 
 def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(value at 0, slope) of what fits best and has neither below 0."""
+    """Return (value at 0, slope) of the best-fitting line with neither below 0."""
     counts = sorted({count for count, _ in points})
     means = [sum(y for x, y in points if x == count) / sum(x == count for x, _ in points) for count in counts]
     if len(counts) == 1:

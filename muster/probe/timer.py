@@ -1,4 +1,4 @@
-"""Seconds of what is done over and over: of the device, or of the core that several ranks may share."""
+"""Repeated timing of calls: time of the device, or of the core that several ranks may share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 MIN_TIMED_S = 4e-3
-"""What is timed goes on for so long, unless it was repeated often."""
+"""Least time for which a call is repeated, unless MAX_ROUNDS comes first."""
 MAX_ROUNDS = 12
 
 
 @dataclass(frozen=True)
 class KernelTimer:
-    """On a CPU whose cores are shared, time is that of the process: what other ranks do doesn't count."""
+    """Timer of calls; with `shared` cores it reads the process's CPU time, which other ranks don't affect."""
 
     device: torch.device
     shared: bool
@@ -26,15 +26,15 @@ class KernelTimer:
         return process_time() if self.shared else perf_counter()
 
     def time(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Seconds of a call."""
+        """Return the seconds of a call."""
         return self.time_steps([(call,) for call in calls])[0]
 
     def time_steps(self, calls: Sequence[Sequence[Callable[[], Any]]]) -> list[float]:
-        """Seconds of each step of a call, of which each is a sequence of as many steps.
+        """Return the seconds of each step of a call; each call is a sequence of as many steps.
 
-        All calls make the first step, then all the second one in reverse, as the layers of a model do: what they find
-        is no longer in a cache, and what they leave takes fresh memory. Means over the calls, and over the faster half
-        of the rounds.
+        All calls run their first step, then all the second one in reverse order, as the layers of a model do: their
+        inputs are no longer in a cache, and their outputs take fresh memory. Means over the calls, and over the faster
+        half of the rounds.
         """
         found: list[list[float]] = []
         begin_s = self.now_s()
@@ -45,5 +45,5 @@ class KernelTimer:
                     step()
                 marks_s.append(self.now_s())
             found.append([(end_s - start_s) / len(calls) for start_s, end_s in zip(marks_s, marks_s[1:], strict=False)])
-        kept = found[1:]  # the first pays for what is made once
-        return [max(1e-9, mean(sorted(times_s)[: (len(kept) + 1) // 2])) for times_s in zip(*kept, strict=True)]
+        rounds = found[1:]  # the first one pays for one-time initialisation
+        return [max(1e-9, mean(sorted(times_s)[: (len(rounds) + 1) // 2])) for times_s in zip(*rounds, strict=True)]
