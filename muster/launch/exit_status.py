@@ -1,4 +1,4 @@
-"""How a job ended: from the ends of all its ranks to one sentence and one exit code. Free of torch."""
+"""Exit status of a job: from the ends of all its ranks to one sentence and one exit code. Free of torch."""
 
 import signal
 import socket
@@ -12,31 +12,31 @@ from muster.launch.hang_diagnosis import RankFault
 from muster.launch.rank_errors import EXIT_STOPPED, RankError, log_path, read_rank_error, write_exit_file
 
 OBSERVED_BY_LAUNCHER = "ended"
-"""The kind of an error that a launcher saw from outside, because the rank could say nothing itself."""
+"""Kind of an error that a launcher observed, because the rank could report nothing itself."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank's process ended."""
+    """End of one rank's process."""
 
     rank: int
     host: str
     code: int
-    """Its exit code, or minus the signal that killed it."""
+    """Exit code, or minus the signal that killed it."""
     killed: bool
-    """By its launcher."""
+    """True when its launcher killed it."""
     reported: RankError | None
-    """What it said itself."""
+    """Error that the rank reported."""
     observed: RankError | None
-    """What its launcher saw, where it said nothing."""
+    """Error that its launcher observed, where the rank reported none."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `end_of_json` reads it."""
+        """Return plain data, which `rank_exit_from_json` reads."""
         return asdict(self)
 
 
 def rank_exit_from_json(row: dict[str, Any], clock_offset_s: float = 0.0) -> RankExit:
-    """A RankEnd of a node whose clock is so far ahead."""
+    """Read the RankExit of a node whose clock is ahead of this one's by `clock_offset_s`."""
     errors = {key: row[key] and RankError(**row[key]) for key in ("reported", "observed")}
     moved = {key: error and replace(error, time=error.time - clock_offset_s) for key, error in errors.items()}
     return RankExit(**{**row, **moved})
@@ -45,7 +45,7 @@ def rank_exit_from_json(row: dict[str, Any], clock_offset_s: float = 0.0) -> Ran
 def collect_rank_exit(
     run_dir: Path, rank: int, code: int, killed: bool, last_alive: float, stop_requested: bool
 ) -> RankExit:
-    """The end of a rank on this machine that was seen to run at the time `seen_alive` for the last time."""
+    """Return the end of a rank on this machine, which was last known to run at the time `last_alive`."""
     said = read_rank_error(run_dir, rank)
     failed_alone = code not in (0, EXIT_STOPPED) and not killed and not (code == -signal.SIGTERM and stop_requested)
     seen = None
@@ -63,14 +63,15 @@ def collect_rank_exit(
 
 
 def make_observed_error(rank: int, host: str, sentence: str, at: float = 0.0, primary: bool = True) -> RankError:
-    """What a launcher says of a rank that can't."""
+    """Return the error that a launcher reports in place of a rank."""
     return RankError(rank, host, OBSERVED_BY_LAUNCHER, sentence, "", at, primary, exit_code=1)
 
 
 def root_cause(
     rank_exits: Sequence[RankExit], stop_requested: bool, hang_fault: RankFault | None = None
 ) -> RankError | None:
-    """What failed first, on any rank; what only followed from another rank's end counts when there is nothing else."""
+    """Return the first error of any rank; errors that only follow from another rank's end count when there is no
+    other."""
     if hang_fault is not None:
         return make_observed_error(hang_fault.rank, hang_fault.host, hang_fault.sentence)
     found = [error for end in rank_exits if (error := end.reported or end.observed) is not None]
@@ -88,7 +89,7 @@ def root_cause(
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """What is said of a job's end."""
+    """Exit code and reason of a job, with the rank and host to blame."""
 
     code: int
     reason: str
@@ -96,20 +97,20 @@ class ExitStatus:
     host: str | None = None
 
     def report(self) -> int:
-        """Says it, where it is no good end; the exit code."""
+        """Print the reason of a failure; returns the exit code."""
         if self.code not in (0, EXIT_STOPPED):
             print(f"error: {self.reason}", file=sys.stderr, flush=True)
         return self.code
 
     def write(self, run_dir: Path) -> None:
-        """Writes `exit.json`."""
+        """Write `exit.json`."""
         write_exit_file(run_dir, self.code, self.reason, self.rank, self.host)
 
 
 def determine_exit_status(
     rank_exits: Sequence[RankExit], stop_requested: bool, kill_requested: bool, hang_fault: RankFault | None = None
 ) -> ExitStatus:
-    """The outcome of a job whose ranks ended so."""
+    """Determine the exit status of a job from the ends of its ranks."""
     if kill_requested and any(end.killed for end in rank_exits):
         return ExitStatus(1, "killed on request: what came after the last checkpoint is lost")
     cause = root_cause(rank_exits, stop_requested, hang_fault)

@@ -1,4 +1,5 @@
-"""Why nothing moves: finds, from where all ranks stand, the one that the others wait for. Pure functions, no torch."""
+"""Diagnosis of a hang: finds, from snapshots of all ranks, the one that the others wait for. Pure functions, no
+torch."""
 
 import re
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ _KIND_DESCRIPTIONS = {
 _WAITS_IN = re.compile(
     r"/torch/distributed/|/muster/(parallel/(axis|p2p|executor|fsdp|world)|optim/peer_exchange|train/post_validation)\.py$"
 )
-"""Where Python stands while C++ waits for another rank."""
+"""Files in which Python is while C++ waits for another rank."""
 _LIBRARY_FILE = re.compile(r"^<|/lib/python[\d.]+/(?!site-packages/muster/)")
-"""Files that say nothing of what a rank is about."""
+"""Files of libraries, which don't tell what a rank does."""
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier")
-"""Within a pass, the functions on the stack say which; with - for _ these are their names."""
+"""Collectives within a pass, by a part of the function names on the stack; a message shows them with - for _."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -43,32 +44,34 @@ class RankSnapshot:
     rank: int
     host: str
     pid: int
-    """Its number on its host."""
+    """Process id on its host."""
     state: str
-    """One letter, as in /proc: R runs, S sleeps, D waits for a device, T is stopped; X is gone."""
+    """State letter as in /proc: R runs, S sleeps, D waits for a device, T is stopped, X is gone."""
     stalled_s: float
-    """For how long it has begun nothing."""
+    """Time without progress."""
     status: RankStatus | None
     stacks: str = ""
-    """Python's, of all threads, where it was asked."""
+    """Python stacks of all threads, where they were requested."""
     connection_problem: str = ""
-    """What is wrong with one of its connections."""
+    """Problem of one of its network connections, as a clause; empty without one."""
 
 
 @dataclass(frozen=True)
 class RankFault:
-    """The rank that the others wait for, and what is the matter with it."""
+    """Rank that the others wait for, or that failed, and the reason."""
 
     rank: int
     host: str
     sentence: str
-    """What follows `rank R on HOST`."""
+    """Continuation of `rank R on HOST`."""
 
 
 def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
-    """The cause of a hang; `sightings` are those of all ranks, none of which moves.
+    """Find the cause of a hang from snapshots of all ranks, none of which makes progress.
 
-    A rank that is stopped is to blame before one that does something by itself, and that before one that waits.
+    The culprit is a rank whose process is stopped; else one that does something on its own (computes, reads data), as
+    the others wait for it; else, when all wait, one that has lost its network connection or is furthest behind. Among
+    several it is the one without progress for longest.
     """
     stopped = [seen for seen in snapshots if seen.state in "Tt"]
     alone = [seen for seen in snapshots if not is_waiting(seen)]
@@ -88,7 +91,7 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
 
 
 def is_waiting(snapshot: RankSnapshot) -> bool:
-    """Whether a rank waits for another. Its stack says so, or, without one, the instruction that it is in."""
+    """Return whether a rank waits for another, by its stack or, without one, by the instruction that it is in."""
     if snapshot.state in "Tt":
         return False
     if frames := main_thread_frames(snapshot.stacks):
@@ -100,7 +103,7 @@ def is_waiting(snapshot: RankSnapshot) -> bool:
 
 
 def describe_activity(snapshot: RankSnapshot) -> str:
-    """What a rank is about, as a verb with its object, and where in its code where that is known."""
+    """Describe a rank's activity as a verb with its object, and the place in its code where that is known."""
     place = snapshot.status
     if place is None:
         return "has not begun"
@@ -118,7 +121,7 @@ def describe_activity(snapshot: RankSnapshot) -> str:
 
 
 def describe_action(action: Action) -> str:
-    """`the all-gather of the parameters of stage 1`, `the forward of stage 0, micro-batch 2`."""
+    """Describe an instruction: `the forward of stage 0, micro-batch 2`."""
     said = _KIND_DESCRIPTIONS.get(
         action.kind, f"{action.kind} ({KINDS[action.kind].explanation})" if action.kind in KINDS else "?"
     )
@@ -128,7 +131,7 @@ def describe_action(action: Action) -> str:
 
 
 def main_thread_frames(stacks: str) -> list[tuple[str, int, str]]:
-    """The main thread's frames, innermost first, as (file, line, function), from what faulthandler wrote."""
+    """Parse faulthandler's text; returns the main thread's frames, innermost first, as (file, line, function)."""
     threads: list[list[tuple[str, int, str]]] = []
     for line in stacks.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x", "Stack (")):
@@ -141,7 +144,7 @@ def main_thread_frames(stacks: str) -> list[tuple[str, int, str]]:
 
 
 def format_snapshots(snapshots: Sequence[RankSnapshot]) -> str:
-    """A line for each rank: what it does, for how long; and then the stacks."""
+    """Return a line for each rank with its activity and the time without progress, then the stacks."""
     lines = [
         f"rank {seen.rank} on {seen.host}, {seen.stalled_s:.0f} s: {describe_activity(seen)}" for seen in snapshots
     ]
@@ -154,7 +157,7 @@ def _is_compute(action: Action) -> bool:
 
 
 def _describe_instruction(seen: RankSnapshot, place: RankStatus) -> str:
-    """The instruction that a rank is in, and within a pass the collective that it waits in there."""
+    """Describe the instruction that a rank is in, and the collective that it waits in within a pass."""
     what = f"{describe_action(place.action)} of step {place.step + 1}"
     if not is_waiting(seen) or not _is_compute(place.action) or place.waiting:
         return what
@@ -164,7 +167,7 @@ def _describe_instruction(seen: RankSnapshot, place: RankStatus) -> str:
 
 
 def _describe_missed_call(culprit: RankSnapshot, others: Sequence[RankSnapshot]) -> str:
-    """What the others wait in, and the culprit never came to."""
+    """Describe the instruction that the others wait in and the culprit never reached."""
     places = [(seen, seen.status) for seen in others if seen.status is not None and seen.status.phase == "run"]
     if not places:
         return "stands still"
@@ -179,8 +182,11 @@ def _describe_missed_call(culprit: RankSnapshot, others: Sequence[RankSnapshot])
 
 
 def _diagnose_all_waiting(sightings: Sequence[RankSnapshot]) -> RankFault:
-    """Nobody is to blame by what it does: what was sent has not arrived. Who has lost the way to another comes first,
-    then who is furthest behind."""
+    """Diagnose a hang in which all ranks wait: a message that was sent has not arrived.
+
+    A rank that has lost its route to another is named first, then one with unacknowledged data, then the one furthest
+    behind.
+    """
 
     def guilt(seen: RankSnapshot) -> tuple[bool, bool, int]:
         return (

@@ -1,4 +1,5 @@
-"""Muster's launcher: starts one process per rank on this machine, owns their store, and says once what went wrong."""
+"""Muster's launcher: starts one process per rank on this machine, owns their store, and reports one cause of
+failure."""
 
 import contextlib
 import signal
@@ -20,7 +21,7 @@ from muster.launch.supervisor import POLL_INTERVAL_S, RankSupervisor
 from muster.spec.errors import MusterError
 
 _STORE_TIMEOUT_S = 60.0
-"""How long node 0 may take from its last word to its store."""
+"""Longest time that node 0 may take to open its store once the launchers have agreed."""
 
 
 def launch(
@@ -32,17 +33,19 @@ def launch(
     group: LauncherGroup | None = None,
     timeout_s: float | None = None,
 ) -> ExitStatus:
-    """Runs `command_for_rank(rank, "host:port of the store")` for every rank and returns how the job ended.
+    """Run `command_for_rank(rank, "host:port of the store")` for every rank; returns how the job ended.
 
-    Code 0: all ranks finished; 75: they stopped because they were asked to; otherwise that of the rank that failed
-    first. The other ranks then have `grace_s` seconds to end by themselves. When for `hang_s` seconds no rank begins
-    anything, the one that the others wait for is named, and all are killed; after `limit_s` seconds they are in any
-    case. Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`; `run_dir/exit.json` keeps the
-    outcome. SIGTERM and SIGINT are passed on once as SIGTERM; a SIGINT after that kills. No rank outlives this call.
+    Exit code 0: all ranks finished; 75: they stopped on request; otherwise the code of the rank that failed first.
+    After a failure the other ranks have `grace_s` seconds to end by themselves. When no rank makes progress for
+    `hang_timeout_s` seconds, the rank that the others wait for is named and all are killed; after `timeout_s` seconds
+    all are killed in any case. Rank 0 writes to this process's output, the others to `run_dir/logs/rank-R.txt`;
+    `run_dir/exit.json` keeps the exit status. The first SIGTERM or SIGINT is passed on as SIGTERM; a later SIGINT
+    kills. No rank outlives this call.
 
-    With a `team` each node's launcher calls this for its own `num_ranks` ranks, of a run directory that all share; all
-    return the same. Must run in the main thread. Raises MusterError when the run directory can't be written or a rank
-    can't be started.
+    With a `group` each node's launcher calls this for its own `num_ranks` ranks, with a run directory on a shared file
+    system; all return the same status.
+
+    Must run in the main thread. Raises MusterError when the run directory can't be written or a rank can't be started.
     """
     if group is None:
         _remove_previous_outcome(run_dir)
@@ -75,14 +78,17 @@ def launch(
 
 
 def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
-    """What starts a rank whose module calls `worker.main`, from the rank's number and the store's place."""
+    """Return a function from a rank's number and the store's endpoint to the command of a module that calls
+    `rank_main`."""
     python = [sys.executable, "-X", "faulthandler", "-m", module, str(folder)]
     return lambda rank, store: [*python, "--rank", str(rank), "--world-size", str(world_size), "--store", store]
 
 
 def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:
-    """A store at an address of this machine, on `port` (0: any free one); at the usual one only this machine can reach
-    it. Raises MusterError when the port is taken."""
+    """Open a store at an address of this machine, on `port` (0: any free one).
+
+    With the default address only this machine reaches it. Raises MusterError when the port is taken.
+    """
     listener = socket.socket(address_family(address))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -98,7 +104,7 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:
 
 @contextlib.contextmanager
 def _forward_signals(job: RankSupervisor) -> Iterator[None]:
-    """SIGTERM and SIGINT become requests to the job."""
+    """Turn SIGTERM and SIGINT into requests to the supervisor."""
 
     def on_signal(number: int, _frame: object) -> None:
         job.kill_requested |= job.stop_requested and number == signal.SIGINT
@@ -113,7 +119,7 @@ def _forward_signals(job: RankSupervisor) -> Iterator[None]:
 
 
 def _remove_previous_outcome(run_dir: Path) -> None:
-    """Removes what an earlier attempt said about its end."""
+    """Remove the exit status and the errors of an earlier attempt."""
     try:
         log_path(run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
         for path in [

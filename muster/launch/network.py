@@ -1,4 +1,4 @@
-"""Addresses, names and interfaces of this machine, as the kernel has them; free of torch."""
+"""Addresses, names and interfaces of this machine, from the kernel; free of torch."""
 
 import contextlib
 import os
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from muster.spec.errors import ConfigError, MusterError
 
 _RTM_GETADDR_REQUEST = struct.pack("=IHHIIBBBBI", 24, 22, 0x301, 1, 0, 0, 0, 0, 0, 0)
-"""The request RTM_GETADDR of rtnetlink(7), for all addresses."""
+"""Request RTM_GETADDR of rtnetlink(7) for all addresses."""
 _RTM_NEWADDR, _NLMSG_DONE = 20, 3
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
-"""IFA_ADDRESS and IFA_LOCAL: the latter is this machine's own on a link between two."""
+"""Address attributes; IFA_LOCAL is this machine's own on a point-to-point link."""
 RESOLVE_TIMEOUT_S = 20.0
 _ACCEPT_PAUSE_S = 0.1
 _TEST_NET_ADDRESS = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): the route to it is the default one."""
+"""Address that no machine has (TEST-NET-1, RFC 5737): the route to it is the default route."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of this machine and one of its addresses."""
+    """Interface of this machine with one of its addresses."""
 
     name: str
     address: str
@@ -34,7 +34,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All addresses of this machine, IPv4 first; those of a link alone (fe80::) are left out."""
+    """Return all addresses of this machine, IPv4 first, without link-local ones (fe80::)."""
     names, found = dict(socket.if_nameindex()), []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.settimeout(RESOLVE_TIMEOUT_S)
@@ -64,7 +64,7 @@ def _address_in(attributes: bytes, family: int) -> str:
 
 
 def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
-    """The address of a host. Raises MusterError when its name has none, or nobody says so in time."""
+    """Return the address of a host. Raises MusterError when its name has none, or no answer comes in time."""
     answer: list[str] = []
     problem = [f"no answer within {timeout_s:g} s"]
 
@@ -84,19 +84,19 @@ def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it stands for the machine itself."""
+    """Return whether an address is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def local_interface(address: str) -> Interface | None:
-    """The interface that has this address; None where none of this machine has."""
+    """Return this machine's interface with an address; None without one."""
     return next((one for one in interfaces() if one.address == address), None) or (
         Interface("lo", address) if is_loopback(address) else None
     )
 
 
 def route_interface(address: str) -> Interface:
-    """The interface that the route to an address goes through. Raises OSError where there is no route."""
+    """Return the interface of the route to an address. Raises OSError where there is no route."""
     with socket.socket(address_family(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # nothing is sent
         own = probe.getsockname()[0]
@@ -107,10 +107,10 @@ def route_interface(address: str) -> Interface:
 
 
 def local_address_for(peer: str) -> str:
-    """The address at which those who reach `towards`, a name or address of one of the job's machines, find this one:
-    never one that stands for a machine itself, unless `towards` or this machine has no other.
+    """Return the address at which machines that reach `peer`, a name or address of the job, reach this one.
 
-    Where GLOO_SOCKET_IFNAME says which network the training takes, that one's. Raises OSError, MusterError.
+    It is never a loopback address unless `peer` is one or this machine has no other. GLOO_SOCKET_IFNAME, the network
+    that the training uses, takes precedence. Raises OSError or MusterError.
     """
     if peer == "localhost" or is_loopback(peer):
         return "127.0.0.1"
@@ -128,8 +128,10 @@ def local_address_for(peer: str) -> str:
 
 
 def named_interface(name: str, origin: str) -> Interface:
-    """The interface of that name; `origin` says who named it. Raises ConfigError where there is none with an
-    address."""
+    """Return the interface with a name; `origin` says where the name comes from.
+
+    Raises ConfigError where no such interface has an address.
+    """
     known = interfaces()
     if found := next((one for one in known if one.name == name), None):
         return found
@@ -138,24 +140,24 @@ def named_interface(name: str, origin: str) -> Interface:
 
 
 def address_family(address: str) -> socket.AddressFamily:
-    """IPv4's or IPv6's."""
+    """Return the address family, IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def format_endpoint(address: str, port: int) -> str:
-    """`10.0.0.1:29400`, `[fd00::1]:29400`."""
+    """Return `10.0.0.1:29400` or `[fd00::1]:29400`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 class ConnectionAcceptor:
-    """Gives each connection that comes to `serve`, in a thread of its own, until `close`."""
+    """Accepts connections until `close`, and runs `handler` on each in a thread of its own."""
 
     def __init__(self, listener: socket.socket, handler: Callable[[socket.socket], None], name: str) -> None:
         self._listener, self._serve, self._name = listener, handler, name
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Takes no further connections."""
+        """Accept no further connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,7 +1,7 @@
-"""What a rank leaves behind when it fails, so that the launcher can name one cause; free of torch.
+"""Errors of ranks, recorded so that the launcher can name one cause; free of torch.
 
-In the run directory: `logs/rank-R.txt` (output and tracebacks), `logs/rank-R.error.json` (why rank R ended),
-`logs/hang.txt` (what each rank did when nothing moved any more), `exit.json` (how the whole job ended).
+In the run directory: `logs/rank-R.txt` (output and tracebacks), `logs/rank-R.error.json` (reason of rank R's end),
+`logs/hang.txt` (activity of each rank when a hang was found), `exit.json` (exit status of the whole job).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from muster.config.yaml_writer import write_durably
 from muster.spec.errors import MusterError
 
 EXIT_STOPPED = 75
-"""The exit code of a job that saved and stopped because it was asked to (EX_TEMPFAIL: run it again)."""
+"""Exit code of a job that saved and stopped on request (EX_TEMPFAIL: run it again)."""
 
 _PEER_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "pair closure")
@@ -29,12 +29,12 @@ _PEER_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection re
 
 @dataclass(frozen=True)
 class RankError:
-    """Why one rank ended."""
+    """Reason of one rank's end."""
 
     rank: int
     host: str
     kind: str
-    """The exception's class."""
+    """Class of the exception."""
     sentence: str
     traceback: str
     time: float
@@ -45,10 +45,10 @@ class RankError:
 
 
 def run_guarded(run_dir: Path, rank: int, body: Callable[[], int], announce: bool = False) -> int:
-    """Runs a rank's `body` and returns its exit code; an exception becomes an error file and an exit code.
+    """Run a rank's `body` and return its exit code; an exception becomes an error file and an exit code.
 
-    The full traceback goes to the rank's log. `announce` prints the sentence too: for ranks that Muster's launcher
-    did not start.
+    The full traceback goes to the rank's log. `announce` also prints the sentence, for ranks that Muster's launcher did
+    not start.
     """
     try:
         return body()
@@ -63,7 +63,7 @@ def run_guarded(run_dir: Path, rank: int, body: Callable[[], int], announce: boo
 
 
 def make_rank_error(error: BaseException, rank: int) -> RankError:
-    """The error of this process's rank, in the words that a person will read."""
+    """Return the error of this process's rank in the words that a person will read."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MusterError):
         sentence = str(error)
@@ -85,22 +85,22 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's output and tracebacks go."""
+    """Return the file of a rank's output and tracebacks."""
     return run_dir / "logs" / f"rank-{rank}.txt"
 
 
 def error_path(run_dir: Path, rank: int) -> Path:
-    """Where a failing rank says why."""
+    """Return the file with the reason of a rank's failure."""
     return run_dir / "logs" / f"rank-{rank}.error.json"
 
 
 def hang_path(run_dir: Path) -> Path:
-    """Where the launcher writes what each rank did when nothing moved any more."""
+    """Return the file with the activity of each rank when a hang was found."""
     return run_dir / "logs" / "hang.txt"
 
 
 def read_rank_error(run_dir: Path, rank: int) -> RankError | None:
-    """What a rank said about its end, if it could."""
+    """Return the error that a rank has recorded; None without one."""
     try:
         return RankError(**json.loads(error_path(run_dir, rank).read_text()))
     except (OSError, ValueError, TypeError):
@@ -108,17 +108,17 @@ def read_rank_error(run_dir: Path, rank: int) -> RankError | None:
 
 
 def write_exit_file(run_dir: Path, code: int, reason: str, rank: int | None = None, host: str | None = None) -> None:
-    """Writes `exit.json`: how the job ended, and which rank on which host was the cause. A full disk can't stop it."""
+    """Write `exit.json`: exit code, reason, and the rank and host to blame. A full disk is ignored."""
     content = {"code": code, "reason": reason, "rank": rank, "host": host, "time": time.time()}
     with contextlib.suppress(OSError):
         write_durably(run_dir / "exit.json", json.dumps(content) + "\n")
 
 
 def die_with_parent() -> None:
-    """Ends this rank and its children at once when the launcher is gone, whatever killed it.
+    """End this rank and its children at once when its launcher has ended, whatever killed it.
 
-    Only for ranks that `launch` started, and the first thing they should call: the launcher holds the other end of
-    their standard input and never writes to it, so that end of file means its death.
+    Only for ranks that `launch` started, which call it first: the launcher holds the other end of their standard input
+    and never writes to it, so that end of file means its death.
     """
 
     def watch() -> None:

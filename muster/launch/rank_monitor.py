@@ -1,4 +1,4 @@
-"""The launcher's eye on its ranks: where each of them is, for how long, and whether the job hangs."""
+"""Monitoring of ranks by their launcher: their status, how long it has not changed, and whether the job hangs."""
 
 import contextlib
 import socket
@@ -14,13 +14,13 @@ from muster.launch.socket_health import find_connection_problem
 from muster.schedule.action import Action
 
 SNAPSHOT_INTERVAL_S = 0.25
-"""Between looks."""
+"""Time between snapshots."""
 SUSPENSION_S = 5.0
-"""Between looks when it is longer, the launcher itself was kept from running, and so may its ranks have been."""
+"""Time between snapshots above which the launcher itself was suspended, and so may its ranks have been."""
 
 
 class RankMonitor:
-    """One rank's process and page."""
+    """Monitor of one rank: its process and its heartbeat page."""
 
     def __init__(self, rank: int, page: HeartbeatPage | None = None, pid: int = 0) -> None:
         self.rank, self.page, self.pid = rank, page or HeartbeatPage(), pid
@@ -29,7 +29,8 @@ class RankMonitor:
         self._stacks_requested = False
 
     def snapshot(self, hang_timeout_s: float | None) -> RankSnapshot:
-        """Where it is now. One that stands still for half of `hang_s` is asked for its stacks, once."""
+        """Take a snapshot of the rank. One without progress for half of `hang_timeout_s` is asked for its stacks,
+        once."""
         place, now = self.page.read(), time.monotonic()
         self._since += max(0.0, now - self._last_snapshot - SUSPENSION_S)
         self._last_snapshot = now
@@ -55,18 +56,18 @@ class RankMonitor:
 
 
 def snapshot_to_json(seen: RankSnapshot) -> dict[str, Any]:
-    """Plain data; `sighting_of_json` reads it."""
+    """Return a snapshot as plain data, which `snapshot_from_json` reads."""
     return asdict(seen)
 
 
 def snapshot_from_json(row: dict[str, Any]) -> RankSnapshot:
-    """What another launcher saw of one of its ranks."""
+    """Read a snapshot that another launcher has taken."""
     status = row["status"] and RankStatus(**{**row["status"], "action": Action(*row["status"]["action"])})
     return RankSnapshot(**{**row, "status": status})
 
 
 def process_state(pid: int) -> str:
-    """The letter of a process's state; X where there is none."""
+    """Return the state letter of a process (see proc(5)); X where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -74,9 +75,10 @@ def process_state(pid: int) -> str:
 
 
 def is_hung(snapshots: Sequence[RankSnapshot], hang_timeout_s: float) -> bool:
-    """Whether no rank has begun anything for so long, and none does what may take that long.
+    """Return whether no rank makes progress for `hang_timeout_s` although each should: the job hangs.
 
-    A process that is stopped does nothing, whatever it was about.
+    Ranks in phases that may take long, such as saving, are given all the time they need, unless their process is
+    stopped.
     """
     return bool(snapshots) and all(
         seen.stalled_s > hang_timeout_s

@@ -1,4 +1,4 @@
-"""Whether all nodes see the run directory: they read the configuration from it, and write checkpoints into it."""
+"""Check that all nodes see the run directory, in which they read the configuration and write checkpoints."""
 
 import secrets
 import socket
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 VISIBILITY_TIMEOUT_S = 20.0
-"""How long a network's file system may take to show a new file on all nodes."""
+"""Longest time until a network file system shows a new file on all nodes."""
 _MARKER = Path("logs/.shared")
 
 
 def require_shared_run_dir(
     run_dir: Path, rank: int, store: "dist.Store", timeout_s: float = VISIBILITY_TIMEOUT_S
 ) -> None:
-    """Raises MusterError on a rank that doesn't see what rank 0 writes in the run directory. All ranks call it."""
+    """Raise MusterError on a rank that doesn't see rank 0's files in the run directory. All ranks call it."""
     host = socket.gethostname()
     if rank == 0:
         store.set("shared disk", f"{write_marker(run_dir)} {host}")
@@ -29,14 +29,14 @@ def require_shared_run_dir(
 
 
 def write_marker(run_dir: Path) -> str:
-    """Writes a new word in the run directory, and returns it."""
+    """Write a new random word into the run directory, and return it."""
     word = secrets.token_hex(8)
     (run_dir / _MARKER).write_text(word)
     return word
 
 
 def require_marker(run_dir: Path, word: str, reader: str, writer: str, timeout_s: float = VISIBILITY_TIMEOUT_S) -> None:
-    """Raises MusterError where `own`, a rank or node, doesn't find the word that `first` has left."""
+    """Raise MusterError where `reader`, a rank or node, doesn't find the word that `writer` has written."""
     limit = time.monotonic() + timeout_s
     while _read(run_dir / _MARKER) != word:
         if time.monotonic() > limit:

@@ -1,4 +1,4 @@
-"""Whether a process's connections are alive, from what the kernel says of them in /proc."""
+"""Health of a process's network connections, by the kernel's tables in /proc."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ _ESTABLISHED = "01"
 
 
 def find_connection_problem(pid: int) -> str:
-    """What is wrong with a connection of `process` to another machine or rank, as a clause; empty where nothing is.
+    """Return the problem of a connection of `pid` to another machine or rank, as a clause; empty without one.
 
-    A route that is missing says more than data that wait to be acknowledged: those wait at both ends of a cut.
+    A missing route says more than unacknowledged data, which wait at both ends of a cut: it is reported first.
     """
     try:
         inodes = set(_socket_inodes(pid))
@@ -35,7 +35,7 @@ def find_connection_problem(pid: int) -> str:
 
 
 def _socket_inodes(process: int) -> Iterator[str]:
-    """The process's sockets."""
+    """Yield the inodes of the process's sockets."""
     for link in Path(f"/proc/{process}/fd").iterdir():
         try:
             target = os.readlink(link)
@@ -46,7 +46,7 @@ def _socket_inodes(process: int) -> Iterator[str]:
 
 
 def _routes(process: int) -> Iterator[tuple[int, int]]:
-    """(network, mask) of each route, in the bytes' order of /proc."""
+    """Yield (network, mask) of each route, in /proc's byte order."""
     for line in Path(f"/proc/{process}/net/route").read_text().splitlines()[1:]:
         fields = line.split()
         yield int(fields[1], 16), int(fields[7], 16)

@@ -1,4 +1,4 @@
-"""The ranks' processes on this machine: started, watched, stopped, and in the end gone."""
+"""Supervision of the ranks' processes on this machine: start, poll, stop, kill and reap."""
 
 import contextlib
 import os
@@ -18,24 +18,24 @@ from muster.spec.errors import MusterError
 
 POLL_INTERVAL_S = 0.05
 _PF_EXITING = 0x4
-"""Linux's mark, among a thread's flags, of one that exits."""
+"""Linux's flag of a thread that exits (PF_EXITING)."""
 _REAP_TIMEOUT_S = 10.0
-"""How long a killed process may take to disappear; only one that hangs in the kernel needs more."""
+"""Longest wait for a killed process to disappear; only one that hangs in the kernel needs more."""
 
 
 @dataclass
 class _RankProcess:
-    """One started process and, once it has ended, how."""
+    """One started process and, once it has ended, its exit code."""
 
     rank: int
     process: subprocess.Popen[bytes]
     monitor: RankMonitor
     last_alive: float
-    """When it was last known to run, in seconds since the epoch."""
+    """Last time at which it was known to run, in seconds since the epoch."""
     exit_code: int | None = None
-    """Its exit code, or minus the signal that killed it."""
+    """Exit code, or minus the signal that killed it."""
     killed: bool = False
-    """By this launcher."""
+    """True when this launcher killed it."""
 
     @property
     def failed(self) -> bool:
@@ -43,10 +43,10 @@ class _RankProcess:
 
 
 class RankSupervisor:
-    """The processes of one attempt, as far as they run here."""
+    """Processes of one attempt on this machine."""
 
     writes_exit_file = True
-    """Whether this launcher writes exit.json."""
+    """True when this launcher writes exit.json."""
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
         self.ranks: list[_RankProcess] = []
@@ -64,7 +64,7 @@ class RankSupervisor:
     def start(
         self, command_for_rank: Callable[[int], list[str]], ranks: range, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Starts every rank in a session, and so a process group, of its own."""
+        """Start every rank in a session, and so a process group, of its own."""
         common = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         for local, rank in enumerate(ranks):
             command, watched = command_for_rank(rank), RankMonitor(rank)
@@ -90,7 +90,7 @@ class RankSupervisor:
             self.ranks.append(_RankProcess(rank, process, watched, time.time()))
 
     def poll(self) -> bool:
-        """Notices what happened and acts on it; False when no rank runs any more."""
+        """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more."""
         for rank in self.running():
             _poll_process(rank)
         if self.stop_requested and not self._stop_sent:
@@ -106,11 +106,11 @@ class RankSupervisor:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank here has."""
+        """True when a rank here has failed."""
         return any(rank.failed for rank in self.ranks)
 
     def start_grace_period(self) -> None:
-        """The ranks may go on for the time of grace, to end by themselves."""
+        """Give the ranks the time of grace to end by themselves."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace_s
 
@@ -121,18 +121,18 @@ class RankSupervisor:
         self.check_for_hang([rank.monitor.snapshot(self.hang_timeout_s) for rank in self.running()])
 
     def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
-        """Finds out whether the job hangs, from where this machine's ranks are; those of one machine are all."""
+        """Check for a hang, from snapshots of this machine's ranks; a single machine has all ranks."""
         self.diagnose_if_hung(sightings)
 
     def diagnose_if_hung(self, sightings: list[RankSnapshot]) -> None:
-        """The same, of all ranks."""
+        """Diagnose a hang if there is one, from snapshots of all ranks."""
         if self.hang_timeout_s is not None and not self.failed and is_hung(sightings, self.hang_timeout_s):
             self.hang_fault = diagnose(sightings)
             with contextlib.suppress(OSError):
                 hang_path(self.run_dir).write_text(format_snapshots(sightings))
 
     def shut_down(self) -> None:
-        """Kills what still runs and waits until it is gone."""
+        """Kill the processes that still run and wait until they are gone."""
         self.kill()
         limit = time.monotonic() + _REAP_TIMEOUT_S
         while self.running() and time.monotonic() < limit:
@@ -145,17 +145,17 @@ class RankSupervisor:
         os.close(self._our_end)
 
     def running(self) -> list[_RankProcess]:
-        """The ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def kill(self) -> None:
-        """Kills what still runs."""
+        """Kill the processes that still run."""
         for rank in self.running():
             rank.killed = True
             os.killpg(rank.process.pid, signal.SIGKILL)
 
     def rank_exits(self) -> list[RankExit]:
-        """How the ranks here ended."""
+        """Return how the ranks here ended."""
         return [
             collect_rank_exit(
                 self.run_dir, rank.rank, _exit_code(rank), rank.killed, rank.last_alive, self.stop_requested
@@ -164,12 +164,12 @@ class RankSupervisor:
         ]
 
     def exit_status(self) -> ExitStatus:
-        """How the job ended."""
+        """Return how the job ended."""
         return determine_exit_status(self.rank_exits(), self.stop_requested, self.kill_requested, self.hang_fault)
 
 
 def _poll_process(rank: _RankProcess) -> None:
-    """Sees whether the process has ended; if so, kills what is left of its group and then lets its number go."""
+    """Notice whether the process has ended; if so, kill the rest of its group, then reap it, which frees its number."""
     pid, now = rank.process.pid, time.time()
     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if not _is_exiting(pid):
@@ -181,8 +181,11 @@ def _poll_process(rank: _RankProcess) -> None:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether its main thread has begun to exit. Until the last thread has, it can't be waited for; but its connections
-    may be closed by then, so that others feel that it is gone."""
+    """Return whether the main thread of a process has begun to exit.
+
+    Such a process can't be reaped before its last thread has ended, but its connections may be closed by then, so that
+    other ranks notice.
+    """
     try:
         return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
     except OSError:  # no Linux: a process that was not waited for is there
@@ -190,5 +193,5 @@ def _is_exiting(pid: int) -> bool:
 
 
 def _exit_code(rank: _RankProcess) -> int:
-    """One that hangs in the kernel has been killed all the same."""
+    """Return the exit code; a process that hangs in the kernel counts as killed."""
     return -signal.SIGKILL if rank.exit_code is None else rank.exit_code

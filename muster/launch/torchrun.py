@@ -30,7 +30,7 @@ def open_torchrun_store(rank: int) -> dist.Store:
 
 
 def write_exit_status(run_dir: Path, code: int, world_size: int) -> None:
-    """Writes exit.json with the first cause that any rank has named."""
+    """Write exit.json with the first cause that any rank has recorded."""
     errors = [error for rank in range(world_size) if (error := read_rank_error(run_dir, rank)) is not None]
     cause = min(errors, key=lambda error: (not error.primary, error.time), default=None)
     reason = {0: "finished", EXIT_STOPPED: "stopped on request; the same command continues the run"}.get(code, "failed")
@@ -40,9 +40,9 @@ def write_exit_status(run_dir: Path, code: int, world_size: int) -> None:
 
 
 def start_watchdog(run_dir: Path, hang_timeout_s: float, store: dist.Store, rank: int, world_size: int) -> None:
-    """Lets a process on each node watch its ranks, as Muster's launcher would; all ranks call it.
+    """Start one watchdog process on each node, which watches its ranks as Muster's launcher would; all ranks call it.
 
-    Where nodes have different numbers of ranks, or none can be told, nobody watches.
+    Without a watchdog where nodes have different or unknown numbers of ranks.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not per_node or world_size % per_node:

@@ -1,9 +1,9 @@
-"""Watches ranks that another launcher, such as torchrun, has started: one such process on each node, free of torch.
+"""Watchdog for ranks that another launcher, such as torchrun, has started: one process on each node, free of torch.
 
-    python -m muster.launch.watchdog JOB
+    python -m muster.launch.watchdog CONFIG
 
-JOB is a `WatchJob` as JSON. What Muster's own launcher would see, this sees in its place: who holds up the others, and
-who died without a word. It ends with the ranks of its node.
+CONFIG is a `WatchdogConfig` as JSON. The watchdog sees what Muster's own launcher would see: which rank holds up the
+others, and which died without a word. It ends with the ranks of its node.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from muster.spec.errors import MusterError
 
 _RENDEZVOUS_TIMEOUT_S = 120.0
 _FINAL_REPORTS_TIMEOUT_S = 3.0
-"""How long node 0 waits, after its own ranks' end, for what the other nodes have seen."""
+"""Longest wait of node 0, after its own ranks have ended, for reports of the other nodes."""
 _STOPPABLE_PHASES = ("profile", "load", "data", "run", "save", "validate")
-"""The phases in which a rank ends by a request only with a word, so that one that is gone was killed."""
+"""Phases in which a rank that is asked to stop reports it before it ends: one that ended without a word was killed."""
 
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """What is watched here."""
+    """Ranks to watch on one node."""
 
     run_dir: str
     hang_timeout_s: float
@@ -46,17 +46,18 @@ class WatchdogConfig:
     node: int
     num_nodes: int
     host: str
-    """Of node 0, as all call it."""
+    """Node 0's name or address, as all nodes call it."""
     port: int
-    """Where its watcher listens."""
+    """Port of node 0's watchdog."""
     ranks: list[tuple[int, int, int]]
-    """Of this node: number, process, file descriptor of its page."""
+    """Local ranks: (rank, process id, file descriptor of its heartbeat page)."""
     attempt: int
-    """What `attempt_in` said of the run directory when the ranks began."""
+    """`attempt_id` of the run directory when the ranks started."""
 
 
 def attempt_id(run_dir: Path) -> int:
-    """A number that differs between attempts in one run directory: each writes its configuration anew. 0: none has."""
+    """Return a number that differs between attempts in one run directory, as each rewrites the configuration; 0 without
+    one."""
     try:
         return (run_dir / "config.yaml").stat().st_mtime_ns
     except OSError:
@@ -64,7 +65,7 @@ def attempt_id(run_dir: Path) -> int:
 
 
 class _WatchedRank:
-    """A rank that some other program has started."""
+    """A rank that another program has started."""
 
     def __init__(self, rank: int, process: int, fd: int) -> None:
         self.rank, self._handle = rank, os.pidfd_open(process)
@@ -81,22 +82,22 @@ class _WatchedRank:
 
 
 class Watchdog:
-    """The eye on one node's ranks; node 0's judges for all."""
+    """Watches one node's ranks; node 0's watchdog decides for all."""
 
     def __init__(self, config: WatchdogConfig, ranks: Sequence[_WatchedRank], group: LauncherGroup | None) -> None:
         self._config, self._ranks, self._group = config, ranks, group
         self._run_dir, self._is_coordinator = Path(config.run_dir), group is None or group.is_coordinator
         self._remote_nodes = RemoteNodes()
         self._running_nodes = set(range(1, config.num_nodes)) if self._is_coordinator else set[int]()
-        """Nodes whose ranks still run."""
+        """Other nodes whose ranks still run."""
         self._fault: RankFault | None = None
         self._is_hung, self._kill_ranks = False, False
         self._ended_ranks: set[int] = set()
         self._failed_at: float | None = None
-        """When a rank was first known to be gone with an error."""
+        """Time at which a rank was first known to have ended with an error."""
 
     def run(self) -> None:
-        """Watches until the ranks here are gone, and says what was seen."""
+        """Watch until the ranks here have ended, then report."""
         while alive := [rank for rank in self._ranks if rank.alive]:
             self._receive()
             self._check_for_deaths()
@@ -207,7 +208,7 @@ class Watchdog:
                     )
 
     def _write_exit_status(self) -> None:
-        """Says what was found, where no rank says it better, or what a rank has said to nobody."""
+        """Write exit.json when no rank has given a better reason, or when nobody else has written a rank's reason."""
         errors = [read_rank_error(self._run_dir, rank) for rank in range(self._config.world_size)]
         cause = min(
             (error for error in errors if error is not None),
@@ -228,7 +229,7 @@ class Watchdog:
 
 
 def main() -> None:
-    """Watches the ranks of the job that the command line names."""
+    """Watch the ranks of the configuration on the command line."""
     job = WatchdogConfig(**json.loads(sys.argv[1]))
     ranks = []
     try:

@@ -1,2 +1,1 @@
-"""Several nodes, each with a launcher of its own: how they find each other, agree, and hear of each other. Free of
-torch."""
+"""Launchers on several nodes, one on each: rendezvous, handshake and messages. Free of torch."""

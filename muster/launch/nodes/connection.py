@@ -1,4 +1,4 @@
-"""A connection between two launchers: JSON objects, one a line, each with a `kind`; free of torch."""
+"""Connection between two launchers: JSON objects, one on each line, each with a `kind`; free of torch."""
 
 import contextlib
 import json
@@ -11,17 +11,18 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_MESSAGE_BYTES = 1 << 24
-"""Bytes of a line; what is longer comes from no launcher."""
+"""Longest line; no launcher sends a longer one."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long lines that are closed may take to send what was said."""
+"""Longest time to send pending messages on close."""
 
 
 class LauncherConnection:
-    """One end. A thread reads, and puts (who, message) into an inbox; the kind `gone` says that the other end is."""
+    """One end of a connection. A thread reads, and puts (node, message) into an inbox; the kind `gone` means that the
+    other end has closed."""
 
     def __init__(self, connection: socket.socket, node: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
         self.node, self.last_received = node, time.monotonic()
-        """When the other end was last heard, on this machine's clock."""
+        """Time of the last message from the other end, on this machine's monotonic clock."""
         self._connection, self._inbox = connection, inbox
         # What is said waits here for a thread that sends it: where the network is cut, sending blocks.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -31,19 +32,19 @@ class LauncherConnection:
         self._sender.start()
 
     def start_reading(self) -> None:
-        """Begins to read."""
+        """Start the thread that reads."""
         threading.Thread(target=self._read, name=f"from-{self.node}", daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Sends a message, soon; to one who is gone, nothing."""
+        """Queue a message; it is dropped when the other end has closed."""
         self._outbox.put(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def finish_sending(self) -> None:
-        """Lets the other end see, after what was said, that nothing more will be."""
+        """Close for sending, after the messages that are queued."""
         self._outbox.put(None)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finishes, waits so long until all is sent, and closes."""
+        """Send the queued messages, for `timeout_s` at most, and close."""
         self.finish_sending()
         self._sender.join(max(0.0, timeout_s))
         self._connection.close()
@@ -69,7 +70,7 @@ class LauncherConnection:
 
 
 def close_connections(connections: Collection[LauncherConnection]) -> None:
-    """Closes lines together: to wait for one whose network is cut takes no time from the others."""
+    """Close connections together, so that one whose network is cut takes no time from the others."""
     limit = time.monotonic() + CLOSE_TIMEOUT_S
     for line in connections:
         line.finish_sending()
@@ -78,8 +79,10 @@ def close_connections(connections: Collection[LauncherConnection]) -> None:
 
 
 def read_first_message(connection: socket.socket, timeout_s: float) -> Message | None:
-    """The first message on a connection that nothing else reads yet; None where none comes in time, or something that
-    is no message. Reads no further than its end."""
+    """Read the first message of a connection that nothing else reads yet, and no further.
+
+    None where none comes in time, or where it is not a message.
+    """
     data, limit = b"", time.monotonic() + timeout_s
     with contextlib.suppress(OSError, ValueError):
         while not data.endswith(b"\n") and len(data) < MAX_MESSAGE_BYTES:

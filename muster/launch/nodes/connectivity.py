@@ -1,8 +1,8 @@
-"""Whether the nodes reach each other where their ranks will meet; free of torch.
+"""Check that the nodes reach each other at the addresses where their ranks will meet; free of torch.
 
-gloo and NCCL connect every rank to others at the address of an interface. Where that address can't be reached they
-wait for minutes and name nobody; this tells in seconds, between which two nodes. An address such as that of a container
-bridge exists on every machine, so who answers says which node it is.
+gloo and NCCL connect every rank to the others at the address of an interface. Where that address can't be reached they
+wait for minutes and name nobody; this check names the two nodes within seconds. An address such as that of a container
+bridge exists on every machine, so each node answers with its number.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from muster.launch.network import ConnectionAcceptor, address_family
 
 CONNECT_TIMEOUT_S = 8.0
-"""For each connection."""
+"""Timeout of each connection."""
 
 
 class ProbeListener:
@@ -33,8 +33,10 @@ class ProbeListener:
 
 
 def find_unreachable(others: Mapping[str, tuple[int, str, int]], local_address: str) -> dict[str, str]:
-    """Why each of `others` (name → node, address, port) can't be reached from `own_address`; those that can are left
-    out. All are tried at once."""
+    """Try to reach each of `others` (name → node, address, port) from `local_address`, all at once.
+
+    Returns name → reason for those that can't be reached.
+    """
     problems: dict[str, str] = {}
 
     def one(name: str, node: int, address: str, port: int) -> None:

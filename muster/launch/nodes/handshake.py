@@ -1,4 +1,4 @@
-"""What the launchers of all nodes have to have alike, and how a difference is told; free of torch."""
+"""Comparison of the launchers of all nodes: software, plan and configuration have to be the same; free of torch."""
 
 import hashlib
 import platform
@@ -15,7 +15,7 @@ from muster.version import __version__
 
 
 def software_versions() -> dict[str, Any]:
-    """What this machine runs."""
+    """Return the versions of Muster, Python and PyTorch on this machine."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -28,14 +28,14 @@ def software_versions() -> dict[str, Any]:
 
 
 def require_same(group: LauncherGroup) -> None:
-    """Node 0 raises ConfigError, with one sentence that names the node, where a launcher runs something else."""
+    """Raise ConfigError on node 0, with a sentence that names the node, where a launcher runs something else."""
     for node in sorted(group.nodes):
         if said := next(node_differences(group.local_node, group.nodes[node]), None):
             raise ConfigError(said)
 
 
 def node_differences(first: NodeInfo, other: NodeInfo) -> Iterator[str]:
-    """In what `other` differs from node 0, each a sentence; the first says most."""
+    """Yield the differences of `other` from node 0, each as a sentence, the most telling first."""
     a, b = first.facts, other.facts
     if a.get("job") != b.get("job"):
         yield f"{other} was started to {b.get('job')}, {first} to {a.get('job')}: start the same on all nodes"
@@ -57,7 +57,7 @@ _COMPARED_FACTS = (
 
 
 def config_differences(first: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
-    """What the sections of two configurations say differently, but for the plan, which has its own word."""
+    """Yield the differences of two configurations, except for the plan, which is compared by itself."""
     for section in first:
         if section == "parallel" or first[section] == other[section]:
             continue
@@ -71,7 +71,7 @@ def config_differences(first: dict[str, Any], other: dict[str, Any]) -> Iterator
 
 @cache
 def _source_digest() -> str:
-    """A digest of the program's own files: versions in development have one number and differ."""
+    """Return a digest of the program's files: development versions have the same number and differ."""
     root, digest = Path(muster.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

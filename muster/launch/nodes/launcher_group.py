@@ -1,6 +1,7 @@
-"""The launchers of all nodes: node 0 listens, the others come, and from then on each hears when another is gone.
+"""The launchers of all nodes: node 0 listens, the others connect, and each notices when another is gone.
 
-Node 0 is the hub: the others talk to it alone. Free of torch, so that a wrong request is told before that is loaded.
+Node 0 is the hub: the others send messages to it alone. Free of torch, so that a wrong request is refused before torch
+is loaded.
 """
 
 import contextlib
@@ -19,32 +20,32 @@ from muster.launch.rank_errors import EXIT_STOPPED
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 SILENCE_TIMEOUT_S = 15.0
-"""Who says nothing for so long is taken for gone: machines that lose power or the network say no goodbye."""
+"""Silence after which a launcher is taken for gone: a machine that loses power or its network closes no connection."""
 HEARTBEAT_INTERVAL_S = 1.0
 SUSPENSION_S = 5.0
-"""A launcher that was kept from running for longer can't tell how long the others were silent."""
+"""Pause of this launcher above which it can't tell how long the others were silent."""
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node as the others know it."""
+    """One node as the others know it."""
 
     node: int
     host: str
     facts: dict[str, Any]
-    """What its launcher says of itself; see `agree.py`."""
+    """Facts that its launcher gives about itself; see `handshake.py`."""
     address: str
-    """Of the interface through which its ranks meet the others'."""
+    """Address of the interface where its ranks meet the others'."""
     interface: str
     port: int
-    """At that address, where its doorstep is."""
+    """Port of its probe listener at that address."""
 
     def __str__(self) -> str:
         return f"node {self.node} on {self.host}"
 
 
 class JobEnded(Exception):
-    """Node 0 says that the job is over, before the ranks were started."""
+    """End of the job before the ranks were started, as node 0 has declared it."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,7 +53,7 @@ class JobEnded(Exception):
 
 
 class LauncherGroup:
-    """One launcher's view of all. Made by `meet`."""
+    """One launcher's view of all launchers. Made by `rendezvous`."""
 
     def __init__(
         self, config: RendezvousConfig, local_node: NodeInfo, interface: Interface, probe_listener: ProbeListener
@@ -68,9 +69,9 @@ class LauncherGroup:
         self.connections: dict[int, LauncherConnection] = {}
         self.inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self.address = ""
-        """Node 0's, at which its store listens."""
+        """Node 0's address, at which its store listens."""
         self.clock_offset_s: dict[int, float] = {}
-        """How far each other node's clock is ahead of this one's; known to node 0 alone."""
+        """Offset of each other node's clock from this one's, positive when ahead; known to node 0 alone."""
         self._early: list[tuple[int, Message]] = []
         self._looked = time.monotonic()
         self._closed = threading.Event()
@@ -81,12 +82,16 @@ class LauncherGroup:
         return self.node_rank == 0
 
     def send(self, kind: str, **content: Any) -> None:
-        """Node 0 tells all others, each other node 0."""
+        """Send a message: node 0 to all others, another node to node 0."""
         for line in list(self.connections.values()):
             line.send(kind, **content)
 
     def receive(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
-        """What has come since, as (node, message); waits so long for the first. `gone`: that node is."""
+        """Return the messages received since the last call, as (node, message); waits for the first one if `timeout_s`
+        is given.
+
+        The kind `gone` means that a node's launcher has closed its connection or is silent.
+        """
         found, self._early = self._early, []
         with contextlib.suppress(queue.Empty):
             if timeout_s and not found:
@@ -96,13 +101,13 @@ class LauncherGroup:
         return found + [(node, {"kind": "gone", "silent_s": SILENCE_TIMEOUT_S}) for node in self._silent_nodes()]
 
     def put_back(self, messages: Sequence[tuple[int, Message]]) -> None:
-        """Lets the next `receive` begin with these."""
+        """Return these messages first from the next `receive`."""
         self._early += messages
 
     def wait_for(self, kind: str, timeout_s: float, nodes: Sequence[int] | None = None) -> dict[int, Message]:
-        """Waits for a message of this kind from each of these nodes (None: from all that this one hears).
+        """Wait for a message of a kind from each of these nodes (None: from all that send to this one).
 
-        Raises Over when node 0 says so, MusterError when one is gone, has failed or says nothing in time.
+        Raises JobEnded when node 0 declares it, MusterError when a node is gone, has failed or is silent for too long.
         """
         found: dict[int, Message] = {}
         later: list[tuple[int, Message]] = []
@@ -123,7 +128,7 @@ class LauncherGroup:
         return found
 
     def measure_clocks(self, timeout_s: float = 10.0) -> None:
-        """Finds `clock_off_s`, from a few messages to each and back."""
+        """Measure `clock_offset_s` from a few messages to each node and back."""
         offsets: dict[int, list[tuple[float, float]]] = {node: [] for node in self.connections}
         for _ in range(5):
             self.send("clock", sent=time.time())
@@ -133,7 +138,10 @@ class LauncherGroup:
         self.clock_offset_s = {node: min(pairs)[1] for node, pairs in offsets.items()}
 
     def check_connectivity(self, timeout_s: float = 30.0) -> list[str]:
-        """Which nodes don't reach which, where their ranks will meet; all nodes call it, node 0 is told of all."""
+        """Return a sentence for each pair of nodes that can't reach each other where their ranks will meet.
+
+        All nodes call it; node 0 gets the sentences of all.
+        """
         if self.is_coordinator:
             rows = [vars(member) | {"facts": {}} for member in self.nodes.values()]
             self.send("members", members=rows)
@@ -159,13 +167,13 @@ class LauncherGroup:
         ]
 
     def close(self) -> None:
-        """Ends what was begun."""
+        """Close the listener and all connections."""
         self._closed.set()
         self.probe_listener.close()
         close_connections(self.connections.values())
 
     def raise_if_ended(self, node: int, message: Message) -> None:
-        """Raises where a message says that the job can't go on: Over by node 0's word, MusterError by another's."""
+        """Raise when a message ends the job: JobEnded when node 0 declares it, MusterError when another node fails."""
         if message["kind"] == "over":
             raise JobEnded(message["code"], message["reason"])
         if message["kind"] == "failed":
@@ -189,18 +197,18 @@ class LauncherGroup:
 
 
 def describe_disconnect(message: Message) -> str:
-    """What is known of why a node is gone, from the message that it is."""
+    """Describe why a node is gone, from the message about it."""
     if silent_s := message.get("silent_s"):
         return f"its launcher has said nothing for {silent_s:.0f} s, so its machine or the network between is down"
     return "the connection to its launcher closed without a word"
 
 
 def error_for_code(code: int, sentence: str) -> MusterError:
-    """The error that ends a process with this code."""
+    """Return the error that ends a process with an exit code."""
     return {2: ConfigError, 3: InfeasibleError, EXIT_STOPPED: _StoppedError}.get(code, MusterError)(sentence)
 
 
 class _StoppedError(MusterError):
-    """Somebody asked one of the launchers to stop."""
+    """One of the launchers was asked to stop."""
 
     exit_code = EXIT_STOPPED

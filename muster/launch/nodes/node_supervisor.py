@@ -1,4 +1,4 @@
-"""One node's part of a job over several: each launcher watches its own ranks, and hears of the others'."""
+"""One node's part of a job on several nodes: its launcher supervises its own ranks and hears of the others'."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,21 +18,21 @@ from muster.launch.rank_monitor import snapshot_from_json, snapshot_to_json
 from muster.launch.supervisor import RankSupervisor
 
 _SNAPSHOT_MAX_AGE_S = 3.0
-"""Older sightings of another node's ranks say nothing of now."""
+"""Age above which snapshots of another node's ranks are out of date."""
 
 
 class RemoteNodes:
-    """Where the other nodes' ranks are, as node 0 has heard."""
+    """Ranks of the other nodes, as node 0 has heard of them."""
 
     def __init__(self) -> None:
         self._heard: dict[int, tuple[float, list[RankSnapshot]]] = {}
 
     def receive(self, node: int, message: Message) -> None:
-        """Takes a message of kind `sightings`."""
+        """Take a message of kind `sightings`."""
         self._heard[node] = time.monotonic(), [snapshot_from_json(row) for row in message["rows"]]
 
     def snapshots(self, nodes: Iterable[int]) -> list[RankSnapshot] | None:
-        """Of all ranks of these nodes; None where one has said nothing of late."""
+        """Return snapshots of all ranks of these nodes; None where a node has sent none of late."""
         found: list[RankSnapshot] = []
         for node in nodes:
             at, rows = self._heard.get(node, (0.0, []))
@@ -43,12 +43,12 @@ class RemoteNodes:
 
 
 def send_snapshots(group: LauncherGroup, snapshots: Sequence[RankSnapshot]) -> None:
-    """Tells node 0 where the ranks here are."""
+    """Send node 0 snapshots of the ranks here."""
     group.send("sightings", rows=[snapshot_to_json(seen) for seen in snapshots])
 
 
 class NodeSupervisor(RankSupervisor):
-    """The processes here, ended with those elsewhere. Node 0 collects how all ended, and says it to all."""
+    """Supervises the ranks here and ends them with those elsewhere. Node 0 collects how all ended and tells all."""
 
     def __init__(
         self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, group: LauncherGroup, num_ranks: int
@@ -58,13 +58,14 @@ class NodeSupervisor(RankSupervisor):
         self.local_ranks = range(group.node_rank * num_ranks, (group.node_rank + 1) * num_ranks)
         self._remote_nodes = RemoteNodes()
         self._node_exits: dict[int, list[RankExit]] = {}
-        """Of the nodes whose ranks have all ended, or that are gone."""
+        """Ends of the ranks, by node, of nodes whose ranks have all ended or that are gone."""
         self._failed_elsewhere = self._killed_elsewhere = False
         self._sent: set[str] = set()
         self._final_status: ExitStatus | None = None
 
     def poll(self) -> bool:
-        """As Job; also hears of the other nodes and tells them of this one. True until all of them have ended."""
+        """Poll as `RankSupervisor.poll`, and exchange messages with the other nodes. True until the ranks of all have
+        ended."""
         heard = self._group.receive()
         while heard and self._final_status is None:
             self._handle(*heard.pop(0))
@@ -117,7 +118,7 @@ class NodeSupervisor(RankSupervisor):
         self._failed_elsewhere = True
 
     def _send_updates(self, running: bool) -> None:
-        """Tells the others what they must know, each thing once."""
+        """Send the other nodes what they have to know, each kind of message once."""
         if self.stop_requested:
             self._send_once("stop")
         if self.failed or self._failed_elsewhere:
@@ -133,7 +134,7 @@ class NodeSupervisor(RankSupervisor):
             self._group.send(kind, **content)
 
     def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
-        """Node 0 judges from where all nodes' ranks are; the others tell it."""
+        """Check for a hang on node 0, from snapshots of all nodes' ranks; other nodes send theirs."""
         if not self._group.is_coordinator:
             send_snapshots(self._group, sightings)
         elif not self._failed_elsewhere:
@@ -142,7 +143,7 @@ class NodeSupervisor(RankSupervisor):
                 self.diagnose_if_hung(sightings + others)
 
     def exit_status(self) -> ExitStatus:
-        """Node 0's word, which it gives here; or, where that never came, what this one knows."""
+        """Return the exit status that node 0 declares; on another node that never received it, its own view."""
         if self._final_status is not None:
             self.writes = False
             return self._final_status

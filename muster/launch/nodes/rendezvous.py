@@ -1,4 +1,4 @@
-"""How the launchers of all nodes find each other: node 0 listens, the others come. Free of torch."""
+"""Rendezvous of the launchers of all nodes: node 0 listens, the others connect. Free of torch."""
 
 import contextlib
 import os
@@ -21,14 +21,15 @@ from muster.spec.errors import MusterError
 _HELLO_TIMEOUT_S = 10.0
 _RETRY_INTERVAL_S, _CONNECT_TIMEOUT_S = 0.5, 5.0
 _REPORT_INTERVAL_S = 30.0
-"""Between lines that say who is still waited for."""
+"""Time between lines that name the nodes still missing."""
 
 
 @contextmanager
 def rendezvous(config: RendezvousConfig, facts: dict[str, Any]) -> Iterator[LauncherGroup]:
-    """All launchers, once all are there. What ends this one early is told to the others.
+    """Connect the launchers of all nodes, and yield their group once all are there.
 
-    Raises MusterError where they don't come or can't be reached; ConfigError where two say that they are the same node.
+    An error or a request to stop within this context is sent to the others. Raises MusterError where a launcher doesn't
+    come in time or can't be reached; ConfigError where two claim the same node rank.
     """
     team = _make_group(config, facts)
     try:
@@ -71,7 +72,7 @@ def _make_group(request: RendezvousConfig, facts: dict[str, Any]) -> LauncherGro
 
 
 def _resolve_with_retries(request: RendezvousConfig) -> str:
-    """Names of machines that start together may come late."""
+    """Resolve node 0's name, which may be known only some time after machines have started together."""
     progress = _WaitReporter(request.timeout_s)
     while True:
         try:
@@ -83,7 +84,8 @@ def _resolve_with_retries(request: RendezvousConfig) -> str:
 
 @contextmanager
 def _listen(team: LauncherGroup) -> Iterator[None]:
-    """Node 0 listens for as long as the job runs: who comes too late or twice is told so."""
+    """Listen on node 0 for as long as the job runs: a launcher that comes too late or twice is refused with a
+    reason."""
     request, address = team.config, team.address
     listener = socket.socket(address_family(address))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +107,7 @@ _admission_lock = threading.Lock()
 
 
 def _admit(team: LauncherGroup, connection: socket.socket) -> None:
-    """Reads who comes, and lets in who may."""
+    """Read the hello of a new connection, and admit the launcher or refuse it."""
     hello = read_first_message(connection, _HELLO_TIMEOUT_S)
     if hello is None or hello["kind"] != "hello":  # no launcher
         connection.close()
@@ -165,7 +167,7 @@ def _wait_for_all_nodes(team: LauncherGroup) -> None:
 
 
 class _WaitReporter:
-    """Says what is waited for when that changes, and now and then; and when it was too long."""
+    """Prints what is waited for when that changes and at intervals; raises MusterError after the timeout."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""What a launcher is told of the nodes, and which interface it then uses."""
+"""Rendezvous configuration of a launcher, and the network interface that it uses."""
 
 import os
 from dataclasses import dataclass
@@ -16,28 +16,28 @@ from muster.launch.network import (
 from muster.spec.errors import MusterError
 
 DEFAULT_PORT = 29400
-"""Where the first node listens if nobody says otherwise: torchrun's choice, too."""
+"""Port of node 0's launcher by default, as torchrun's."""
 DEFAULT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """One launcher's place among several."""
+    """One launcher's place among those of several nodes."""
 
     num_nodes: int
     node_rank: int
-    """Of this node, from 0."""
+    """Number of this node, from 0."""
     host: str
     """Node 0's name or address."""
     port: int = DEFAULT_PORT
     interface: str | None = None
-    """Through which the ranks meet; None: the one that the route to node 0 goes through."""
+    """Network interface of the ranks; None: the one of the route to node 0."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """How long the others are waited for."""
+    """Longest wait for the other nodes."""
 
 
 def listening_address(config: RendezvousConfig) -> str:
-    """Node 0's own address, as the others call it. Raises MusterError where that is no address of this machine."""
+    """Return node 0's own address, as the others call it. Raises MusterError where this machine doesn't have it."""
     address = resolve(config.host)
     own = ", ".join(str(one) for one in interfaces() if not is_loopback(one.address)) or "none"
     if local_interface(address) is None:
@@ -55,8 +55,10 @@ def listening_address(config: RendezvousConfig) -> str:
 
 
 def data_interface(config: RendezvousConfig, address: str) -> Interface:
-    """The interface through which this node's ranks meet those of the others: the one asked for, or that of the route
-    to node 0's `address`. Raises ConfigError for one that is not there, MusterError where there is no route."""
+    """Return the interface where this node's ranks meet the others': the one asked for, or that of the route to node 0.
+
+    Raises ConfigError for an interface that is not there, MusterError where there is no route.
+    """
     if config.interface is not None:
         return named_interface(config.interface, "--interface")
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -72,8 +74,10 @@ def data_interface(config: RendezvousConfig, address: str) -> Interface:
 
 
 def rank_environment(config: RendezvousConfig, interface: Interface) -> dict[str, str]:
-    """What a rank's gloo and NCCL have to know of the interface: what was set by hand stays, unless --interface says
-    otherwise."""
+    """Return environment variables with the interface for a rank's gloo and NCCL.
+
+    Variables that are set already stay, unless --interface says otherwise.
+    """
     names: dict[str, str] = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface.name)
     if config.interface is not None:
         return names
