@@ -518,7 +518,7 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--tokens", "-1T"], 2, "--tokens: expected a number above 0"),
         (["--model", "/tmp"], 2, "expected a Hugging Face directory"),
         (["--run-file", "run.yaml"], 2, "files of --launch"),
-        (["--require", "tp4", "--require", "tp2"], 2, "'tp2' says again what an earlier part said"),
+        (["--require", "tp4", "--require", "tp2"], 2, "'tp2' repeats an earlier part"),
         (["--require", "szbv-pp1"], 3, "needs a pipeline of 2 ranks or more"),
         (["--require", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),

@@ -1,5 +1,5 @@
-"""Whether plans have room: what their ranks hold against what they may, and the recompute and offload that make them
-fit."""
+"""The memory budget of plans: the memory of their ranks against its limits, and the recompute and offload that make
+them fit."""
 
 from copy import copy
 from dataclasses import dataclass, replace
@@ -23,36 +23,39 @@ from muster.schedule.build import nothing_to_offload_error, schedule_for_plan
 from muster.schedule.offload import CopyOverlaps, count_copy_overlaps
 from muster.schedule.schedule import Schedule
 from muster.spec.errors import InfeasibleError
-from muster.spec.plan import Plan
+from muster.spec.plan import Offload, Plan
 from muster.spec.supported import unsupported_features
 
 _FIT_ATTEMPTS = 4
-"""Recompute and offload free what they are said to free but for what other moments of a pass hold; then they must free
-that too."""
+"""Attempts to fit a plan. What a policy frees is known but for the other moments of a pass; where a rank still exceeds
+its limit, it has to free that much more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFit:
-    """A plan that doesn't fit, on the way to those that do."""
+    """A plan that doesn't fit, with what is needed to make it fit."""
 
     fitter: MemoryFitter
     may_offload: bool
-    """Whether it may offload as well as recompute."""
+    """True if it may offload as well as recompute."""
     excess_bytes: list[float]
-    """By pipeline rank."""
-    alike: StageMemoryCache
+    """Bytes beyond the limit, by pipeline rank."""
+    cache: StageMemoryCache
     added_s: list[float]
-    """By pipeline rank: what it will take more for each micro-batch at least."""
+    """Least seconds that fitting adds for each micro-batch, by pipeline rank."""
 
 
 class MemoryBudget:
-    """Weighs the plans of one request. It remembers orders of passes, which many plans share."""
+    """Memory limits for the plans of one request, and the policies that keep them.
+
+    It caches the order of allocations of each schedule, which many plans share.
+    """
 
     def __init__(self, request: PlanRequest, costs: PlanCosts) -> None:
         self.request = request
         self.costs = costs
         self.head_room = MEMORY_HEADROOM if request.memory_limit_bytes is None else 0.0
-        """The part of a device's memory that plans must leave free; a search gives it up where none does."""
+        """Part of a device's memory that plans must leave free; a search does without where no plan leaves it."""
         self._schedules: dict[tuple, Schedule] = {}
         self._orders: dict[tuple, tuple[AllocationOrder, ...]] = {}
         self._rank_orders: dict[tuple, AllocationOrder] = {}
@@ -67,94 +70,100 @@ class MemoryBudget:
 
     @cached_property
     def _group_ranks(self) -> list[int]:
-        """A rank of each group of nodes."""
+        """One rank of each group of nodes."""
         sizes = [group.num_devices for group in self.request.cluster.groups]
         return [sum(sizes[:index]) for index in range(len(sizes))]
 
     def limit_bytes(self, rank: int) -> int | None:
-        """What a rank may hold; None where that is unknown."""
-        own, wanted = self.request.cluster.group_of(rank).device.memory_bytes, self.request.memory_limit_bytes
-        limit = min(own, wanted) if own and wanted else own or wanted
+        """Return the bytes that a rank may hold; None where that is unknown."""
+        device_bytes = self.request.cluster.group_of(rank).device.memory_bytes
+        wanted_bytes = self.request.memory_limit_bytes
+        limit = min(device_bytes, wanted_bytes) if device_bytes and wanted_bytes else device_bytes or wanted_bytes
         return None if limit is None else int(limit * (1 - self.head_room))
 
     @property
     def usable_bytes(self) -> int:
-        """What all devices may hold together."""
+        """Bytes that all devices may hold together."""
         groups = zip(self.request.cluster.groups, self._group_ranks, strict=True)
         return sum((self.limit_bytes(rank) or 0) * group.num_devices for group, rank in groups)
 
     @property
     def group_limits_bytes(self) -> list[int]:
-        """What a device of each group of nodes may hold, where that is known."""
+        """Bytes that a device of each group of nodes may hold, where that is known."""
         limits = map(self.limit_bytes, self._group_ranks)
         return [limit for limit in limits if limit is not None]
 
     def may_fit(self, shape: MeshShape, sharding: DataSharding, choice: ScheduleChoice | None = None) -> bool:
-        """Whether any plan of a shape that shares parameters and gradients so may; `order`: any if not given."""
+        """Return True if any plan of a shape with this data sharding may fit; `choice`: any if not given."""
         limits = self.group_limits_bytes
         return len(limits) < len(self._group_ranks) or self.min_bytes(shape, sharding, choice) <= max(limits)
 
     def min_bytes(self, shape: MeshShape, sharding: DataSharding, choice: ScheduleChoice | None = None) -> int:
-        """What the fullest rank of such plans holds at least, wherever the layers lie.
+        """Return the least bytes of the fullest rank of such plans, wherever the layers lie.
 
-        A rank holds its state and one micro-batch's activations of a stage whose layers are all recomputed, of which
-        the fullest has the mean at least; or its layers' state, and what weight backwards that are put off will need.
+        A rank holds its state, and the activations of one micro-batch for a stage whose layers are all recomputed: the
+        fullest has at least the mean. Or it holds its layers' state, and the deferred weight gradients.
         """
-        least, beside = self._min_stage(shape, sharding)
-        count, pp = self._micro_batches(shape), shape.pp
-        moved = FRAGMENTATION_SHARE * self._all_fragment
+        least, overhead = self._min_stage(shape, sharding)
+        pp = shape.pp
+        count = self._micro_batches(shape)
+        fragmentation = FRAGMENTATION_SHARE * self._all_fragment
         state = least.state if count > 1 else least.single_micro_batch_state
-        held, late = state + moved * (state - least.resident), 0.0
+        mean_bytes = state + fragmentation * (state - least.resident)
+        deferring_bytes = 0.0
         if choice is not None and count > 1:
-            depth, layers, size = pp * choice.vpp, self.request.model.num_layers, shape.micro_batch_size
-            each = layers if choice.vpp == 1 else layers // depth * pp
-            held += (1 + moved) * each * size * least.layer_activations
-            deferred, bytes_each = (
-                deferred_micro_batches(choice.schedule, pp, count),
-                (1 + moved) * size * least.min_layer_deferred,
-            )
-            late = min_fullest_rank_bytes(layers, least.min_layer_state, bytes_each, deferred) if deferred[-1] else 0.0
+            num_layers = self.request.model.num_layers
+            layers_per_stage = num_layers // (pp * choice.vpp)
+            size = (1 + fragmentation) * shape.micro_batch_size
+            alive = num_layers if choice.vpp == 1 else layers_per_stage * pp
+            mean_bytes += size * alive * least.layer_activations
+            deferred = deferred_micro_batches(choice.schedule, pp, count)
+            deferred_bytes = size * least.min_layer_deferred
+            if deferred[-1]:
+                deferring_bytes = min_fullest_rank_bytes(num_layers, least.min_layer_state, deferred_bytes, deferred)
             if not choice.balances_layers and not self._has_fixed_stages:
-                late = max(late, choice.vpp * (layers // depth) * (least.min_layer_state + deferred[-1] * bytes_each))
-        return int(max(held / pp, late)) + beside - 1  # parts of a byte are rounded down, rank by rank
+                last_rank_layers = choice.vpp * layers_per_stage
+                last_rank_bytes = last_rank_layers * (least.min_layer_state + deferred[-1] * deferred_bytes)
+                deferring_bytes = max(deferring_bytes, last_rank_bytes)
+        return int(max(mean_bytes / pp, deferring_bytes)) + overhead - 1  # fractions are rounded down, rank by rank
 
     def _micro_batches(self, shape: MeshShape) -> int:
         return self.request.workload.global_batch_size // shape.data // shape.micro_batch_size
 
     @cached_property
     def _has_fixed_stages(self) -> bool:
-        """Whether the request says where layers lie."""
+        """True if the request fixes the layers of each stage."""
         return bool(self.request.fixed.get("stages", self.request.base.stages))
 
     @cached_property
     def _all_fragment(self) -> bool:
-        """Whether what comes and goes leaves gaps on all devices."""
+        """True if allocations fragment memory on all devices."""
         return all(group.device.kind != "cpu" for group in self.request.cluster.groups)
 
     def _min_stage(self, shape: MeshShape, sharding: DataSharding) -> tuple[MemoryLowerBound, int]:
-        """Of all the model's layers on one stage, and what is beside tensors."""
+        """Return the least memory of all layers on one stage, and the overhead beside tensors."""
         key = shape.tp, shape.cp, shape.ep, *sharding
         if key not in self._min_stages:
             request = self.request
             alone = make_plan(request, replace(shape, pp=1, micro_batch_size=1), sharding, recompute="full")
-            beside = min(device_overhead(group.device, alone, 0, 0).total for group in request.cluster.groups)
-            self._min_stages[key] = memory_lower_bound(request.model, alone, request.workload), beside
+            overhead = min(device_overhead(group.device, alone, 0, 0).total for group in request.cluster.groups)
+            self._min_stages[key] = memory_lower_bound(request.model, alone, request.workload), overhead
         return self._min_stages[key]
 
-    def excess_bytes(self, plan: Plan, alike: StageMemoryCache | None = None) -> list[float]:
-        """What each pipeline rank holds beyond its limit at its peak; below 0 where there is room left. `alike` as in
-        `peak_bytes`."""
+    def excess_bytes(self, plan: Plan, cache: StageMemoryCache | None = None) -> list[float]:
+        """Return each pipeline rank's bytes beyond its limit at its peak; below 0 where memory is left. `cache` as in
+        `peak_bytes_by_pp_rank`."""
         request = self.request
-        found = peak_bytes_by_pp_rank(
-            request.model, plan, request.workload, request.cluster, self._orders_of(plan), alike
+        peaks = peak_bytes_by_pp_rank(
+            request.model, plan, request.workload, request.cluster, self._orders_of(plan), cache
         )
-        limits = [self.limit_bytes(rank) for rank, _ in found]
+        limits = [self.limit_bytes(rank) for rank, _ in peaks]
         return [
-            -inf if limit is None else float(total - limit) for (_, total), limit in zip(found, limits, strict=True)
+            -inf if limit is None else float(total - limit) for (_, total), limit in zip(peaks, limits, strict=True)
         ]
 
     def host_excess_bytes(self, plan: Plan) -> float:
-        """What a rank has in its host's memory beyond its share of that, at most; 0 where nothing is there."""
+        """Return the most bytes of any rank beyond its share of the host's memory; 0 where nothing is offloaded."""
         offloads = self._offloading_stages(plan)
         shares = self._host_shares_bytes(plan) if offloads else []
         if min(shares, default=inf) == inf:
@@ -168,61 +177,72 @@ class MemoryBudget:
         )
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan has room on its devices, and what it offloads beside them."""
+        """Return True if a plan fits on its devices, and what it offloads in their hosts' memory."""
         return max(self.excess_bytes(plan)) <= 0 and self.host_excess_bytes(plan) <= 0
 
     def fit(self, plan: Plan) -> tuple[list[Plan], float]:
-        """The plan where it fits, else with the cheapest recompute by layer that makes it, and the cheapest recompute
-        and offload where that is another; none where none does. And by how many bytes it is over, infinite where it has
-        no Program."""
-        begun, over = self.start_fit(plan)
-        return self.finish_fit(begun) if isinstance(begun, PendingFit) else begun, over
+        """Return the plan where it fits, else the plans that do: with the cheapest recompute by layer, and the cheapest
+        recompute and offload where that is another. Empty where none does.
+
+        Also return by how many bytes the plan exceeds its limits, infinite where it has no Program.
+        """
+        fit, excess = self.start_fit(plan)
+        return self.finish_fit(fit) if isinstance(fit, PendingFit) else fit, excess
 
     def start_fit(self, plan: Plan) -> tuple["list[Plan] | PendingFit", float]:
-        """What `made_to_fit` gives, but where that takes longer, what it begins with."""
-        alike: StageMemoryCache = {}
+        """Return what `fit` does, or where that takes longer, a `PendingFit` for `finish_fit`."""
+        cache: StageMemoryCache = {}
         try:
-            over = self.excess_bytes(plan, alike)
-        except InfeasibleError:  # what it offloads has no time to lie in the host's memory
+            excess = self.excess_bytes(plan, cache)
+        except InfeasibleError:  # nothing that it offloads is saved for long enough
             return [], inf
-        host_over = self.host_excess_bytes(plan)
-        if max(over) <= 0 and host_over <= 0:
-            return [plan], max(over)
-        fitter, both = self._fitter(plan)
-        added_s = fitter.added_s(over) if len(fitter.policies) > 1 else None
-        begun = self._all_recomputed(fitter) if added_s is None else PendingFit(fitter, both, over, alike, added_s)
-        return begun, max(*over, host_over)
+        host_excess = self.host_excess_bytes(plan)
+        if max(excess) <= 0 and host_excess <= 0:
+            return [plan], max(excess)
+        fitter, may_offload = self._fitter(plan)
+        added_s = fitter.added_s(excess) if len(fitter.policies) > 1 else None
+        if added_s is None:
+            return self._all_recomputed(fitter), max(*excess, host_excess)
+        return PendingFit(fitter, may_offload, excess, cache, added_s), max(*excess, host_excess)
 
     def _fitter(self, plan: Plan) -> tuple[MemoryFitter, bool]:
-        """What makes a plan fit, and whether it may offload as well as recompute."""
-        own = LayerPolicy(plan.default_strategy.recompute, plan.default_strategy.offload)
+        """Return the fitter of a plan, and True if it may offload as well as recompute."""
+        policy = LayerPolicy(plan.default_strategy.recompute, plan.default_strategy.offload)
         request = self.request
-        chosen = request.fixed.get("recompute") is not None or own.recompute != "none"
-        modes = (own.recompute,) if chosen else RECOMPUTE_MODES
+        is_fixed = request.fixed.get("recompute") is not None or policy.recompute != "none"
+        modes = (policy.recompute,) if is_fixed else RECOMPUTE_MODES
         host = self._host_link(plan)
-        both = own.offload == "none" and "offload" not in request.fixed and host is not None
-        ways = [LayerPolicy(*pair) for pair in product(modes, ("none", "activations") if both else (own.offload,))]
+        may_offload = policy.offload == "none" and "offload" not in request.fixed and host is not None
+        offloads: tuple[Offload, ...] = ("none", "activations") if may_offload else (policy.offload,)
+        policies = [LayerPolicy(*pair) for pair in product(modes, offloads)]
         orders = self._orders_of(plan)
-        stages = stage_layers(plan, request.model, request.workload, orders, self.costs.pass_times, ways, host)
-        return MemoryFitter(plan, request.model.num_layers, ways, stages), both
+        stages = stage_layers(plan, request.model, request.workload, orders, self.costs.pass_times, policies, host)
+        return MemoryFitter(plan, request.model.num_layers, policies, stages), may_offload
 
     def finish_fit(self, pending: "PendingFit") -> list[Plan]:
-        """The plan with the cheapest recompute by layer that makes it fit, and with the cheapest of recompute and
+        """Return the plan with the cheapest recompute by layer that makes it fit, and with the cheapest recompute and
         offload."""
-        fitter, found = pending.fitter, list[Plan]()
-        ways = list(fitter.policies)
-        for wanted in [ways, [way for way in ways if way.offload == "none"]] if pending.may_offload else [ways]:
-            fitted = self._fit_within(fitter, pending.excess_bytes, wanted, pending.alike) if len(wanted) > 1 else None
+        fitter = pending.fitter
+        found: list[Plan] = []
+        policies = list(fitter.policies)
+        without_offload = [policy for policy in policies if policy.offload == "none"]
+        for allowed in [policies, without_offload] if pending.may_offload else [policies]:
+            fitted = None
+            if len(allowed) > 1:
+                fitted = self._fit_within(fitter, pending.excess_bytes, allowed, pending.cache)
             changed = fitted and fitted[0]
             if changed is not None and changed not in found:
                 found.append(changed)
             if changed is not None and not fitter.waits:
-                break  # copies that nothing waits for cost nothing, so that fewer ways lead to no faster plan
+                break  # copies that no pass waits for cost nothing: fewer policies give no faster plan
         return found or self._all_recomputed(fitter)
 
     def _all_recomputed(self, fitter: MemoryFitter) -> list[Plan]:
-        """The plan with all layers recomputed as fully as they may be, where that fits: it may although no choice was
-        said to, since what one frees is known without what lives in a pass only."""
+        """Return the plan with all layers recomputed as far as allowed, if that fits.
+
+        It may fit although no choice of the fitter does, which knows the memory of layers but for what lives within a
+        pass only.
+        """
         changed = with_policy(fitter.plan, fitter.policies[fitter.full_recompute])
         fits = (
             fitter.full_recompute > 0
@@ -232,50 +252,54 @@ class MemoryBudget:
         return [changed] if fits else []
 
     def _fit_within(
-        self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy], alike: StageMemoryCache
+        self, fitter: MemoryFitter, excess_bytes: list[float], policies: list[LayerPolicy], cache: StageMemoryCache
     ) -> tuple[Plan, list[float]] | None:
-        """The plan with the cheapest of some ways for each layer, and what its ranks had to be told to free."""
-        over = list(excess_bytes)
+        """Return the plan with the cheapest policy for each layer, and the bytes that its ranks were to free."""
+        excess = list(excess_bytes)
         for _ in range(_FIT_ATTEMPTS):
-            changed = fitter.fit(over, policies)
+            changed = fitter.fit(excess, policies)
             if changed is None or (self.request.runnable and unsupported_features(changed)):
                 return None
-            left = self.excess_bytes(changed, alike)
+            left = self.excess_bytes(changed, cache)
             if max(left) <= 0:
-                return (changed, over) if self.host_excess_bytes(changed) <= 0 else None
-            over = _corrected_excess(over, left, fitter.freed_bytes)
+                return (changed, excess) if self.host_excess_bytes(changed) <= 0 else None
+            excess = _corrected_excess(excess, left, fitter.freed_bytes)
         return None
 
     def with_less_offload(self, plan: Plan) -> Plan:
-        """Of a plan that was made to fit, the one that copies as little as takes no longer, by what is known of its
-        passes; the plan itself where that is so already, or where as much as can be is to be freed."""
+        """Return the plan with the least offload that takes no longer, by what is known of its passes.
+
+        That is the plan itself where it has no offload to spare, or the memory that is left is the objective.
+        """
         request = self.request
         if request.objective == "memory" or not self._offloading_stages(plan):
             return plan
-        begun, _ = self.start_fit(with_policy(plan, LayerPolicy(recompute_modes(request)[0])))
-        if not isinstance(begun, PendingFit) or not begun.may_offload:
+        pending, _ = self.start_fit(with_policy(plan, LayerPolicy(recompute_modes(request)[0])))
+        if not isinstance(pending, PendingFit) or not pending.may_offload:
             return plan
-        fitter, ways = begun.fitter, list(begun.fitter.policies)
-        fitted = self._fit_within(fitter, begun.excess_bytes, ways, begun.alike)
+        fitter = pending.fitter
+        policies = list(fitter.policies)
+        fitted = self._fit_within(fitter, pending.excess_bytes, policies, pending.cache)
         if fitted is None or fitted[0] != plan:
             return plan
-        _, over = fitted
+        _, excess = fitted
         for _ in range(_FIT_ATTEMPTS):
-            changed = fitter.fit_with_less_offload(over, ways)
+            changed = fitter.fit_with_less_offload(excess, policies)
             if changed is None or changed == plan:
                 break
-            left = self.excess_bytes(changed, begun.alike)
+            left = self.excess_bytes(changed, pending.cache)
             if max(left) <= 0 and self.host_excess_bytes(changed) <= 0:
                 return changed
-            over = _corrected_excess(over, left, fitter.freed_bytes)
+            excess = _corrected_excess(excess, left, fitter.freed_bytes)
         return plan
 
     def _host_shares_bytes(self, plan: Plan) -> list[float]:
-        """Of each pipeline rank, what its ranks may have in their hosts' memory."""
+        """Return the bytes that each pipeline rank may hold in its host's memory."""
         return [share * (1 - self.head_room) for share in host_shares_bytes(plan, self.request.cluster)]
 
     def offload_bound_s(self, plan: Plan, pass_times: PassTimes) -> float:
-        """What a step of the plan takes at least for what it offloads; 0 where nothing is known of that."""
+        """Return the seconds that a step of the plan takes at least for its offload; 0 where nothing is known of
+        that."""
         offloads = self._offloading_stages(plan)
         host = self._host_link(plan) if offloads else None
         if host is None:
@@ -285,62 +309,64 @@ class MemoryBudget:
         return host.bound_s(plan, pass_times, plan.num_micro_batches(request.workload), sizes)
 
     def _host_link(self, plan: Plan) -> HostLink | None:
-        """What offload may use; None where it can't be, or what it takes is unknown."""
+        """Return the link that offload may use; None where it can't, or its time is unknown."""
         request = self.request
         devices = [group.device for group in request.cluster.groups]
         if plan.pp == 1 or self._needs_program(plan) or any(device.rates is not None for device in devices):
             return None
         if any(device.kind == "cpu" or device.host_bandwidth_bytes_per_s is None for device in devices):
             return None
-        beside = self._overlapped_passes_of(plan)
-        if not any(beside):
+        overlaps = self._overlapped_passes_of(plan)
+        if not any(overlaps):
             return None
         placed = self.costs.placed(plan)
         return HostLink(
             self._orders_by_rank(plan, frozenset(range(plan.stages_per_replica))),
-            beside,
+            overlaps,
             [partial(host_copy_s, placed.device(stage)) for stage in range(plan.stages_per_replica)],
             self._host_shares_bytes(plan),
         )
 
     def _needs_program(self, plan: Plan) -> bool:
-        """Whether only lowering knows what of its order makes or frees memory."""
+        """Return True if only lowering tells what allocates and frees memory."""
         return (
             plan.pipeline_replicas > 1 or plan.vocab_parallel or plan.pinned_schedule is not None or not plan.is_uniform
         )
 
     def _orders_of(self, plan: Plan) -> tuple[AllocationOrder, ...]:
-        """Of the plan's Program, which need not be made for it."""
+        """Return the order of a plan's allocations, without making its Program where that is possible."""
         if self._needs_program(plan):
             return allocation_orders(self.costs.program(plan))
         offloads = self._offloading_stages(plan)
-        copied = (stages for beside in (self._overlapped_passes_of(plan) if offloads else ()) for _, stages in beside)
+        overlaps = self._overlapped_passes_of(plan) if offloads else ()
+        copied = (stages for of_rank in overlaps for _, stages in of_rank)
         if offloads and not any(map(offloads.intersection, copied)):
             raise nothing_to_offload_error(plan, plan.num_micro_batches(self.request.workload))
         return self._orders_by_rank(plan, offloads)
 
     def _offloading_stages(self, plan: Plan) -> frozenset[int]:
-        """The stages of which something may lie in the host's memory."""
+        """Return the stages that may offload activations."""
         if plan.default_strategy.offload == "none" and not plan.overrides:
             return frozenset()
         layers = self.request.model.num_layers
         return frozenset(stage for stage in range(plan.num_stages) if plan.offloaded_layers(stage, layers))
 
     def _orders_by_rank(self, plan: Plan, offloads: frozenset[int]) -> tuple[AllocationOrder, ...]:
-        """If these stages offload."""
-        key, zero = self._schedule_key(plan), plan.default_strategy.zero
-        shares = plan.mesh(0).grad_sum_size > 1
-        ends = shares and zero != "z3", shares and zero == "z1"
+        """Return the order of allocations by rank if these stages offload."""
+        key = self._schedule_key(plan)
+        zero = plan.default_strategy.zero
+        is_reduced = plan.mesh(0).grad_sum_size > 1
+        ends = is_reduced and zero != "z3", is_reduced and zero == "z1"
         if (*key, *ends, offloads) not in self._orders:
             schedule = self._schedule(plan)
-            found = []
+            orders: list[AllocationOrder] = []
             for rank in range(plan.pp):
-                own = offloads.intersection(stage for stage, one in enumerate(schedule.placement) if one == rank)
-                if (*key, *ends, rank, own) not in self._rank_orders:
-                    order = schedule_allocation_order(schedule, rank, *ends, own)
-                    self._rank_orders[*key, *ends, rank, own] = order
-                found.append(self._rank_orders[*key, *ends, rank, own])
-            self._orders[*key, *ends, offloads] = tuple(found)
+                offloading = offloads.intersection(_stages_of(schedule, rank))
+                rank_key = (*key, *ends, rank, offloading)
+                if rank_key not in self._rank_orders:
+                    self._rank_orders[rank_key] = schedule_allocation_order(schedule, rank, *ends, offloading)
+                orders.append(self._rank_orders[rank_key])
+            self._orders[*key, *ends, offloads] = tuple(orders)
         return self._orders[*key, *ends, offloads]
 
     def _schedule_key(self, plan: Plan) -> tuple:
@@ -353,15 +379,19 @@ class MemoryBudget:
         return self._schedules[key]
 
     def _overlapped_passes_of(self, plan: Plan) -> tuple[CopyOverlaps, ...]:
-        """Of each rank of a plan, what copies of all its stages run beside."""
+        """Return the passes that copies of all stages are overlapped with, by rank."""
         key = self._schedule_key(plan)
         if key not in self._overlapped_passes:
             schedule = self._schedule(plan)
-            own = [[stage for stage, one in enumerate(schedule.placement) if one == rank] for rank in range(plan.pp)]
-            self._overlapped_passes[key] = tuple(map(count_copy_overlaps, schedule.ranks, own))
+            stages = [_stages_of(schedule, rank) for rank in range(plan.pp)]
+            self._overlapped_passes[key] = tuple(map(count_copy_overlaps, schedule.ranks, stages))
         return self._overlapped_passes[key]
 
 
+def _stages_of(schedule: Schedule, rank: int) -> list[int]:
+    return [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
+
+
 def _corrected_excess(excess: list[float], left: list[float], freed: list[float]) -> list[float]:
-    """What ranks must free, where some still lack what is `left` although they were said to free so much."""
-    return [max(one + more, own + 1) if more > 0 else one for one, more, own in zip(excess, left, freed, strict=True)]
+    """Return the bytes that ranks must free, where some still exceed their limit by `left` after freeing that much."""
+    return [max(old + more, done + 1) if more > 0 else old for old, more, done in zip(excess, left, freed, strict=True)]
