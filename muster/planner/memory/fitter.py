@@ -54,13 +54,13 @@ class HostLink:
     """The copies to and from the host that a plan's activations may use, by stage or by pipeline rank."""
 
     orders: Sequence[AllocationOrder]
-    """By rank: allocations and frees if all its stages offload."""
+    """Allocations and frees of each rank if all its stages offload."""
     overlapped_passes: Sequence[CopyOverlaps]
-    """By rank: passes that its copies are overlapped with."""
+    """Passes that the copies of each rank are overlapped with."""
     copy_s: Sequence[Callable[[float], float]]
-    """By stage: seconds of a copy of so many bytes, one way."""
+    """Seconds of a copy of so many bytes one way, by stage."""
     host_budget_bytes: Sequence[float]
-    """By rank: bytes that it may hold in its host's memory."""
+    """Bytes that each rank may hold in its host's memory."""
 
     def overlapped_passes_of(self, rank: int, stage: int) -> list[tuple[tuple[str, int], int, int]]:
         """Return (kind, stage) of a pass, the copies of one stage that it overlaps, and how often, for a rank."""
@@ -101,11 +101,11 @@ class StageLayers:
 
     layers: range
     time_s: Sequence[float]
-    """By policy: seconds added for each micro-batch."""
+    """Seconds added for each micro-batch, by policy."""
     memory_bytes: Sequence[float]
-    """By policy: bytes of all micro-batches in flight at the rank's peak."""
+    """Bytes of all micro-batches in flight at the rank's peak, by policy."""
     copied_bytes: Sequence[int]
-    """By policy: bytes copied to the host and back for each micro-batch."""
+    """Bytes copied to the host and back for each micro-batch, by policy."""
     wait_s: Callable[[int], float]
     """Seconds that the rank waits for each micro-batch where so many bytes are copied; infinite where they may not
     be."""
@@ -160,7 +160,7 @@ class PolicyAllocations(NamedTuple):
     counts: NDArray[np.int64]
     """Number of layers by policy."""
     time_s: NDArray
-    """As `StageLayers.time_s`, and the wait for copies."""
+    """Seconds as in `StageLayers.time_s`, with the wait for copies."""
     memory_bytes: NDArray
     copied_bytes: NDArray
     waits: NDArray[np.bool_]
