@@ -223,11 +223,15 @@ SIZE = "--ranks 2 --microbatches 2"
         (f"1f1b {SIZE} --replicas 2", 3, "replicas"),
         (f"1f1b {SIZE} --fill", 2, "--fill is for 2bp-gpipe and 2bp-1f1b, not for 1f1b"),
         (f"1f1b {SIZE} --chunk 2", 2, "unknown flag '--chunk'; did you mean '--vpp'?"),
-        (f"dualpipe {SIZE} --vocab-parallel 1", 3, "words are woven into schedules of one replica; dualpipe has 2"),
+        (
+            f"dualpipe {SIZE} --vocab-parallel 1",
+            3,
+            "vocabulary parallelism needs a schedule of one replica; dualpipe has 2",
+        ),
         (
             "gis --ranks 4 --microbatches 8 --vocab-parallel 1 --memory-limit 4",
             3,
-            "gis with words keeps 4.5 micro-batches' activations",
+            "gis with vocabulary passes keeps 4.5 micro-batches' activations",
         ),
         (f"--compare {SIZE} --vocab-parallel 1", 2, "--vocab-parallel needs a schedule's name"),
         (

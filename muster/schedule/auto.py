@@ -1,4 +1,4 @@
-"""The automatic schedule: the best of all registered ones and of an own search, for given times, delay and memory."""
+"""Schedule `auto`: the best of all registered schedules and of a search, for given times, delay and memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,25 +16,27 @@ from muster.spec.stage_placement import looped_placement, wave_placement
 
 _EPSILON = 1e-9
 _BUDGET = (130_000, 42, 600_000)
-"""Passes that the search schedules: at least so many (0.15 s), else 42 times the setting's, at most so many."""
+"""Passes to schedule in a search: at least the first number (0.15 s), else the second times the problem's passes, at
+most the third."""
 _SMALL_SPEC = (1000, 240_000)
-"""Several settings of up to so many passes each have time for so many."""
+"""Size of small problems in passes, and the budget of passes for several of them."""
 _LARGE_SPEC = 60_000
-"""Passes from which on registered schedules are made only if a shorter run of theirs promises to be the best."""
+"""Size of a problem in passes beyond which a registered schedule is only made if a run with fewer micro-batches
+promises to be the best."""
 
 ScheduleFunctions = Mapping[str, Callable[[ScheduleSpec], Schedule]]
 TimedSchedule = tuple[Timing, Schedule]
 SeededSearch = tuple[OrderSearch, ScheduleSpec, list[list[int]]]
-"""A search of a setting, and orders that it begins from."""
+"""Search of a spec, with the orders that it starts from."""
 
 
 @gc_paused()
 def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunctions]]) -> tuple[Schedule, Timing]:
-    """The best schedule over settings that differ in their chunks, each with the schedules that it is compared with.
+    """Return the best schedule over specs that differ in their chunks, each with the schedules to compare it with.
 
-    Never takes longer than any of them (`Makers`: name → function) that fits in the same memory limit. Stages lie on
-    the ranks in `waves` (with two chunks a V) or `looped`, or as the setting binds them. Where makespans are equal the
-    smaller peak of memory wins, then the earlier setting. Raises InfeasibleError where nothing fits.
+    It never takes longer than any of these schedules that fits the same memory limit. Stages lie on the ranks in waves
+    (with two chunks a V) or looped, or as the spec's placement fixes them. Ties go to the smaller peak of memory, then
+    to the earlier spec. Raises InfeasibleError if nothing fits.
     """
     found: list[TimedSchedule] = []
     searches: list[SeededSearch] = []
@@ -60,7 +62,7 @@ def find_best_schedule(candidates: Sequence[tuple[ScheduleSpec, ScheduleFunction
 
 
 def search_problems(spec: ScheduleSpec) -> list[SearchProblem]:
-    """The placements that `auto` searches. Raises InfeasibleError where memory holds no micro-batch."""
+    """Return a search problem for each placement. Raises InfeasibleError if memory holds no micro-batch."""
     placements = {wave_placement(spec.num_ranks, spec.chunks), looped_placement(spec.num_ranks, spec.chunks)}
     if spec.placement:
         placements = {spec.placement}
@@ -68,12 +70,12 @@ def search_problems(spec: ScheduleSpec) -> list[SearchProblem]:
 
 
 def makespan_bound_s(spec: ScheduleSpec) -> float:
-    """A makespan in seconds that no schedule on these placements can beat (one replica)."""
+    """Return a lower bound in seconds of the makespan of any schedule on these placements (one replica)."""
     return min(lower_bound_s(problem) for problem in search_problems(spec))
 
 
 def optimality_gap(spec: ScheduleSpec, makespan_s: float) -> OptimalityGap:
-    """How far a makespan is from what no schedule on these placements can beat."""
+    """Return the gap between a makespan and the lower bound of any schedule on these placements."""
     stages = f"with {spec.chunks} stage{'s' * (spec.chunks > 1)} per rank"
     return OptimalityGap(makespan_s, makespan_bound_s(spec), stages)
 
@@ -84,7 +86,7 @@ def _sort_key(timed: TimedSchedule) -> tuple[float, float]:
 
 
 def _make_if_fitting(function: Callable[[ScheduleSpec], Schedule], spec: ScheduleSpec) -> TimedSchedule | None:
-    """A registered schedule, unless it can't serve the setting or its memory."""
+    """Return a registered schedule with its timing, None if it refuses the spec or exceeds its memory."""
     try:
         schedule = function(spec)
     except InfeasibleError:
@@ -98,7 +100,10 @@ def _make_if_fitting(function: Callable[[ScheduleSpec], Schedule], spec: Schedul
 def _estimate_makespans(
     spec: ScheduleSpec, functions: ScheduleFunctions
 ) -> Iterator[tuple[float, Callable[[ScheduleSpec], Schedule]]]:
-    """What the schedules will take, best first, from runs of fewer micro-batches: later ones take a period each."""
+    """Yield each schedule's function with its estimated makespan, best first.
+
+    A run with fewer micro-batches is timed, and a period added for each of the rest.
+    """
     fewer = replace(spec, num_micro_batches=min(spec.num_micro_batches, 2 * spec.num_ranks))
     rest = spec.num_micro_batches - fewer.num_micro_batches
     made = [(found[0], function) for function in functions.values() if (found := _make_if_fitting(function, fewer))]
@@ -107,7 +112,7 @@ def _estimate_makespans(
 
 
 def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule], large: bool) -> list[SeededSearch]:
-    """A search for each placement (of large settings the first alone), with the orders that it begins from."""
+    """Return a search for each placement (for large specs of the first alone), with the orders to start from."""
     problems = search_problems(spec)
     floor_s, found = min(lower_bound_s(problem) for problem in problems), []
     for number, problem in enumerate(problems[: 1 if large else None]):
@@ -118,7 +123,7 @@ def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule], large: bool) 
 
 
 def _run_searches(searches: list[SeededSearch], known_s: float) -> Iterator[TimedSchedule]:
-    """What searches find that may do better than `known_s`: each explores, and the best of them goes on."""
+    """Yield schedules that beat `known_s`: every search explores, then the best of them continues."""
     live = [one for one in searches if one[0].bound_s < known_s - _EPSILON]
     if not live:
         return

@@ -1,4 +1,4 @@
-"""From a plan to its Program."""
+"""Programs of plans."""
 
 from math import prod
 
@@ -19,18 +19,20 @@ from muster.spec.workload import Workload
 
 
 def _vocab_times(plan: Plan, model: ModelSpec) -> VocabTimes:
-    """By the numbers that each product goes through: the scores need two with a rank's part of the head, their
-    backward one. They only choose between orders that are all right."""
+    """Return nominal times of vocabulary passes from the sizes of their matmuls.
+
+    S multiplies twice by the rank's shard of the head, T once. The times only choose between correct orders.
+    """
     part = model.vocab_size * model.hidden_size / plan.pp
     layers = sum(prod(shape) for _, shape in layer_parameter_shapes(model, 0)) * model.num_layers / plan.pp
     return VocabTimes(logits=2 * part / layers, backward=part / layers)
 
 
 def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
-    """The plan's schedule: made by its name, or where it was searched for as the plan keeps it.
+    """Return the plan's schedule: made by its name, or the pinned one of a searched schedule.
 
-    Raises InfeasibleError where it doesn't serve the plan, MusterError where it is yet to be found (`resolve`),
-    ProgramError where what the plan keeps is no schedule.
+    Raises InfeasibleError if it doesn't support the plan, MusterError if it is still to be searched (`resolve`),
+    ProgramError if the pinned schedule is none.
     """
     if plan.pinned_schedule is not None:
         return pinned_schedule(plan.schedule, plan.pinned_schedule)
@@ -44,12 +46,12 @@ def schedule_for_plan(plan: Plan, num_micro_batches: int) -> Schedule:
 def build_program(
     plan: Plan, model: ModelSpec, workload: Workload, train: bool = True, data_rank: int | None = None
 ) -> Program:
-    """The Program of one optimizer step; with `train` false, of the forwards alone over as many micro-batches.
+    """Return the Program of one optimizer step; without `train`, that of the forwards alone over as many micro-batches.
 
-    Under `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data` says which, None the
-    longest. All have the same collectives in the same order.
+    Under unequal `uneven_micro_batches` each data-parallel rank has a Program of its own length: `data_rank` selects
+    it, None the longest. All of them have the same collectives in the same order.
 
-    Raises InfeasibleError when the batch or the schedule doesn't fit the plan, and as `schedule_of`.
+    Raises InfeasibleError if the batch or the schedule doesn't fit the plan, and as `schedule_for_plan`.
     """
     num_micro_batches = plan.num_micro_batches(workload, data_rank)
     schedule = schedule_for_plan(plan, num_micro_batches)
@@ -80,7 +82,7 @@ def build_program(
 
 
 def nothing_to_offload_error(plan: Plan, num_micro_batches: int) -> InfeasibleError:
-    """Why a plan whose activations never lie long enough can't offload them."""
+    """Return the error for a plan whose activations are never kept long enough to offload them."""
     return InfeasibleError(
         f"offload has nothing to move: with schedule {plan.schedule}, pp {plan.pp} and"
         f" {num_micro_batches} micro-batches no activations lie for {MIN_OFFLOAD_GAP} passes"

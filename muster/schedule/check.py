@@ -1,4 +1,4 @@
-"""The checker: proves before it runs that a Program does all its work, once, in an order that can be followed."""
+"""Checker: proves before a Program runs that it does all its work, once, in an order without deadlock."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ __all__ = ["ProgramError", "CheckReport", "check"]
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What is known of a Program that can be run."""
+    """Facts about a Program that can be run."""
 
     peak_activations: tuple[int, ...]
-    """Per rank, the most activations kept for backwards at once, in micro-batches of one stage's activations."""
+    """Per rank, the most activations saved for backwards at once, in micro-batches on one stage."""
     peak_by_stage: tuple[dict[int, int], ...]
-    """Per rank, of which stages they are."""
+    """Per rank, the same peak by stage."""
     peak_logits: tuple[int, ...]
-    """Per rank, the most micro-batches between S and T at once."""
+    """Per rank, the most micro-batches whose logits are kept at once, between S and T."""
 
 
 def check(program: Program, max_activations: int | None = None) -> CheckReport:
-    """Proves that the Program can be run, on any transport, in at most `max_activations` (see `Report`) on each rank.
+    """Prove that the Program can be run on any transport, with at most `max_activations` saved on each rank.
 
-    Raises ProgramError with one sentence that names the action that is wrong.
+    Raises ProgramError with one sentence that names the wrong action.
     """
     with gc_paused():
         _check_shape(program)
@@ -79,7 +79,7 @@ def _check_shape(program: Program) -> None:
 
 
 def _check_lane_and_rank(program: Program, rank: int, lane: Lane, kind: Kind, stage: int) -> None:
-    """Whether actions of a kind and stage belong in a lane of a rank."""
+    """Raise ProgramError unless actions of this kind and stage belong in this lane and on this rank."""
     if KINDS[kind].lane != lane:
         found = next(str(action) for action, _, _ in program.ranks[rank][lane] if action[:2] == (kind, stage))
         raise ProgramError(f"{found} on rank {rank} is in lane {lane}, but belongs in lane {KINDS[kind].lane}")
@@ -98,8 +98,10 @@ def _out_of_range(program: Program, rank: int, action: str) -> str:
 
 
 def _check_passes(program: Program) -> None:
-    """Every micro-batch runs through all stages of one replica forward and, in a program with backwards, backward: B,
-    or I and W. Duplicates on a rank and passes on the wrong rank are already refused."""
+    """Check that every micro-batch runs through all stages of one replica: F and, in training, B or both I and W.
+
+    Duplicates on a rank and passes on the wrong rank are already refused.
+    """
     passes: dict[str, set[tuple[int, int]]] = {kind: set() for kind in PASSES}
     for lanes in program.ranks:
         for (kind, stage, micro_batch, _, _), _, _ in lanes.get("compute", ()):
@@ -125,7 +127,10 @@ def _check_passes(program: Program) -> None:
 
 
 def _check_vocab_passes(program: Program) -> None:
-    """Where any rank has to do with words, all have, with those of every micro-batch; backward too, if there is one."""
+    """Check the passes of vocabulary parallelism: if any rank has them, all have them for every micro-batch.
+
+    Backward passes are required too, if the Program has any backward.
+    """
     if not any(KINDS[action[0]].overlapped for lanes in program.ranks for action, _, _ in lanes.get("collective", ())):
         return
     found = [{action[:3] for items in lanes.values() for action, _, _ in items} for lanes in program.ranks]
@@ -139,7 +144,7 @@ def _check_vocab_passes(program: Program) -> None:
 
 
 def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
-    """The stages that each micro-batch runs through: those of the replica that any of its passes is in."""
+    """Yield each micro-batch with its stages: those of the replica that any of its passes is in."""
     depth, found = program.depth, {(micro_batch, stage) for places in passes.values() for micro_batch, stage in places}
     replicas: dict[int, dict[int, int]] = {micro_batch: {} for micro_batch in range(program.num_micro_batches)}
     for micro_batch, stage in found:

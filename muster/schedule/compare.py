@@ -1,4 +1,4 @@
-"""Schedules beside each other, each made, timed and held to the memory limit."""
+"""Comparison of schedules, each made, timed and held to the memory limit."""
 
 from dataclasses import dataclass, replace
 
@@ -10,25 +10,25 @@ from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import SCHEDULES, ScheduleEntry, find_schedule
 
 _MAX_COMPARED_PASSES = 70_000
-"""Ranks × micro-batches × chunks beyond which no further chunks are tried."""
+"""Ranks × micro-batches × chunks beyond which larger numbers of chunks are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """A setting in which chunks and replicas may be left (None) to what each schedule usually has."""
+    """Inputs of a comparison; chunks and replicas may be None, for the default of each schedule."""
 
     num_ranks: int
     num_micro_batches: int
     chunks: int | None
     times_s: tuple[float, float, float]
-    """Forward, backward for inputs and backward for weights of one rank's whole share."""
+    """Seconds of forward, backward for inputs and backward for weights of one rank's whole share."""
     p2p_s: float
     memory_limit: float
     replicas: int | None
     fill: bool
 
     def spec(self, entry: ScheduleEntry) -> ScheduleSpec:
-        """For one schedule. Raises InfeasibleError where the numbers can't hold."""
+        """Return the spec for one schedule. Raises InfeasibleError for impossible numbers."""
         return ScheduleSpec.uniform(
             self.num_ranks,
             self.num_micro_batches,
@@ -42,8 +42,8 @@ class CompareRequest:
 
 
 def time_within_limit(schedule: Schedule, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
-    """The schedule with its timing. Raises ProgramError where its order can't be followed, InfeasibleError where it
-    keeps more than the memory limit."""
+    """Return the schedule with its timing. Raises ProgramError if no rank could follow it, InfeasibleError above the
+    memory limit."""
     timing = time_schedule(schedule, spec)
     peak = max(timing.peak_activation)
     if peak > spec.memory_limit * (1 + 1e-9):
@@ -55,13 +55,13 @@ def time_within_limit(schedule: Schedule, spec: ScheduleSpec) -> tuple[Schedule,
 
 
 def make_and_time(name: str, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
-    """The registered schedule `name` with its timing. Raises ConfigError, InfeasibleError where it refuses."""
+    """Return the registered schedule `name` with its timing. Raises ConfigError, InfeasibleError if it refuses."""
     return time_within_limit(make_schedule(name, spec), spec)
 
 
 def make_with_best_chunks(name: str, request: CompareRequest) -> tuple[Schedule, Timing]:
-    """As `make_timed`; where the request leaves the chunks open and the schedule is one that compares several, the
-    best of them."""
+    """Return the schedule `name` with its timing, at its best number of chunks if the request leaves them open. Raises
+    as `make_and_time`."""
     entry = find_schedule(name)
     if request.chunks is not None or not entry.compared_chunks or (request.replicas or 1) > 1:
         return make_and_time(name, request.spec(entry))
@@ -75,8 +75,10 @@ def _sort_key(made: tuple[Schedule, Timing]) -> tuple[float, float]:
 
 
 def compare_schedules(request: CompareRequest) -> tuple[list[tuple[Schedule, Timing]], list[tuple[str, str]]]:
-    """All registered schedules, the shortest first and of equal ones the one with the least memory; then the names of
-    those that refuse, with their reasons."""
+    """Return all registered schedules, shortest first, then those that refuse, by name and reason.
+
+    Of equally short schedules the one with the least memory comes first.
+    """
     made: list[tuple[Schedule, Timing]] = []
     refused: list[tuple[str, str]] = []
     for name, entry in SCHEDULES.items():

@@ -1,4 +1,10 @@
-"""The best schedule there is, by constraint programming: intervals on ranks, with delays and memory (CP-SAT)."""
+"""Schedule `exact`: the optimum by constraint programming (CP-SAT).
+
+Each pass is an interval of fixed length with an unknown begin. Passes of a rank don't overlap; a pass begins after the
+end of the pass that it needs, plus a p2p transfer; and on each rank the intervals from a micro-batch's F to its W, each
+holding one activation, never exceed the capacity (a cumulative constraint). The solver minimizes the last end, and its
+bound proves how far a schedule is from the optimum. `auto`'s schedule is the hint that it starts from.
+"""
 
 import os
 from dataclasses import dataclass, replace
@@ -19,27 +25,28 @@ if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar
 
 _MAX_DENOMINATOR = 1000
-"""Times are multiples of a common unit where they are fractions with denominators up to this."""
+"""Largest denominator of times as fractions of a common unit."""
 _UNITS_PER_PERIOD = 100_000
-"""Else they are cut down to so many units per period, which leaves a bound a bound."""
+"""Units per period where times have no such common unit; they are rounded down, so that a bound stays one."""
 
 _MAX_PASSES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """A schedule, and what is known of how good it is."""
+    """Schedule with its proven optimality gap."""
 
     schedule: Schedule
     gap: OptimalityGap
-    """Between schedules with the same stages on the same ranks."""
+    """Gap among schedules with the same stages on the same ranks."""
 
 
 def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> ExactResult:
-    """The optimum on the placement of `start`, a schedule for the setting, or the best in `limit_s` seconds of search.
+    """Return the optimum on the placement of `initial`, a schedule for the spec, or the best found in `limit_s`
+    seconds.
 
-    Every stage takes micro-batches in order, which costs nothing since they are alike. Raises InfeasibleError with
-    several replicas, MusterError where OR-Tools is not installed.
+    Every stage takes micro-batches in order, which costs nothing since they are alike. Raises InfeasibleError for two
+    replicas and for large specs, MusterError if OR-Tools is not installed.
     """
     if spec.replicas > 1:
         raise InfeasibleError(f"schedule exact runs one replica, got {spec.replicas}; the nearest is auto")
@@ -70,7 +77,7 @@ def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> Exact
 
 
 def _passes_by_begin(problem: SearchProblem, schedule: Schedule, spec: ScheduleSpec) -> list[int]:
-    """The passes of a schedule by their begin; a B is an I and a W."""
+    """Return the codes of the passes of a schedule by their begin; a B counts as an I and a W."""
     timing, count = time_schedule(schedule, spec), problem.num_micro_batches
     begins: list[tuple[float, int, int]] = []
     for order, times_s in zip(schedule.ranks, timing.begin_s, strict=True):
@@ -82,7 +89,7 @@ def _passes_by_begin(problem: SearchProblem, schedule: Schedule, spec: ScheduleS
 
 
 class _ConstraintModel:
-    """The constraints, in whole units of time."""
+    """Constraint model in whole units of time."""
 
     def __init__(self, problem: SearchProblem, model: "CpModel", passes: list[int]) -> None:
         self.problem, self.model = problem, model
@@ -118,7 +125,7 @@ class _ConstraintModel:
             self.model.add(self.makespan >= self._end(code))
 
     def _rank(self, held: tuple[int, ...]) -> None:
-        """One pass at a time, and no more activations than the rank may keep, each from the begin of F to W's end."""
+        """Constrain a rank: one pass at a time, and within the capacity the spans from F to the end of W."""
         count, stages, capacity = self.problem.num_micro_batches, self.problem.num_stages, self.problem.capacity
         intervals = [
             self.model.new_fixed_size_interval_var(self.begin[code], self.units[kind][stage], f"pass {code}")
@@ -142,7 +149,7 @@ class _ConstraintModel:
 
 
 def _unit_s(problem: SearchProblem) -> float:
-    """A unit that all times are whole multiples of, or a very small one."""
+    """Return a unit of which all times are whole multiples, or a very small one."""
     times_s = [time_s for kind in (*problem.times_s, problem.p2p_s) for time_s in kind]
     fractions = [Fraction(time_s).limit_denominator(_MAX_DENOMINATOR) for time_s in times_s]
     common = lcm(*(one.denominator for one in fractions))

@@ -1,4 +1,4 @@
-"""List scheduling of one pipeline under a rule: every rank does the most urgent pass that it can begin."""
+"""List scheduling of one pipeline under a priority rule: a free rank runs its most urgent pass that is ready."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -8,36 +8,47 @@ from math import inf
 from muster.schedule.search_problem import SearchProblem, TimedPasses
 
 _EPSILON_S = 1e-9
-"""Times nearer than this (in the setting's unit) are equal."""
+"""Tolerance: times nearer than this (in the unit of the spec) are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriorityRule:
-    """What a rank prefers. The family holds 1F1B and the zero-bubble schedules: they differ in how many micro-batches
-    are under way and where W goes (Qi et al. 2023, arXiv:2401.10241, §3; Qi et al. 2024, arXiv:2405.15362, §3)."""
+    """Preferences of a rank. The family contains 1F1B and the zero-bubble schedules.
+
+    These differ in how many micro-batches are in flight and where W goes (Qi et al. 2023, arXiv:2401.10241, §3; Qi et
+    al. 2024, arXiv:2405.15362, §3).
+    """
 
     max_in_flight: tuple[int, ...]
-    """By stage, the most micro-batches whose F has begun and whose I has not."""
+    """Per stage, the most micro-batches whose F has begun and whose I has not."""
     max_pending_weights: tuple[int, ...]
-    """By stage, how many W may wait before one goes ahead of everything else."""
+    """Per stage, the number of deferred W above which one precedes everything else."""
     max_forward_lead: int
-    """Most micro-batches that have begun on the first stage and not on the last: what keeps a tight memory from
-    filling up with activations whose backwards are far away."""
+    """Most micro-batches that have begun on the first stage and not on the last. It keeps a tight memory from filling
+    up with activations whose backwards are far away."""
     backward_priority_s: float
-    """How much earlier than its place in a steady rhythm an I is wanted: large puts I first, −large F first."""
+    """Seconds by which an I is wanted before its place in a steady rhythm: a large value puts I first, a large negative
+    one F."""
     patience: float
-    """A rank waits for a more urgent pass, instead of beginning another, if that costs it less than this times what
-    the urgent one would be held up."""
+    """Readiness to wait for a more urgent pass instead of starting another: a rank waits if that costs less than this
+    times the delay of the urgent one."""
 
 
 def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) -> TimedPasses | None:
-    """The schedule of a rule, or None once it can't end by `bound_s`. It never exceeds the capacity nor gets stuck:
-    an F begins only if the micro-batches under way on the rank can still be finished, the oldest first (as a banker
-    lends: Dijkstra 1965, EWD123)."""
+    """Return the schedule of a rule, or None once it can't end by `deadline_s`.
+
+    Each pass has a target time: where it would begin if the first micro-batch met no obstacle, one period later for
+    each micro-batch. A free rank takes the ready pass with the earliest target. W has no target: it fills idle time.
+
+    Memory is never exceeded and no rank gets stuck: an F begins only in a *safe* state, in which the micro-batches in
+    flight on the rank can still be finished, oldest first. This is the banker's algorithm (Dijkstra 1965, EWD123).
+    Example with a capacity of 2 and stages 0 and 3 on a rank: after 0F0 and 0F1 neither micro-batch could run its F on
+    stage 3, so that 0F1 has to wait until 3F0 is done and freed.
+    """
     placement, p2p_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
     num_stages = problem.num_stages
     last, num_passes = num_stages - 1, num_stages * count
-    # Per stage: when the inputs of F and I come, as far as known, and how many F, I and W have begun.
+    # Per stage: arrival of the inputs of F and I, as far as known, and the number of F, I and W begun.
     come_f: list[list[float]] = [[0.0] * count] + [[] for _ in range(last)]
     come_i: list[list[float]] = [[] for _ in range(num_stages)]
     done = done_f, done_i, done_w = [0] * num_stages, [0] * num_stages, [0] * num_stages
@@ -94,7 +105,7 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
 
 
 def _target_times_s(problem: SearchProblem, rule: PriorityRule) -> tuple[list[float], list[float]]:
-    """When the first micro-batch's F and I are wanted on each stage; each later one is a period later."""
+    """Return when the first micro-batch's F and I are wanted on each stage; later ones add a period each."""
     forward_s, input_s, _ = problem.times_s
     begin_f = list(accumulate((one + hop for one, hop in zip(forward_s, problem.p2p_s, strict=False)), initial=0.0))
     begin_i = [begin_f[-1] + forward_s[-1] - rule.backward_priority_s]
@@ -104,9 +115,10 @@ def _target_times_s(problem: SearchProblem, rule: PriorityRule) -> tuple[list[fl
 
 
 def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
-    """The kind and stage of what the rank begins now; kind −1: it waits.
+    """Return the kind and stage of the pass that the rank begins now; kind −1: it waits.
 
-    W fills: it goes ahead only where too many wait, or where what the rule prefers lacks the memory that W frees.
+    W fills idle time: it goes first only if too many are deferred, or if the preferred pass needs the memory that W
+    frees.
     """
     problem, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = (
         state
@@ -153,9 +165,11 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
 
 
 def _is_safe(held: tuple[int, ...], done_f: list[int], done_w: list[int], index: int, spare: int) -> bool:
-    """Whether, after the F of micro-batch `index`, those under way on a rank can be finished one after another.
+    """Return True if, after the F of micro-batch `index`, those in flight on the rank can be finished one after
+    another.
 
-    From the first of which no part is freed yet, each frees as much as it or any later one needs in all.
+    Going from the oldest unfinished micro-batch on, each must find the activations it still needs, and then frees all
+    it holds.
     """
     first, last = done_w[held[-1]], done_w[held[0]]
     for one in held:  # plain loops: this is where most of a search's time goes

@@ -1,4 +1,4 @@
-"""Lowering: passes that turn a Schedule into a Program by adding what the ranks say to each other, and the step."""
+"""Lowering: turn a Schedule into a Program by adding communication and the optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,36 +15,36 @@ from muster.spec.plan import ZeroLevel
 
 @dataclass(frozen=True, slots=True)
 class LoweringOptions:
-    """What a schedule is lowered for."""
+    """Facts of a plan that decide which instructions its schedule needs."""
 
     zero: ZeroLevel = "z3"
     data_ranks: int | tuple[int, ...] = 1
-    """Data-parallel ranks of every stage, or of each: with one there is nothing to gather or to reduce."""
+    """Data-parallel ranks of all stages, or of each; with one there is nothing to gather or reduce."""
     tp_replicated_weights: bool = False
-    """Whether tensor-parallel ranks have copies of a weight whose gradients they must add up."""
+    """True if tensor-parallel ranks replicate a weight whose gradients must be all-reduced."""
     tied_embeddings: bool = False
-    """Whether first and last stage share a weight."""
+    """True if first and last stage share the embedding."""
     vocab_times: VocabTimes | None = None
-    """Where the vocabulary is spread over all pipeline ranks: what its passes take."""
+    """Nominal times of vocabulary passes under vocabulary parallelism, else None."""
     post_validation: bool = False
-    """Whether a step is taken before the sum over all ranks is known."""
+    """True if the optimizer steps before the global gradient norm is known."""
     offload: frozenset[int] = frozenset()
-    """Stages whose activations wait for their backward in the host's memory, where that is long enough."""
+    """Stages whose activations are offloaded to host memory, where they are saved long enough."""
     train: bool = True
-    """False: no gradients are reduced and no optimizer steps."""
+    """False for evaluation: no gradients are reduced and no optimizer steps."""
 
     def is_sharded(self, stage: int) -> bool:
-        """Whether the stage's data-parallel ranks have anything to say to each other."""
+        """Return True if the stage has several data-parallel ranks."""
         return (self.data_ranks if isinstance(self.data_ranks, int) else self.data_ranks[stage]) > 1
 
 
 @dataclass(slots=True)
 class ProgramDraft:
-    """A Program in the making: lanes to which a pass may add at the end, so that what is there keeps its place."""
+    """Program under construction: lowering passes append to its lanes, so that indices of waits stay valid."""
 
     schedule: Schedule
     vocab_schedule: VocabSchedule | None = None
-    """The schedule with words, where they are spread."""
+    """Schedule with vocabulary passes, under vocabulary parallelism."""
     ranks: list[dict[Lane, list[Instruction]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,22 +56,22 @@ class ProgramDraft:
             self.ranks[rank]["compute"], self.ranks[rank]["p2p"] = both
 
     def add(self, rank: int, action: Action, waits: Sequence[Wait] = (), peer: int | None = None) -> Wait:
-        """Appends an instruction to its lane; returns how others wait for it."""
+        """Append an instruction to its lane, and return the wait for it."""
         lane = KINDS[action.kind].lane
         self.ranks[rank][lane].append(Instruction(action, peer, tuple(waits)))
         return Wait(lane, len(self.ranks[rank][lane]) - 1)
 
     def wait_all_passes(self, rank: int) -> list[Wait]:
-        """What waits for the last of a rank's passes waits for all."""
+        """Return the wait for all of a rank's passes, which is that for the last one."""
         return [Wait("compute", len(self.ranks[rank]["compute"]) - 1)] if self.ranks[rank]["compute"] else []
 
     def wait_collectives(self, rank: int, *kinds: Kind) -> list[Wait]:
-        """The rank's collectives of these kinds."""
+        """Return the waits for the rank's collectives of these kinds."""
         lane = self.ranks[rank]["collective"]
         return [Wait("collective", index) for index, item in enumerate(lane) if item.action.kind in kinds]
 
     def finish(self) -> Program:
-        """The Program."""
+        """Return the Program."""
         schedule = self.schedule
         ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...] = tuple(
             {lane: tuple(items) for lane, items in lanes.items() if items} for lanes in self.ranks
@@ -80,7 +80,7 @@ class ProgramDraft:
 
 
 def lower(schedule: Schedule, options: LoweringOptions) -> Program:
-    """The Program of one round. Raises ProgramError where the schedule's order can't be followed."""
+    """Return the Program of one step. Raises ProgramError for a schedule that no rank could follow."""
     with gc_paused():
         woven = add_vocab_passes(schedule, options.vocab_times) if options.vocab_times else None
         draft = ProgramDraft(woven.schedule if woven else schedule, woven)
@@ -102,7 +102,7 @@ def lower(schedule: Schedule, options: LoweringOptions) -> Program:
 
 
 def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
-    """Stage → its last backward on a rank, in the order in which they come."""
+    """Return each stage with the wait for its last backward on a rank, in the order of these."""
     last: dict[int, Wait] = {}
     stages = {item.action.stage for item in compute}
     for index in range(len(compute) - 1, -1, -1):
@@ -117,7 +117,7 @@ def _last_backwards(compute: Sequence[Instruction]) -> dict[int, Wait]:
 def _insert_vocab_passes(
     order: Sequence[Action], compute: Sequence[Instruction], p2p: Sequence[Instruction]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Both lanes, with the words' passes of `order` between those of the schedule."""
+    """Return both lanes, with the vocabulary passes of `order` inserted between those of the schedule."""
     passes = {item.action: item for item in compute}
     place = {action: index for index, action in enumerate(order)}
     places = [place[item.action] for item in compute]
@@ -126,9 +126,9 @@ def _insert_vocab_passes(
 
 
 def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) -> None:
-    """What brings the ranks' words together, in one order on all ranks, and the waits for it.
+    """Add the collectives of vocabulary parallelism, in one order on all ranks, and the waits for them.
 
-    It begins when its rank has done its part; the others begin to receive when what comes before it has begun.
+    A rank that contributes begins after its contribution; the others begin once the collective before it has begun.
     """
     placement = draft.schedule.placement
     for rank, lanes in enumerate(draft.ranks):
@@ -158,8 +158,10 @@ def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) ->
 
 
 def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
-    """z1, z2: a stage's parameters are gathered before its first pass and stay so until the step; z3 gathers inside the
-    passes."""
+    """Add UNSHARD for z1 and z2: parameters are gathered before a stage's first pass and kept until the step.
+
+    z3 gathers inside the passes.
+    """
     if options.zero == "z3":
         return
     for rank, lanes in enumerate(draft.ranks):
@@ -174,10 +176,10 @@ def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
 
 
 def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
-    """z1: a stage's gradients are reduced once, after its last backward; z2, z3 reduce inside the passes.
+    """Add REDUCE_GRAD for z1: one reduction per stage, after its last backward. z2 and z3 reduce inside the passes.
 
-    With words, after all passes of the rank: collectives of words, which other ranks may not have come to, would stand
-    before it.
+    Under vocabulary parallelism it comes after all passes of the rank: vocabulary collectives that other ranks have not
+    reached yet would stand before it.
     """
     if options.zero == "z1":
         for rank, lanes in enumerate(draft.ranks):
@@ -191,7 +193,7 @@ def add_grad_reductions(draft: ProgramDraft, options: LoweringOptions) -> None:
 
 
 def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
-    """Adds up the gradients of tensor-parallel copies, when those of the stage are complete."""
+    """Add the all-reduce of gradients of weights replicated over tp, once those of the stage are complete."""
     for rank, lanes in enumerate(draft.ranks):
         reduced = {
             lanes["collective"][wait.index].action.stage: wait
@@ -202,10 +204,10 @@ def add_replicated_grad_reductions(draft: ProgramDraft) -> None:
 
 
 def add_replica_reductions(draft: ProgramDraft) -> None:
-    """The replicas' holders of the same layers add up their gradients; n MERGE is the n-th stage of each replica.
+    """Add the all-reduce of gradients between the two replicas; n ALL_REDUCE_REPLICAS is the n-th stage of each.
 
-    After all passes of the rank, since the other holder may need them first; by depth on all ranks alike, so that no
-    two wait for each other.
+    It comes after all passes of the rank, since the other rank may need them first, and in order of depth on all ranks,
+    so that no two ranks wait for each other.
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
     ready = [
@@ -220,9 +222,9 @@ def add_replica_reductions(draft: ProgramDraft) -> None:
 
 
 def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
-    """First and last stage of each replica add up the gradients of the weight they share, if they lie on two ranks.
+    """Add the all-reduce of the tied embedding's gradients, if first and last stage of a replica lie on two ranks.
 
-    Only after all passes of the rank: the partner may need them first.
+    It comes after all passes of the rank: the peer may need them first.
     """
     placement, depth = draft.schedule.placement, draft.schedule.depth
     for first in range(0, len(placement), depth):
@@ -236,8 +238,10 @@ def add_tied_embedding_reductions(draft: ProgramDraft) -> None:
 
 
 def add_step(draft: ProgramDraft, options: LoweringOptions) -> None:
-    """The gradient norm over all ranks when every gradient is complete, then the optimizer step; or, with
-    post-validation, the step at once, while the norm is added up beside the next step's passes."""
+    """Add the global gradient norm, once every gradient is complete, and the optimizer step after it.
+
+    With post-validation the optimizer steps at once, and the norm is all-reduced during the next step's passes.
+    """
     kind = Kind.GRAD_NORM_ASYNC if options.post_validation else Kind.GRAD_NORM
     for rank in range(len(draft.ranks)):
         after = draft.wait_all_passes(rank) + draft.wait_collectives(

@@ -1,6 +1,10 @@
-"""The search behind `auto`: a portfolio of rules, then small changes to the best, within a counted budget.
+"""Search behind `auto`: a portfolio of rules, then small changes to the best, within a budget counted in passes.
 
-All randomness comes from one seed and all limits are counts of passes, so that a setting has one result.
+1. *Explore*: list scheduling (`greedy`) under the first rules of a portfolio, and known schedules with their weight
+backwards placed anew. 2. *Improve*: repeating blocks (`block_pattern`), then random changes to the best rules, then
+swaps of neighbouring passes on the critical path of the best order.
+
+All randomness comes from one seed, and all limits are counts of passes, so that a spec always has the same result.
 """
 
 from collections.abc import Sequence
@@ -16,12 +20,12 @@ from muster.schedule.place_weight_grads import place_weight_grads
 from muster.schedule.search_problem import SearchProblem, TimedPasses, min_in_flight, rank_orders
 
 _NO_LIMIT = 1 << 40
-"""More than there ever are: no limit."""
+"""Larger than any count: no limit."""
 _EPSILON = 1e-9
 _MIN_RULES = 4
-"""Rules that are tried in any case."""
+"""Rules that any search tries."""
 _ALWAYS_FIRST = 1e9
-"""`backward_first_s` that puts every I before every F."""
+"""`backward_priority_s` that puts every I before every F."""
 
 _PORTFOLIO = (
     ("steady", False, 1, -_ALWAYS_FIRST, 2),
@@ -49,33 +53,34 @@ _PORTFOLIO = (
     ("free", True, 1, 0, 3),
     ("free", False, 4, -_ALWAYS_FIRST, _NO_LIMIT),
 )
-"""(in_flight, whether W lag by rank, patience, backward_first_s, ahead beyond the forward's length in periods): chosen
-one by one, each as the one that added most to those before it over 500 settings."""
+"""Rules as (width, lag, patience, backward_priority_s, lead): `width` sets the micro-batches in flight (see
+`_make_rule`), `lag` lets later ranks defer more W, `lead` is added to the forward's length in periods. Chosen one by
+one, each as the one that added most to those before it over 500 specs."""
 NUM_RULES = len(_PORTFOLIO)
 
 
 @dataclass(slots=True)
 class OrderSearch:
-    """The best run so far on one pipe."""
+    """State of the search of one problem: the best run so far and the budget."""
 
     problem: SearchProblem
     bound_s: float
-    """No schedule is faster: the search ends there."""
+    """Lower bound of the makespan: the search ends there."""
     incumbent_s: float = inf
-    """What is already reached elsewhere."""
+    """Makespan reached by another search."""
     best: TimedPasses | None = None
     budget: int = 1 << 60
-    """Passes that may still be scheduled."""
+    """Passes that may be scheduled in all."""
     spent: int = 0
     rules: list[tuple[float, int, PriorityRule]] = field(default_factory=list)
-    """Makespan, number and rule of those tried from the portfolio."""
+    """(makespan, number, rule) of each rule tried from the portfolio."""
 
     @property
     def finished(self) -> bool:
         return self.spent >= self.budget or self.best_s <= self.bound_s + _EPSILON
 
     def limit_s(self, slack: float) -> float:
-        """What a run must end by to be of use: the best so far, and `slack` as a share of it."""
+        """Return the latest useful end of a run: that of the best so far, plus `slack` as a fraction of it."""
         return self.best_s * (1 + slack) if self.best_s < self.incumbent_s else self.incumbent_s * (1 + slack)
 
     @property
@@ -83,7 +88,7 @@ class OrderSearch:
         return inf if self.best is None else self.best.makespan_s
 
     def record(self, run: TimedPasses | None) -> float:
-        """Pays for a run and keeps it if it is the best; its makespan."""
+        """Charge a run to the budget, keep it if it is the best, and return its makespan."""
         if run is None:
             self.spent += self.problem.num_passes // 2  # given up on the way
             return inf
@@ -94,10 +99,10 @@ class OrderSearch:
 
 
 def explore(search: OrderSearch, seed_orders: Sequence[list[int]], budget: int) -> None:
-    """Tries the portfolio's first rules, as many as `budget` passes allow, and known schedules (lists of passes) with
-    their W placed anew.
+    """Try the portfolio's first rules, as many as `budget` passes allow, and known orders (codes of passes).
 
-    Of long runs all rules are tried with fewer micro-batches, and only those that do best there on the whole.
+    Known orders get their W placed anew. For long runs all rules are tried with fewer micro-batches, and only the best
+    two on the whole.
     """
     problem = search.problem
     fewer = 2 * problem.num_ranks
@@ -116,7 +121,7 @@ def explore(search: OrderSearch, seed_orders: Sequence[list[int]], budget: int) 
 
 
 def improve(search: OrderSearch) -> None:
-    """Spends what is left of the budget: on repeating patterns, on changes to the best rules and to the best order."""
+    """Spend the rest of the budget on repeating patterns, on changed rules, and on swaps in the best order."""
     random = Random(0)
     tries = (search.budget - search.spent) // search.problem.num_passes
     _vary_patterns(search, random, tries // 2)
@@ -127,7 +132,7 @@ def improve(search: OrderSearch) -> None:
 
 
 def _vary_patterns(search: OrderSearch, random: Random, tries: int) -> None:
-    """Tries the plain patterns, then goes on from the best."""
+    """Try the initial patterns, then mutations of the best."""
     stop = search.spent + tries * search.problem.num_passes
     plain, best, best_s, attempt = initial_patterns(search.problem), None, inf, 0
     while search.spent < stop and not search.finished and attempt < 4 * tries:
@@ -160,7 +165,7 @@ def _make_rule(
 ) -> PriorityRule:
     stages, period_s = range(problem.num_stages), problem.period_s
     forward_s = sum(problem.times_s[0]) + sum(problem.p2p_s)
-    # While a pipeline fills up it takes in a micro-batch per F and I, later one per F, I and W.
+    # A pipeline that fills up admits a micro-batch per F and I, later one per F, I and W.
     per_turn_s = period_s if width == "slow" else period_s * 2 / 3
     in_flight = tuple(
         _NO_LIMIT if width == "free" else min_in_flight(problem, stage, per_turn_s) + (width == "wide")
@@ -174,7 +179,7 @@ def _make_rule(
 
 
 def _vary_rules(search: OrderSearch, random: Random, tries: int) -> None:
-    """Changes a limit of one stage or the whole rule, starting from the portfolio's best."""
+    """Mutate one limit or the whole rule, starting from the portfolio's best."""
     starts = sorted(search.rules)[:4]
     makespan_s, _, rule = starts[0]
     for _ in range(tries):
@@ -212,11 +217,11 @@ def _step_limit(limits: tuple[int, ...], stage: int, step: int, low: int, high: 
 
 
 _PLACEMENT_OPTIONS = ((1, 0), (0, 0), (0.5, 3), (4, 0))
-"""(patience, overtake) that a known order is tried with."""
+"""(patience, overtake) of `place_weight_grads` that a known order is tried with."""
 
 
 def _replace_weight_grads(search: OrderSearch, passes: list[int]) -> None:
-    """Places the W of a known schedule anew, for the times and the memory that there are."""
+    """Place the W of a known order anew, for the given times and memory."""
     orders = rank_orders(search.problem, passes)
     for patience, overtake in _PLACEMENT_OPTIONS:
         if search.finished:
@@ -225,7 +230,7 @@ def _replace_weight_grads(search: OrderSearch, passes: list[int]) -> None:
 
 
 def _swap_critical_pairs(search: OrderSearch, current: TimedPasses, random: Random) -> None:
-    """Exchanges neighbours that the makespan hangs on, one pair at a time; ways that don't gain are followed too."""
+    """Swap neighbours on the critical path, one pair at a time; equal results are followed too."""
     problem, pairs, attempt = search.problem, [], 0
     orders: list[list[int]] = []
     while not search.finished:

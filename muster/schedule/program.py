@@ -1,4 +1,4 @@
-"""A Program: what every pipeline rank does in one round, lane by lane, with explicit waits."""
+"""Programs: the instructions of every pipeline rank in one step, lane by lane, with explicit waits."""
 
 import re
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ VERSION = 2
 
 
 class ProgramError(MusterError):
-    """An order of work that can't be followed; the sentence names the action that is wrong."""
+    """Error for a program or schedule that no rank could follow; its sentence names the wrong action."""
 
 
 class Wait(NamedTuple):
-    """An instruction that must be over before another begins: the `index`-th of `lane` on the same rank."""
+    """Condition on another instruction: the `index`-th of `lane` on the same rank must be over."""
 
     lane: Lane
     index: int
 
 
 class Instruction(NamedTuple):
-    """An action with what a rank needs to run it: the pipeline rank at the other end, and what to wait for.
+    """Action with its peer and its waits.
 
     Instructions of one lane begin in order; the order between lanes is given by `waits` alone.
     """
@@ -46,14 +46,14 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One round of work: per pipeline rank, per lane, the ordered instructions.
+    """Instructions of one step: per pipeline rank and lane, in order.
 
-    A pipeline rank stands for all the ranks of its stages' mesh, which do the same on their own shares.
+    A pipeline rank stands for all ranks of its stages' mesh, which do the same on their own shards.
     """
 
     schedule: str
     placement: tuple[int, ...]
-    """The pipeline rank of each stage."""
+    """Pipeline rank of each stage."""
     num_micro_batches: int
     ranks: tuple[dict[Lane, tuple[Instruction, ...]], ...]
     replicas: int = 1
@@ -65,20 +65,20 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Over all replicas."""
+        """Number of stages of all replicas."""
         return len(self.placement)
 
     @property
     def depth(self) -> int:
-        """Stages of one replica."""
+        """Number of stages of one replica."""
         return len(self.placement) // self.replicas
 
     def is_first(self, stage: int) -> bool:
-        """Whether it takes in the data: it has no stage before it."""
+        """Return True for a stage that reads the data: none comes before it."""
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether it makes the loss: it has no stage after it."""
+        """Return True for a stage that computes the loss: none comes after it."""
         return stage % self.depth == self.depth - 1
 
     def __str__(self) -> str:
@@ -86,23 +86,29 @@ class Program:
 
 
 def participants(instruction: Instruction, rank: int, num_ranks: int) -> tuple[int, ...]:
-    """The pipeline ranks that a collective on `rank` brings together: all for NORM and what concerns words, two for
-    TIE and MERGE (one where both replicas' stages lie on it), else one."""
+    """Return the pipeline ranks of a collective on `rank`.
+
+    All ranks take part in GRAD_NORM and in the collectives of vocabulary parallelism, two in ALL_REDUCE_TIED and
+    ALL_REDUCE_REPLICAS (one if both stages lie on it), one in any other.
+    """
     if instruction.action.kind == Kind.GRAD_NORM or KINDS[instruction.action.kind].overlapped:
         return tuple(range(num_ranks))
     return (rank,) if instruction.peer is None else (min(rank, instruction.peer), max(rank, instruction.peer))
 
 
 def stages_of_action(program: Program, kind: Kind, stage: int) -> range:
-    """The stages that an action of a kind and stage number concerns: `n MERGE` the n-th of each replica, the others
-    their own; none where there is no such stage."""
+    """Return the stages of an action: `n ALL_REDUCE_REPLICAS` names the n-th stage of each replica, any other action
+    its own.
+
+    Empty for a stage number that doesn't exist.
+    """
     if kind == Kind.ALL_REDUCE_REPLICAS:
         return range(stage, program.num_stages, program.depth) if stage < program.depth else range(0)
     return range(stage, stage + 1) if 0 <= stage < program.num_stages else range(0)
 
 
 def has_split_backward(program: Program) -> bool:
-    """Whether some backwards are in two passes, I and W."""
+    """Return True if any backward is split into I and W."""
     return any(item.action.kind == Kind.W for lanes in program.ranks for item in lanes.get("compute", ()))
 
 
@@ -111,7 +117,7 @@ def has_split_backward(program: Program) -> bool:
 
 
 def format_program(program: Program) -> str:
-    """The program as text that `parse_program` reads back: a head line, then one line per rank and lane."""
+    """Return the program as text for `parse_program`: a head line, then one line per rank and lane."""
     placement = ",".join(map(str, program.placement))
     lines = [
         f"program {VERSION} schedule={program.schedule} ranks={program.num_ranks}"

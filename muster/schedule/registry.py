@@ -1,4 +1,4 @@
-"""Schedules made by their names, which stand in `muster/spec/schedules.py`."""
+"""Schedules made by their names, which are registered in `muster/spec/schedules.py`."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -13,9 +13,9 @@ from muster.spec.schedules import SCHEDULES, ScheduleEntry, find_schedule
 
 
 def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
-    """The schedule `name` for a setting.
+    """Return the schedule `name` for a spec.
 
-    Raises ConfigError on an unknown name, InfeasibleError where the schedule can't serve the setting.
+    Raises ConfigError for an unknown name, InfeasibleError if the schedule doesn't support the spec.
     """
     entry = find_schedule(name)
     if entry.chunks not in (None, spec.chunks):
@@ -33,7 +33,7 @@ def make_schedule(name: str, spec: ScheduleSpec) -> Schedule:
 
 
 def schedule_function(entry: ScheduleEntry) -> Callable[[ScheduleSpec], Schedule]:
-    """The function that makes a schedule."""
+    """Return the function of a registry entry, importing its file."""
     if not isinstance(entry.function, str):
         return entry.function
     file, function = entry.function.split(":")
@@ -41,22 +41,22 @@ def schedule_function(entry: ScheduleEntry) -> Callable[[ScheduleSpec], Schedule
 
 
 def solve_exact(spec: ScheduleSpec) -> ExactResult:
-    """The `exact` schedule with what is known of it, from `auto`'s. Raises InfeasibleError, MusterError as `prove`."""
+    """Return the `exact` schedule with its optimality gap, starting from `auto`'s. Raises as `exact.solve`."""
     return solve(spec, auto_schedule(spec))
 
 
 def exact_schedule(spec: ScheduleSpec) -> Schedule:
-    """The schedule `exact`."""
+    """Return the schedule `exact`."""
     return solve_exact(spec).schedule
 
 
 def auto_schedule(spec: ScheduleSpec) -> Schedule:
-    """The schedule `auto`, which chooses from all that are not searched for."""
+    """Return the schedule `auto`, the best of a search and of all schedules that need no search."""
     return best_auto_schedule([spec])[0]
 
 
 def best_auto_schedule(specs: Sequence[ScheduleSpec]) -> tuple[Schedule, Timing]:
-    """The best `auto` over settings that differ in their chunks."""
+    """Return the best `auto` over specs that differ in their chunks."""
     return find_best_schedule([(spec, _comparable_schedules(spec)) for spec in specs])
 
 

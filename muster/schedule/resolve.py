@@ -1,4 +1,4 @@
-"""Schedules that are searched for, found once for a plan and kept with it."""
+"""Searched schedules, found once for a plan and pinned in it."""
 
 from typing import Literal
 
@@ -15,10 +15,10 @@ from muster.spec.workload import Workload
 
 
 def resolve_schedule(plan: Plan, model: ModelSpec, workload: Workload) -> Plan:
-    """The plan with its schedule found for nominal times, where it is one that is searched for and not found yet.
+    """Return the plan with its searched schedule found for nominal times, if it is not pinned yet.
 
-    `auto` is found again by the same call, `exact` need not be: find it once and hand the plan on. Raises
-    InfeasibleError where no schedule serves, MusterError where the solver of `exact` is not installed.
+    The same call finds the same `auto` again; `exact` may differ: find it once and pass the plan on. Raises
+    InfeasibleError if no schedule fits, MusterError if the solver of `exact` is not installed.
     """
     if not plan.schedule_entry.searched or plan.pinned_schedule is not None:
         return plan
@@ -27,9 +27,9 @@ def resolve_schedule(plan: Plan, model: ModelSpec, workload: Workload) -> Plan:
 
 
 def refine_schedule(plan: Plan, times: PassTimes) -> PinnedSchedule:
-    """The order that a plan's schedule has for measured times, with the stages where the plan's order has them.
+    """Return the plan's searched schedule for measured times, with stages where the pinned schedule has them.
 
-    Raises InfeasibleError, MusterError as `resolved`.
+    Raises InfeasibleError, MusterError as `resolve_schedule`.
     """
     assert plan.pinned_schedule is not None, "there is nothing to find anew"
     spec = _schedule_spec(plan, plan.pinned_schedule.micro_batches, times, plan.pinned_schedule.placement)
@@ -59,7 +59,7 @@ def _pin(schedule: Schedule, times: Literal["nominal", "measured"]) -> PinnedSch
 
 
 def pinned_schedule(name: str, pinned: PinnedSchedule) -> Schedule:
-    """The way back. Raises ProgramError where a text is no action."""
+    """Return a pinned schedule as a Schedule. Raises ProgramError for a text that is no action."""
     try:
         ranks = tuple(tuple(parse_action(word) for word in text.split()) for text in pinned.ranks)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a schedule is made for: ranks, micro-batches, and what is known of times and memory."""
+"""Inputs of a schedule: ranks, micro-batches, and the times and memory known beforehand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,32 +9,32 @@ from muster.spec.errors import InfeasibleError
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """The numbers that a schedule is a pure function of. Raises InfeasibleError where they can't hold.
+    """Inputs that a schedule is a pure function of. Raises InfeasibleError for impossible numbers.
 
-    Most schedules look at ranks, micro-batches and chunks alone; those that search use times and memory too.
+    Most schedules only use ranks, micro-batches and chunks; searched ones use times and memory too.
     """
 
     num_ranks: int
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     num_micro_batches: int
-    """Of one step, over all replicas."""
+    """Micro-batches of one step, over all replicas."""
     chunks: int = 1
-    """Stages that each rank holds, over all replicas."""
+    """Stages per rank, over all replicas."""
     forward_s: tuple[float, ...] = ()
-    """Seconds of a stage's forward by depth, from the model's first stage to its last; empty: 1 / the stages of one
-    replica on a rank, so that a rank's share takes 1."""
+    """Seconds of each stage's forward, from the model's first stage to its last. Empty: each takes 1 / (stages of one
+    replica per rank), so that a rank's whole share takes 1."""
     input_backward_s: tuple[float, ...] = ()
     weight_backward_s: tuple[float, ...] = ()
     p2p_s: float = 0.0
-    """From the end of a pass until its result is on another rank."""
+    """Seconds of a p2p transfer: from the end of a pass until its result is on another rank."""
     memory_limit: float = inf
-    """Activations that a rank may keep, in units of one micro-batch's activations of one rank's share of a replica."""
+    """Most activations saved on a rank; 1 is one micro-batch on a rank's whole share of a replica."""
     replicas: int = 1
     """Copies of the model that run through the ranks in opposite directions (2), or the one model (1)."""
     placement: tuple[int, ...] = ()
-    """What a search is bound to, where it is bound: the rank of each stage."""
+    """Rank of each stage, if a search must keep to it; empty: free."""
     fill: bool = False
-    """2BP only: weight backwards fill idle slots instead of standing at the end."""
+    """True (2BP only): weight backwards fill idle slots. False: they come last."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_micro_batches", "chunks", "replicas"):
@@ -59,12 +59,12 @@ class ScheduleSpec:
 
     @property
     def depth(self) -> int:
-        """Stages of one replica."""
+        """Number of stages of one replica."""
         return self.num_ranks * self.chunks // self.replicas
 
     @property
     def stage_activation(self) -> float:
-        """What one micro-batch's activations of one stage count in `memory_limit`."""
+        """Activations of one micro-batch on one stage, in the unit of `memory_limit`."""
         return self.replicas / self.chunks
 
     @staticmethod
@@ -75,7 +75,7 @@ class ScheduleSpec:
         chunks: int = 1,
         **more: float | int | bool,
     ) -> "ScheduleSpec":
-        """Where every rank's whole share of the layers takes the same (forward, input backward, weight backward)."""
+        """Return a spec in which each rank's whole share takes `times_s` (forward, input backward, weight backward)."""
         replicas = int(more.get("replicas", 1))
         depth, part = num_ranks * chunks // replicas, replicas / chunks
         forward_s, input_s, weight_s = ((time_s * part,) * depth for time_s in times_s)

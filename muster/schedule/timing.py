@@ -1,4 +1,4 @@
-"""How long a Schedule takes under a Setting: a walk of every rank through its passes, without lowering."""
+"""Timing of a Schedule: a walk of every rank through its passes, without lowering."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from muster.schedule.schedule_spec import ScheduleSpec
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When each action of a schedule begins and ends, in seconds, and what follows from that.
+    """Begin and end of each action of a schedule in seconds, and the figures that follow.
 
-    `begin_s[rank][i]` and `end_s[rank][i]` belong to `schedule.ranks[rank][i]`. Definitions: a *span bubble* is what a
-    rank stands still between its first begin and its last end; the *bubble* is the makespan less the busiest rank's
-    work.
+    `begin_s[rank][i]` and `end_s[rank][i]` belong to `schedule.ranks[rank][i]`. Definitions: a *span bubble* is a
+    rank's idle time between its first begin and its last end; the *bubble* is the makespan minus the work of the
+    busiest rank.
     """
 
     begin_s: tuple[Sequence[float], ...]
@@ -24,11 +24,11 @@ class Timing:
     work_s: tuple[float, ...]
     """Per rank, the sum of its passes' times."""
     peak_activation: tuple[float, ...]
-    """Per rank, the most activations kept for backwards at once, in `Setting.memory_limit`'s unit."""
+    """Per rank, the most activations saved for backwards at once, in the unit of `ScheduleSpec.memory_limit`."""
 
     @property
     def makespan_s(self) -> float:
-        """From the first begin to the last end on any rank."""
+        """Seconds from the first begin to the last end on any rank."""
         return max(ends[-1] for ends in self.end_s if ends) - min(begins[0] for begins in self.begin_s if begins)
 
     @property
@@ -43,7 +43,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Seconds of a stage's passes by depth, of a hop between ranks, and what a stage's activations count."""
+    """Seconds of each stage's passes by depth and of a p2p transfer, and the size of one stage's activations."""
 
     forward_s: Sequence[float]
     input_backward_s: Sequence[float]
@@ -53,7 +53,7 @@ class PassTimes:
 
 
 def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
-    """`time_passes` under a setting. Raises ProgramError where the two differ in size, too."""
+    """Return `time_passes` with the times of a spec. Raises ProgramError also if the two differ in size."""
     size = (schedule.num_stages, schedule.replicas, schedule.num_micro_batches)
     if size != (spec.depth * spec.replicas, spec.replicas, spec.num_micro_batches):
         raise ProgramError(
@@ -65,11 +65,12 @@ def time_schedule(schedule: Schedule, spec: ScheduleSpec) -> Timing:
 
 
 def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
-    """Each pass begins when the one before it on its rank is over and its input is there: at once from a stage on the
-    same rank, `p2p_s` after the end of the pass that makes it from another. `B` takes the time of I and W.
+    """Return when each pass begins and ends.
 
-    An activation counts from F until B or W. Raises ProgramError naming the action where one is missing, stands twice,
-    on the wrong rank or in an order that can't be followed.
+    A pass begins when the one before it on its rank is over and its input is there: at once from a stage on the same
+    rank, `p2p_s` after the end of the pass that makes it on another rank. `B` takes the time of I and W. An activation
+    is saved from F until B or W. Raises ProgramError naming the action that is missing, duplicated, on the wrong rank
+    or in an order that no rank could follow.
     """
     _check_shape(schedule)
     walk = _TimingWalk(schedule, times)
@@ -78,7 +79,7 @@ def time_passes(schedule: Schedule, times: PassTimes) -> Timing:
 
 
 def _check_shape(schedule: Schedule) -> None:
-    """What can be seen rank by rank; with C-level loops only, since searches come here very often."""
+    """Check what can be seen rank by rank, with C-level loops only: searches come here very often."""
     if schedule.num_micro_batches < 1 or schedule.depth < 1:
         raise ProgramError(
             f"a schedule needs at least one stage and one micro-batch, {schedule.name} has {schedule.num_stages}"
@@ -121,7 +122,7 @@ def _wrong_shape(schedule: Schedule, rank: int) -> str:
 
 
 class _TimingWalk:
-    """Follows the data from rank to rank: each rank goes on until it needs a time that isn't known yet."""
+    """Walk of all ranks that follows the data: each rank runs until it needs a time that is not known yet."""
 
     def __init__(self, schedule: Schedule, times: PassTimes) -> None:
         self.schedule, self.times, count = schedule, times, len(schedule.ranks)
@@ -130,16 +131,17 @@ class _TimingWalk:
         self.work_s, self.peak_activation = [0.0] * count, [0.0] * count
         self.backwards = schedule.num_stages * schedule.num_micro_batches
         self.finished_s = [-1.0] * (2 * self.backwards)
-        """When stage × micro-batch's forward is over, from `backwards` on the same for B or I; −1: not yet."""
+        """Seconds when the forward of stage × micro-batch is over; from `backwards` on, the same for B or I. −1: not
+        yet."""
         placement = schedule.placement
         self.p2p_s = [times.p2p_s * (one != other) for one, other in pairwise(placement)]
-        """From each stage to the one after it, or back."""
+        """P2p seconds from each stage to the next one, or back."""
         self.waiting: dict[int, int] = {}
-        """Place in `over_s` → the rank that waits for it."""
+        """Index into `finished_s` → rank that waits for it."""
         self.ready = list(range(count))
 
     def run(self) -> None:
-        """Raises ProgramError where a rank doesn't come to its end, or not all is done in the end."""
+        """Run all ranks to their ends. Raises ProgramError if one gets stuck or work is left over."""
         walks = [self._walk(rank) for rank in self.ready]
         while self.ready:
             rank = self.ready.pop()
@@ -151,14 +153,14 @@ class _TimingWalk:
         self._check_complete()
 
     def _walk(self, rank: int) -> Iterator[int]:
-        """Yields the place in `over_s` that it waits for."""
+        """Yield each index into `finished_s` that the rank waits for."""
         over_s, waiting, times, p2p_s = self.finished_s, self.waiting, self.times, self.p2p_s
         depth, count, backwards = self.schedule.depth, self.schedule.num_micro_batches, self.backwards
         begin, end = self.begin_s[rank].append, self.end_s[rank].append
         time_s = work_s = 0.0
         alive = peak = 0
         split: set[int] = set()
-        """Where I is over and W is not."""
+        """Stage × micro-batch pairs whose I is over and whose W is not."""
         for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
             level, place, source, transfer_s = stage % depth, stage * count + micro_batch, -1, 0.0
             if kind == Kind.F:
@@ -209,7 +211,7 @@ class _TimingWalk:
         return f"rank {rank} has both {stage}B{micro_batch} and {stage}I{micro_batch}"
 
     def _describe_deadlock(self) -> str:
-        """In words, what is missing or, where nothing is, who waits for whom."""
+        """Return a sentence about the missing pass or, if none is missing, about who waits for whom."""
         words = []
         for place, rank in self.waiting.items():
             backward, rest = divmod(place, self.backwards)
@@ -220,10 +222,10 @@ class _TimingWalk:
             if not found:
                 return f"{wanted[0]} is missing on rank {holder}; {action} on rank {rank} waits for it"
             words.append(f"{action} on rank {rank} waits for {found[0]} on rank {holder}")
-        return f"the order of the schedule can't be followed: {', '.join(sorted(words))}"
+        return f"the ranks wait for each other: {', '.join(sorted(words))}"
 
     def _check_complete(self) -> None:
-        """Every micro-batch runs through one replica, forward and, where there are backwards at all, backward."""
+        """Check that every micro-batch runs through one replica: forward and, if there is any backward, backward."""
         schedule, count = self.schedule, self.schedule.num_micro_batches
         trains = max(self.finished_s[self.backwards :]) >= 0
         for micro_batch in range(count):

@@ -1,8 +1,8 @@
-"""Vocabulary parallelism: weaves into a schedule what every rank does for its part of the words.
+"""Vocabulary parallelism: adds to a schedule the passes of each rank's vocabulary shard.
 
-Embedding and head lie in equal parts on all pipeline ranks (arXiv:2411.05288, algorithm 2: one barrier between the
-scores, S, and the backward that starts from them). What the ranks say to each other runs beside the compute, so that
-the last stage can do another forward before the backward of the one whose scores are still under way.
+Embedding and head are split evenly over all pipeline ranks (Yeung et al. 2024, arXiv:2411.05288, algorithm 2: one
+barrier between the logits, S, and the backward that starts from them). The collectives are overlapped with compute, so
+that the last stage can run another forward while the statistics of a micro-batch's logits are still under way.
 """
 
 from collections import defaultdict, deque
@@ -18,52 +18,52 @@ from muster.schedule.timing import PassTimes, Timing, time_passes
 from muster.spec.errors import InfeasibleError
 
 LOOKAHEAD = 2
-"""Micro-batches whose words are looked up before the first stage's forward wants them."""
+"""Micro-batches whose embeddings are looked up before the first stage needs them."""
 MAX_DEFERRED = 2
-"""Backwards for words of one kind that may wait for a rank to have nothing else to do: T keeps logits until then."""
+"""Backward passes T or EMB_W that may wait until a rank is idle; a waiting T keeps its logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabTimes:
-    """Of one rank's part of the words, for one micro-batch, where the forward of a rank's whole share takes 1."""
+    """Times of one vocabulary shard for one micro-batch; the forward of a rank's whole share takes 1."""
 
     embedding: float = 0.05
     logits: float = 0.5
     backward: float = 0.25
-    """For output words; for input words it takes as long as to look them up."""
+    """Time of T, the backward of the head; EMB_W takes as long as the lookup."""
 
     def of_kind(self, kind: Kind) -> float:
         times = {Kind.S: self.logits, Kind.T: self.backward}
         return times.get(kind, self.embedding)
 
     def scaled(self, unit_s: float) -> "VocabTimes":
-        """The same where the forward of a rank's whole share takes `unit_s`."""
+        """Return the times scaled so that the forward of a rank's whole share takes `unit_s`."""
         return VocabTimes(self.embedding * unit_s, self.logits * unit_s, self.backward * unit_s)
 
 
 @dataclass(frozen=True, slots=True)
 class VocabSchedule:
-    """A schedule with words."""
+    """Schedule with vocabulary passes."""
 
     schedule: Schedule
-    """Its passes in the order in which they come now."""
+    """Passes of the schedule, in their new order."""
     orders: tuple[tuple[Action, ...], ...]
-    """Per rank those and the passes of words."""
+    """Per rank, these passes and the vocabulary passes."""
     ends_s: tuple[tuple[float, ...], ...]
     """Per rank, when each pass of `schedule` nominally ends."""
     order_ends_s: tuple[tuple[float, ...], ...]
-    """The same for all of `orders`."""
+    """Per rank, when each pass of `orders` nominally ends."""
     collectives: tuple[tuple[Kind, int], ...]
-    """(kind, micro-batch) of the collectives, in the order that all ranks keep."""
+    """(kind, micro-batch) of the collectives, in the order common to all ranks."""
 
 
 def add_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec | None = None) -> VocabSchedule:
-    """The schedule, of one replica, with words on every rank.
+    """Return a schedule of one replica with vocabulary passes on every rank.
 
-    The order is that of a run in nominal times in which no rank waits while it has something to do: scores as soon as
-    the hidden state is there, then the next words to look up, then the first pass of the schedule's order that is
-    ready, then what words' backwards have been put off. A rank keeps at most one micro-batch's activations of a stage
-    more than under `schedule`. With a setting, the run is in its times, and what goes to other ranks takes its hop.
+    The order is that of an event-driven run in nominal times (in the times of `spec`, if given) in which no rank idles
+    while it has something to do: logits once the hidden state is there, then the next embedding lookup, then the first
+    ready pass of the schedule's order, then deferred T and EMB_W. A rank saves at most one micro-batch's activations of
+    a stage more than under `schedule`.
     """
     if spec is None:
         chunks = schedule.num_stages // len(schedule.ranks)
@@ -72,12 +72,14 @@ def add_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec |
 
 
 def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: ScheduleSpec) -> tuple[Schedule, Timing]:
-    """The schedule with the passes of words among its own, as `muster schedule` shows it.
+    """Return the schedule with its vocabulary passes and their timing, for `muster schedule`.
 
-    Raises InfeasibleError for two replicas, and where a rank then keeps more than the setting's limit.
+    Raises InfeasibleError for two replicas, and if a rank then exceeds the spec's memory limit.
     """
     if schedule.replicas > 1:
-        raise InfeasibleError(f"words are woven into schedules of one replica; {schedule.name} has {schedule.replicas}")
+        raise InfeasibleError(
+            f"vocabulary parallelism needs a schedule of one replica; {schedule.name} has {schedule.replicas}"
+        )
     woven = add_vocab_passes(schedule, times, spec)
     words = times.scaled(sum(spec.forward_s) / spec.num_ranks)
     passes_s = {Kind.F: spec.forward_s, Kind.I: spec.input_backward_s, Kind.W: spec.weight_backward_s}
@@ -91,8 +93,8 @@ def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: Schedule
         peaks.append(max(kept) * spec.stage_activation)
     if max(peaks) > spec.memory_limit * (1 + 1e-9):
         raise InfeasibleError(
-            f"{schedule.name} with words keeps {max(peaks):g} micro-batches' activations on a rank, more than the limit"
-            f" of {spec.memory_limit:g}"
+            f"{schedule.name} with vocabulary passes keeps {max(peaks):g} micro-batches' activations on a rank,"
+            f" more than the limit of {spec.memory_limit:g}"
         )
     shown = replace(woven.schedule, ranks=woven.orders)
     return shown, Timing(tuple(begins_s), woven.order_ends_s, tuple(work_s), tuple(peaks))
@@ -110,21 +112,21 @@ class _VocabRun(EventRun):
         self.trains = any(action.kind in BACKWARDS for action in self.actions)
         first = schedule.ranks[schedule.placement[0]]
         self.inputs = [action.micro_batch for action in first if action[:2] == (Kind.F, 0)]
-        """Micro-batches in the order in which the first stage wants them."""
+        """Micro-batches in the order in which the first stage needs them."""
         self.remaining_inputs = iter(self.inputs)
         self.ready_vocab_passes: list[dict[str, deque[tuple[float, int]]]] = [
             defaultdict(deque) for _ in schedule.ranks
         ]
-        """Per rank and kind of word pass, from when it can be done for which micro-batches."""
+        """Per rank and kind of vocabulary pass: (seconds from which it is ready, micro-batch)."""
         self.missing_ranks = {(kind, unit): len(self.ranks) for kind in (Kind.EMB_F, Kind.S) for unit in self.inputs}
-        """Ranks that have not done a pass yet whose results are brought together."""
+        """(kind, micro-batch) of a contribution to a collective → ranks that have not made it yet."""
         self.collective_begin_s: dict[tuple[Kind, int], float] = {}
-        """When each collective begins."""
+        """(kind, micro-batch) of a collective → seconds at which it begins."""
         self.orders_s: list[list[tuple[Action, float]]] = [[] for _ in schedule.ranks]
-        """Per rank all passes with their ends."""
+        """Per rank, all passes with their ends."""
 
     def result(self) -> VocabSchedule:
-        """Raises ProgramError where the schedule's order can't be followed."""
+        """Run the schedule. Raises ProgramError if no rank could follow its order."""
         self.orders()
         passes = [[(action, end_s) for action, end_s in order if action in self.numbers] for order in self.orders_s]
         old = self.schedule
@@ -176,7 +178,7 @@ class _VocabRun(EventRun):
         return None
 
     # ------------------------------------------------------------------------------------------------------------------
-    # What follows from it
+    # Consequences of a finished pass
 
     def _end_pass(self, action: Action, end_s: float) -> None:
         kind, stage, unit, *_ = action
@@ -216,7 +218,10 @@ class _VocabRun(EventRun):
             heappush(self.events, (time_s, index))
 
     def _dependents(self, action: Action) -> list[int]:
-        """As without words, but for the last stage: its backward waits for all ranks' scores."""
+        """Return the passes that become ready after `action`.
+
+        Unlike in a plain run, the backward of the last stage waits for the logit statistics of all ranks.
+        """
         kind, stage, unit, *_ = action
         if kind == Kind.F:
             return [self.numbers[Action(Kind.F, stage + 1, unit)]] if stage < self.depth - 1 else []

@@ -1,5 +1,7 @@
-"""The pipeline schedules by name: what explains each, and what a plan must know of it. A new one is one file in
-`muster/schedule` and one line here."""
+"""Registry of pipeline schedules: each name with its function, its placement, and its facts for plan and planner.
+
+A new schedule takes one file in `muster/schedule` and one line here.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,30 +50,30 @@ NO_TRAITS = PlannerTraits()
 
 @dataclass(frozen=True, slots=True, eq=False)  # each stands once in SCHEDULES; told apart by identity, hashing is fast
 class ScheduleEntry:
-    """A schedule: where the function that makes it is, what it is in one line, and where its stages lie."""
+    """Registry entry of a schedule: its function, its explanation, and the placement of its stages."""
 
     function: str | Callable[..., Any]
-    """A function from a Setting to a Schedule: of `muster/schedule` as `file:function`, which is imported when it is
-    used, so that plans can be read without it; a plugin's as it is."""
+    """Function from a ScheduleSpec to a Schedule: `file:function` of `muster/schedule`, imported when used, so that
+    plans can be read without it; or a plugin's function itself."""
     explanation: str
     chunks: int | None = None
-    """The stages of a rank, over all replicas, where their number is fixed; None: any."""
+    """Stages per rank, over all replicas, if the schedule fixes them; None: any number."""
     replicas: int | None = 1
-    """Copies of the model, of which the second begins at the other end of the ranks; None: one or two."""
+    """Copies of the model; the second begins at the other end of the ranks. None: one or two."""
     v_shaped: bool = False
-    """The stages go there and back over the ranks (0 1 2 2 1 0), not round and round (0 1 2 0 1 2)."""
+    """True if stages run there and back over the ranks (0 1 2 2 1 0), not round and round (0 1 2 0 1 2)."""
     split_backward: bool = False
-    """Backwards are in two passes: for the inputs, and later for the weights."""
+    """True if backwards are split into I (for inputs) and a later W (for weights)."""
     usual_free_chunks: int = 2
-    """The stages of a rank where nobody said how many, if their number is free."""
+    """Default for stages per rank, if the schedule leaves them free."""
     compared_chunks: tuple[int, ...] = ()
-    """Numbers of stages of a rank that are compared where nobody said how many."""
+    """Stages per rank to compare if the caller leaves them open."""
     searched: bool = False
-    """Whether it is found for given times, and stages may lie otherwise than is said here."""
+    """True if the order is searched for given times; its stages may then lie anywhere."""
     slow: bool = False
-    """Whether it may take a minute: only made when asked for by name."""
+    """True if it may take a minute: made only when asked for by name."""
     planner: PlannerTraits = NO_TRAITS
-    """Facts that the planner searches and bounds it by."""
+    """Facts for the planner: whether to search it, and how to bound it."""
 
     @property
     def default_chunks(self) -> int:
@@ -83,11 +85,11 @@ class ScheduleEntry:
 
     @property
     def min_chunks(self) -> int:
-        """The fewest stages of a rank that it can run: there and back are two."""
+        """Smallest supported number of stages per rank: 2 for a V."""
         return self.chunks or (2 if self.v_shaped else 1)
 
     def supports_chunks(self, chunks: int) -> bool:
-        """Whether it can run so many stages on each pipeline rank."""
+        """Return True if the schedule runs with this number of stages per rank."""
         return chunks == self.chunks if self.chunks else chunks % self.min_chunks == 0
 
 
@@ -232,12 +234,12 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         slow=True,
     ),
 }
-"""In a plan's short name they stand without hyphens. Memory is that of the fullest rank, in micro-batches' activations
-of one rank's share."""
+"""Schedules by name; short names of plans drop the hyphens. Memory in the explanations is that of the fullest rank, in
+activations of one micro-batch on one rank's share of the model."""
 
 
 def find_schedule(name: str) -> ScheduleEntry:
-    """What is known of a schedule. Raises ConfigError on an unknown name."""
+    """Return the entry of a schedule. Raises ConfigError for an unknown name."""
     if name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}")
     return SCHEDULES[name]
@@ -245,6 +247,6 @@ def find_schedule(name: str) -> ScheduleEntry:
 
 @lru_cache
 def stage_placement(entry: ScheduleEntry, num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage, replica by replica, where each rank has `chunks` of them."""
+    """Return the pipeline rank of each stage, replica by replica, for `chunks` stages per rank."""
     one = (wave_placement if entry.v_shaped else looped_placement)(num_ranks, chunks // entry.default_replicas)
     return one if entry.default_replicas == 1 else bidirectional_placement(one, num_ranks)
