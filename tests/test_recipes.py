@@ -61,7 +61,7 @@ def test_a_plan_of_the_planner_is_compared_in_the_recipe_s_software():
     assert one.claimed_gain < -0.1  # full recompute is no gain
     text = recipes_markdown([one])
     assert "dp8-mb1-z1-rfull-bf16" in text
-    assert "Of 1 recipes 1 are legal and 1 are predicted to fit" in text
+    assert "1 of 1 recipes are legal, and 1 are predicted to fit" in text
 
 
 def test_a_recipe_that_cannot_hold_says_why():

@@ -210,7 +210,7 @@ def test_few_small_sweeps_are_shown_one_by_one():
     two = summarize(scored({}, {"micro_batch": "2", "value": "9"}))
     title, rows, sentence = next(section for section in sections(two) if section.title == "Sweeps")
     assert len(rows) == 2
-    assert sentence.startswith("Of 1 smaller sweep, of 2 to 2 layouts, what is ranked first reaches 90.0 %")
+    assert sentence.startswith("In 1 small sweep of 2 to 2 layouts, the layout ranked first reaches 90.0 %")
 
 
 def test_a_row_becomes_a_plan():

@@ -21,44 +21,44 @@ from muster.validate.summary import Summary
 _INTRODUCTION = """\
 # Accuracy
 
-`muster validate --markdown docs/accuracy.md` wrote this page: every shipped measurement of other teams, predicted and
-compared. `muster validate` prints the same tables, `--json` gives them to programs, `--html FILE` draws predicted
-against measured, and `--csv FILE` takes a [table of your own](validate.md).
+`muster validate --markdown docs/accuracy.md` wrote this page: it compares predictions with every shipped measurement
+of other teams. `muster validate` prints the same tables, `--json` writes them for programs, `--html FILE` plots
+predicted against measured, and `--csv FILE` takes [your own table](validate.md).
 
-Errors are of the step time, (predicted − measured) / measured; throughputs are turned into times, and FLOP/s by the
-formula that the source counts with. A configuration that was measured over several releases counts once. Configurations
-measured again on the same software differ by 1.4 to 6 % (median) and up to 11 %, so a smaller error says nothing.
+Errors are those of the step time, (predicted − measured) / measured. Throughputs are converted to times, FLOP/s by the
+formula that the source uses. A configuration measured with several releases counts once. Repeated measurements of one
+configuration with the same software differ by 1.4 to 6 % (median) and up to 11 %, so smaller errors mean nothing.
 """
-_WORDS = {
+_EXPLANATIONS = {
     ERRORS: """\
-*Calculon* is what [Calculon](https://github.com/calculon-ai/calculon) (commit caa4b11, the system files that it comes
-with) predicts for the rows that it can express, and *here* Muster's error on those rows. The rows of Korthikanti et al.
-are those that Calculon's constants were set with. *Left out* is Muster's error on a source with the constants as they
-would stand without it, for the sources that a device's sustained rate was set with; all others were not used.
+*Calculon* is the error of [Calculon](https://github.com/calculon-ai/calculon) (commit caa4b11, with its own system
+files) on the rows that it can express, *here* Muster's error on the same rows. Calculon's constants were calibrated
+with the rows of Korthikanti et al. Some sources contributed to a device's sustained rate: *left out* is Muster's error
+on such a source with the constants as they would be without it. All other sources were not used.
 """,
     FULLY_SPECIFIED: """\
-A column that a source leaves open (how much is recomputed, sequence parallelism, chunks of a stage, the attention
-kernel, the micro-batch) makes an interval over its choices: *width* is how much longer the longest is than the
-shortest, *inside* how often the measured time lies between them. The error of such a row is that of the usual choice,
-with the least recompute that fits the memory.
+A column that a source leaves open (recompute, sequence parallelism, chunks per rank, attention kernel, micro-batch)
+gives an interval over its choices: *width* is (longest − shortest) / shortest, *inside* the share of rows whose
+measured time lies in the interval. The error of such a row is that of the default choices with the least recompute
+that fits the memory.
 """,
     OUTCOMES: """\
-Whether a run would fit, against whether it ran: *near* are rows predicted within 5 % of the capacity, which aren't in
-the counts, *undecided* those where what the row leaves open decides. *balanced* is the mean of both recalls.
+Predicted against actual out-of-memory failures. *near*: rows predicted within 5 % of the capacity, which are not in
+the counts; *undecided*: rows whose open choices decide; *balanced*: mean of both recalls.
 """,
     SWEEPS: """\
 Layouts of one model on the same devices with the same batch and attention kernel, at least six of them timed. Muster
-ranks those first that leave 12 % of the memory free, then those that fit, each by their predicted time. *first
-reaches* is the throughput of the layout that Muster ranks first as a part of the best measured one, 0 where it ran out
-of memory; *of those that ran* leaves out the layouts that did; *first three reach* is the best of its first three, and
-*best in 3* whether that is the best of all.
+ranks layouts that leave 12 % of the memory free first, then others that fit, each by predicted time. *first reaches*
+is the measured throughput of the layout ranked first as a fraction of the best measured one, 0 if it ran out of
+memory; *of those that ran* ignores layouts that ran out of memory; *first three reach* is the best of the first three,
+and *best in 3* tells if that is the best of all.
 """,
     AXIS_BIAS: """\
-Pairs of layouts of one sweep, small ones too, that differ in one axis alone and in the data-parallel ranks that are
-left: how much more the step time was predicted to grow from the first value to the second than it was measured to.
-Above 0 the second is predicted too slow beside the first, in so many of the pairs as the last column says.
+Pairs of layouts of one sweep, small ones included, that differ in one axis alone (and in the remaining data-parallel
+ranks). *bias* is the excess of the predicted over the measured growth of the step time from the first value to the
+second: above 0 the second value is predicted too slow relative to the first, in as many pairs as the last column says.
 """,
-    WORST: "One of each configuration.\n",
+    WORST: "One row of each configuration.\n",
 }
 
 
@@ -69,14 +69,14 @@ def write_markdown(path: Path, summary: Summary) -> None:
 
 def accuracy_markdown(summary: Summary) -> str:
     """Return the page as text."""
-    shown = [markdown_section(section, _WORDS.get(section.title, "")) for section in sections(summary)]
+    shown = [markdown_section(section, _EXPLANATIONS.get(section.title, "")) for section in sections(summary)]
     parts = [_INTRODUCTION, *shown, _reasons(summary)]
     return "\n".join(part for part in parts if part)
 
 
-def markdown_section(section: Section, words: str = "", level: int = 2) -> str:
+def markdown_section(section: Section, explanation: str = "", level: int = 2) -> str:
     """Return a section: title, explanation, table and summary sentence."""
-    parts = (f"{'#' * level} {section.title}\n", words, _table(section.rows), section.sentence)
+    parts = (f"{'#' * level} {section.title}\n", explanation, _table(section.rows), section.sentence)
     return "\n".join(part for part in parts if part).rstrip("\n") + "\n"
 
 

@@ -38,7 +38,7 @@ def accuracy_page(summary: Summary) -> str:
     """Return the page as text."""
     found = [result for result in summary.results if result.is_predicted]
     parts = [
-        section("How far off each source is", html_table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
+        section("Errors by source, fully specified rows", html_table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
         _titled(OUTCOMES, _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
         _titled(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 4)),
         _titled(WORST, [(_joined(row), *row[4:7]) for row in worst_rows(summary)]),

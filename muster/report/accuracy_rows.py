@@ -30,8 +30,8 @@ def format_percent(value: float | None, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
 
 
-ERRORS, FULLY_SPECIFIED, OUTCOMES = "All rows", "What the rows state", "Does it fit?"
-SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Tilts within sweeps", "The worst rows", "Not predicted"
+ERRORS, FULLY_SPECIFIED, OUTCOMES = "All rows", "Fully specified rows", "Does it fit?"
+SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Bias by axis", "The worst rows", "Not predicted"
 
 
 class Section(NamedTuple):
@@ -69,7 +69,7 @@ def _left_out_words(summary: Summary) -> str:
     if not summary.not_scored:
         return ""
     words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.not_scored.items()))
-    return f"Rows that say no step time, throughput or outcome aren't scored: {words}."
+    return f"Rows without step time, throughput or outcome aren't scored: {words}."
 
 
 def error_rows(summary: Summary) -> list[Cells]:
@@ -119,7 +119,7 @@ def outcome_rows(summary: Summary) -> list[Cells]:
 
     Near: rows within 5 % of the capacity, which aren't counted; undecided: rows whose open choices decide.
     """
-    head = ("source", "OOM: said", "missed", "success: said", "missed", "balanced", "near", "undecided")
+    head = ("source", "OOM: predicted", "missed", "success: predicted", "missed", "balanced", "near", "undecided")
     rows = []
     for name, group in _groups(summary):
         found = group.outcome
@@ -165,48 +165,46 @@ def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
 
 def sweeps_sentence(summary: Summary) -> str:
     """Return the scores of sweeps in a sentence, those of small sweeps in another; empty without sweeps."""
-    words = [_sweeps_words(summary.sweeps)] if summary.sweeps else []
+    sentences = [_sweep_scores(summary.sweeps)] if summary.sweeps else []
     if small := summary.small_sweeps:
-        fewest, most = (pick(sweep.layouts for sweep in small) for pick in (min, max))
+        fewest = min(sweep.layouts for sweep in small)
+        most = max(sweep.layouts for sweep in small)
         reaches = [sweep.first_reaches for sweep in small]
-        words.append(
-            f"Of {_counted(small, 'smaller sweep')}, of {fewest} to {most} layouts, what is ranked first reaches"
-            f" {format_percent(100 * mean(reaches))} on average, at least {format_percent(100 * min(reaches))}; it"
-            f" is the best in"
-            f" {sum(reach == 1.0 for reach in reaches)}."
+        sentences.append(
+            f"In {_counted(small, 'small sweep')} of {fewest} to {most} layouts, the layout ranked first reaches"
+            f" {format_percent(100 * mean(reaches))} of the best on average, at least"
+            f" {format_percent(100 * min(reaches))}, and is the best in {sum(reach == 1.0 for reach in reaches)}."
         )
-    return " ".join(words)
+    return " ".join(sentences)
 
 
 def _counted(sweeps: Sequence[Sweep], name: str) -> str:
     return f"{len(sweeps)} {name}{'' if len(sweeps) == 1 else 's'}"
 
 
-def _sweeps_words(sweeps: Sequence[Sweep]) -> str:
+def _sweep_scores(sweeps: Sequence[Sweep]) -> str:
     correlation = mean(sweep.rank_correlation for sweep in sweeps)
-    first, ran, three = (
-        [getattr(sweep, name) for sweep in sweeps] for name in ("first_reaches", "first_timed_reaches", "three_reach")
-    )
+    first = [sweep.first_reaches for sweep in sweeps]
+    ran = [sweep.first_timed_reaches for sweep in sweeps]
+    three = [sweep.three_reach for sweep in sweeps]
     return (
-        f"Of {_counted(sweeps, 'sweep')} the mean rank correlation is {correlation:.2f};"
-        f" what is ranked first reaches {format_percent(100 * mean(first))} of the best on average (it ran out of"
-        f" memory in"
-        f" {first.count(0.0)}), and of the layouts that ran {format_percent(100 * mean(ran))}, at least"
-        f" {format_percent(100 * min(ran))}; the best of the first three reaches"
-        f" {format_percent(100 * mean(three))} on average, at"
-        f" least {format_percent(100 * min(three))}, and is the best of all in"
+        f"In {_counted(sweeps, 'sweep')} the mean rank correlation is {correlation:.2f}. The layout ranked first"
+        f" reaches {format_percent(100 * mean(first))} of the best on average (it ran out of memory in"
+        f" {first.count(0.0)}); among the layouts that ran {format_percent(100 * mean(ran))}, at least {format_percent(100 * min(ran))}. The"
+        f" best of the first three reaches {format_percent(100 * mean(three))} on average, at least"
+        f" {format_percent(100 * min(three))}, and is the best of all in"
         f" {format_percent(100 * three.count(1.0) / len(three))}."
     )
 
 
 def axis_bias_rows(summary: Summary) -> list[Cells]:
     """Return a header and a row for each change of an axis."""
-    head = ("axis", "from → to", "pairs", "tilt", "too slow in")
+    head = ("axis", "from → to", "pairs", "bias", "too slow in")
     return [
         head,
         *(
-            (tilt.axis, tilt.change, str(tilt.pairs), format_percent(tilt.tilt, sign=True), str(tilt.positive))
-            for tilt in summary.axis_biases
+            (bias.axis, bias.change, str(bias.pairs), format_percent(bias.tilt, sign=True), str(bias.positive))
+            for bias in summary.axis_biases
         ),
     ]
 
@@ -235,7 +233,7 @@ def short_plan_name(plan: Plan) -> str:
 
 def unpredicted_rows(summary: Summary) -> list[Cells]:
     """Return a header and a row for each reason why rows weren't predicted."""
-    rows: list[Cells] = [("reason", "rows", "which")]
+    rows: list[Cells] = [("reason", "rows", "location")]
     for reason, places in places_by_reason(summary.unpredicted).items():
         more = f", … {len(places) - _PLACES} more" if len(places) > _PLACES else ""
         rows.append((reason, str(len(places)), ", ".join(places[:_PLACES]) + more))

@@ -8,13 +8,13 @@ from muster.report.page import write_page
 from muster.report.recipe_rows import recipe_notes, recipe_section
 from muster.validate.recipes import RecipeResult
 
-_WORDS = """\
-`muster validate --recipes --markdown docs/recipes.md` wrote this page: large runs as published. Each is
-checked against the rules of plans, its memory and its step time are predicted for the software that it ran on, and the
-planner is asked for the same model, devices and batch. *claims* is by how much more throughput the planner's plan is
-predicted to have than the recipe, both in that software; where it had no choice of recompute, the planner has none
-either. The planner plans for Muster, which keeps more of a model in float32, so that its choice may be slower than the
-recipe in the recipe's software.
+_INTRODUCTION = """\
+`muster validate --recipes --markdown docs/recipes.md` wrote this page on large published runs. Each plan is checked
+for legality, its memory and step time are predicted for the framework that it ran on, and the planner is asked for the
+same model, devices and batch. *claims* is the predicted gain in throughput of the planner's plan over the recipe, both
+in the recipe's framework; where the recipe had no choice of recompute, the planner has none either. The planner
+optimizes for Muster, which keeps more of a model in float32, so its plan may be slower than the recipe in the recipe's
+framework.
 """
 
 
@@ -26,4 +26,4 @@ def write_recipes(path: Path, found: Sequence[RecipeResult]) -> None:
 def recipes_markdown(found: Sequence[RecipeResult]) -> str:
     """Return the page as text."""
     notes = "".join(f"* **{name}**: {words}\n" for name, words in recipe_notes(found))
-    return f"{markdown_section(recipe_section(found), _WORDS, level=1)}\n{notes}"
+    return f"{markdown_section(recipe_section(found), _INTRODUCTION, level=1)}\n{notes}"

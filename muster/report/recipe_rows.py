@@ -33,19 +33,21 @@ def _row(one: RecipeResult) -> Cells:
 
 
 def _sentence(found: Sequence[RecipeResult]) -> str:
-    known = [one for one in found if one.error is not None]
-    near = sum(abs(one.error or 0.0) <= SPEED_TOLERANCE for one in known)
-    fit = sum(one.fits for one in found)
-    claims = [one.claimed_gain for one in found if one.claimed_gain is not None]
-    modest = sum(claim <= MAX_UNEXPLAINED_GAIN for claim in claims)
-    words = f"Of {len(found)} recipes {sum(not one.illegal for one in found)} are legal and {fit} are predicted to fit;"
-    words += f" {near} of {len(known)} with a known speed are predicted within {100 * SPEED_TOLERANCE:.0f} %"
-    if claims:
-        words += (
-            f", and of {modest} of {len(claims)} the planner's plan claims at most"
-            f" {100 * MAX_UNEXPLAINED_GAIN:.0f} % more"
+    legal = sum(not one.illegal for one in found)
+    fitting = sum(one.fits for one in found)
+    errors = [one.error for one in found if one.error is not None]
+    near = sum(abs(error) <= SPEED_TOLERANCE for error in errors)
+    gains = [one.claimed_gain for one in found if one.claimed_gain is not None]
+    modest = sum(gain <= MAX_UNEXPLAINED_GAIN for gain in gains)
+    sentence = (
+        f"{legal} of {len(found)} recipes are legal, and {fitting} are predicted to fit; {near} of {len(errors)} with a"
+        f" known speed are predicted within {100 * SPEED_TOLERANCE:.0f} %"
+    )
+    if gains:
+        sentence += (
+            f"; for {modest} of {len(gains)} the planner's plan claims at most {100 * MAX_UNEXPLAINED_GAIN:.0f} % more"
         )
-    return words + "."
+    return sentence + "."
 
 
 def recipe_notes(found: Sequence[RecipeResult]) -> list[tuple[str, str]]:
