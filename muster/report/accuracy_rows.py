@@ -190,7 +190,8 @@ def _sweep_scores(sweeps: Sequence[Sweep]) -> str:
     return (
         f"In {_counted(sweeps, 'sweep')} the mean rank correlation is {correlation:.2f}. The layout ranked first"
         f" reaches {format_percent(100 * mean(first))} of the best on average (it ran out of memory in"
-        f" {first.count(0.0)}); among the layouts that ran {format_percent(100 * mean(ran))}, at least {format_percent(100 * min(ran))}. The"
+        f" {first.count(0.0)}); among the layouts that ran {format_percent(100 * mean(ran))},"
+        f" at least {format_percent(100 * min(ran))}. The"
         f" best of the first three reaches {format_percent(100 * mean(three))} on average, at least"
         f" {format_percent(100 * min(three))}, and is the best of all in"
         f" {format_percent(100 * three.count(1.0) / len(three))}."
