@@ -1,4 +1,4 @@
-"""What a rank reads of the data, and how its stages get it."""
+"""Batches of a rank: reads its part of each global batch and feeds its stages."""
 
 from collections.abc import Iterator, Mapping
 
@@ -29,21 +29,22 @@ class BatchLoader:
         self.config, self.plan, self.world, self.dataset, self.stages = config, plan, world, dataset, stages
         self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
         self.needs_data = config.data.packing != "concatenate" or plan.vocab_parallel
-        """Whether any stage of this rank needs data."""
+        """True when a stage of this rank needs data."""
         self.needs_data |= any(stage.is_first or stage.is_last for stage in stages.values())
         self._prefetcher = Prefetcher(self._read_training)
         self._last_fed: tuple[LocalBatch, tuple[Tensor, ...]] | None = None
-        """What the first stage was fed last."""
+        """Batch of the last step and the tokens of its micro-batches, as fed to the first stage."""
 
     def next_batch(self, first: int) -> LocalBatch:
-        """The training batch that begins with global sample `first`; the one after it is read meanwhile."""
+        """Return the training batch that begins with global sample `first`; the following one is read in the
+        background."""
         return self._prefetcher.take(first, self.config.train.global_batch_size)
 
     def _read_training(self, first: int, count: int) -> LocalBatch:
         return self.read_batch(self.dataset, first, count)
 
     def read_batch(self, dataset: SampleStream, first: int, count: int, held_out: bool = False) -> LocalBatch:
-        """What this rank computes of the global samples first … first + count, and how much they are in all."""
+        """Read this rank's part of the global samples first … first + count, with the token counts of all of them."""
         index, seq_len, arrangement = np.arange(first, first + count), self.config.train.seq_len, None
         num_tokens = count * seq_len
         if (lengths_B := dataset.lengths(index, held_out)) is not None:
@@ -59,7 +60,7 @@ class BatchLoader:
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
 
     def feed_stages(self, share: LocalBatch, loss_scale: float = 1.0) -> None:
-        """Gives the stages their part of a step."""
+        """Give the stages their part of a batch."""
         train, tokens_M, labels_M, documents = self.config.train, (), (), None
         loss = None if train.loss is None else get_component("loss", train.loss)
         if (batch := share.batch) is not None:
@@ -79,7 +80,7 @@ class BatchLoader:
         self._last_fed = (share, tokens_M) if 0 in self.stages else None
 
     def _split(self, array_MBS: Tensor, arrangement: BucketedStep | None) -> tuple[Tensor, ...]:
-        """By micro-batch, without what is padding in all of its samples."""
+        """Split into micro-batches on the device, each without the positions that are padding in all of its samples."""
         device = self.world.device
         if arrangement is None:
             return tuple(array_MBS.to(device).unbind())
@@ -87,12 +88,15 @@ class BatchLoader:
         return tuple(x_BS[:, :length].contiguous().to(device) for x_BS, length in zip(array_MBS, lengths, strict=False))
 
     def num_epochs(self, num_samples: int) -> float:
-        """How often that is all training samples."""
+        """Return the number of passes over the training samples that `num_samples` make up."""
         return num_samples / self.dataset.num_train_samples
 
     def fed_samples(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The step's samples that this rank's first stage was fed last, each with its number in the step; none on other
-        ranks."""
+        """Yield the samples of the last step that this rank's first stage was fed, each with its index in the global
+        batch.
+
+        Nothing on ranks without the first stage.
+        """
         if self._last_fed is None:
             return
         share, tokens_M = self._last_fed

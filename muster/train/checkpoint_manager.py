@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of it. All ranks decide alike, from what the step's one sum tells them."""
+"""When a run saves its checkpoints, and what follows a failure. All ranks decide alike, from the sums of each step."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MAX_RETRY_STEPS = 64
-"""Steps between attempts at a save that keeps failing, at most."""
+"""Largest number of steps between attempts at a save that keeps failing."""
 FINAL_ATTEMPTS = 3
-"""At the end of the training, where there is no later step to try again after."""
+"""Attempts to save at the end of the training, after which there is no later step."""
 RETRY_PAUSE_S = 1.0
-"""Between those."""
+"""Pause between the final attempts."""
 DISK_TIMEOUT_S = 600.0
-"""How long the end of a run waits for a disk that answers nothing."""
+"""Longest wait for an unresponsive disk at the end of a run."""
 MIRROR_TIMEOUT_S = 2400.0
-"""The same for a disk and a mirror: longer than the ranks' copies wait for one another."""
+"""Longest wait for a disk and a remote directory: longer than the ranks wait for one another's uploads."""
 
 
 class CheckpointManager:
@@ -47,7 +47,7 @@ class CheckpointManager:
         self._failure: str | None = None
         self._under_way, self._due, self._copies_due = False, False, False
         self._last_targets = (False, False)
-        """Whether the last save was one to disk, and whether to memory."""
+        """(the last save went to disk, it went to memory)."""
         self._failures, self._retry_at, self._exchanges = 0, 0, 0
 
     def status(self) -> tuple[bool, bool]:
@@ -61,7 +61,7 @@ class CheckpointManager:
         self._saver.wait_staged()
 
     def prepare(self) -> None:
-        """Makes the memory for copies before the first of them is wanted."""
+        """Allocate staging memory before the first save."""
         train = self._train
         every = train.save_every or train.ephemeral_every or train.keep_every or train.in_memory_checkpoint_every
         if train.async_save and every:
@@ -92,7 +92,7 @@ class CheckpointManager:
         return said
 
     def may_save_after(self, step: int) -> bool:
-        """Whether a save may begin after a step to come."""
+        """Return whether a save may start after a step to come."""
         return self._due or self._copies_due or self._is_disk_save_due(step) or self._is_memory_save_due(step)
 
     def _is_memory_save_due(self, step: int) -> bool:
@@ -109,10 +109,10 @@ class CheckpointManager:
         return bool(regular or permanent or (self._last_targets[0] and self._is_retry_due(step)))
 
     def save_and_wait(self, info: dict[str, Any], folder: str = CHECKPOINTS_FOLDER) -> str | None:
-        """Saves the state as it is and waits until it is on disk; all ranks call it. Returns a sentence when it is
-        there, but not at the mirror.
+        """Save the present state and wait until it is on disk; all ranks call it.
 
-        Raises MusterError when that can't be done, which says what is lost.
+        Returns a sentence when it is on disk but could not be uploaded. Raises MusterError, which says what is lost,
+        when it could not be saved.
         """
         self._world.heartbeat.update("save")
         limit_s = MIRROR_TIMEOUT_S if self._train.remote_checkpoint_dir else DISK_TIMEOUT_S
@@ -139,7 +139,8 @@ class CheckpointManager:
         raise MusterError(f"{problem}; {self._describe_lost_steps()}")
 
     def _exchange(self, value: T, limit_s: float) -> list[T]:
-        """Every rank's value, where one may have waited for its saver all this time and another not at all."""
+        """Gather every rank's value over the store, as one rank may have waited for its saver all this time and another
+        not at all."""
         self._exchanges += 1
         limit = timedelta(seconds=limit_s) + COLLECTIVE_TIMEOUT
         return self._world.all_gather_object_via_store(f"save {self._exchanges}", value, limit)
@@ -156,14 +157,15 @@ class CheckpointManager:
         self._saver.start(SaveRequest(root, step, info, keep, mirror, to_memory), self._trainer.local_shards(), copy)
 
     def _describe_lost_steps(self) -> str:
-        """What is lost when the run ends here."""
+        """Describe what is lost when the run ends here."""
         latest = find_latest(self._run_dir / CHECKPOINTS_FOLDER)
         if latest is None:
             return "there is no checkpoint, so all steps are lost"
         return f"the last checkpoint is that of step {step_of(latest)}: the steps since are lost"
 
     def close(self) -> None:
-        """Ends what the saver has started, at the end of a run whose last step is on disk: no copies are left."""
+        """End the saver's processes and delete in-memory checkpoints, at the end of a run whose last step is on
+        disk."""
         self._saver.close()
         if self._copies is not None:
             self._copies.close(delete=True)

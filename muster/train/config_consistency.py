@@ -1,4 +1,5 @@
-"""Whether all ranks were told the same: with another plan or configuration a rank would wait for what never comes."""
+"""Consistency of plan, configuration and data over all ranks and nodes: with another plan a rank would wait for
+ever."""
 
 import json
 import socket
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def training_facts(resolved: ResolvedConfig, ranks: int) -> dict[str, Any]:
-    """What a launcher that trains says of itself."""
+    """Return the facts that a launcher that trains gives about itself."""
     config, plan = resolved.config, resolved.config.parallel
     return {
         **software_versions(),
@@ -32,9 +33,10 @@ def training_facts(resolved: ResolvedConfig, ranks: int) -> dict[str, Any]:
 
 
 def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> int:
-    """The processes of each node: as asked for; else an equal share of the plan's; for `auto` one for each GPU, or one.
+    """Return the number of processes per node: `nproc`, or an equal share of the plan's ranks; for `auto` one per GPU,
+    or one.
 
-    Raises InfeasibleError for a plan that the nodes can't share equally.
+    Raises InfeasibleError for a plan whose ranks the nodes can't share equally.
     """
     if nproc is not None:
         return nproc
@@ -51,8 +53,10 @@ def ranks_per_node(resolved: ResolvedConfig, nproc: int | None, nodes: int) -> i
 
 
 def require_same_config(config: RunConfig, plan: Plan, data: str, store: "dist.Store", rank: int) -> None:
-    """Raises MusterError on a rank that has another plan, configuration, PyTorch or data (by their fingerprint) than
-    rank 0. All ranks call it."""
+    """Raise MusterError on a rank whose plan, configuration, PyTorch or data (by fingerprint) differ from rank 0's.
+
+    All ranks call it.
+    """
     own = {
         "host": socket.gethostname(),
         "plan": plan.hash,

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar in a terminal, plain lines elsewhere."""
+"""Console output of a run: a progress bar in a terminal, plain lines elsewhere."""
 
 import sys
 from types import TracebackType
@@ -40,11 +40,11 @@ class TrainingDisplay:
             self._progress.stop()
 
     def print_line(self, sentence: str) -> None:
-        """Prints a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self.console.print(sentence, markup=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any]) -> None:
-        """Shows one row of metrics."""
+        """Show one row of metrics."""
         number, speed = row["step"], row["perf/tokens_per_s"]
         mfu = f"{row['perf/mfu']:.1%}" if row["perf/mfu"] is not None else "N/A"
         loss, norm = (f"{row[key]:.4f}" if row[key] is not None else "nan" for key in ("train/loss", "train/grad_norm"))

@@ -19,7 +19,7 @@ from muster.spec.units import pluralize
 
 
 def open_dataset(config: RunConfig, run_dir: Path) -> SampleStream:
-    """The run's data; builds the token stores that nobody has built yet."""
+    """Open the run's data; token stores that don't exist yet are built."""
     tokenizer = run_tokenizer(config.data)
     require_vocab_size(config.model, tokenizer, config.data)
     cache = token_store_folder(config.data, run_dir)
@@ -37,7 +37,7 @@ def open_dataset(config: RunConfig, run_dir: Path) -> SampleStream:
 
 
 def require_vocab_size(model: ModelSpec, tokenizer: Tokenizer, data: DataConfig) -> None:
-    """Raises ConfigError where the tokenizer gives ids that the model has no words for."""
+    """Raise ConfigError where the tokenizer has ids beyond the model's vocabulary."""
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size {model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer"
@@ -46,12 +46,12 @@ def require_vocab_size(model: ModelSpec, tokenizer: Tokenizer, data: DataConfig)
 
 
 def token_store_folder(data: DataConfig, run_dir: Path) -> Path:
-    """Where a run's token stores lie that nobody has named."""
+    """Return the folder of a run's token stores: `data.cache`, or .data beside the run directory."""
     return Path(data.cache) if data.cache else run_dir.resolve().parent / ".data"
 
 
 def mix_stages(config: RunConfig) -> list[BlendWeights]:
-    """The weights of a mixture's sources from sample to sample."""
+    """Return the weights of a blend's sources, from sample to sample."""
     data = config.data
     stages = [BlendWeights(0, tuple(part.weight for part in data.blend))]
     for first, change in zip(config.weight_change_samples, data.weight_schedule, strict=True):
@@ -60,7 +60,7 @@ def mix_stages(config: RunConfig) -> list[BlendWeights]:
 
 
 def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
-    """What a run says of its data: a line for each source."""
+    """Return a line about each source of the data."""
     if isinstance(dataset, Dataset):
         header = dataset.store.header
         left_out = f", left out: {skipped_rows_text(header.skipped)}" if header.skipped else ""
@@ -77,7 +77,7 @@ def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
 
 
 def describe_missing_validation(config: RunConfig, dataset: SampleStream) -> list[str]:
-    """Why a run takes no validation loss, where its data are too few for the one that was asked for."""
+    """Return a line when there are too few validation samples for the validation loss that was asked for."""
     held_out, batch = dataset.num_validation_samples, config.train.global_batch_size
     if not config.eval.batches or not config.data.validation_split or held_out >= batch:
         return []
@@ -88,7 +88,7 @@ def describe_missing_validation(config: RunConfig, dataset: SampleStream) -> lis
 
 
 def describe_epochs(config: RunConfig, dataset: SampleStream) -> str:
-    """What `train.epochs` comes to, for a mixture of each source, too."""
+    """Describe the samples and steps of `train.epochs`, and the passes over each source of a blend."""
     train, samples = config.train, dataset.num_train_samples
     text = f"epochs: {train.epochs:g} of {samples:,} samples, in {train.num_steps:,} steps"
     if isinstance(dataset, BlendedDataset):
@@ -99,7 +99,7 @@ def describe_epochs(config: RunConfig, dataset: SampleStream) -> str:
 
 
 def run_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a run, with the run's own chat template where it names one."""
+    """Return the tokenizer of a run, with the run's own chat template if it names one."""
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(Path(data.chat_template), tokenizer.chat_template.special_tokens)
@@ -109,7 +109,7 @@ def run_tokenizer(data: DataConfig) -> Tokenizer:
 def open_token_store(
     data: DataConfig, source: str, tokenizer: Tokenizer, cache: Path, progress: Progress | None = None
 ) -> TokenStore:
-    """The token store of one source, made under `cache` where there is none yet."""
+    """Open the token store of one source; it is built under `cache` if it doesn't exist."""
     workers = len(os.sched_getaffinity(0))
     what = PrepareOptions(source, tokenizer, data.max_bytes, data.text_key, data.on_invalid_row, workers)
     return open_or_prepare(what, cache, progress)

@@ -1,4 +1,5 @@
-"""`muster eval`: the loss of a trained model on held-out data, or on any, by one process and a whole decoder."""
+"""`muster eval`: loss of a trained model on validation or other data, computed by one process with the whole
+decoder."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,27 +30,27 @@ from muster.train.text_generation import find_trained_model
 from muster.train.validation_loss import perplexity
 
 BATCH_SIZE = 8
-"""Samples that are computed at once."""
+"""Samples per forward."""
 MAX_SEQ_LEN = 2048
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     model_path: Path
-    """A run, a checkpoint in one, or a Hugging Face directory."""
+    """Run directory, checkpoint in one, or Hugging Face directory."""
     source: str | None = None
-    """Other data than the run's held-out samples."""
+    """Data other than the run's validation samples."""
     tokenizer: str | None = None
-    """Another than the run's, or than the directory's own."""
+    """Tokenizer other than the run's or the directory's own."""
     seq_len: int | None = None
     samples: int = 256
-    """Of each source at most."""
+    """Largest number of samples of each source."""
 
 
 def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
-    """By source the loss, the perplexity, and how many tokens they are of; what is no mixture has the name `all`.
+    """Return loss, perplexity and number of tokens by source; data that is no blend has the name `all`.
 
     Raises ConfigError where there is no model or no data, or they don't fit each other.
     """
@@ -99,7 +100,7 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
 def _open_whole_dataset(
     source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, seq_len: int, cache: Path
 ) -> Dataset:
-    """All of a source."""
+    """Open all samples of a source, none held out."""
     require_vocab_size(spec, tokenizer, data)
     return Dataset(open_token_store(data, source, tokenizer, cache), seq_len, packing=data.packing)
 

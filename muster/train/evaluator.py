@@ -1,4 +1,4 @@
-"""The loss on held-out samples, by all ranks under the run's own plan."""
+"""Validation loss by all ranks under the run's own plan."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,10 @@ from muster.train.batch_loader import BatchLoader
 
 
 class Evaluator:
-    """Runs the plan's forwards over held-out samples. `make_executor` makes what runs them; with False, it tells nobody
-    what it begins, since the first run may compile for minutes."""
+    """Runs the plan's forwards over validation samples.
+
+    `make_executor(has_heartbeat)` makes the executor; the first run has no heartbeat, since it may compile for minutes.
+    """
 
     def __init__(self, batch_loader: BatchLoader, make_executor: Callable[[bool], Executor]) -> None:
         self._batch_loader, self._make_executor = batch_loader, make_executor
@@ -19,8 +21,10 @@ class Evaluator:
         self._has_run = False
 
     def mean_loss(self, num_batches: int, source: str | None = None) -> float | None:
-        """Mean loss over the first held-out batches, of one source or of all; None when there are too few held-out
-        samples for one. All ranks call it."""
+        """Return the mean loss over the first `num_batches` validation batches, of one source or of all.
+
+        None when there are too few validation samples for one batch. All ranks call it.
+        """
         feeder, world, stages = self._batch_loader, self._batch_loader.world, self._batch_loader.stages
         dataset: SampleStream = feeder.dataset if source is None else feeder.dataset.sources[source]
         batch_size = feeder.config.train.global_batch_size

@@ -1,4 +1,5 @@
-"""What a run says at its beginning and shows at its end: prediction beside measurement, a sample, the report."""
+"""Beginning and end of a run on the console: the plan, then prediction against measurement, a sample, and the
+report."""
 
 import json
 import platform
@@ -36,7 +37,7 @@ MFU_NOTE = "MFU: N/A, because the peak arithmetic rate of this device is not in 
 
 
 def print_plan(trainer: Trainer, predicted: Timeline) -> None:
-    """Prints the plan and its predicted step time."""
+    """Print the plan and its predicted step time."""
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
@@ -47,10 +48,10 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
 def finalize(
     trainer: Trainer, run_dir: Path, predicted: Timeline, profile: StageProfile, started_at: float, first_step: int
 ) -> dict[str, float]:
-    """Evaluates, compares prediction with measurement, writes a sample of text and the report. All ranks call it, and
-    all get the validation losses by source.
+    """Evaluate, compare prediction with measurement, and write a text sample and the report.
 
-    Only the steps from `first_step` on were made under this plan.
+    All ranks call it, and all get the validation losses by source. Only the steps from `first_step` on ran under this
+    plan.
     """
     config, world = trainer.config, trainer.world
     losses = validation_losses(trainer, config.eval.batches)
@@ -93,19 +94,20 @@ def finalize(
 
 
 def _result(losses: Mapping[str, float], rows: Sequence[PredictedVsMeasured]) -> dict[str, Any]:
-    """What result.json says: validation losses, and predicted and measured seconds and bytes; null where unknown."""
+    """Return the content of result.json: validation losses, predicted and measured seconds and bytes; null where
+    unknown."""
     table = {row.label: {"unit": row.unit, "predicted": row.predicted, "measured": row.measured} for row in rows}
     return {"version": 1, "metrics": null_non_finite(validation_metrics(losses)), "comparison": table}
 
 
 def data_wait_text(metrics: Sequence[dict]) -> str:
-    """How much of the steps' time was waiting for data."""
+    """Describe the share of the steps' time that was spent waiting for data."""
     part = sum(row["time/data"] for row in metrics) / sum(row["time/step"] for row in metrics)
     return f"waiting for data: {part:.2%} of the steps"
 
 
 def _measured_timeline(trainer: Trainer) -> Timeline:
-    """All ranks' events of the round that took rank 0 the median time, from the first start on any rank."""
+    """Return all ranks' events of the step that took rank 0 the median time, from the first start on any rank."""
     rounds = dict(trainer.step_events)
     spans = {step: max(e.end_s for e in events) - min(e.start_s for e in events) for step, events in rounds.items()}
     steps = sorted(spans, key=spans.__getitem__)
@@ -123,7 +125,7 @@ def _measured_timeline(trainer: Trainer) -> Timeline:
 
 
 def _memory_terms(trainer: Trainer, profile: StageProfile) -> dict[str, tuple[int, int]]:
-    """This rank's bytes by term: (predicted, counted)."""
+    """Return this rank's bytes by term: (predicted, counted)."""
     live, config = trainer.peak_by_stage, trainer.config
     rank, words = trainer.world.rank, trainer.peak_logits
     terms = rank_memory(config.model, trainer.plan, config.workload, rank, live, config.optim, words)
@@ -143,9 +145,9 @@ def _comparison(
     metrics: Sequence[dict],
     memory: Sequence[dict[str, tuple[int, int]]],
 ) -> list[PredictedVsMeasured]:
-    """Times as means over ranks; memory of the rank that is predicted to hold most.
+    """Compare times, as means over ranks, and memory, of the rank that is predicted to hold most.
 
-    A run that only had its report to write again has measured no step.
+    Measured times are None in a run that only wrote its report again.
     """
     ours = breakdown(predicted)
     theirs = breakdown(measured) if measured.events else None
@@ -163,7 +165,7 @@ def _comparison(
 
 
 def _generate_sample(trainer: Trainer, run_dir: Path) -> tuple[str, str]:
-    """A prompt, and what the trained model writes after it, read back from the last checkpoint as one whole model."""
+    """Return a prompt, and the continuation by the trained model, read from the last checkpoint as one whole model."""
     config = trainer.config
     if not config.train.sample_tokens:
         return "", ""

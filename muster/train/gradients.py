@@ -1,4 +1,4 @@
-"""What a rank does with its gradients before a step."""
+"""Gradients of one rank before a step: their norm, sums over replicas, tied copies."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from muster.parallel.stage import DecoderStage
 
 
 def sum_of_squares(stage: DecoderStage) -> float:
-    """Of this rank's gradients, each divided by the number of ranks that hold the same."""
+    """Return the sum of squares of this rank's gradients, each divided by the number of ranks that hold the same."""
     by_copies: dict[int, list[Tensor]] = {}
     for name, local in stage.parameters.items():
         if local.grad is not None and local.grad.numel():
@@ -20,7 +20,7 @@ def sum_of_squares(stage: DecoderStage) -> float:
 
 
 def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:
-    """Adds the gradients of the same layers on another rank to a stage's; both end with the same bits."""
+    """Add the gradients of the same layers on another rank to a stage's; both end with the same bits."""
     stage.attach_local_gradients()
     gradients = [local.grad for local in stage.parameters.values() if local.grad is not None]
     if gradients:
@@ -31,7 +31,8 @@ def add_replica_gradients(stage: DecoderStage, other_rank: int) -> None:
 
 
 def find_tied_copies(stages: Iterable[DecoderStage], parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(tied weight of a last stage, the same weight of a first stage on this rank): the optimizer knows one."""
+    """Return (tied weight of a last stage, the same weight of a first stage on this rank), of which the optimizer has
+    one."""
     return [
         (copy, parameters[name])
         for stage in stages

@@ -1,6 +1,6 @@
-"""`muster eval DIR --tasks …`: the tasks of lm-evaluation-harness, over a Hugging Face directory.
+"""`muster eval DIR --tasks …`: tasks of lm-evaluation-harness, over a Hugging Face directory.
 
-The harness reads the directory with `transformers`, as everybody else's results were made.
+The harness reads the directory with `transformers`, as for published results.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from muster.spec.suggest import did_you_mean
 def run_tasks(
     model_path: Path, tasks: Sequence[str], task_dir: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """By task what the harness found, such as `acc` and `acc_stderr`; `limit` is the most examples of each.
+    """Return the harness's metrics by task, such as `acc` and `acc_stderr`; `limit` is the most examples of each.
 
     `task_dir` holds tasks beside the harness's own. Raises ConfigError where the directory, the harness or a task is
     missing, MusterError where the harness fails.
@@ -47,7 +47,7 @@ def run_tasks(
 
 
 def _harness(task_dir: Path | None) -> tuple[Any, Any]:
-    """The package, and what knows its tasks."""
+    """Import the harness; returns it and its task manager."""
     try:
         harness, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
     except ImportError as error:
@@ -56,7 +56,7 @@ def _harness(task_dir: Path | None) -> tuple[Any, Any]:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """`acc,none` is what the harness calls `acc` after no filter."""
+    """Return the numeric metrics; `acc,none` is the harness's name of `acc` without a filter."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()

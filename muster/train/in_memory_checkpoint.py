@@ -1,4 +1,4 @@
-"""A run's copies in the memory of its nodes: where they lie, and going on from them."""
+"""In-memory checkpoint of a run: copies of each rank's state in the memory of the nodes, and resuming from them."""
 
 import secrets
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from muster.parallel.world import World
 from muster.spec.errors import MusterError
 
 LOAD_TIMEOUT = timedelta(hours=6)
-"""How long one rank may take longer to load than another; a rank that dies ends the job by itself."""
+"""Longest time that one rank may need more than another to load; a rank that dies ends the job by itself."""
 
 
 def open_in_memory_checkpoint(
     train: TrainConfig, world: World, run_dir: Path, pieces: Sequence[LocalShard]
 ) -> InMemoryCheckpointer | None:
-    """This rank's part in the copies of a run; None for one that makes none. All ranks call it.
+    """Open this rank's part of the in-memory checkpoint; None for a run without one. All ranks call it.
 
-    Raises MusterError where there is no place or too little room for them.
+    Raises MusterError where there is no place or too little room.
     """
     if not train.in_memory_checkpoint_every:
         return None
@@ -50,10 +50,10 @@ def open_in_memory_checkpoint(
 def load_in_memory_checkpoint(
     world: World, copies: InMemoryCheckpointer, run_dir: Path, pieces: Sequence[LocalShard], max_step: int
 ) -> Manifest | None:
-    """Loads the copies of a step up to `most` if they are as new as the checkpoints on disk, of which then no file is
-    opened. None where there are none, or they can't be read. All ranks call it; rank 0 says what is lost.
+    """Load the in-memory checkpoint of a step up to `max_step` if it is as new as the checkpoints on disk.
 
-    Raises MusterError where the copies can't be read, and there is no checkpoint.
+    None where there is none, or it can't be read. All ranks call it; rank 0 prints what is lost. Raises MusterError
+    where it can't be read and there is no checkpoint on disk.
     """
     world.heartbeat.update("load")
     found = find_newest(copies, world.all_gather_object, max_step)
@@ -81,7 +81,10 @@ def load_in_memory_checkpoint(
 
 
 def _latest_step_on_disk(root: Path, found: RecoveredCheckpoint | None) -> int:
-    """The step of the last checkpoint; 0 without. No file is opened where the copies are as new by the names alone."""
+    """Return the step of the last checkpoint on disk; 0 without one.
+
+    No file is opened when by the names alone the in-memory checkpoint is as new.
+    """
     names = list_checkpoints(root)
     if not names or (found is not None and found.step >= step_of(names[-1])):
         return step_of(names[-1]) if names else 0
@@ -90,7 +93,7 @@ def _latest_step_on_disk(root: Path, found: RecoveredCheckpoint | None) -> int:
 
 
 def _load(newest: RecoveredCheckpoint, pieces: Sequence[LocalShard]) -> str | None:
-    """Why this rank could not; None when it could."""
+    """Load the shards; returns the reason of a failure, or None."""
     try:
         newest.load(pieces)
     except MusterError as error:
@@ -99,7 +102,7 @@ def _load(newest: RecoveredCheckpoint, pieces: Sequence[LocalShard]) -> str | No
 
 
 def _host_of(store: dist.Store) -> str:
-    """Where the launcher's store is."""
+    """Return the host of the launcher's store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"

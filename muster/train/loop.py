@@ -1,4 +1,4 @@
-"""Training from the first step, or the last checkpoint, to the end: what every rank does, in the same order."""
+"""The training loop of one rank, from the first step or the last checkpoint to the end; all ranks go the same way."""
 
 import signal
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from muster.train.validation_loss import validation_losses, validation_metrics, 
 
 
 def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Trains as one rank. Returns 0 at the end, 75 when asked to stop."""
+    """Train as one rank. Returns 0 at the end, 75 when stopped on request."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     dataset = open_dataset(config, run_dir)
@@ -51,7 +51,7 @@ def train_rank(config: RunConfig, plan: Plan, run_dir: Path, store: dist.Store, 
 
 
 class TrainingLoop:
-    """One rank's way through a run."""
+    """One rank's way through a run: profile, resume, train, evaluate and report."""
 
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, run_dir: Path) -> None:
         self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
@@ -62,9 +62,9 @@ class TrainingLoop:
         self.metrics = MetricsLog(run_dir / "metrics.jsonl")
         self.stream = StreamHash()
         self.tokens_seen = 0
-        """Trained on since the first step, without padding; those of skipped steps, too."""
+        """Tokens trained on since the first step, without padding, those of skipped steps included."""
         self._tokens_skipped = 0
-        """Of the last steps in a row that were skipped."""
+        """Tokens of the last consecutive steps that were skipped."""
         self.in_memory_checkpoint = open_in_memory_checkpoint(config.train, world, run_dir, self.trainer.local_shards())
         self.checkpoint_manager = CheckpointManager(
             config.train, self.trainer, world, run_dir, self.in_memory_checkpoint
@@ -83,7 +83,7 @@ class TrainingLoop:
         self.stop_requested = True
 
     def run(self) -> int:
-        """Profiles, resumes, trains, reports."""
+        """Profile, resume, train and report; returns the exit code."""
         started_at = self.started_at = time()
         profile = self.trainer.profile()
         if (order := refine_schedule_from_profile(self.config, self.plan, self.world, profile)) is not None:
@@ -142,8 +142,11 @@ class TrainingLoop:
         return 0
 
     def _finished_steps(self) -> Iterator[StepResult]:
-        """Makes the next step, and gives the steps whose outcome is known by now: all, where a save may begin then, or
-        the fed samples are hashed."""
+        """Run the next step, and yield the results of the steps whose outcome is known by then.
+
+        With post-validation that may be fewer than have run, unless a save or a validation may follow, or samples are
+        hashed.
+        """
         step = self.trainer.step_count + 1
         if self.post_validation is None:
             yield self.trainer.step()
@@ -187,17 +190,17 @@ class TrainingLoop:
             display.step(row)
 
     def _epoch_after(self, step: int) -> float:
-        """How often the training samples have been gone through after this step."""
+        """Return the number of passes over the training samples after a step."""
         trainer, later = self.trainer, self.trainer.step_count - step
         return trainer.batch_loader.num_epochs(trainer.samples_consumed - later * self.config.train.global_batch_size)
 
     def _is_validation_step(self, step: int) -> bool:
-        """Whether a validation loss is due after this step; the last one is the ending's."""
+        """Return whether a validation loss is due after a step; after the last step `finalize` computes it."""
         every = self.config.eval.every
         return every > 0 and step % every == 0 and step < self.config.train.num_steps
 
     def _hash_samples(self) -> None:
-        """Adds the samples that the first stages were really fed, in global order, to the stream's hash."""
+        """Add the samples that the first stages were fed, in global order, to the hash of the stream."""
         own: list[tuple[int, bytes]] = []
         if self.world.at.tp == 0:  # its neighbours are fed the same
             own = [(number, sample_digest(tokens)) for number, tokens in self.trainer.batch_loader.fed_samples()]
@@ -211,7 +214,7 @@ class TrainingLoop:
     # Checkpoints
 
     def _checkpoint_info(self) -> dict[str, Any]:
-        """What a checkpoint says beside the tensors."""
+        """Return the metadata of a checkpoint."""
         counters = {
             **self.trainer.counters(),
             "stream_hash": self.stream.state,
@@ -226,7 +229,7 @@ class TrainingLoop:
         }
 
     def _resume(self) -> None:
-        """Goes on from the last checkpoint, if there is one."""
+        """Resume from the last checkpoint, if there is one; otherwise load the initial weights, if they are given."""
         if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
             self.trainer.restore(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
@@ -239,14 +242,14 @@ class TrainingLoop:
             self.metrics.truncate_after(self.trainer.step_count)
 
     def _load_in_memory_checkpoint(self) -> Manifest | None:
-        """Loads the copies in the nodes' memory, where they are the newest."""
+        """Load the in-memory checkpoint if it is the newest."""
         if self.in_memory_checkpoint is None:
             return None
         pieces, most = self.trainer.local_shards(), self.config.train.num_steps
         return load_in_memory_checkpoint(self.world, self.in_memory_checkpoint, self.run_dir, pieces, most)
 
     def _load_latest(self) -> Manifest | None:
-        """Loads the last checkpoint; one that turns out to be damaged is said, and the one before it is taken."""
+        """Load the last checkpoint on disk; a damaged one is reported, and the one before it is taken."""
         root, damaged = self.run_dir / CHECKPOINTS_FOLDER, list[Path]()
         said = ""
         while (latest := self.world.broadcast_object(find_latest(root, excluded=damaged))) is not None:
@@ -268,7 +271,7 @@ class TrainingLoop:
         return None
 
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:
-        """The manifest of a checkpoint that was loaded, or why this rank could not load it."""
+        """Load a checkpoint; returns its manifest, or the reason why this rank could not load it."""
         self.world.heartbeat.update("load")
         try:
             return load(folder, self.trainer.local_shards()), None
@@ -278,7 +281,7 @@ class TrainingLoop:
             return None, str(error)
 
     def _stop_after_skips(self, result: StepResult, reason: str) -> None:
-        """Stops after so many skipped steps in a row, the last for `reason`; keeps what led to them."""
+        """Stop after too many consecutive skipped steps, the last one for `reason`, and save the state before them."""
         count = result.consecutive_skips
         samples = self._describe_samples(count)
         self.trainer.rewind(count)
@@ -291,7 +294,7 @@ class TrainingLoop:
         )
 
     def _describe_samples(self, steps: int) -> str:
-        """The samples of the last `steps` steps, in words."""
+        """Describe the samples of the last `steps` steps."""
         size = self.config.train.global_batch_size
         end = self.trainer.samples_consumed
         return f"samples {end - steps * size} to {end - 1}"

@@ -1,8 +1,8 @@
-"""What one rank of a plan allocates, by PyTorch's own accounting and without a byte of it: the trainer on fake tensors.
+"""Memory of one rank of a plan by PyTorch's own accounting, without allocating it: the trainer on fake tensors.
 
 One process stands for one rank of a world of any size: the process group is PyTorch's fake one, whose collectives do
-nothing, and tensors are fake ones, which have a shape and a dtype but no memory. Stages, sharding, executor and
-optimizer are those of training. `MemTracker` counts the bytes of every storage from its making to its end.
+nothing, and fake tensors have a shape and a dtype but no memory. Stages, sharding, executor and optimizer are those of
+training. `MemTracker` counts the bytes of every storage while it lives.
 
 The losses' chunks are those of a GPU: a CPU's are so small that following them would take minutes.
 """
@@ -46,21 +46,21 @@ from muster.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What PyTorch counted on one rank."""
+    """Memory that PyTorch counted on one rank."""
 
     rank: int
     resident_bytes: int
-    """Before the step: parameters and optimizer state."""
+    """Bytes before the step: parameters and optimizer state."""
     peak_bytes: int
-    """At the fullest moment of a step."""
+    """Largest number of bytes during a step."""
 
 
 FAKE_KERNELS = KernelWorkspace(fused_norm=False, loss_chunk_logits=GPU_LOSS_CHUNK_LOGITS)
-"""What the forecast has to assume to stand beside `account`."""
+"""Kernels that the forecast has to assume to be comparable with `measure_fake_rank`."""
 
 
 def measure_fake_rank(model: ModelSpec, plan: Plan, workload: Workload, rank: int) -> MeasuredMemory:
-    """Builds `rank` of the plan's ranks and runs one step of it, on fake tensors on the CPU."""
+    """Build one of the plan's ranks and run one step of it, on fake tensors on the CPU."""
     with _fake_group(plan, rank) as world, large_chunks():
         trainer = _FakeTrainer(_run_config(model, plan, workload), plan, world, cast(SampleStream, None))
         with FAKE_MODE:
@@ -68,7 +68,7 @@ def measure_fake_rank(model: ModelSpec, plan: Plan, workload: Workload, rank: in
 
 
 def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list[MeasuredMemory]:
-    """The same of all ranks, with real tensors, as processes on this machine. Raises MusterError when one fails."""
+    """Measure all ranks with real tensors, as processes on this machine. Raises MusterError when one fails."""
     if any(plan.offloaded_layers(stage, model.num_layers) for stage in range(plan.num_stages)):
         raise InfeasibleError(
             "processes of this machine keep what is offloaded in the same memory, where it would be counted:"
@@ -86,7 +86,7 @@ def measure_real_ranks(model: ModelSpec, plan: Plan, workload: Workload) -> list
 
 
 def _count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """One of the processes."""
+    """Measure one rank as one of the processes."""
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / _REQUEST_FILE).read_text())
     with open_world(store, rank, world_size, config.parallel) as world:
@@ -131,14 +131,14 @@ def _fake_group(plan: Plan, rank: int) -> Iterator[World]:
 
 
 class _FakeHost(HostBufferPool):
-    """Memory that isn't counted with the device's."""
+    """Host memory that isn't counted with the device's."""
 
     def acquire(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=_HOST)
 
 
 class _FakeOffload(ActivationOffload):
-    """Takes and frees memory, and copies nothing."""
+    """Offload that takes and frees memory, but copies nothing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -152,7 +152,7 @@ _HOST = torch.device("meta")
 
 
 class _FakeStage(DecoderStage):
-    """A stage whose memory is fake, and whose values therefore don't matter."""
+    """Stage with fake memory, whose values therefore don't matter."""
 
     offload_type = _FakeOffload
 
@@ -165,16 +165,16 @@ class _FakeStage(DecoderStage):
 
 
 class _CountedTrainer(Trainer):
-    """One that makes a step over tokens of no importance."""
+    """Trainer that runs a step over arbitrary tokens."""
 
     def tensors(self) -> list[Any]:
-        """All that is there before a step."""
+        """Return everything that takes memory before a step."""
         states = [tensor for _, tensor in self.updater.optimizer.state().values()]
         locals_ = [local for stage in self.stages.values() for local in stage.parameters.values()]
         return [*(stage.module for stage in self.stages.values()), *states, *locals_]
 
     def run_step(self) -> None:
-        """One step."""
+        """Run one step."""
         workload, rows = self.config.workload, self.plan.local_micro_batch_size(self.world.at.pp)
         tokens = np.zeros((self.batch_loader.num_micro_batches * rows, workload.seq_len), np.int64)
         count = workload.tokens_per_step
@@ -188,7 +188,7 @@ class _FakeTrainer(_CountedTrainer):
     stage_type = _FakeStage
 
     def _reduce_norm(self, action: Action) -> None:
-        """Without looking at the values, which fake tensors haven't: as if the gradients were to be clipped."""
+        """Skip reading the values, which fake tensors don't have, and clip in any case."""
         for stage in self.stages.values():
             stage.attach_local_gradients()
             stage.pop_losses()
@@ -196,7 +196,7 @@ class _FakeTrainer(_CountedTrainer):
 
 
 class _NoModuleTracker:
-    """In place of `MemTracker`'s view by module, which can't follow several micro-batches and keeps their inputs
+    """Replacement of `MemTracker`'s view by module, which can't follow several micro-batches and keeps their inputs
     alive."""
 
     is_bw = False

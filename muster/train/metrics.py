@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, one object per logged step."""
+"""Metrics of a run: metrics.jsonl, one object per logged step."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from muster.train.step_result import StepResult
 
 
 def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float | None) -> dict[str, Any]:
-    """One line of metrics.jsonl. Times are seconds; a number that is not finite becomes null."""
+    """Return one line of metrics.jsonl. Times are seconds; a number that is not finite becomes null."""
     row = {
         "step": result.step,
         "train/loss": result.loss,
@@ -35,7 +35,7 @@ def metrics_row(result: StepResult, tokens_seen: int, epoch: float, mfu: float |
 
 
 def null_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with null for each number that is not finite, as JSON has no other word for it."""
+    """Return the row with null for each number that is not finite, since JSON has no other word for it."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
@@ -45,10 +45,10 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[str] = []
-        """Lines that could not be written."""
+        """Lines that could not be written yet."""
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of steps that a resumed run does again, and a last line that a kill cut short."""
+        """Drop the rows of steps that a resumed run repeats, and a last line that was cut short by a kill."""
         if self.path.exists():
             kept = [row for row in read_metrics(self.path) if row["step"] <= step]
             beside = self.path.with_suffix(".tmp")
@@ -56,7 +56,7 @@ class MetricsLog:
             beside.replace(self.path)
 
     def append(self, row: dict[str, Any]) -> str | None:
-        """Adds a row. One that can't be written waits for the next; the first time, a sentence is returned."""
+        """Append a row. One that can't be written waits for the next; the first time, a sentence is returned."""
         first = not self._waiting
         self._waiting.append(json.dumps(row) + "\n")
         try:
@@ -66,14 +66,14 @@ class MetricsLog:
         return None
 
     def flush(self) -> None:
-        """Writes what waits. Raises MusterError where that can't be done."""
+        """Write the waiting lines. Raises MusterError where that can't be done."""
         try:
             self._write()
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
     def _write(self) -> None:
-        """All that waits, or none of it."""
+        """Write all waiting lines, or none of them."""
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
@@ -86,7 +86,7 @@ class MetricsLog:
 
 
 def write_text(path: Path, text: str, mode: str = "w") -> None:
-    """Writes, or with mode `a` appends. Raises MusterError where that can't be done."""
+    """Write a file or, with mode `a`, append to it. Raises MusterError where that can't be done."""
     try:
         with path.open(mode) as file:
             file.write(text)

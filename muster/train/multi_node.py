@@ -1,4 +1,4 @@
-"""`muster train` on several nodes: one launcher on each, which become one job or say why not."""
+"""`muster train` on several nodes: one launcher on each, which join into one job."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ from muster.train.prepare import PREPARE_TIMEOUT, WORKER, TrainOptions, prepare,
 from muster.train.run_directory import locked_run_dir
 
 _DATA_TIMEOUT = timedelta(hours=2)
-"""How long the other nodes may take to open the data, which they may have to build on disks of their own."""
+"""Longest time of the other nodes to open the data, which they may have to build on disks of their own."""
 
 
 def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: RendezvousConfig) -> int:
-    """Trains with the launchers of the other nodes. Returns the exit code, the same on all."""
+    """Train together with the launchers of the other nodes. Returns the exit code, the same on all."""
     ranks = ranks_per_node(resolved, options.nproc, nodes.num_nodes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # until there are ranks
     # Addresses without a name make PyTorch warn at each connection.
@@ -54,7 +54,7 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
 
 
 def _check_nodes(team: LauncherGroup) -> None:
-    """Node 0: raises where the nodes differ or don't reach each other."""
+    """Raise, on node 0, where the nodes differ or don't reach each other."""
     require_same(team)
     team.send("agreed")
     team.measure_clocks()
@@ -65,7 +65,7 @@ def _check_nodes(team: LauncherGroup) -> None:
 
 
 def _follow_node_0(team: LauncherGroup, resolved: ResolvedConfig, options: TrainOptions) -> None:
-    """Another node: waits for node 0, and sees that it has all it needs."""
+    """Wait, on another node, for node 0, and check that the run directory, the device and the data are there."""
     team.wait_for("agreed", PREPARE_TIMEOUT.total_seconds())
     print(f"{team.local_node} has joined {team.nodes[0]}, which shows how the job goes on", flush=True)
     team.check_connectivity()

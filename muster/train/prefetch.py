@@ -1,4 +1,4 @@
-"""Reading ahead: the data of the next step are read while this one computes."""
+"""Prefetching: the data of the next step is read while this one computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,21 +13,21 @@ class LocalBatch:
     """One rank's part of a step's data."""
 
     first_sample: int
-    """The step's first global sample."""
+    """First global sample of the step."""
     batch: Batch | None
-    """None where the rank needs no data."""
+    """Local samples; None where the rank needs no data."""
     num_valid: int
-    """Labels that count in the whole step, over all ranks."""
+    """Non-ignored labels of the whole step, over all ranks."""
     num_tokens: int
     """Positions of the whole step that are no padding."""
     arrangement: BucketedStep | None = None
-    """Where its samples lie, if by length."""
+    """Placement of the samples, if they are bucketed by length."""
 
 
 class Prefetcher:
-    """Gives shares of the stream, and reads the one after in a thread of its own.
+    """Returns batches of the stream, and reads the following one in a thread of its own.
 
-    It is a guess that is thrown away where the stream goes on elsewhere: what is given is what `read` gives.
+    The prefetched batch is thrown away when the stream continues elsewhere.
     """
 
     def __init__(self, read: Callable[[int, int], LocalBatch]) -> None:
@@ -36,7 +36,7 @@ class Prefetcher:
         self._next: tuple[tuple[int, int], Future[LocalBatch]] | None = None
 
     def take(self, first: int, count: int) -> LocalBatch:
-        """The share of the global samples first … first + count; waits until it is read."""
+        """Return the batch of the global samples first … first + count; waits until it is read."""
         guess, self._next = self._next, None
         share = guess[1].result() if guess is not None and guess[0] == (first, count) else self._read(first, count)
         if self._thread is None:

@@ -1,4 +1,4 @@
-"""Removing a run's older checkpoints by hand."""
+"""`muster checkpoint prune`: removal of a run's older checkpoints."""
 
 import shutil
 from contextlib import suppress
@@ -21,11 +21,11 @@ from muster.train.run_directory import locked_run_dir
 
 
 def prune_run(run: Path, keep_last: int, keep_every: int | None = None, dry_run: bool = False) -> dict[str, Any]:
-    """Keeps the last good checkpoint, the newest others, `keep_last` in all, and steps that are multiples of
-    `keep_every` (None: as the run does); removes the rest, what killed runs left half-written, and this machine's
-    copies in memory that aren't newer. Returns what was done, as JSON.
+    """Keep the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (None: as the run does).
 
-    Raises ConfigError where there is no checkpoint, MusterError while a job runs there.
+    The last good checkpoint always stays. Everything else is removed, and so are half-written checkpoints of killed
+    runs, and in-memory checkpoints on this machine that aren't newer. Returns what was done, as JSON. Raises
+    ConfigError where there is no checkpoint, MusterError while a job runs there.
     """
     root = run / "checkpoints"
     if (newest := find_latest(root)) is None:

@@ -1,4 +1,4 @@
-"""What may be another when a run goes on, and what is refused: shown as what was and what is now."""
+"""Check of a resumed run: which keys may differ from the run's beginning; other changes are shown and refused."""
 
 import json
 from hashlib import sha256
@@ -37,16 +37,16 @@ CHANGEABLE_KEYS = (
     "train.hang_timeout_s",
     "data.cache",
 )
-"""What may differ when a run goes on: it changes neither the model, the stream of samples nor how they are learnt."""
+"""Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
 
 RESUME_HINT = "use the same, another --run, --fresh to start anew, or --allow-changes to go on all the same"
 
 
 def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, allow: bool = False) -> None:
-    """A run goes on with the configuration that it began with, but for what is free to change, and the plan.
+    """Check that a run resumes with the configuration that it began with, except for `CHANGEABLE_KEYS` and the plan.
 
-    `done` is how many steps it has made. Another number of steps to come is allowed and gets a word of its own; with
-    `allow` so does everything else. Raises ConfigError.
+    `steps_done` are the steps completed before. Another number of steps is allowed, with a note; with `allow` so are
+    all other changes. Raises ConfigError.
     """
     before = load_run_config(None, run_dir / "config.yaml", []).config
     changed = config_changes(before, config)
@@ -69,7 +69,7 @@ def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, al
 
 
 def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, allow: bool = False) -> None:
-    """The stream of samples goes on only through the same tokens, unless `allow`. Raises ConfigError."""
+    """Check that a run resumes with the same tokens, unless `allow`. Raises ConfigError."""
     if counters.get("data") == dataset.fingerprint:
         return
     change = f"({counters.get('data')}, now {dataset.fingerprint})"
@@ -79,7 +79,7 @@ def check_data_unchanged(run_dir: Path, dataset: SampleStream, counters: dict, a
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
-    """What was and what is now, for each key that isn't free to change. The plan always is."""
+    """Return the former and the present value of each key that has changed and may not; the plan always may."""
     old, new = (_flatten(config.model_dump(mode="json", exclude={"plugins"})) for config in (before, after))
     return _plugin_changes(before, after) + [
         f"{key} was {old.get(key)}, now {new.get(key)}"
@@ -89,7 +89,7 @@ def config_changes(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def settings_digest(config: RunConfig, dataset: SampleStream) -> str:
-    """The same for all configurations between which `differences` finds none, and the same data."""
+    """Return a digest that is equal for configurations without `config_changes` and the same data."""
     flat = _flatten(config.model_dump(mode="json"))
     flat["plugins"] = sorted((Path(one.file).name, one.sha256) for one in config.plugins)
     kept = {key: flat[key] for key in sorted(flat) if key not in CHANGEABLE_KEYS and not key.startswith("parallel")}
@@ -97,7 +97,7 @@ def settings_digest(config: RunConfig, dataset: SampleStream) -> str:
 
 
 def _plugin_changes(before: RunConfig, after: RunConfig) -> list[str]:
-    """A plugin is the same where its content is, wherever the file lies."""
+    """Return the plugins whose content has changed, wherever their files lie."""
     old, new = ({Path(one.file).name: one for one in config.plugins} for config in (before, after))
     changed = [
         name for name in old | new if getattr(old.get(name), "sha256", "") != getattr(new.get(name), "sha256", "")

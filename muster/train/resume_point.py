@@ -1,4 +1,4 @@
-"""Where a run stands, as its launcher sees it before there are ranks: from checkpoints, or from copies in memory."""
+"""Resume point of a run, as its launcher sees it before there are ranks: from checkpoints on disk or in memory."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,16 @@ from muster.train.resume_check import settings_digest
 
 
 class ResumePoint(NamedTuple):
-    """What a run has done."""
+    """Step and counters of a checkpoint."""
 
     step: int
     counters: dict[str, Any]
 
 
 def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
-    """Where the run goes on; None where nothing was ever saved. Raises MusterError when all that was is damaged.
+    """Find the point to resume from; None where nothing was saved. Raises MusterError when all checkpoints are damaged.
 
-    The ranks may find that of the copies in memory, of which this machine has but a part, too much is lost.
+    This machine has only a part of an in-memory checkpoint: the ranks may find that too much of it is lost.
     """
     copied = _in_memory_resume_point(run_dir, train)
     names = list_checkpoints(run_dir / "checkpoints")
@@ -43,7 +43,7 @@ def find_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
 
 
 def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | None:
-    """The last step of which this machine has copies."""
+    """Return the last step that an in-memory checkpoint on this machine holds."""
     identity = read_identity(run_dir)
     if not train.in_memory_checkpoint_every or identity is None:
         return None
@@ -57,7 +57,7 @@ def _in_memory_resume_point(run_dir: Path, train: TrainConfig) -> ResumePoint | 
 
 
 def _last_checkpoint(run_dir: Path) -> Path | None:
-    """The one to go on from; None where none was ever saved. Raises MusterError when all there are are damaged."""
+    """Return the checkpoint to resume from; None without any. Raises MusterError when all are damaged."""
     problems: list[str] = []
     latest = find_latest(run_dir / "checkpoints", problems.append)
     if problems and latest is None:
@@ -68,7 +68,7 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
 
 
 def record_in_memory_identity(run_dir: Path, config: RunConfig, dataset: SampleStream, resumes: bool) -> None:
-    """Writes down which copies in memory this attempt may go on from: those of the same run, unless it begins anew."""
+    """Record which in-memory checkpoints this attempt may resume from: those of the same run, unless it starts anew."""
     if config.train.in_memory_checkpoint_every:
         claim_run_id(run_dir, settings_digest(config, dataset), resumes)
     elif (run_dir / IDENTITY_FILE).exists():  # copies that are no longer made grow old: nobody must go on from them

@@ -1,4 +1,4 @@
-"""When a run finds the order of a searched schedule: for nominal times before it starts, for measured ones after."""
+"""Searched schedules of a run: ordered for nominal times before the start, and again for measured times."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def with_resolved_schedule(plan: Plan, config: RunConfig, previous_run: Path | None) -> Plan:
-    """The plan with its schedule found, where that is searched for. `before`: the directory of the run that goes on,
-    with what it has found."""
+    """Return the plan with its searched schedule resolved. `previous_run`: directory of a resumed run, whose order is
+    reused."""
     if previous_run is not None and (previous_run / "plan.yaml").exists():
         old = load_plan(previous_run / "plan.yaml")
         if old.model_copy(update={"pinned_schedule": None}) == plan:
@@ -28,9 +28,9 @@ def with_resolved_schedule(plan: Plan, config: RunConfig, previous_run: Path | N
 def refine_schedule_from_profile(
     config: RunConfig, plan: Plan, world: "World", profile: "StageProfile"
 ) -> PinnedSchedule | None:
-    """The order of `auto` for the times that all ranks have measured, found by rank 0; all ranks call it.
+    """Return the order of schedule `auto` for the times measured on all ranks, as found by rank 0; all ranks call it.
 
-    None where the order was given, was found so before, or must be the same in every run (train.deterministic).
+    None where the order was given, was refined before, or must be the same in every run (train.deterministic).
     """
     order = plan.pinned_schedule
     if order is None or order.times == "measured" or config.parallel.pinned_schedule is not None:

@@ -1,17 +1,17 @@
-"""What a step of training gives."""
+"""Result of a training step."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank."""
+    """Result of one optimizer step; the same on every rank."""
 
     step: int
     loss: float
-    """Cross-entropy: mean over the step's counted target tokens."""
+    """Mean cross-entropy over the non-ignored labels of the step."""
     z_loss: float
-    """What the z-loss adds to it in training."""
+    """Mean z-loss, which training adds to the loss."""
     grad_norm: float
     learning_rate: float
     num_tokens: int
@@ -19,14 +19,14 @@ class StepResult:
     time_s: float
     data_s: float
     skip_reason: str | None
-    """Why the step changed nothing, in words that go after `step 7 was skipped: `; None when it was applied."""
+    """Reason why the step changed nothing, as a continuation of `step 7 was skipped: `; None when it was applied."""
     total_skips: int
     """Steps skipped since the first, this one included."""
     consecutive_skips: int
-    """Steps skipped since the last that was applied, this one included."""
+    """Consecutive skipped steps, this one included."""
     stop_requested: bool
-    """Whether any rank was asked to stop."""
+    """True when any rank was asked to stop."""
     is_saving: bool = False
-    """Whether any rank was still busy with a checkpoint."""
+    """True when any rank was still busy with a checkpoint."""
     save_failed: bool = False
-    """Whether a checkpoint that was begun has failed since the step before."""
+    """True when a checkpoint has failed since the step before."""

@@ -1,4 +1,4 @@
-"""Which steps are skipped: those that would spoil the model, because a batch or a device has gone wrong."""
+"""Skipping of steps that would spoil the model, because a batch or a device has gone wrong."""
 
 import math
 from collections import deque
@@ -10,12 +10,12 @@ from muster.config.run_config import TrainConfig
 
 
 class StepSkipper:
-    """Judges every step by its loss and its gradient norm, and counts those that are skipped.
+    """Decides for each step, by its loss and its gradient norm, whether it is skipped, and counts skipped steps.
 
-    All ranks give it the same sums, so all judge alike. A number is a spike when it lies more than
-    `train.spike_sigmas` standard deviations above its mean over the last applied steps, at most `train.spike_window`
-    and at least half as many (the rule of OLMo-core's SkipStepOptimizer). Skipped steps don't count in
-    that mean, so one spike can't hide the next.
+    All ranks pass the same sums, so all decide alike. A value is a spike when it lies more than `train.spike_sigmas`
+    standard deviations above its mean over the last applied steps, at most `train.spike_window` and at least half as
+    many (the rule of OLMo-core's SkipStepOptimizer). Skipped steps don't count in that mean, so one spike can't hide
+    the next.
     """
 
     def __init__(self, train: TrainConfig) -> None:
@@ -27,7 +27,7 @@ class StepSkipper:
         self._recent: deque[tuple[float, float]] = deque(maxlen=train.spike_window)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """Why the step is to be skipped, in words that go after `step 7 was skipped: `; None when it is not."""
+        """Return the reason for skipping a step, as a continuation of `step 7 was skipped: `; None to apply it."""
         reason = self._reason("loss", 0, loss) or self._reason("gradient norm", 1, grad_norm)
         if reason is not None:
             self.total += 1
@@ -53,11 +53,11 @@ class StepSkipper:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that the next judgement depends on; JSON can hold it without loss."""
+        """Return the state that later decisions depend on; JSON holds it without loss."""
         return {"total": self.total, "in_row": self.consecutive, "recent": list(self._recent)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
+        """Resume from a `state`."""
         self.total, self.consecutive = state["total"], state["in_row"]
         self._recent.clear()
         if self._sigmas:

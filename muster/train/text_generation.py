@@ -1,4 +1,4 @@
-"""Text from a trained model on disk: what is wanted, where the model lies, and how one rank makes the text."""
+"""Text generation from a trained model on disk: finding the model, and generating on one rank."""
 
 import sys
 from functools import partial
@@ -30,7 +30,7 @@ from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 
 _PROMPT_LENGTH, _PROMPT_TOKENS = 32, 128
-"""Characters of a sample's prompt at most, and tokens that they take at most."""
+"""Largest number of characters of a sample's prompt, and of the tokens that it is cut from."""
 
 
 class TrainedModel(Frozen):
@@ -40,26 +40,26 @@ class TrainedModel(Frozen):
     step: int
     model: ModelSpec
     context_length: int
-    """Tokens of the sequences that it was trained on: it sees so many at most."""
+    """Tokens of the sequences that it was trained on: the longest context."""
     plan: Plan
-    """Under which it was saved."""
+    """Plan under which it was saved."""
     data: DataConfig
-    """With the tokenizer that it was trained with."""
+    """Data configuration with the tokenizer of its training."""
 
 
 class GenerationRequest(Frozen):
-    """Texts to be made."""
+    """Request for texts."""
 
     trained_model: TrainedModel
     plan: Plan
     prompts: tuple[str, ...]
     max_new_tokens: int
-    """New ones for each prompt, at most: a text ends where its document does."""
+    """Largest number of new tokens for each prompt; a text ends with its document."""
     sampling: SamplingParams = SamplingParams()
 
 
 def find_trained_model(path: Path) -> TrainedModel:
-    """The model of a run directory's last checkpoint, of the checkpoint at `path`, or of a converted directory.
+    """Find the model of a run directory's last checkpoint, of the checkpoint at `path`, or of a converted directory.
 
     Raises ConfigError where there is none, MusterError where it is damaged.
     """
@@ -88,7 +88,7 @@ def find_trained_model(path: Path) -> TrainedModel:
 
 
 def _find_converted_model(path: Path) -> TrainedModel:
-    """The model of a directory that `muster checkpoint convert` or another program wrote. Raises ConfigError."""
+    """Find the model of a directory that `muster checkpoint convert` or another program wrote. Raises ConfigError."""
     directory = open_directory(path)
     model_weights(directory)
     assert directory.model is not None
@@ -116,7 +116,7 @@ def _find_converted_model(path: Path) -> TrainedModel:
 
 
 def sample_prompt(dataset: SampleStream, tokenizer: Tokenizer, context: int) -> str:
-    """The first words of a text that the model hasn't learnt from, for a sample of what it writes."""
+    """Return the first words of a text that the model wasn't trained on, as the prompt of a sample."""
     own = next(iter(dataset.by_name.values())) if isinstance(dataset, BlendedDataset) else dataset
     assert isinstance(own, Dataset)
     text = tokenizer.decode(own.sample_prompt(_PROMPT_TOKENS).tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
@@ -129,7 +129,7 @@ def sample_prompt(dataset: SampleStream, tokenizer: Tokenizer, context: int) -> 
 
 
 def generate_texts(request: GenerationRequest, device: torch.device, axis: TensorAxis | None = None) -> list[str]:
-    """What follows each prompt. With an axis all of its ranks call it, and all get the same."""
+    """Return the continuation of each prompt. With an axis all of its ranks call it, and all get the same."""
     source, precision = request.trained_model, request.plan.precision
     model, layouts = build_inference_decoder(source.model, precision, device, axis)
     pieces = [LocalShard(f"model/{name}", layouts[name], parameter) for name, parameter in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Ranks that torchrun, or a launcher that speaks as it does, has started: each process of the command is one."""
+"""`muster train` under torchrun, or a launcher with the same environment: each process of the command is one rank."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from muster.train.worker import run_rank
 
 
 def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int:
-    """One of torchrun's ranks; rank 0 prepares the run directory while the others wait for its word."""
+    """Train as one of torchrun's ranks; rank 0 prepares the run directory while the others wait."""
     run_dir, rank, world_size = options.run_dir, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.nodes is not None:
         raise ConfigError(
@@ -47,7 +47,7 @@ def train_under_torchrun(resolved: ResolvedConfig, options: TrainOptions) -> int
 
 
 def _prepare_as_torchrun(resolved: ResolvedConfig, options: TrainOptions, world_size: int) -> bool:
-    """Prepares; what is wrong is written to exit.json too, because torchrun's own exit code says nothing."""
+    """Prepare the run; an error is also written to exit.json, since torchrun's own exit code doesn't tell it."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = world_size // local if local and world_size % local == 0 else 1
     try:

@@ -1,6 +1,6 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard's event files, and Weights & Biases.
+"""Tracking of metrics beside metrics.jsonl: TensorBoard's event files, and Weights & Biases.
 
-Packages are imported where they are used. What fails here is said once and then left alone: the training goes on.
+Packages are imported where they are used. A tracker that fails is reported once and closed; the training continues.
 """
 
 import time
@@ -15,13 +15,13 @@ from muster.config.run_config import RunConfig, TrackingConfig
 from muster.spec.errors import ConfigError
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
-"""Folders in the run directory, and packages."""
+"""Folders in the run directory, and names of the packages."""
 INIT_TIMEOUT_S = 60
-"""How long Weights & Biases may take to begin a run."""
+"""Longest time that Weights & Biases may take to start a run."""
 
 
 class Tracker(Protocol):
-    """Takes numbers by name."""
+    """Receiver of metrics by name."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """An event file in the run directory. What an earlier attempt wrote of the steps after `done` is taken back."""
+    """An event file in the run directory. Events of an earlier attempt after step `done` are marked as superseded."""
 
     def __init__(self, config: RunConfig, run_dir: Path, done: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -52,7 +52,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose files lie in the run directory; an attempt that goes on is the same run."""
+    """A run of Weights & Biases, with its files in the run directory; a resumed run continues the same one."""
 
     def __init__(self, config: RunConfig, run_dir: Path, done: int) -> None:
         wandb: Any = import_module(WANDB)
@@ -82,14 +82,14 @@ _KINDS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {TENSORBOARD: Ten
 
 
 def require_trackers(tracking: TrackingConfig) -> None:
-    """Raises ConfigError where a tracker is asked for whose package is missing."""
+    """Raise ConfigError where the package of a requested tracker is missing."""
     for name in _KINDS:
         if getattr(tracking, name) and find_spec(name) is None:
             raise ConfigError(f"tracking.{name} needs the package {name}: pip install 'muster-llm[{name}]'")
 
 
 class Trackers:
-    """All that a run asks for, after `done` steps, on its main rank; on the others none."""
+    """All trackers of a run that starts after `done` steps, on its main rank; none on the others."""
 
     def __init__(self, config: RunConfig, run_dir: Path, done: int, is_main: bool) -> None:
         self._open: dict[str, Tracker] = {}
@@ -97,7 +97,7 @@ class Trackers:
             self._try(name, lambda name=name: self._open.update({name: _KINDS[name](config, run_dir, done)}))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Passes on the numbers of a line of metrics.jsonl."""
+        """Pass on the numbers of a line of metrics.jsonl."""
         values = {key: float(value) for key, value in row.items() if isinstance(value, int | float) and key != "step"}
         for name, tracker in list(self._open.items()):
             self._try(name, lambda tracker=tracker: tracker.log(row["step"], values))

@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out samples, of all data and of each source of a mixture."""
+"""Validation losses over all data and over each source of a blend."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,14 @@ from typing import Any
 from muster.train.trainer import Trainer
 
 ALL_DATA = ""
-"""The name of all data together."""
+"""Name of all data together."""
 
 
 def validation_losses(trainer: Trainer, num_batches: int) -> dict[str, float]:
-    """The mean loss over the first held-out batches of all data, and of each source that has enough of them. All ranks
-    call it, and all get the same."""
+    """Return the mean loss over the first validation batches of all data, and of each source that has enough of them.
+
+    All ranks call it, and all get the same.
+    """
     found = {}
     if num_batches:
         for name in (ALL_DATA, *trainer.dataset.sources):
@@ -22,7 +24,7 @@ def validation_losses(trainer: Trainer, num_batches: int) -> dict[str, float]:
 
 
 def validation_metrics(losses: Mapping[str, float]) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of them."""
+    """Return the losses as metrics, for a line of metrics.jsonl."""
     row = {}
     for name, loss in losses.items():
         key = f"eval/{name}/" if name else "eval/"
@@ -31,12 +33,12 @@ def validation_metrics(losses: Mapping[str, float]) -> dict[str, Any]:
 
 
 def validation_text(losses: Mapping[str, float]) -> str:
-    """`validation loss 3.2100 (code 3.0000, perplexity 20.1; books 3.4000, perplexity 30.0)`."""
+    """Return `validation loss 3.2100 (code 3.0000, perplexity 20.1; books 3.4000, perplexity 30.0)`."""
     text = f"validation loss {losses[ALL_DATA]:.4f}"
     parts = [f"{name} {loss:.4f}, perplexity {perplexity(loss):.4g}" for name, loss in losses.items() if name]
     return text + (f" ({'; '.join(parts)})" if parts else f", perplexity {perplexity(losses[ALL_DATA]):.4g}")
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss, as long as that is a number."""
+    """Return e to the loss; infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf

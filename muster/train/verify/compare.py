@@ -1,4 +1,4 @@
-"""Lays the trace of a plan beside the reference's, and finds where they part."""
+"""Comparison of a plan's trace with the reference's, to find where they first differ."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isnan
@@ -18,11 +18,11 @@ from muster.train.verify.sketch import traced_parts
 from muster.train.verify.trace import GRADIENTS_FOLDER, UPDATED_FOLDER, Trace
 
 _FACTOR_TOLERANCE = 1e-3
-"""Gradients that a factor explains up to this part of them are wrong by that factor alone."""
+"""Largest relative rest of gradients that are wrong by one common factor alone."""
 
 
 def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> ParityResult:
-    """How the plan that left its trace in `folder` differs from the reference."""
+    """Compare the plan that left its trace in `folder` with the reference."""
     ours, theirs = Trace.read(folder), reference.trace
     hidden = _hidden_differences(reference, ours, step=0)
     kept = _SavedCopies(checkpoint_path(folder / GRADIENTS_FOLDER, 1))
@@ -66,9 +66,9 @@ def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> 
 
 
 def _zero_gradient_parameters(model: ModelSpec) -> dict[str, str]:
-    """The parameters whose gradient is rounding alone, each with another whose gradient says how large that may be.
+    """Return the parameters whose gradient is rounding alone, each with another whose gradient gives its scale.
 
-    The bias of keys that aren't turned adds the same to all scores of a query, which the softmax takes away.
+    The bias of keys without rotary embedding adds the same to all scores of a query, which the softmax cancels.
     """
     if model.position == "rope" or not model.qkv_bias:
         return {}
@@ -78,7 +78,7 @@ def _zero_gradient_parameters(model: ModelSpec) -> dict[str, str]:
 def _parameter_differences(
     phase: Phase, found: Iterable[tuple[str, list[float]]], tolerance: float, factor: float | None = None
 ) -> Iterator[FirstDifference]:
-    """The worst copy of each parameter, in the order given."""
+    """Yield the largest difference of each parameter over its copies, in the order given."""
     for name, sizes in found:
         wrong = [index for index, size in enumerate(sizes, 1) if not size <= tolerance]
         copy = f"copy {wrong[0]} of {len(sizes)}" if len(wrong) == 1 and len(sizes) > 1 else None
@@ -86,7 +86,7 @@ def _parameter_differences(
 
 
 def _hidden_differences(reference: Reference, ours: Trace, step: int) -> dict[str, float]:
-    """How far the outputs of the model's parts are from the reference's in one step."""
+    """Return the relative difference of the output of each part of the model in one step."""
     expected = reference.trace.sketches[step]
     off = np.linalg.norm(ours.sketches[step] - expected, axis=(1, 2)) / np.linalg.norm(expected, axis=(1, 2))
     by_part = zip(traced_parts(reference.config.model), off.tolist(), strict=True)
@@ -94,9 +94,9 @@ def _hidden_differences(reference: Reference, ours: Trace, step: int) -> dict[st
 
 
 def _later_differences(reference: Reference, ours: Trace, tolerance: float) -> list[FirstDifference]:
-    """The losses of the steps after the first, and which part of the model parts first in such a step.
+    """Return the differences of the losses after the first step, each with the part of the model that differs first.
 
-    Norms of gradients are not judged there: Adam turns the rounding of a small gradient into an update of full size.
+    Gradient norms are not compared there: Adam turns the rounding of a small gradient into an update of full size.
     """
     found = []
     for step in range(1, len(ours.losses)):
@@ -108,34 +108,34 @@ def _later_differences(reference: Reference, ours: Trace, tolerance: float) -> l
 
 
 class _SavedCopies:
-    """What the ranks of a plan kept of each parameter: every copy of it."""
+    """Saved tensors of a plan's ranks: every copy of each parameter."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._names = read_manifest(folder).tensors.keys()
 
     def copies(self, name: str) -> list[Tensor]:
-        """All copies, in order; none where no rank held the parameter."""
+        """Return all copies, in order; none where no rank held the parameter."""
         stored = sorted(key for key in self._names if key.partition("/")[2] == name)
         return [read_full(self._folder, key) for key in stored]
 
     def first_copy(self, name: str, like: Tensor) -> Tensor:
-        """The copy that a checkpoint would hold; zeros, of the kind of `like`, where there is none."""
+        """Return the copy that a checkpoint would hold; zeros like `like` where there is none."""
         copies = self.copies(name)
         return copies[0] if copies else torch.zeros_like(like)
 
     def differences(self, name: str, expected: Tensor, least: float = 0.0) -> list[float]:
-        """How far each copy is from what is expected, as `_relative` says it."""
+        """Return the relative difference of each copy from the expected tensor."""
         return [_relative(copy, expected, least) for copy in self.copies(name)]
 
 
 def _worst(sizes: list[float]) -> float:
-    """The largest, or one that is no number; infinite where no rank held the parameter."""
+    """Return the largest size, or NaN if there is one; infinity where no rank held the parameter."""
     return next((size for size in sizes if isnan(size)), max(sizes, default=inf))
 
 
 def _common_factor(saved: _SavedCopies, expected: Mapping[str, Tensor]) -> float | None:
-    """What all gradients are multiplied by, if that is all that is wrong with them."""
+    """Return the factor by which all gradients are multiplied, if nothing else is wrong with them."""
     factors = []
     for name, theirs in expected.items():
         ours, theirs = saved.first_copy(name, theirs).double(), theirs.double()
@@ -147,11 +147,12 @@ def _common_factor(saved: _SavedCopies, expected: Mapping[str, Tensor]) -> float
 
 
 def _relative(ours: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """The Euclidean norm of the difference as a part of that of what is expected, or of `least` if that is more."""
+    """Return the Euclidean norm of the difference relative to that of the expected tensor, or to `least` if that is
+    larger."""
     off, size = _norm(ours.double() - expected.double()), max(_norm(expected), least)
     return off / size if size else (inf if off else 0.0)
 
 
 def _norm(tensor: Tensor) -> float:
-    """The Euclidean norm."""
+    """Return the Euclidean norm."""
     return float(tensor.double().norm())

@@ -1,4 +1,4 @@
-"""The data that plans are compared on: the run's own, with some labels that don't count."""
+"""Data on which plans are compared: the run's own, with some labels ignored."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from muster.data.dataset import IGNORE_INDEX, Batch, SampleStream
 
 
 class PaddedDataset(SampleStream):
-    """The training samples of a dataset, the last labels of some of which don't count, as under padding.
+    """Training samples of a dataset with the last labels of some of them ignored, as under padding.
 
-    So sequences have unequal numbers of counted tokens: a plan that counts padding, or that takes a mean of means,
-    gets another loss, which it would not on a stream that fills every window.
+    So sequences have unequal numbers of non-ignored tokens: a plan that counts padding, or takes a mean of means, gets
+    another loss, which it would not on a stream that fills every window.
     """
 
     def __init__(self, dataset: SampleStream) -> None:
@@ -32,7 +32,8 @@ class PaddedDataset(SampleStream):
         return self._dataset.seq_len
 
     def rows(self, index: np.ndarray, validation: bool = False) -> Batch:
-        """Padded to whole sequences, whatever `lengths` its own have: hidden states are compared place by place."""
+        """Return samples padded to whole sequences, whatever their lengths: hidden states are compared position by
+        position."""
         batch = self._dataset.rows(index, validation)
         if validation:
             return batch
@@ -44,5 +45,6 @@ class PaddedDataset(SampleStream):
         return self.train_batch(first, count).num_valid_tokens
 
     def _num_labels_kept(self, index: np.ndarray) -> np.ndarray:
-        """How many labels of each sample may count: all, 7/8, 6/8, 5/8 of a sequence, and again; one at least."""
+        """Return the number of labels of each sample that count: all, 7/8, 6/8, 5/8 of a sequence, and again; at least
+        one."""
         return np.maximum(self.seq_len * (8 - index % 4) // 8, 1)

@@ -1,4 +1,4 @@
-"""One rank of a plan that is being verified: trains a few steps and keeps what they can be compared by."""
+"""One rank of a plan under verification: trains a few steps and saves what is compared with the reference."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from muster.train.verify.trace import GRADIENTS_FOLDER, UPDATED_FOLDER, Trace
 
 
 def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Makes the steps of the run in `folder` as one rank of `world_size`, and leaves their trace there. Returns 0."""
+    """Train the run in `folder` as one rank of `world_size`, and write its trace there. Returns 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config, plan = load_run_config(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
     if config.train.deterministic:
@@ -57,7 +57,7 @@ def verify_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> 
 
 
 class TracingTrainer(Trainer):
-    """A trainer that sketches its hidden states and keeps its first gradients."""
+    """Trainer that sketches its hidden states and keeps its first gradients."""
 
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream) -> None:
         super().__init__(config, plan, world, dataset)
@@ -103,8 +103,10 @@ class TracingTrainer(Trainer):
         super()._update_parameters(action)
 
     def save_tensors(self, folder: Path, tensors: dict[str, Tensor] | None) -> None:
-        """Writes this rank's part of each parameter or gradient. Every copy gets a name of its own: `0/embed.weight`
-        and `1/embed.weight`."""
+        """Write this rank's part of each parameter or gradient.
+
+        Every copy gets a name of its own: `0/embed.weight` and `1/embed.weight`.
+        """
         pieces = [
             LocalShard(
                 f"{layout.copy_index}/{name}", replace(layout, num_copies=1, copy_index=0, num_writers=1), tensors[name]

@@ -1,7 +1,7 @@
-"""What plans are compared with: the same training on one process, by the plain decoder and PyTorch's own parts.
+"""Reference of plans: the same training on one process, by the plain decoder and PyTorch's own parts.
 
-There is no program, no executor and nothing parallel in it; loss, clipping and the count of tokens are PyTorch's. Only
-the model, its initial values, the data and the optimizer are Muster's.
+There is no program, no executor and nothing parallel in it; loss, clipping and token counts are PyTorch's. Only the
+model, its initial values, the data and the optimizer are Muster's.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ from muster.train.verify.trace import Trace
 
 
 class Reference:
-    """The steps of a run on one process, and what one step makes of any gradients.
+    """The steps of a run on one process.
 
-    It has a plan's precision and micro-batches: in bf16, gradients lose digits as they are added up within one.
+    It has a plan's precision and micro-batches: in bf16, gradients lose digits when they are accumulated.
     """
 
     def __init__(self, config: RunConfig, precision: Precision, micro_batch_size: int, dataset: SampleStream) -> None:
@@ -44,11 +44,11 @@ class Reference:
         self._dataset = dataset
         self._device = pick_device(0, 1)
         self.gradients: dict[str, Tensor] = {}
-        """Of the first step, before clipping, on the CPU."""
+        """Gradients of the first step, before clipping, on the CPU."""
         self.trace = self._run()
 
     def updated_parameters(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters after a first step with these gradients, which are cut in place; on the CPU."""
+        """Return the parameters after a first step with these gradients, which are clipped in place; on the CPU."""
         model = self._new_model(torch.device("cpu"))
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
@@ -83,7 +83,7 @@ class Reference:
         return build_optimizer(self.config.optim, dict(model.named_parameters()), layouts)
 
     def _gradients_of(self, model: Decoder, step: int, sketches: Sketches) -> float:
-        """Adds up the gradients of one step. Returns its loss."""
+        """Accumulate the gradients of one step. Returns its loss."""
         count, size = self.config.train.global_batch_size, self._micro_batch_size
         batch = self._dataset.train_batch(step * count, count)
         tokens_BS, labels_BS = (torch.from_numpy(a).to(self._device) for a in (batch.tokens_BS, batch.labels_BS))
@@ -112,7 +112,7 @@ class Reference:
         return total / num_valid
 
     def _clip_and_step(self, model: Decoder, optimizer: Optimizer, step: int) -> float:
-        """Returns the norm of the gradients before they are cut."""
+        """Clip and step. Returns the gradient norm before clipping."""
         optim = self.config.optim
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
         optimizer.step(lr_at_step(optim, step, self.config.train.num_steps))

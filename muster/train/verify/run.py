@@ -1,4 +1,4 @@
-"""Runs a few steps of a run under several plans, each on its own processes, and compares each with one process."""
+"""`muster verify`: a few steps under several plans, each on its own processes, compared with one process."""
 
 import os
 import signal
@@ -23,10 +23,10 @@ from muster.train.verify.padded import PaddedDataset
 from muster.train.verify.reference import Reference
 
 TOLERANCES: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-2}
-"""How much of a number another order of additions may change, by precision."""
+"""Relative change of an element that another order of additions may cause, by precision."""
 
 Progress = Callable[[str], None]
-"""Is told what begins."""
+"""Receives a line when a plan begins."""
 
 
 def verify(
@@ -37,11 +37,11 @@ def verify(
     tolerance: float | None,
     progress: Progress,
 ) -> list[ParityResult]:
-    """How the first `steps` steps of a run under each of the (runnable) plans differ from those on one process.
+    """Compare the first `steps` steps of a run under each of the (supported) plans with those on one process.
 
-    `run_dir` is where the run itself would lie: its token store is used. The learning rate is the run's highest from
-    the first step on, so that every step changes something. `tolerance` None stands for that of each plan's precision.
-    Raises InfeasibleError for a precision that can't be compared, KeyboardInterrupt when the ranks were told to stop.
+    `run_dir` is the run's own directory, whose token store is used. The learning rate is the run's highest from the
+    first step on, so that every step changes something. `tolerance` None stands for that of each plan's precision.
+    Raises InfeasibleError for a precision that can't be compared, KeyboardInterrupt when the ranks were asked to stop.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("muster verify starts the processes of each plan itself: run it without torchrun")
@@ -79,8 +79,11 @@ def verify(
 
 
 def comparison_config(config: RunConfig, steps: int, run_dir: Path) -> RunConfig:
-    """The run, made short, with the highest learning rate throughout and no step skipped for a spike; its token store
-    is where the run has it."""
+    """Return the configuration shortened to `steps`, with the highest learning rate throughout and no skipping of
+    spikes.
+
+    Its token store is that of the run.
+    """
     cache = Path(config.data.cache) if config.data.cache else run_dir.resolve().parent / ".data"
     return config.model_copy(
         update={
@@ -104,7 +107,7 @@ def _verify_plan(config: RunConfig, plan: Plan, reference: Reference, tolerance:
 
 
 def _run(folder: Path, num_ranks: int) -> str | None:
-    """Runs the plan in `folder`; why it failed, or None. A rank's traceback goes to standard error."""
+    """Run the plan in `folder`; returns the reason of a failure, or None. A rank's traceback goes to standard error."""
     command = rank_command("muster.train.verify.rank", folder, num_ranks)
     outcome = launch(command, num_ranks, folder)
     if outcome.report() == 0:

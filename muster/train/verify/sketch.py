@@ -1,9 +1,9 @@
-"""Sketches of hidden states: a few numbers by which outputs can be compared that no process has whole.
+"""Sketches of hidden states: a few numbers that compare outputs which no process holds whole.
 
-A sketch of a matrix X (S, W) is aᵀXb for vectors a, b of random signs. It is linear in X, so that the sketches of parts
-add up to that of the whole, and its mean square over the draws is the sum of squares of X, so that the sketches of two
-outputs differ by about as much as the outputs do (Alon, Matias, Szegedy 1996, "The space complexity of approximating
-the frequency moments", in its tensor form).
+A sketch of a matrix X (S, W) is aᵀXb for vectors a, b of random signs. It is linear in X, so the sketches of parts sum
+to that of the whole, and its mean square over the draws is the sum of squares of X, so the sketches of two outputs
+differ by about as much as the outputs do (Alon, Matias, Szegedy 1996, "The space complexity of approximating the
+frequency moments", in its tensor form).
 """
 
 from collections.abc import Callable
@@ -19,17 +19,18 @@ from muster.spec.workload import Workload
 NUM_DRAWS = 8
 """Sketches of each output of each sample."""
 _CHUNK_POSITIONS = 256
-"""How many positions are worked on at once: float64 copies of all logits would be large."""
+"""Positions per chunk: float64 copies of all logits would be large."""
 
 
 def traced_parts(spec: ModelSpec) -> list[str]:
-    """What of a model is watched, in the order of the forward."""
+    """Return the parts of a model whose outputs are sketched, in the order of the forward."""
     layers = [f"layers.{layer}.{kind}" for layer in range(spec.num_layers) for kind in ("attn", "mlp")]
     return ["embed", *layers, "norm", "head"]
 
 
 def hook_outputs(module: Decoder, on_output: Callable[[str, Tensor], None]) -> None:
-    """Calls `see(part, output)` in every forward of these layers; what a layer adds to the residual is its output."""
+    """Call `on_output(part, output)` in every forward of the traced parts; a layer's output is what it adds to the
+    residual."""
 
     def seen(part: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*arguments: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def hook_outputs(module: Decoder, on_output: Callable[[str, Tensor], None]) -> N
 
 
 class Sketches:
-    """The sketches of one step: of every part's output, for every sample of the global batch."""
+    """Sketches of one step: of every part's output, for every sample of the global batch."""
 
     def __init__(self, spec: ModelSpec, workload: Workload, device: torch.device) -> None:
         self._parts, self._workload = traced_parts(spec), workload
@@ -57,12 +58,12 @@ class Sketches:
         self.values = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def whole_shape(self, part: str) -> tuple[int, int]:
-        """Positions and width of a part's output on one process."""
+        """Return positions and width of a part's output on one process."""
         return self._workload.seq_len, self._vocab_size if part == "head" else self._hidden_size
 
     @torch.no_grad()
     def add(self, part: str, x_BSW: Tensor, sample: int, position: int = 0, column: int = 0) -> None:
-        """Adds an output, or a part of it that begins at `sample` of the global batch, `position` and `column`."""
+        """Add an output, or a part of it that begins at `sample` of the global batch, `position` and `column`."""
         positions, width = self.whole_shape(part)
         a_SK = _signs(f"{part}/positions", positions, x_BSW.device)[position : position + x_BSW.shape[1]]
         b_WK = _signs(f"{part}/columns", width, x_BSW.device)[column : column + x_BSW.shape[2]]
@@ -72,6 +73,6 @@ class Sketches:
 
 
 def _signs(key: str, count: int, device: torch.device) -> Tensor:
-    """Random signs (count, DRAWS), the same on every process."""
+    """Return random signs (count, NUM_DRAWS), the same on every process."""
     bits = torch.randint(2, (count, NUM_DRAWS), generator=keyed_generator(0, f"verify/{key}"), dtype=torch.float64)
     return (2 * bits - 1).to(device)
