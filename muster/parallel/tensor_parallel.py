@@ -206,10 +206,10 @@ class _VocabParallelLoss(torch.autograd.Function):
     def forward(
         ctx: Any, axis: TensorAxis, vocab_start: int, logits_NV: Tensor, labels_N: Tensor, z_loss_coefficient: float
     ) -> LossSums:
-        x_NV = logits_NV.to(accumulation_dtype(logits_NV.dtype))
-        row_N, is_local_N = local_rows(labels_N, vocab_start, x_NV.shape[1])
-        max_N = axis.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX).wait()
-        exp_NV, sum_N, label_N = exp_and_sums(x_NV, max_N, row_N, is_local_N)
+        row_N, is_local_N = local_rows(labels_N, vocab_start, logits_NV.shape[1])
+        max_N = logits_NV.amax(1).to(accumulation_dtype(logits_NV.dtype))
+        max_N = axis.all_reduce(max_N, dist.ReduceOp.MAX).wait()
+        exp_NV, sum_N, label_N = exp_and_sums(logits_NV, max_N, row_N, is_local_N)
         sum_N, label_N = axis.all_reduce(torch.stack((sum_N, label_N))).wait()
         whole = whole_vocab_loss(max_N, sum_N, label_N, labels_N, z_loss_coefficient)
         grad_NV = softmax_gradient_(exp_NV, whole.factor_N, row_N, is_local_N.to(exp_NV.dtype))

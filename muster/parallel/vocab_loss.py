@@ -38,13 +38,14 @@ def embed_local_rows(ids_N: Tensor, weight_VD: Tensor, vocab_start: int) -> Tens
     return F.embedding(row_N, weight_VD) * is_local_N.unsqueeze(1)
 
 
-def exp_and_sums(x_NV: Tensor, max_N: Tensor, row_N: Tensor, is_local_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exp_and_sums(logits_NV: Tensor, max_N: Tensor, row_N: Tensor, is_local_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(x − max), its sum over the rank's entries, and the label's logit where that is the rank's, else 0.
 
-    `row_N` and `is_local_N` are the labels' `local_rows`; shapes (N, V), (N), (N).
+    `row_N` and `is_local_N` are the labels' `local_rows`; shapes (N, V), (N), (N), in the accumulation dtype. A wider
+    copy of the logits lives in here only, as it would be the largest tensor of the loss.
     """
-    label_N = x_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * is_local_N
-    exp_NV = (x_NV - max_N.unsqueeze(1)).exp_()
+    label_N = logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1).to(max_N.dtype) * is_local_N
+    exp_NV = (logits_NV.to(max_N.dtype) - max_N.unsqueeze(1)).exp_()
     return exp_NV, exp_NV.sum(1), label_N
 
 

@@ -2,9 +2,9 @@
 
 The loss takes two passes with one exchange between them (arXiv:2411.05288, algorithm 2). Pass S computes the logits of
 the rank's vocabulary entries and from them the largest logit, the sum of exponentials, and the softmax times the head,
-which is the rank's term of the hidden state's gradient but for a factor. The collective SC gathers these terms on the
-last stage's rank and the sums on all ranks. Pass T computes the gradient of the rank's rows of the head; nothing waits
-for it, so a schedule places it where a rank would be idle. `muster.parallel.vocab_loss` has the formulas.
+which is the rank's term of the hidden state's gradient but for a factor. The collective LOGIT_STATS gathers these terms
+on the last stage's rank and the sums on all ranks. Pass T computes the gradient of the rank's rows of the head; nothing
+waits for it, so a schedule places it where a rank would be idle. `muster.parallel.vocab_loss` has the formulas.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,8 @@ class VocabShard:
             Kind.EMB_GRAD_BCAST: lambda micro_batch, d: self._broadcast(self.first, d, self._gradients_ND, micro_batch),
         }
         """Functions by instruction kind that start a collective; each takes the micro-batch and the tensor that this
-        rank contributes. The result matters on the rank of the stage that reads it: the first stage's input (EC), or
-        the gradient of the last stage's output (SC)."""
+        rank contributes. The result matters on the rank of the stage that reads it: the first stage's input
+        (EMB_REDUCE), or the gradient of the last stage's output (LOGIT_STATS)."""
 
     # ------------------------------------------------------------------------------------------------------------------
     # Passes
