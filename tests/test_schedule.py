@@ -331,7 +331,7 @@ FAULTS = {
         [("GRAD_NORM@collective:2\nrank 1", "\nrank 1"), (" STEP@collective:3", "")],
         "GRAD_NORM is missing on rank 0",
     ),
-    "backward first": ([("1F0@p2p:0,collective:0 1B0", "1B0 1F0@p2p:0,collective:0")], "1B0 on rank 1 reads what its"),
+    "backward first": ([("1F0@p2p:0,collective:0 1B0", "1B0 1F0@p2p:0,collective:0")], "1B0 on rank 1 reads its saved"),
     "input not awaited": ([("1F1@p2p:1", "1F1")], "1F1 on rank 1 reads its input before 1RECV_F1 is known to be over"),
     "gradient not awaited": ([("0B1@p2p:3", "0B1")], "0B1 on rank 0 reads the gradient of its output before 0RECV_B1"),
     "sent too early": (
@@ -393,9 +393,9 @@ rank 2 p2p: 2RECV_F0<1 2SEND_F0>0@compute:0 2RECV_F1<1 2SEND_F1>0@compute:1
     with pytest.raises(ProgramError) as refusal:
         check(parse_program(circle))
     assert str(refusal.value) == (
-        "deadlock: rank 0 stands at 3F0, which waits for 3RECV_F0<2, held up by rank 2;"
-        " rank 2 stands at 2F0, which waits for 2RECV_F0<1, held up by rank 1;"
-        " rank 1 stands at 1F1, which waits for 1RECV_F1<0, held up by rank 0"
+        "deadlock: rank 0 stalls at 3F0, which waits for 3RECV_F0<2, held up by rank 2;"
+        " rank 2 stalls at 2F0, which waits for 2RECV_F0<1, held up by rank 1;"
+        " rank 1 stalls at 1F1, which waits for 1RECV_F1<0, held up by rank 0"
     )
     check(
         edited(
@@ -411,15 +411,13 @@ rank 0 compute: 0F0 0F1 0B1@host_copy:0 0B0@host_copy:1
 rank 0 host_copy: 0OFFLOAD0@compute:0 0RELOAD0@compute:2
 """
     assert check(parse_program(sound)).peak_activations == (2,)
-    with pytest.raises(ProgramError, match="0B0 on rank 0 reads what its forward keeps, already freed"):
+    with pytest.raises(ProgramError, match="0B0 on rank 0 reads its saved activations, already freed"):
         check(edited(sound, ("0B0@host_copy:1", "0B0")))
-    with pytest.raises(ProgramError, match="0OFFLOAD0 on rank 0 reads what its forward keeps before 0F0 is known"):
+    with pytest.raises(ProgramError, match="0OFFLOAD0 on rank 0 reads its saved activations before 0F0 is known"):
         check(edited(sound, ("@compute:0", "")))
-    with pytest.raises(
-        ProgramError, match="0RELOAD0 on rank 0 reads what its forward keeps, in the host's memory, before"
-    ):
+    with pytest.raises(ProgramError, match="0RELOAD0 on rank 0 reads its saved activations in host memory before"):
         check(edited(sound, ("0RELOAD0@compute:2", "0RELOAD0@compute:1")))
-    with pytest.raises(ProgramError, match="0OFFLOAD1 on rank 0 reads what its forward keeps, already freed"):
+    with pytest.raises(ProgramError, match="0OFFLOAD1 on rank 0 reads its saved activations, already freed"):
         check(edited(sound, ("0RELOAD0@compute:2", "0RELOAD0@compute:2 0OFFLOAD1@compute:2")))
 
 

@@ -9,10 +9,10 @@ from muster.spec.stage_placement import bidirectional_placement, wave_placement
 
 
 def bitpipe(spec: ScheduleSpec) -> Schedule:
-    """Two replicas of two stages per rank each, on an even number of ranks.
+    """Two replicas with two stages per rank each, on an even number of ranks.
 
-    Bubble (p − 2) tF (1 + (m/p − 1) / 2) if tB = 2 tF and m is a multiple of p, so units of p micro-batches are
-    best few. It is made for whole units; of the last, what doesn't exist is left out.
+    Bubble (p − 2) tF (1 + (m/p − 1) / 2) if tB = 2 tF and m is a multiple of p; each further unit of p micro-batches
+    adds to it. The order is made for whole units; passes of missing micro-batches are left out.
     """
     p, count = require_even_ranks("bitpipe", spec), spec.num_micro_batches
     ways = split_micro_batches(count)
@@ -27,9 +27,9 @@ def bitpipe(spec: ScheduleSpec) -> Schedule:
 
 
 def _rank_order(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, int], range]]) -> tuple[Action, ...]:
-    """The order of the `rank`-th rank from where its own direction begins.
+    """Return the order of the `rank`-th rank, counted from where its own direction begins.
 
-    `ways` are its own direction and the other: its first and second stage there, and the micro-batches.
+    `ways` are its own direction and the other one, each as (first and second stage of the rank, micro-batches).
     """
     forwards = [step for unit in range(num_units) for step in _unit((0, 1), rank, p // 2, unit)]
     backwards = [step for unit in range(num_units) for step in _unit((1, 0), rank, p // 2, unit)]
@@ -50,7 +50,7 @@ def _rank_order(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, i
 
 
 def _unit(arms: tuple[int, int], rank: int, half: int, unit: int) -> list[tuple[int, int, int]]:
-    """One unit's passes as (way, arm of the V, index); `arms`: which comes first."""
+    """Return one unit's passes as (way, arm of the V, index); `arms` in the order in which they come."""
     early, late = arms
     lone, paired = half - rank, rank
     own, other = 0, 1

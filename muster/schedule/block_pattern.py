@@ -1,7 +1,7 @@
-"""Orders of forwards and input backwards from one block that repeats: a micro-batch's way down and back, every period.
+"""Orders of F and I from one repeating block: the path of a micro-batch through all stages and back, every period.
 
-Building blocks as in Qi et al. 2024 (arXiv:2405.15362, §3), but laid out with the given times and delays: a way that
-takes longer keeps more micro-batches under way, a shorter one needs less memory.
+Building blocks as in Qi et al. 2024 (arXiv:2405.15362, §3), but laid out with the given times and delays instead of
+unit slots. A block with longer waits keeps more micro-batches in flight and hides delays; a shorter one saves memory.
 """
 
 from dataclasses import dataclass, replace
@@ -12,23 +12,23 @@ from muster.schedule.search_problem import SearchProblem
 
 @dataclass(frozen=True, slots=True)
 class BlockPattern:
-    """All but the last two in periods of the pipe."""
+    """Parameters of a block; all but `patience` and `overtake` are in periods of the problem."""
 
     rank_delays: tuple[float, ...]
-    """What a micro-batch waits at each change of rank: forward in each chunk, then backward in each, deepest first."""
+    """Wait at each change of rank, per leg: forward in each chunk, then backward in each, deepest first."""
     turn_delays: tuple[float, ...]
-    """What it waits at the end of each of these legs but the last, where it turns round or goes into the next chunk."""
+    """Wait at the end of each leg but the last, where a micro-batch turns or enters the next chunk."""
     lead: float
-    """How much earlier than one period apart the later forwards are, as long as they are `spacing` apart."""
+    """Lead of later forwards over a distance of one period, as long as they are `spacing` apart."""
     spacing: float
     period: float
     patience: float
-    """As in `follow`, and `overtake`."""
+    """Options of `place_weight_grads`, with `overtake`."""
     overtake: int
 
 
 def pattern_orders(problem: SearchProblem, pattern: BlockPattern) -> list[list[int]] | None:
-    """The F and I of each rank by the times of the pattern; None where a rank would have to keep too much."""
+    """Return the F and I of each rank by the times of the pattern; None if a rank exceeds its memory."""
     begins_s = _first_begin_times_s(problem, pattern)
     count, stages, period_s = problem.num_micro_batches, problem.num_stages, problem.period_s
     backward_s = [index * pattern.period * period_s for index in range(count)]
@@ -52,7 +52,7 @@ def pattern_orders(problem: SearchProblem, pattern: BlockPattern) -> list[list[i
 
 
 def _first_begin_times_s(problem: SearchProblem, pattern: BlockPattern) -> list[float]:
-    """When the first micro-batch's F and then its I begin, by stage."""
+    """Return by stage when the first micro-batch's F, then its I, begins."""
     stages, ranks, period_s = problem.num_stages, problem.num_ranks, problem.period_s
     way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
     begins_s, time_s = [0.0] * (2 * stages), 0.0
@@ -70,7 +70,7 @@ def _first_begin_times_s(problem: SearchProblem, pattern: BlockPattern) -> list[
 
 
 def initial_patterns(problem: SearchProblem) -> list[BlockPattern]:
-    """From a way that takes as long as the memory allows to one that takes no longer than it must."""
+    """Return patterns from the longest block that memory allows to the shortest possible one."""
     legs, period_s = 2 * problem.num_stages // problem.num_ranks, problem.period_s
     longest_s = problem.capacity * problem.num_ranks / problem.num_stages * period_s
     spare_s = max(0.0, longest_s - problem.round_trip_s(0) - problem.times_s[1][0] - problem.times_s[2][0])
@@ -80,7 +80,7 @@ def initial_patterns(problem: SearchProblem) -> list[BlockPattern]:
 
 
 def mutate_pattern(pattern: BlockPattern, random: Random) -> BlockPattern:
-    """A pattern near another one."""
+    """Return a random pattern near another one."""
     for _ in range(random.choice((1, 2, 3))):
         what = random.randrange(8)
         if what < 2:
@@ -99,7 +99,7 @@ def mutate_pattern(pattern: BlockPattern, random: Random) -> BlockPattern:
 
 
 def _perturb(waits: tuple[float, ...], by: float, random: Random) -> tuple[float, ...]:
-    """One of the waits changed, or all of them."""
+    """Return the waits with one of them, or all, changed at random."""
     change = random.gauss(0, by)
     which = random.randrange(len(waits) + 1)
     return tuple(max(0.0, wait + change * (which in (index, len(waits)))) for index, wait in enumerate(waits))

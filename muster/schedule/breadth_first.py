@@ -11,7 +11,7 @@ def breadth_first(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1)(tF + tB) / v; every rank keeps the activations of all micro-batches.
 
     A stage's parameters are needed once for all forwards and once for all backwards, and its gradients are complete
-    early: little to gather and to reduce where data-parallel ranks share them.
+    early: little to gather and reduce where data-parallel ranks shard them.
     """
     count = spec.num_micro_batches
     placement = looped_placement(spec.num_ranks, spec.chunks)

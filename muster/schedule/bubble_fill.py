@@ -1,4 +1,10 @@
-"""Moves actions ahead in a schedule's order into slots in which their rank would wait."""
+"""Bubble filling: moves passes of an order ahead into slots in which their rank would idle.
+
+Idea: follow the order in an event-driven run with the given times; whenever a rank becomes free, it takes the first
+pass of its order that is ready, instead of waiting for the very next one. With the order `F0 B0 F1` on a rank whose B0
+waits for another rank, F1 runs first. A memory limit keeps such forwards from piling up: one may overtake only if the
+rank, going on in its order afterwards, would never save more activations than the limit.
+"""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -11,23 +17,24 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 
 _BEHIND_ALL = 1 << 40
-"""More than there are actions."""
+"""Number larger than that of any action: puts a queue behind all others."""
 
 
 def run_ready_first(schedule: Schedule, spec: ScheduleSpec, limit: float = inf) -> Schedule:
-    """The schedule in the order of a run with the setting's times, in which a free rank does the first action of its
-    order that is ready.
+    """Return the schedule in the order of a run in which a free rank takes the first ready pass of its order.
 
-    Actions of the same kind and stage keep their order. A forward overtakes others only where the rank, if it went on
-    in its order, would then never keep more than `limit` activations of a stage each: if the order can be followed
-    within the limit, so can the result. Raises ProgramError where it can't.
+    Passes of the same kind and stage keep their order. A forward overtakes others only if the rank, going on in its
+    order, would then never save more than `limit` activations of a stage each: if the order can be followed within the
+    limit, so can the result. Raises ProgramError if no rank could follow the order.
     """
     return _reorder(schedule, spec, limit, weights_fill=False)
 
 
 def fill_bubbles(schedule: Schedule, spec: ScheduleSpec, limit: float = inf) -> Schedule:
-    """The schedule in the order of such a run, in which forwards and input backwards keep their order and weight
-    backwards are done where the rank would wait, or keep more than `limit` activations, or has nothing else left."""
+    """Return the schedule with its W placed where a rank would idle; F and I keep their order.
+
+    A W also runs if the rank would exceed `limit` activations, or has nothing else left. Raises as `run_ready_first`.
+    """
     return _reorder(schedule, spec, limit, weights_fill=True)
 
 
@@ -38,8 +45,11 @@ def _reorder(schedule: Schedule, spec: ScheduleSpec, limit: float, weights_fill:
 
 
 class EventRun:
-    """Actions have numbers, rank by rank in the schedule's order. Events are moments at which a rank may find
-    something to do."""
+    """Event-driven run of a schedule.
+
+    Actions are numbered rank by rank in the schedule's order. Events are moments at which a rank may find something to
+    do.
+    """
 
     def __init__(self, schedule: Schedule, spec: ScheduleSpec, limit: float, weights_fill: bool) -> None:
         self.actions = [action for order in schedule.ranks for action in order]
@@ -48,7 +58,7 @@ class EventRun:
         for number, action in reversed(list(enumerate(self.actions))):
             self.ranks[self.rank_by_number[number]].push_front(number, action)
         self.ready_s = [inf] * len(self.actions)
-        """When what an action takes in is there, as far as that is known."""
+        """Seconds from which the input of each action is there, as far as known."""
         self.numbers: dict[tuple, int] = {action: number for number, action in enumerate(self.actions)}
         self.events: list[tuple[float, int]] = []
         self.spec, self.depth = spec, schedule.depth
@@ -63,7 +73,7 @@ class EventRun:
         )
         self.seconds_of = [self.seconds[kind][stage % self.depth] for kind, stage, *_ in self.actions]
         self.tolerance_s = 1e-9 * (sum(spec.forward_s) + sum(both_s))
-        """Sums of the same times differ by rounding."""
+        """Tolerance: sums of the same times differ by rounding."""
 
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         self._begin()
@@ -99,7 +109,7 @@ class EventRun:
             heappush(self.events, (ready_s, index))
 
     def _dependents(self, action: Action) -> list[int]:
-        """The actions that are ready when `action` is over."""
+        """Return the actions that become ready when `action` is over."""
         kind, stage, micro_batch, *_ = action
         level, numbers = stage % self.depth, self.numbers
         if kind == Kind.F:
@@ -112,7 +122,7 @@ class EventRun:
 
 
 class RankQueue:
-    """What a rank has done and still has to do."""
+    """State of one rank: its finished and its pending actions."""
 
     def __init__(self, limit: float, weights_fill: bool) -> None:
         self.limit, self.weights_fill = limit, weights_fill
@@ -120,13 +130,13 @@ class RankQueue:
         self.activations = 0
         self.done: list[int] = []
         self.pending: list[int] = []
-        """What is not done, the first at the end; what is done lies there too until all before it is."""
+        """Pending actions, the first at the end; a finished one stays until all before it are finished."""
         self.queues: dict[tuple[str, int], list[int]] = {}
-        """What is done in order among itself, the first at the end."""
+        """Queues of actions that keep their order among themselves, the first at the end."""
         self.queues_with_offset: list[tuple[int, list[int]]] = []
-        """Each queue with what puts it after others."""
+        """Each queue with an offset that puts it behind others."""
         self.activation_change: dict[int, int] = {}
-        """By how many more activations are kept after each action that is not done."""
+        """Change of the number of saved activations by each pending action."""
 
     def push_front(self, number: int, action: Action) -> None:
         key = (Kind.W if action.kind == Kind.W else "FBI", -1) if self.weights_fill else (action.kind, action.stage)
@@ -140,7 +150,7 @@ class RankQueue:
         self.activation_change[number] = {Kind.F: 1, Kind.I: 0}.get(action.kind, -1)
 
     def pop_ready(self, ready_s: list[float], until_s: float) -> int | None:
-        """Takes the first action of the order that is ready and fits; None if there is none."""
+        """Remove and return the first ready action that fits in memory, None if there is none."""
         change, best, found = self.activation_change, 2 * _BEHIND_ALL, None
         for after, queue in self.queues_with_offset:
             if queue and ready_s[queue[-1]] <= until_s and queue[-1] + after < best:
@@ -157,7 +167,7 @@ class RankQueue:
         return number
 
     def _fits(self, number: int) -> bool:
-        """Whether the rank, after this forward and what stands before it, never keeps too many activations."""
+        """Return True if the rank, after this forward and all pending ones before it, never exceeds the limit."""
         if self.limit == inf:
             return True
         kept = self.activations + 1

@@ -1,4 +1,4 @@
-"""The checker's books: which buffers a rank holds as a Program runs, and which gradients are complete."""
+"""Buffer liveness for the checker: buffers that a rank holds during a Program, and complete gradients."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,21 +11,21 @@ PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 _BUFFER_NAMES = {
     "x": ("its input", Kind.RECV_F),
-    "a": ("what its forward keeps", Kind.F),
+    "a": ("its saved activations", Kind.F),
     "y": ("the output", Kind.F),
     "g": ("the gradient of its output", Kind.RECV_B),
     "d": ("the gradient of the input", Kind.B),
-    "w": ("what its backward for inputs keeps", Kind.I),
+    "w": ("the buffers saved by its backward for inputs", Kind.I),
     "p": ("the gathered parameters", Kind.UNSHARD),
-    "e": ("its part of the word vectors", Kind.EMB_F),
+    "e": ("its word embeddings", Kind.EMB_F),
     "h": ("the hidden state under the head", Kind.HIDDEN_BCAST),
-    "s": ("what its words add to the sums", Kind.S),
+    "s": ("its logit statistics", Kind.S),
     "l": ("the exponentials of its logits", Kind.S),
-    "z": ("the sums over all words", Kind.LOGIT_STATS),
-    "q": ("the gradient of the word vectors", Kind.EMB_GRAD_BCAST),
-    "o": ("what its forward keeps, in the host's memory,", Kind.OFFLOAD),
+    "z": ("the logit statistics of all ranks", Kind.LOGIT_STATS),
+    "q": ("the gradient of the word embeddings", Kind.EMB_GRAD_BCAST),
+    "o": ("its saved activations in host memory", Kind.OFFLOAD),
 }
-"""What a buffer is, and the kind that makes it."""
+"""Description of each buffer, and the kind that makes it."""
 
 _BOUNDARY_BUFFERS = {
     Kind.EMB_REDUCE: ("makes", "x"),
@@ -33,7 +33,7 @@ _BOUNDARY_BUFFERS = {
     Kind.LOGIT_STATS: ("makes", "g"),
     Kind.EMB_GRAD_BCAST: ("frees", "d"),
 }
-"""What a collective of words does on the rank of the first stage (x, d) or of the last (y, g)."""
+"""Effect of a vocabulary collective on the rank of the first stage (x, d) or of the last one (y, g)."""
 
 _GRADIENT_ORDER = {
     Kind.B: 0,
@@ -46,7 +46,7 @@ _GRADIENT_ORDER = {
     Kind.ALL_REDUCE_TIED: 4,
 }
 _GRADIENT_ORDER |= {Kind.GRAD_NORM: 5, Kind.GRAD_NORM_ASYNC: 5, Kind.STEP: 6}
-"""Gradients are made, reduced, added up between stages, measured and used: each kind needs all the earlier ones."""
+"""Order of instructions on gradients: each kind needs all the earlier ones to be over."""
 
 
 BufferKey = tuple[str, int]
@@ -54,17 +54,17 @@ BufferKey = tuple[str, int]
 
 
 class _BufferRule(NamedTuple):
-    """What a kind of instruction does on a stage: letters with their places, and its part in the gradients' order."""
+    """Effect of a kind of instruction on a stage: buffers by letter, and its place in the order of gradients."""
 
     reads: tuple[tuple[str, BufferKey], ...]
     makes: tuple[tuple[str, BufferKey], ...]
     frees: tuple[tuple[str, BufferKey], ...]
     order: int
-    """−1: none."""
+    """Place in the order of gradients; −1: none."""
 
 
 class BufferLiveness:
-    """What one rank holds as the run goes on."""
+    """Buffers of one rank during the run."""
 
     def __init__(self, program: Program, rank: int, max_activations: int | None) -> None:
         self.rank, self.program, self.placement = rank, program, program.placement
@@ -75,19 +75,19 @@ class BufferLiveness:
         self.by_stage: dict[int, int] = dict.fromkeys(stages, 0)
         self.peak_by_stage = self.by_stage.copy()
         self.alive: dict[tuple[BufferKey, tuple | None], bool] = {}
-        """Place and micro-batch (None for parameters) of a buffer → whether it still exists."""
+        """Buffer and micro-batch (None for parameters) → True while the buffer exists."""
         self.rules: dict[tuple[Kind, int], _BufferRule] = {}
         actions = [action for items in program.ranks[rank].values() for action, _, _ in items]
         self.unsharded_stages = {action.stage for action in actions if action.kind == Kind.UNSHARD}
         self.pending_gradients = dict.fromkeys(action for action in actions if action.kind in _GRADIENT_ORDER)
-        """What concerns gradients and is not over yet."""
+        """Instructions on gradients that are not over yet."""
         self.kinds = KINDS
         self.vocab_parallel = any(action.kind == Kind.EMB_REDUCE for action in actions)
         if not any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions):
             self.kinds = {**KINDS, Kind.F: replace(KINDS[Kind.F], makes="y", frees="x")}
 
     def record(self, action: Action, over: bool) -> None:
-        """Books that `action` begins, or that it is known to be over."""
+        """Record that `action` begins or is over. Raises ProgramError for a missing or freed buffer."""
         rule, unit, alive = self.rules.get(action[:2]) or self._add_rule(*action[:2]), action[2:], self.alive
         self._count_copy(action, over)
         if over:
@@ -135,9 +135,11 @@ class BufferLiveness:
         return rule
 
     def _buffer_keys(self, letters: str, stage: int) -> Iterator[tuple[str, BufferKey]]:
-        """Each letter with the place of its buffer, but for what comes from the data or goes into the loss, which is
-        nobody's to free unless the words are spread. What a stage passes to a neighbour on the same rank is that
-        neighbour's input."""
+        """Yield each letter with its buffer; an output to a stage on the same rank is that stage's input.
+
+        Buffers that come from the data or go into the loss are skipped: nobody frees them, except under vocabulary
+        parallelism.
+        """
         for letter in letters:
             if letter in "xygd":
                 ahead = letter in "yg"
@@ -152,7 +154,7 @@ class BufferLiveness:
             yield letter, (letter, stage)
 
     def _count_copy(self, action: Action, over: bool) -> None:
-        """Memory is taken when activations begin to come back, and free when they are known to have left."""
+        """Count host copies: memory is taken when activations begin to return, and free once they have left."""
         if action.kind == Kind.RELOAD and not over:
             self._add_activations(action)
         if action.kind == Kind.OFFLOAD and over:

@@ -1,29 +1,39 @@
-"""One micro-batch's building block on a grid of unit slots, repeated, and packed where the pipeline fills and drains.
+"""Schedules from a building block: one micro-batch's passes on a grid of unit slots, repeated every period.
 
-Blocks and the room they leave: Qi et al. 2024 (arXiv:2405.15362, §3 and §4.1). Two stages per rank, placed as a V.
+Source: Qi et al. 2024 (arXiv:2405.15362, §3 and §4.1), for two stages per rank placed as a V. Every pass takes one
+slot, and a period has six: F, I and W of both stages. V-Min's block on two ranks, with the near stage in capitals:
+
+    slot    0 1 2 3 4 5 6 7
+    rank 0  F . . f i . . I
+    rank 1  . F f . . i I .
+
+Shifted by six slots for each micro-batch, no two passes of a rank meet, and W take the free slots. A rank's peak memory
+is about the lifespan of its two activations (F to W) divided by the period: blocks that hold them for a shorter time
+need less memory, at the price of a bubble where times are unequal. At both ends, while the pipeline fills and drains,
+slots of missing micro-batches are free; there passes move ahead as long as the block's own peak is not exceeded.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 PERIOD = 6
-"""Slots from one block to the next: F, I and W of both of a rank's stages."""
+"""Slots per period: F, I and W of both stages of a rank."""
 
 BlockRow = tuple[int, int, int, int]
-"""On one rank, the slots of micro-batch 0's F on the near stage, F and I on the far one, and I on the near one."""
+"""Block of one rank: slots of F on the near stage, F and I on the far one, and I on the near one, for micro-batch 0."""
 
 F_NEAR, F_FAR, I_FAR, I_NEAR, W_FAR, W_NEAR = range(PERIOD)
 _CHANGE = (1, 1, 0, 0, -1, -1)
-"""What each pass adds to the activations that its rank keeps."""
+"""Change of the number of saved activations by each kind of pass."""
 _MARGIN = 8
-"""Periods that a run needs beyond one block to have a middle in which nothing but repetition happens."""
+"""Periods beyond one block for a run to have a middle that only repeats."""
 
 
 def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[int]]:
-    """What each rank does, as a list of the passes above, each standing for its next micro-batch; `count` in all.
+    """Return the passes of each rank, as lists of the kinds above, each for its next micro-batch; `count` in all.
 
-    While the pipeline fills and drains, passes move ahead into free slots, as long as no rank then keeps more
-    than the block's own peak; between the two the block repeats as it is. W take the slots that are left.
+    While the pipeline fills and drains, passes move ahead into free slots, as long as no rank then exceeds the block's
+    own peak; in between the block repeats as it is. W take the slots that are left.
     """
     fewer = max(row[I_NEAR] for row in rows) // PERIOD + _MARGIN
     if count > fewer:
@@ -34,7 +44,7 @@ def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[int]]:
 
 
 def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -> list[list[int]] | None:
-    """With one period of the middle said `more` times again; None if the middle doesn't repeat."""
+    """Return the orders with one period of the middle repeated `more` times; None if the middle is not periodic."""
     last = max(slot for slot, kind in zip(slots[0], orders[0], strict=True) if kind == F_NEAR)
     begin, found = last - 2 * PERIOD, []
     for order, at in zip(orders, slots, strict=True):
@@ -50,27 +60,27 @@ def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -
 
 @lru_cache(maxsize=16)
 def _pack_block(rows: tuple[BlockRow, ...], count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The passes of each rank and their slots."""
+    """Return the passes of each rank and their slots."""
     lines = [_rank_line(row, count) for row in rows]
     limit = max(_peak_activations(line) for line in lines)
     full, empty = rows[0][I_NEAR], PERIOD * (count - 1)
-    """Until the first slot the pipeline fills; after the second it drains."""
+    """Slots: before `full` the pipeline fills, after `empty` it drains."""
     packed = _SlotGrid(lines, full, empty, limit).run()
     assert packed, "a block's own order can be followed"
     orders, slots = packed
-    # The same again with W wherever there is room: in the middle F and I stay where they are.
+    # Run again with W wherever a slot is free: F and I of the middle keep their slots.
     lines = [list(zip(at, order, strict=True)) for at, order in zip(slots, orders, strict=True)]
     drains = [{kind: _first_after(row[kind], empty) for kind in range(4)} for row in rows]
     return _WeightFillGrid(lines, drains, limit).run() or (orders, slots)
 
 
 def _first_after(first: int, empty: int) -> int:
-    """The first micro-batch whose pass, one each period from `first` on, lies after slot `empty`."""
+    """Return the first micro-batch whose pass (one per period from slot `first`) lies after slot `empty`."""
     return max(0, (empty - first) // PERIOD + 1)
 
 
 def _rank_line(row: BlockRow, count: int) -> list[tuple[int, int]]:
-    """(slot, pass) of one rank by slot: blocks a period apart, and W in the slots between, the oldest first."""
+    """Return (slot, kind) of one rank by slot: blocks a period apart, and W in the slots between, oldest first."""
     taken = {first + PERIOD * index: kind for kind, first in enumerate(row) for index in range(count)}
     line, pending, slot = [], [], 0
     while taken or pending:
@@ -94,7 +104,7 @@ def _peak_activations(line: list[tuple[int, int]]) -> int:
 
 
 def _dependencies(rank: int, last: int) -> list[tuple[int, int]]:
-    """By kind, the rank and kind that make what it takes in; kind −1: the data."""
+    """Return for each kind the rank and kind that make its input; kind −1: the data."""
     near = (rank - 1, F_NEAR) if rank else (rank, -1)
     turn = (rank, F_NEAR) if rank == last else (rank + 1, F_FAR)
     far = (rank - 1, I_FAR) if rank else (rank, F_FAR)
@@ -103,12 +113,12 @@ def _dependencies(rank: int, last: int) -> list[tuple[int, int]]:
 
 
 class _SlotGrid:
-    """A run in which every pass takes one slot: a rank does the first pass of its line that can begin, if it may."""
+    """Run with passes of one slot each: a rank does the first pass of its line that can begin, if allowed."""
 
     def __init__(self, lines: list[list[tuple[int, int]]], full: int, empty: int, limit: int) -> None:
         self.lines, self.full, self.empty, self.limit = lines, full, empty, limit
         self.positions: list[list[list[int]]] = []
-        """By rank and kind, where in the line its passes stand."""
+        """Per rank and kind, positions of its passes in the line."""
         for line in lines:
             places: list[list[int]] = [[] for _ in range(PERIOD)]
             for place, (_, kind) in enumerate(line):
@@ -122,7 +132,7 @@ class _SlotGrid:
         self.done_flags = [bytearray(len(line)) for line in lines]
 
     def run(self) -> tuple[list[list[int]], list[list[int]]] | None:
-        """Passes and slots; None where the ranks wait for each other."""
+        """Return passes and slots; None if the ranks wait for each other."""
         orders: list[list[int]] = [[] for _ in self.lines]
         slots: list[list[int]] = [[] for _ in self.lines]
         left, slot, latest = sum(map(len, self.lines)), 0, max(line[-1][0] for line in self.lines)
@@ -143,7 +153,7 @@ class _SlotGrid:
         return orders, slots
 
     def relax(self) -> bool:
-        """Called where nobody can go on: whether anything was done about it."""
+        """Relax the rules if no rank can go on; return True if anything changed."""
         return False
 
     def _do(self, rank: int, kind: int) -> None:
@@ -156,7 +166,7 @@ class _SlotGrid:
         self.first_open[rank] = first
 
     def ready(self, rank: int, kind: int, before: list[list[int]]) -> bool:
-        """Whether what the kind's next pass takes in was made before this slot."""
+        """Return True if the input of the next pass of a kind was made before this slot."""
         next_one = self.done[rank][kind]
         if next_one == self.count:
             return False
@@ -164,7 +174,7 @@ class _SlotGrid:
         return source < 0 or before[other][source] > next_one
 
     def choose(self, rank: int, slot: int, before: list[list[int]]) -> int:
-        """The kind that the rank does now; −1: none."""
+        """Return the kind that the rank does now; −1: none."""
         line, first, best, found = self.lines[rank], self.first_open[rank], len(self.lines[rank]), -1
         for kind, places in enumerate(self.positions[rank]):
             if self.ready(rank, kind, before):
@@ -175,7 +185,7 @@ class _SlotGrid:
         return found
 
     def _fits(self, rank: int, place: int) -> bool:
-        """Whether the rank, after this F and what stands before it, never keeps too much."""
+        """Return True if the rank, after this F and all before it, never exceeds the limit."""
         line, over, kept = self.lines[rank], self.done_flags[rank], self.activations[rank] + 1
         for earlier in range(self.first_open[rank], place):
             if kept > self.limit:
@@ -186,8 +196,10 @@ class _SlotGrid:
 
 
 class _WeightFillGrid(_SlotGrid):
-    """F and I no earlier than in the line, but for those of `drains` (by rank and kind, the first micro-batch); W in
-    the slots that F and I leave, in the order of I."""
+    """Run with F and I no earlier than in the line, and W in the slots that they leave, in the order of I.
+
+    Exempt are the micro-batches that drain: per rank and kind from `drains[rank][kind]` on.
+    """
 
     def __init__(self, lines: list[list[tuple[int, int]]], drains: list[dict[int, int]], limit: int) -> None:
         super().__init__(lines, 0, 0, limit)

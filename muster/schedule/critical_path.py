@@ -1,4 +1,4 @@
-"""What the makespan of a run hangs on."""
+"""Critical path of a run: the passes that its makespan depends on."""
 
 from muster.schedule.search_problem import SearchProblem, TimedPasses
 
@@ -6,8 +6,10 @@ _EPSILON_S = 1e-9
 
 
 def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, int]]:
-    """Neighbours F or I on a rank, in no need of each other, the second of which begins when the first ends and has
-    no time to lose."""
+    """Return pairs of neighbouring F or I on a rank that are on the critical path and could be swapped.
+
+    The second begins when the first ends, doesn't need it, and has no slack: swapping them may shorten the run.
+    """
     forward = 2 * problem.num_stages * problem.num_micro_batches
     begins_s = begin_times_s(problem, run.passes)
     tail_s = [0.0] * problem.num_passes
@@ -29,7 +31,7 @@ def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, 
 
 
 def begin_times_s(problem: SearchProblem, passes: list[int]) -> list[float]:
-    """When each pass begins, by its code, where ranks follow the order of `passes`."""
+    """Return the begin of each pass by its code, if ranks follow the order of `passes`."""
     begins_s, ends_s, free_s = [0.0] * problem.num_passes, [0.0] * problem.num_passes, [0.0] * problem.num_ranks
     for code in passes:
         kind, stage, before, transfer_s = dependency(problem, code)
@@ -40,7 +42,7 @@ def begin_times_s(problem: SearchProblem, passes: list[int]) -> list[float]:
 
 
 def dependency(problem: SearchProblem, code: int) -> tuple[int, int, int, float]:
-    """A pass's kind and stage, the pass that it needs (−1: none) and the delay between the two."""
+    """Return a pass's kind and stage, the pass that it needs (−1: none), and the delay between the two."""
     count = problem.num_micro_batches
     num_passes = count * problem.num_stages
     kind, place = divmod(code, num_passes)
@@ -53,6 +55,6 @@ def dependency(problem: SearchProblem, code: int) -> tuple[int, int, int, float]
 
 
 def path_depth(problem: SearchProblem, code: int) -> int:
-    """How many passes of its micro-batch come before it: orders passes that take no time."""
+    """Return the number of passes of its micro-batch before it: a tie-break for passes that take no time."""
     kind, stage = divmod(code // problem.num_micro_batches, problem.num_stages)
     return stage if kind == 0 else 2 * problem.num_stages - 1 - stage if kind == 1 else 2 * problem.num_stages

@@ -1,5 +1,4 @@
-"""The order of passes for one plan's own times, where the way from one stage to the next takes long, or not as long
-everywhere."""
+"""Search of an order of passes for one plan with its own times, where p2p transfers are slow or unequal."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,19 +12,19 @@ from muster.schedule.schedule_spec import ScheduleSpec
 from muster.schedule.search_problem import make_search_problem, schedule_from_passes
 
 EXPLORE_PASSES = 60_000
-"""Passes that the rules are tried with."""
+"""Passes to schedule while rules are explored."""
 
 IMPROVE_RUNS = 12
-"""Runs of all passes in which the best of them is changed, and most of these passes."""
+"""Runs in which the best order is changed, and the most passes of these runs."""
 MAX_IMPROVE_PASSES = 120_000
 
 
 @gc_paused()
 def search_custom_orders(spec: ScheduleSpec, p2p_s: Sequence[float]) -> Iterator[Schedule]:
-    """Orders for a setting's times on its placement, where it takes `hops_s` from each stage to the one after it: the
-    shortest that is found, and the same with what each rank does last by stage (`stage_by_stage`).
+    """Yield orders for a spec's times on its placement, with `p2p_s` seconds from each stage to the next.
 
-    Raises InfeasibleError where memory holds no micro-batch.
+    First the shortest order found, then the same with each rank's final W sorted by stage (`sort_final_weight_grads`).
+    Raises InfeasibleError if memory holds no micro-batch.
     """
     problem = replace(make_search_problem(spec, spec.placement), p2p_s=tuple(p2p_s))
     search = OrderSearch(problem, lower_bound_s(problem))
@@ -40,8 +39,10 @@ def search_custom_orders(spec: ScheduleSpec, p2p_s: Sequence[float]) -> Iterator
 
 
 def sort_final_weight_grads(schedule: Schedule) -> Schedule:
-    """The schedule with the weight backwards that end each rank's order sorted by stage, the last stage first: the
-    gradients of one are then complete, and travel, while those of the others are computed."""
+    """Return the schedule with the W that end each rank's order sorted by stage, the last stage first.
+
+    The gradients of one stage are then complete, and travel, while those of the others are computed.
+    """
     return replace(schedule, ranks=tuple(map(_sort_end, schedule.ranks)))
 
 

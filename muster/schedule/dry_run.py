@@ -1,16 +1,16 @@
-"""A dry run of a Program: every rank walks its lanes as the executor does, on transports as strict as any.
+"""Dry run of a Program: every rank walks its lanes as the executor does, on the strictest possible transport.
 
 The rules, which any executor may relax but none may tighten:
 
 * A rank is one thread that walks the compute lane. Before each compute instruction it begins, lane by lane, the
-  instructions at the head of the other lanes whose waits are over; then it makes the instruction's waits over, which
-  may mean to begin what stands before them in their lanes. After the compute lane it finishes all the others.
+  instructions at the head of the other lanes whose waits are over; then it completes the instruction's own waits, which
+  may mean to begin the entries before them in their lanes. After the compute lane it finishes all the others.
 * A transfer is over when both ends have begun it and all transfers before it, of whatever ranks, are over on both:
-  sends keep nothing for later, and a rank's transfers run one after another.
-* A collective holds up the thread until all its ranks have begun it; one that runs beside the compute only where it
-  is waited for. A rank's collectives end in the order in which they began.
-* A copy between the device's and the host's memory is over when its rank has waited for it.
-* What a receive, a collective or a copy brings may be used only after a wait for it.
+  sends are not buffered, and a rank's transfers run one after another.
+* A collective blocks the thread until all its ranks have begun it; an overlapped one only at a wait for it. A rank's
+  collectives end in the order in which they began.
+* A copy between device and host memory is over when its rank has waited for it.
+* The result of a receive, a collective or a copy may be used only after a wait for it.
 
 Nothing in these rules is a choice, so a run that ends once always ends.
 """
@@ -22,13 +22,13 @@ from muster.schedule.action import KINDS, LANES, Lane
 from muster.schedule.program import Instruction, Program, ProgramError, Wait, participants
 
 Observer = Callable[[int, Instruction, bool], None]
-"""Called with (rank, instruction, over) when an instruction begins (False) and when its rank may rely on it (True)."""
+"""Callback (rank, instruction, over): when an instruction begins (False) and when its rank may rely on it (True)."""
 
 
 def dry_run(program: Program, observe: Observer) -> None:
-    """Walks the whole Program, whose transfers and collectives have their other ends in order (see `partners`).
+    """Walk the whole Program, whose transfers and collectives have matching ends (see `peer_check`).
 
-    Raises ProgramError naming who waits for whom where it can't be walked to its end.
+    Raises ProgramError naming who waits for whom if the walk doesn't reach its end.
     """
     ranks: list[_RankState] = []
     ready: list[_RankState] = []
@@ -44,7 +44,7 @@ def dry_run(program: Program, observe: Observer) -> None:
 
 
 class _RankState:
-    """One rank's place in each of its lanes. `begun` and `over` count the head instructions of a lane."""
+    """Position of one rank in each of its lanes: `begun` and `completed` count instructions of a lane."""
 
     def __init__(
         self, program: Program, rank: int, ranks: "list[_RankState]", ready: "list[_RankState]", observe: Observer
@@ -56,13 +56,13 @@ class _RankState:
         self.awaited: set[Wait] = set()
         """Transfers, collectives and copies that the rank has waited for."""
         self.starting: list[Instruction] = []
-        """What is about to begin and waits for its waits, outermost first."""
+        """Instructions that are about to begin and complete their waits, outermost first."""
         self.wait_target: Instruction | None = None
-        """What the last of them waits for."""
+        """Instruction that the last of them waits for."""
         self.blocked_on: Wait | None = None
 
     def walk(self) -> Iterator[Wait]:
-        """Walks until the end; yields what it is blocked on, and goes on when that is over."""
+        """Walk until the end; yield each blocking wait, and resume when it is over."""
         others: list[Lane] = [lane for lane in LANES[1:] if self.lanes[lane]]
         for instruction in self.lanes["compute"]:
             for lane in others:
@@ -81,11 +81,11 @@ class _RankState:
                 yield from self._complete(Wait(lane, index))
 
     def head(self, lane: Lane) -> Instruction | None:
-        """The first instruction of a lane that has begun and is not over."""
+        """Return the first instruction of a lane that has begun and is not over."""
         return self.lanes[lane][self.completed[lane]] if self.completed[lane] < self.begun[lane] else None
 
     def _is_ready(self, instruction: Instruction) -> bool:
-        """Whether all that it waits for would be found over."""
+        """Return True if all waits of the instruction are over."""
         for wait in instruction.waits:
             beside = wait[0] in ("p2p", "host_copy") or KINDS[self.lanes[wait[0]][wait[1]].action.kind].overlapped
             if not (wait in self.awaited if beside else wait[1] < self.completed[wait[0]]):
@@ -108,7 +108,7 @@ class _RankState:
                 yield Wait(lane, index)
 
     def _start(self, lane: Lane) -> None:
-        """The next of a lane begins, all it waits for being over; passes are over at once."""
+        """Begin the next instruction of a lane, all its waits being over; a pass is over at once."""
         instruction = self.lanes[lane][self.begun[lane]]
         self.begun[lane] += 1
         self.observe(self.rank, instruction, False)
@@ -132,7 +132,7 @@ class _RankState:
             self.observe(self.rank, self.lanes[lane][index], True)
 
     def _advance(self, lane: Lane) -> None:
-        """Ends the transfers and collectives at the head of the lane whose other ends have come to them as well."""
+        """End the transfers and collectives at the head of the lane that all their ranks have reached."""
         pending = [self]
         while pending:
             one = pending.pop()
@@ -145,7 +145,7 @@ class _RankState:
                 pending += partners
 
     def _peers_at_head(self, head: Instruction, lane: Lane) -> "list[_RankState] | None":
-        """The other ranks that take part in `head`; None while one of them has not come to it."""
+        """Return the other ranks of `head`; None while one of them has not reached it."""
         if head.peer is not None:
             partner = self.ranks[head.peer]
             return [partner] if self._matches(head, partner.head(lane)) else None
@@ -153,29 +153,29 @@ class _RankState:
         return partners if all(self._matches(head, partner.head(lane)) for partner in partners) else None
 
     def _matches(self, head: Instruction, other: Instruction | None) -> bool:
-        """Whether another rank's `other` is the other end of `head`, or the same collective.
+        """Return True if `other` of another rank is the other end of `head`, or the same collective.
 
-        Two ranks have the same transfers between them in the same order, so that whom it concerns says which it is.
+        Two ranks have the same transfers between them in the same order, so the peer alone identifies one.
         """
         if other is None:
             return False
         return other.peer == self.rank if head.peer is not None else other.action[::2] == head.action[::2]
 
     def _self_cycle(self, instruction: Instruction) -> str:
-        """In words, what waits for what if `instruction` is to begin before it can."""
+        """Return a sentence about the circle of waits if `instruction` has to begin before it can."""
         assert self.wait_target is not None
         circle = [*self.starting[self.starting.index(instruction) :], self.wait_target]
         words = ", ".join(f"{_name(one)} waits for {_name(other)}" for one, other in pairwise(circle))
         return words if self.wait_target == instruction else f"{words}, which comes after {_name(instruction)}"
 
     def describe_block(self) -> tuple[str, int]:
-        """Why the rank stands still, in words, and the rank that it waits for."""
+        """Return why the rank is blocked, in words, and the rank that it waits for."""
         assert self.blocked_on is not None
         lane, index = self.blocked_on
         target, head = self.lanes[lane][index], self.lanes[lane][self.completed[lane]]
-        stands_at = self.starting[0] if self.starting else target
-        words = f"rank {self.rank} stands at {_name(stands_at)}"
-        if stands_at is not target:
+        stalled_at = self.starting[0] if self.starting else target
+        words = f"rank {self.rank} stalls at {_name(stalled_at)}"
+        if stalled_at is not target:
             words += f", which waits for {_name(target)}"
         if head is not target:
             words += f", behind {_name(head)}"
@@ -192,7 +192,7 @@ def _name(instruction: Instruction) -> str:
 
 
 def _wait_cycle(rank: _RankState) -> str:
-    """Follows who waits for whom until it comes round."""
+    """Return who waits for whom, in words, until the circle closes."""
     seen: dict[int, str] = {}
     while rank.rank not in seen:
         seen[rank.rank], following = rank.describe_block()

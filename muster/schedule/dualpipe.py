@@ -13,9 +13,9 @@ from muster.spec.stage_placement import bidirectional_placement, wave_placement
 def dualpipe(spec: ScheduleSpec) -> Schedule:
     """Two replicas through an even number of ranks, in opposite directions.
 
-    Bubble (p/2 − 1)(tF + tI − tW) where tI ≤ tF, from m = 2p on; p + 1 activations. A rank that runs each forward and
-    the backward after it as one, to hide the collectives of one behind the other, passes on the forward's result later:
-    that is the published (p/2 − 1)(tFB + tB − 3 tW).
+    Bubble (p/2 − 1)(tF + tI − tW) where tI ≤ tF, from m = 2p on; p + 1 activations. The published (p/2 − 1)(tFB + tB −
+    3 tW) is for ranks that run each forward and the following backward as one pass, to hide the collectives of one
+    behind the other; they pass on the result of the forward later.
     """
     p, count = require_even_ranks("dualpipe", spec), spec.num_micro_batches
     ways = split_micro_batches(count)
@@ -38,10 +38,10 @@ def dualpipe_v(spec: ScheduleSpec) -> Schedule:
 
 
 def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[Action, ...]:
-    """The order of the `rank`-th of `half` ranks, counted from where a pipeline begins.
+    """Return the order of the `rank`-th of `half` ranks, counted from where a pipeline begins.
 
     A phase is a stage and its micro-batches; phase 0 is the direction, or the arm of the V, that begins nearer. The
-    order is made for at least twice as many micro-batches as `half`; those that don't exist are left out of it.
+    order is made for at least twice as many micro-batches as `half`; missing ones are left out.
     """
     count = max(2 * half, *(len(micro_batches) for _, micro_batches in phases))
     rest, near = half - 1 - rank, rank + 1
@@ -58,9 +58,9 @@ def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[
         + ["W"] * near
     )
     done: dict[str, int] = defaultdict(int)
-    """Forwards and backwards of each phase so far."""
+    """Number of forwards and backwards of each phase so far."""
     waiting: list[tuple[int, int]] = []
-    """Phase and index of the input backwards whose weight backwards come later."""
+    """(phase, index) of the input backwards whose W come later."""
     order = []
     for name in passes:
         if name == "W":

@@ -1,4 +1,4 @@
-"""Forwards alone, for evaluation."""
+"""Schedule of forwards alone, for evaluation."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from muster.schedule.schedule import Schedule
 
 
 def forward_only(placement: Sequence[int], num_micro_batches: int) -> Schedule:
-    """Every micro-batch through every stage, in order; `placement` gives the pipeline rank of each stage.
+    """Return a schedule of every micro-batch through every stage; `placement` gives the pipeline rank of each stage.
 
-    With several stages on a rank, as many micro-batches as there are ranks go through one before any goes on to the
-    next, which keeps all ranks busy.
+    With several stages per rank, groups of as many micro-batches as ranks go through one stage before the next, which
+    keeps all ranks busy.
     """
     num_ranks = max(placement) + 1
     ranks = tuple(

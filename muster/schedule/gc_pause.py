@@ -1,4 +1,4 @@
-"""The garbage collector, out of the way while very many small objects are made."""
+"""Pause of the garbage collector while very many small objects are made."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """For code that makes no reference cycles: the collector would walk over all the new objects many times, which
-    takes longer than making them."""
+    """Pause the collector, for code without reference cycles.
+
+    It would walk over all the new objects many times, which takes longer than making them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -10,8 +10,8 @@ from muster.spec.errors import InfeasibleError
 def gis(spec: ScheduleSpec) -> Schedule:
     """Interleaved's bubble (p − 1)(tF + tB) / v with p activations on rank 0 instead of p + (p − 1) / v.
 
-    Groups of g < p micro-batches keep less, (g(v − 1) + p) / v, and cost (p − g)(v − 1)(tF + tB) / v more of bubble,
-    below 2p/3 more with every group. The largest that fit in the memory limit are taken, down to g = p/2.
+    Groups of g < p micro-batches keep less, (g(v − 1) + p) / v, and add (p − g)(v − 1)(tF + tB) / v to the bubble,
+    below 2p/3 more with every group. The largest groups that fit the memory limit are taken, down to g = p/2.
     """
     ranks, count, chunks = spec.num_ranks, spec.num_micro_batches, spec.chunks
     fewest = max(1, count // ranks)

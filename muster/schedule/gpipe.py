@@ -8,7 +8,7 @@ from muster.schedule.schedule_spec import ScheduleSpec
 def gpipe(spec: ScheduleSpec) -> Schedule:
     """One stage per rank. Bubble (p − 1)(tF + tB); every rank keeps the activations of all micro-batches.
 
-    Backwards run in ascending order, as in 1F1B, so that both add up gradients in the same order.
+    Backwards run in ascending order, as in 1F1B, so that both sum gradients in the same order.
     """
     num_stages, num_micro_batches = spec.num_ranks, spec.num_micro_batches
     ranks = tuple(

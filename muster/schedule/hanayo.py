@@ -9,10 +9,10 @@ from muster.spec.stage_placement import wave_placement
 
 
 def hanayo(spec: ScheduleSpec) -> Schedule:
-    """W waves are 2W stages per rank; between two of a wave's arms nothing has to be sent.
+    """W waves are 2W stages per rank; nothing has to be sent between two arms of a wave.
 
-    A rank that is free does what is ready in this order: backwards before forwards, the older micro-batch first. With
-    one micro-batch per rank the bubble is about 2(p − 1) tF / W; it grows where there are several.
+    A free rank runs what is ready: backwards before forwards, older micro-batches first. With one micro-batch per rank
+    the bubble is about 2(p − 1) tF / W; it grows with their number.
     """
     if spec.chunks % 2:
         raise InfeasibleError(

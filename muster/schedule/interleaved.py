@@ -11,8 +11,8 @@ from muster.spec.stage_placement import looped_placement
 def interleaved(spec: ScheduleSpec) -> Schedule:
     """`chunks` stages per rank. Bubble (p − 1)(tF + tB) / v from m = p on; rank 0 keeps (pv + p − 1) / v micro-batches.
 
-    Micro-batches go in groups of p through all stages. Where their number is no multiple of p the groups are equal
-    up to one and larger, which keeps the bubble and costs memory.
+    Micro-batches go through all stages in groups of p. If their number is no multiple of p, the groups are larger, and
+    equal up to one micro-batch: that keeps the bubble and costs memory.
     """
     sizes = group_sizes(spec.num_micro_batches, max(1, spec.num_micro_batches // spec.num_ranks))
     warm_ups = [2 * (spec.num_ranks - 1 - rank) + (spec.chunks - 1) * sizes[0] for rank in range(spec.num_ranks)]
@@ -20,21 +20,21 @@ def interleaved(spec: ScheduleSpec) -> Schedule:
 
 
 def group_sizes(num_micro_batches: int, num_groups: int) -> list[int]:
-    """The sizes of groups that are equal up to one, the largest first."""
+    """Return the sizes of groups that differ by one at most, the largest first."""
     size, larger = divmod(num_micro_batches, num_groups)
     return [size + (index < larger) for index in range(num_groups)]
 
 
 def interleave_groups(name: str, spec: ScheduleSpec, sizes: list[int], warm_ups: list[int]) -> Schedule:
-    """One forward, one backward in turn after `warm_ups` forwards on each rank, where each group of micro-batches
-    runs through a rank's first stage, then through its second, and backwards from the last.
+    """Return a schedule of one forward, one backward in turn, after `warm_ups` forwards on each rank.
 
-    No rank waits for another in a circle if sizes never grow, the warm-ups fall from rank to rank, by no more than
-    two groups in all, and the last rank's is (v − 1) groups or more.
+    Each group of micro-batches runs through a rank's first stage, then through its second, and so on; backwards run
+    from the last. No rank waits for another in a circle if sizes never grow, the warm-ups fall from rank to rank, by no
+    more than two groups in all, and the last rank's is (v − 1) groups or more.
     """
     num_ranks, chunks = spec.num_ranks, spec.chunks
     steps: list[tuple[int, int]] = []
-    """(chunk, micro-batch) in the order of the forwards; backwards run the chunks from the other end."""
+    """(chunk, micro-batch) in the order of the forwards; backwards take the chunks from the other end."""
     first = 0
     for size in sizes:
         steps += [(chunk, index) for chunk in range(chunks) for index in range(first, first + size)]
@@ -52,6 +52,6 @@ def interleave_groups(name: str, spec: ScheduleSpec, sizes: list[int], warm_ups:
 
 
 def alternate_passes(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards."""
     turns = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return (*forwards[:warm_up], *turns, *backwards[max(0, len(forwards) - warm_up) :])

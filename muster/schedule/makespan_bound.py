@@ -1,4 +1,4 @@
-"""What no schedule of a setting can beat."""
+"""Lower bound of the makespan of any schedule, and the gap to it."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -8,21 +8,21 @@ from muster.schedule.search_problem import SearchProblem
 
 @dataclass(frozen=True, slots=True)
 class OptimalityGap:
-    """How far a makespan is from what none can beat."""
+    """Gap between a makespan and a lower bound of it."""
 
     makespan_s: float
     bound_s: float
     scope: str
-    """Of which schedules that is the bound, in words: `on its placement`, `with 2 stages per rank`."""
+    """Schedules that the bound holds for, in words: `on its placement`, `with 2 stages per rank`."""
 
     @property
     def proven(self) -> bool:
-        """Whether no schedule takes less; a solver's units round."""
+        """True if no schedule takes less, up to the rounding of a solver."""
         return self.makespan_s <= self.bound_s * (1 + 1e-6)
 
     @property
     def share(self) -> float:
-        """By how much of the bound the makespan may be above the optimum."""
+        """Largest distance of the makespan from the optimum, as a fraction of the bound."""
         return 0.0 if self.proven else self.makespan_s / self.bound_s - 1
 
     def __str__(self) -> str:
@@ -34,11 +34,16 @@ class OptimalityGap:
 
 
 def lower_bound_s(problem: SearchProblem) -> float:
-    """The largest of what each rank needs, in seconds.
+    """Return a lower bound of the makespan in seconds: the largest need of any rank.
 
-    A rank begins when the first micro-batch has come to it, and does all its work. Until its first I can begin it has
-    nothing but as many F as the memory holds. After its last I, the way back to the first stage is still to go, beside
-    which it can do at most the W that the memory still holds. And every micro-batch holds its memory from F to W.
+    A rank begins when the first micro-batch has reached it, and does all its work. Until its first I can begin, it has
+    only as many F as its memory holds; what is left of that time is idle. After its last I, a gradient still has to
+    travel back to the first stage, during which the rank has at most the W that memory still holds. And each
+    micro-batch occupies memory from F to W, so that `capacity` of them at a time take at least count / capacity turns.
+
+    Example: 4 ranks, 8 micro-batches, F = I = W = 1, no transfers, memory for 4. The last rank begins after 3 and works
+    24, then the gradient travels 3 I back beside up to 4 W, and W follows on the first stage: 3 + 24 + 0 = 27, a bubble
+    of 3 as in ZB-H1.
     """
     return max(_rank_bound_s(problem, rank) for rank in range(problem.num_ranks))
 

@@ -1,9 +1,8 @@
-"""Offload: activations that lie long between a forward and its backward wait in the host's memory (PipeOffload,
-arXiv:2503.01328).
+"""Offload: activations that are saved for long wait in host memory (PipeOffload, Wan et al. 2025, arXiv:2503.01328).
 
-Copies stand in a lane of their own, one after another, and run beside the passes. The activations leave while the next
-pass runs, and come back while the pass before their backward does, so that a rank holds those of a few micro-batches
-whatever the schedule keeps. What lies shorter than that stays where it is.
+Host copies have a lane of their own, run one after another and are overlapped with passes. Activations leave during the
+pass after their forward, and return during the pass before their backward, so that a rank holds those of a few
+micro-batches whatever the schedule saves. Activations with a shorter gap stay on the device.
 """
 
 from collections import Counter
@@ -13,15 +12,14 @@ from muster.schedule.action import Action, Kind
 from muster.schedule.program import Instruction, Wait
 
 PASSES_FOR_COPY = 1
-"""Passes that run while the activations of a micro-batch go to the host, and again while they come back."""
+"""Passes during which the activations of a micro-batch are copied to the host, and again back."""
 
 MIN_OFFLOAD_GAP = 2 * PASSES_FOR_COPY + 2
-"""From a forward to its backward, so that the activations are away for a pass at least."""
+"""Passes from a forward to its backward, at least, so that activations are away for one pass or more."""
 
 
 def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Of one rank's order of passes, the places of the forwards of `stages` whose activations can be away, each with
-    the place of the backward that reads them first."""
+    """Yield the index of each forward of `stages` whose activations can be offloaded, and of its first backward."""
     forwards: dict[tuple[int, int], int] = {}
     for place, (kind, stage, micro_batch, *_) in enumerate(order):
         if kind == Kind.F and stage in stages:
@@ -33,8 +31,8 @@ def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Itera
 
 
 def order_with_copies(order: Sequence[Action], stages: Collection[int]) -> list[Action]:
-    """One rank's order of passes, with OFFLOAD where the memory of what went to the host is free, and RELOAD where that
-    of what comes back is taken."""
+    """Return one rank's order with OFFLOAD where the device memory is free again, and RELOAD where it is taken
+    again."""
     found = list(offload_intervals(order, stages))
     before = {first + PASSES_FOR_COPY + 1: order[first] for first, _ in found}
     after = {reader - PASSES_FOR_COPY - 1: order[reader] for _, reader in found}
@@ -49,12 +47,14 @@ def order_with_copies(order: Sequence[Action], stages: Collection[int]) -> list[
 
 
 CopyOverlaps = Counter[tuple[tuple[Kind, int], tuple[int, ...]]]
-"""(kind, stage) of a pass and the stages whose copies run beside it → how often that is so on a rank."""
+"""((kind, stage) of a pass, stages whose host copies overlap it) → number of such passes on a rank."""
 
 
 def count_copy_overlaps(order: Sequence[Action], stages: Collection[int]) -> CopyOverlaps:
-    """What the copies of one rank's `stages` run beside: as long as they last, or the pass where that is longer, passes
-    from the one before it to the one after it."""
+    """Return the passes that overlap the host copies of one rank's `stages`.
+
+    A copy lasts from the pass before it to the pass after it, or as long as its pass, if that is longer.
+    """
     beside: dict[int, list[int]] = {}
     for first, reader in offload_intervals(order, stages):
         beside.setdefault(first + 1, []).append(order[first].stage)
@@ -65,10 +65,10 @@ def count_copy_overlaps(order: Sequence[Action], stages: Collection[int]) -> Cop
 def add_copy_lane(
     compute: Sequence[Instruction], stages: Collection[int]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """A rank's compute lane with waits for its copies, and its copy lane.
+    """Return a rank's compute lane with waits for its host copies, and its host copy lane.
 
-    A copy waits for the pass after which it may begin, and the lane is in the order of those, so that no copy holds up
-    another. The memory of what goes to the host is free from the pass on that waits for it.
+    A copy waits for the pass after which it may begin, and the lane is in the order of these passes, so that no copy
+    delays another. Device memory of offloaded activations is free from the pass on that waits for the copy.
     """
     found = list(offload_intervals([item.action for item in compute], stages))
     begun = [(forward, Kind.OFFLOAD, forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]

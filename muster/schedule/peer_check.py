@@ -1,4 +1,4 @@
-"""The checker's part on ranks that meet: each transfer and collective has its other end, in an order both agree on."""
+"""Checks of communication: every transfer and collective has its other end, in an order that both ranks share."""
 
 from collections import defaultdict
 
@@ -6,11 +6,11 @@ from muster.schedule.action import SENDS, Action, Kind, matching_transfer
 from muster.schedule.program import Instruction, Program, ProgramError, stages_of_action
 
 PeerOrders = dict[tuple[int, int], list[Action]]
-"""(rank, peer) → what passes between them in the order of `rank`, by a name that both ends have."""
+"""(rank, peer) → communication between them in the order of `rank`, by a name that both ends have."""
 
 
 def check_transfers(program: Program) -> None:
-    """Each transfer has its other end on the right rank, and each pair of ranks keeps one order."""
+    """Check that each transfer has its other end on the right rank, in one order for each pair of ranks."""
     sends: PeerOrders = defaultdict(list)
     for rank, lanes in enumerate(program.ranks):
         for item in lanes.get("p2p", ()):
@@ -38,7 +38,7 @@ def check_transfers(program: Program) -> None:
 
 
 def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
-    """The rank at the other end of a transfer."""
+    """Return the rank at the other end of a transfer."""
     stage, depth = other.stage, program.depth
     beyond = not 0 <= stage < program.num_stages or stage // depth != item.action.stage // depth
     if beyond or program.placement[stage] == rank:
@@ -52,7 +52,7 @@ def _peer(program: Program, rank: int, item: Instruction, other: Action) -> int:
 
 
 def check_collectives(program: Program) -> None:
-    """All ranks take part in what concerns all, all stages in SYNC, both partners in what concerns two."""
+    """Check that collectives are on all their ranks: global ones on all, ALL_REDUCE_TP on all stages or none."""
     found = [{action for items in lanes.values() for action, _, _ in items if action[2] < 0} for lanes in program.ranks]
     synced = {action.stage for actions in found for action in actions if action.kind == Kind.ALL_REDUCE_TP}
     if synced:
@@ -77,7 +77,7 @@ def check_collectives(program: Program) -> None:
 
 
 def _check_pairwise_collectives(program: Program) -> None:
-    """TIE and MERGE bring two ranks together, which come to them in one order."""
+    """Check that ALL_REDUCE_TIED and ALL_REDUCE_REPLICAS are on both their ranks, in the same order."""
     meetings: PeerOrders = defaultdict(list)
     for rank, lanes in enumerate(program.ranks):
         for action, peer, _ in lanes.get("collective", ()):
@@ -99,7 +99,7 @@ def _check_pairwise_collectives(program: Program) -> None:
 
 
 def _shared_name(program: Program, action: Action) -> Action:
-    """TIE by the first stage of its replica, which both of its ends can name."""
+    """Return the name of a collective on both ends: ALL_REDUCE_TIED takes the first stage of its replica."""
     return (
         action._replace(stage=action.stage // program.depth * program.depth)
         if action.kind == Kind.ALL_REDUCE_TIED
@@ -108,7 +108,7 @@ def _shared_name(program: Program, action: Action) -> Action:
 
 
 def _partner(program: Program, rank: int, action: Action) -> int | None:
-    """The rank that TIE or MERGE brings together with `rank`; None where it meets itself."""
+    """Return the peer of `rank` in ALL_REDUCE_TIED or ALL_REDUCE_REPLICAS; None if it is the rank itself."""
     if action.kind == Kind.ALL_REDUCE_REPLICAS:
         holders = {program.placement[stage] for stage in stages_of_action(program, action.kind, action.stage)}
     else:

@@ -1,4 +1,4 @@
-"""Schedules of people's own, made from a function that says what one pipeline rank does."""
+"""Plug-in schedules, made from a function that lists the passes of one pipeline rank."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -13,19 +13,20 @@ from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.schedules import ScheduleEntry, stage_placement
 
 RankFunction = Callable[[int, ScheduleSpec], Iterable[Action | str]]
-"""The passes of a pipeline rank in a setting, in order, as actions or their texts, such as `2F0`."""
+"""Function (rank, spec) → passes of a pipeline rank in order, as actions or their texts, such as `2F0`."""
 
 
 def plugin_schedule_function(
     name: str, rank_function: RankFunction, entry: Callable[[], ScheduleEntry]
 ) -> Callable[[ScheduleSpec], Schedule]:
-    """What makes the schedule for a setting, and proves that it does every pass once in an order that can be followed.
+    """Return a function that makes the schedule for a spec and checks it: every pass once, in an order that works.
 
-    `entry` is what is known of it. Raises InfeasibleError where the function refuses or its order can't be run.
+    `entry` returns its registry entry. The function raises InfeasibleError if the plug-in refuses or its order can't be
+    run.
     """
 
     def make(spec: ScheduleSpec) -> Schedule:
-        # One pass more than there are is enough to refuse a function that gives them without end.
+        # One pass too many is enough to refuse a function that never ends.
         most = 3 * spec.chunks * spec.num_micro_batches + 1
         try:
             ranks = tuple(
@@ -53,7 +54,7 @@ def _to_action(action_or_text: Action | str) -> Action:
 
 
 def _require_complete(schedule: Schedule, splits: bool) -> None:
-    """Raises InfeasibleError unless each rank does each of its stages' passes once, and nothing else."""
+    """Raise InfeasibleError unless each rank does each of its stages' passes once, and nothing else."""
     kinds = (Kind.F, Kind.I, Kind.W) if splits else (Kind.F, Kind.B)
     for rank, order in enumerate(schedule.ranks):
         stages = [stage for stage, where in enumerate(schedule.placement) if where == rank]

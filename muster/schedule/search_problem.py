@@ -1,4 +1,4 @@
-"""What the schedule searches work on: a Setting on one placement, as plain tuples and integers."""
+"""Input of the schedule searches: a spec on one placement, as plain tuples and integers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ PASS_KINDS = (Kind.F, Kind.I, Kind.W)
 class SearchProblem:
     """One replica of the model on its ranks.
 
-    A pass is an integer: `(kind · stages + stage) · micro_batches + micro_batch` with kind 0 F, 1 I, 2 W.
+    The code of a pass is an integer: `(kind · stages + stage) · micro_batches + micro_batch` with kind 0 F, 1 I, 2 W.
     """
 
     placement: tuple[int, ...]
     num_ranks: int
     num_micro_batches: int
     times_s: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-    """Of F, I and W by stage."""
+    """Seconds of F, I and W by stage."""
     p2p_s: tuple[float, ...]
-    """From each stage to the one after it, or back."""
+    """P2p seconds from each stage to the next one, or back."""
     capacity: int
-    """Activations of one micro-batch on one stage that a rank may keep."""
+    """Most activations saved on a rank, in micro-batches on one stage."""
     stages: tuple[tuple[int, ...], ...]
-    """Of each rank, ascending."""
+    """Stages of each rank, ascending."""
     period_s: float
-    """Work of the busiest rank for one micro-batch."""
+    """Seconds of work of the busiest rank for one micro-batch."""
 
     @property
     def num_stages(self) -> int:
@@ -40,26 +40,26 @@ class SearchProblem:
 
     @property
     def num_passes(self) -> int:
-        """Passes of all ranks."""
+        """Number of passes of all ranks."""
         return 3 * len(self.placement) * self.num_micro_batches
 
     def round_trip_s(self, stage: int) -> float:
-        """From the begin of a micro-batch's F on a stage until its I can begin there."""
+        """Return the seconds from the begin of a micro-batch's F on a stage until its I can begin there."""
         forward_s, input_s, _ = self.times_s
         return sum(forward_s[stage:]) + sum(input_s[stage + 1 :]) + 2 * sum(self.p2p_s[stage:])
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPasses:
-    """A schedule with its times."""
+    """Passes of a schedule with its makespan."""
 
     makespan_s: float
     passes: list[int]
-    """In an order in which each comes after all that it needs, and after what its rank does before it."""
+    """Codes in an order in which each pass follows all that it needs and all earlier ones of its rank."""
 
 
 def make_search_problem(spec: ScheduleSpec, placement: Sequence[int]) -> SearchProblem:
-    """Raises InfeasibleError where a rank may not keep even one micro-batch."""
+    """Return the search problem of a spec. Raises InfeasibleError if memory holds no micro-batch."""
     ranks = range(spec.num_ranks)
     stages = tuple(tuple(stage for stage, holder in enumerate(placement) if holder == rank) for rank in ranks)
     times_s = (spec.forward_s, spec.input_backward_s, spec.weight_backward_s)
@@ -94,7 +94,7 @@ def schedule_from_passes(problem: SearchProblem, passes: Iterable[int], name: st
 
 
 def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
-    """The F and I of a schedule, rank by rank; a B counts as I."""
+    """Return the codes of F and I of a schedule, rank by rank; a B counts as I."""
     count, place = problem.num_micro_batches, {Kind.F: 0, Kind.B: problem.num_stages, Kind.I: problem.num_stages}
     return [
         (place[kind] + stage) * count + micro_batch
@@ -105,7 +105,7 @@ def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
 
 
 def rank_orders(problem: SearchProblem, passes: Iterable[int]) -> list[list[int]]:
-    """The F and I of each rank among `passes`, in their order."""
+    """Return the codes of F and I of each rank among `passes`, in their order."""
     orders: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     count, stages = problem.num_micro_batches, problem.num_stages
     for code in passes:
@@ -115,7 +115,7 @@ def rank_orders(problem: SearchProblem, passes: Iterable[int]) -> list[list[int]
 
 
 def min_in_flight(problem: SearchProblem, stage: int, interval_s: float) -> int:
-    """How many micro-batches begin on a stage, one each `per_turn_s`, before the first one's I can begin there."""
+    """Return how many micro-batches, one each `interval_s`, begin on a stage before the I of the first one can."""
     return (
         max(1, ceil(problem.round_trip_s(stage) / interval_s - 1e-9)) if interval_s > 0 else problem.num_micro_batches
     )

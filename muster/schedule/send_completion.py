@@ -1,4 +1,4 @@
-"""Which sends a rank knows to be over, and from when on: what tells it when to let go of what it has sent."""
+"""Completion of sends: the receives after which a rank knows that a send is over and frees its buffer."""
 
 from bisect import bisect_left
 
@@ -7,11 +7,11 @@ from muster.schedule.program import Instruction, Program
 
 
 def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
-    """Place of a receive in a rank's p2p lane → places of the sends that are over when it is.
+    """Return the index of a receive in a rank's p2p lane → indices of the sends that are over when it is.
 
-    A receiver reads what it was sent in a pass. What it sends back after that pass proves that it had it: no transport
-    has to be asked, nobody waits, and the memory that is held doesn't depend on how fast messages are. A send that
-    nothing proves is left out; it is over at the end of the round.
+    A receiver reads a message in a pass. A message that it sends back after that pass proves that it had the first one:
+    no transport has to be asked, no rank waits, and the memory held doesn't depend on the speed of messages. A send
+    without such a proof is left out; it is over at the end of the step.
     """
     completed: dict[int, list[int]] = {}
     lanes = program.ranks[rank].get("p2p", ())
@@ -29,8 +29,10 @@ def completed_sends(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
 
 
 def _reads_and_sends(program: Program, rank: int, peer: int) -> tuple[dict, list[tuple[int, Instruction]]]:
-    """On a rank: each receive from `peer` → the place of the pass that waits for it; and the sends to `peer` in order,
-    each with the place of the last pass that it, or one before it in its lane, waits for."""
+    """Return each receive from `peer` → index of the pass that waits for it, and the sends to `peer` in order.
+
+    Each send comes with the index of the last pass that it, or one before it in its lane, waits for.
+    """
     lanes = program.ranks[rank]
     p2p = lanes.get("p2p", ())
     reader = {

@@ -1,4 +1,4 @@
-"""Schedules as plain data: what `muster schedule --json` prints, and the way back from such a file."""
+"""Schedules as plain data: the output of `muster schedule --json`, and its reader."""
 
 from math import log10
 from typing import Any
@@ -10,10 +10,13 @@ from muster.schedule.timing import Timing
 
 
 def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | None = None) -> dict[str, Any]:
-    """`stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds
-    each rank's passes in order. Times are in the unit of the setting, to 12 significant digits of the makespan;
-    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1. What
-    is known of how good it is follows: `proven`, whether none takes less, the `bound`, the `gap` to it as a share."""
+    """Return a schedule with its timing as plain data.
+
+    `stages[i].index` is the number in an action, `depth` the stage's place in its copy of the model; `ranks` holds each
+    rank's passes in order. Times are in the unit of the spec, to 12 significant digits of the makespan;
+    `peak_activation` counts one micro-batch's activations of one rank's share of a copy of the model as 1. With a
+    `gap`: `proven` (no schedule takes less), the `bound`, and the `gap` to it as a fraction.
+    """
     digits = 12 - round(log10(timing.makespan_s)) if timing.makespan_s else 12
     return {
         "name": schedule.name,
@@ -32,9 +35,9 @@ def schedule_to_json(schedule: Schedule, timing: Timing, gap: OptimalityGap | No
 
 
 def schedule_from_json(data: Any) -> Schedule:
-    """The schedule in such data; what is known of its times is not read.
+    """Return the schedule in such data; its times are not read.
 
-    Raises ValueError with what is wrong with the data; whether the order can be followed is for others to say.
+    Raises ValueError with the fault of the data; the order itself is checked elsewhere.
     """
     try:
         stages = sorted(data["stages"], key=lambda stage: stage["index"])

@@ -13,12 +13,12 @@ from muster.schedule.schedule import Schedule
 from muster.schedule.timing import PassTimes, time_passes
 
 PREFETCH = 1
-"""A receive is posted while the compute instruction that lies this many before its reader runs: early enough to hide
-a hop behind a pass, late enough to hold one waiting tensor at a time."""
+"""Compute instructions between posting a receive and its reader: early enough to hide a transfer behind a pass, late
+enough to hold one waiting tensor at a time."""
 
 NOMINAL_S = 1.0
-"""Seconds of F, I and W (B: twice that) that decide which of two transfers is likely ready first. They choose between
-orders that are all right."""
+"""Seconds of F, I and W (B: twice that) for deciding which of two transfers is ready first. They only choose between
+correct orders."""
 
 _PASSES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 _TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
@@ -29,16 +29,16 @@ Column = NDArray[np.int64]
 def lanes_with_transfers(
     schedule: Schedule, ends_s: Sequence[Sequence[float]] | None = None
 ) -> list[tuple[list[Instruction], list[Instruction]]]:
-    """Per rank the compute lane and the p2p lane.
+    """Return the compute lane and the p2p lane of each rank.
 
-    All ranks keep their transfers in one global order, that of the time at which each is nominally ready. That order
-    agrees with every rank's order of compute, so nothing can deadlock, even where a backend runs all transfers of a
-    rank strictly one after another and a send is over only when its receive is posted (NCCL).
-    A receive waits for an earlier compute instruction, to be posted not too early; that wait is never later than what
-    any later entry of its lane waits for, so that a receive holds up no send.
+    All ranks keep their transfers in one global order: that of the time at which each is nominally ready. This order
+    agrees with every rank's order of compute, so that nothing can deadlock, even if a backend runs all transfers of a
+    rank strictly one after another and a send ends only once its receive is posted (NCCL). A receive waits for an
+    earlier compute instruction, so as not to be posted too early; that wait is never later than that of any later entry
+    of its lane, so that a receive delays no send.
 
-    `ends_s`: when each pass nominally ends, where more than passes takes time.
-    Raises ProgramError where the schedule's order can't be followed.
+    `ends_s`: when each pass nominally ends, if more than passes takes time. Raises ProgramError if no rank could follow
+    the schedule's order.
     """
     transfers = _transfers(schedule, ends_s)
     longest = max(map(len, schedule.ranks))
@@ -47,23 +47,23 @@ def lanes_with_transfers(
 
 
 def _waits(lane: Lane, count: int) -> list[tuple[Wait, ...]]:
-    """Waits for each entry of a lane, shared by all who have them; index −1 is no wait."""
+    """Return a wait for each entry of a lane, shared by all waiting instructions; index −1 is no wait."""
     return [*((Wait(lane, index),) for index in range(count)), ()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """What passes between ranks, in the one order that all of them keep."""
+    """Transfers between ranks as columns, in the one order common to all ranks."""
 
     backward: Column
     stage: Column
-    """The sender's; the receiver's is `reader_stage`."""
+    """Stage of the sender; that of the receiver is `target_stage`."""
     target_stage: Column
     micro_batch: Column
     source: Column
     target: Column
     producer: Column
-    """Place, in the source's order, of the pass that makes what is sent; `reader`, in the target's, of its reader."""
+    """Index, in the source's order, of the pass that makes the message; `consumer`: in the target's, of its reader."""
     consumer: Column
 
 
@@ -117,5 +117,5 @@ def _lanes(
 def _instructions(
     actions: Iterable[Action], peers: Iterable[int | None], waits: Sequence[tuple[Wait, ...]]
 ) -> list[Instruction]:
-    """Made by `tuple.__new__`, which takes a third of the time that Instruction(…) takes."""
+    """Return instructions, made by `tuple.__new__` in a third of the time of Instruction(…)."""
     return list(map(tuple.__new__, repeat(Instruction), zip(actions, peers, waits, strict=False)))

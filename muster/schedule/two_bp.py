@@ -1,4 +1,4 @@
-"""2BP: GPipe and 1F1B with backwards in two parts, the weights' put off (Rae et al. 2024, arXiv:2405.18047)."""
+"""2BP: GPipe and 1F1B with split backwards and deferred W (Rae et al. 2024, arXiv:2405.18047)."""
 
 from muster.schedule.action import Kind
 from muster.schedule.bubble_fill import fill_bubbles
@@ -20,7 +20,7 @@ def two_bp_1f1b(spec: ScheduleSpec) -> Schedule:
 
 
 def _split_backwards(name: str, whole: Schedule, spec: ScheduleSpec) -> Schedule:
-    """Each B cut into I and W, the W all at the end or, if the setting says `fill`, where the rank would wait."""
+    """Return the schedule with each B split into I and W, with all W last or, with `fill`, where a rank would idle."""
     orders = []
     for order in whole.ranks:
         inputs = [action._replace(kind=Kind.I) if action.kind == Kind.B else action for action in order]

@@ -1,4 +1,4 @@
-"""What passes take in units of their products: for choosing an order before anything is measured."""
+"""Nominal times of passes in units of their matmuls: for choosing an order before anything is measured."""
 
 from math import prod
 
@@ -8,15 +8,15 @@ from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
 
 NOMINAL_P2P = 0.05
-"""From one rank to another, in units of a mean stage's forward: enough for the search to like orders that bear a
-delay."""
+"""Nominal p2p time in units of a mean stage's forward: enough for the search to prefer orders that bear delays."""
 
 
 def nominal_pass_times(plan: Plan, model: ModelSpec, workload: Workload) -> PassTimes:
-    """By stage, the multiply-adds of its matrix products and of causal attention; a mean stage's forward takes 1.
+    """Return nominal pass times by stage: multiply-adds of matmuls and of causal attention; a mean stage's forward
+    takes 1.
 
-    A forward takes each product once, a backward once for the inputs and once for the weights; attention has no
-    weights, and its backward is twice its forward. Recompute makes a layer's forward again before its backward.
+    A forward has each matmul once; a backward once for the inputs and once for the weights. Attention has no weights,
+    and its backward costs twice its forward. Full recompute repeats a layer's forward before its backward.
     """
     forward, inputs, weights = [], [], []
     for stage in range(plan.stages_per_replica):

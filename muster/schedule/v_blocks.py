@@ -16,9 +16,9 @@ from muster.spec.stage_placement import wave_placement
 _KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
 """Kinds of a building block's passes, in the order of `building_blocks`."""
 _PLACEMENT_OPTIONS = ((1, 0), (0.5, 3))
-"""(patience, overtake) of `follow` that are tried."""
+"""(patience, overtake) of `place_weight_grads` to try."""
 _LARGE_PROBLEM = 1000
-"""Passes from which on F are not moved for the sake of delays: that takes longest."""
+"""Passes of a problem beyond which F are not moved for the sake of delays: that takes longest."""
 
 
 def v_min(spec: ScheduleSpec) -> Schedule:
@@ -44,8 +44,11 @@ def v_zb(spec: ScheduleSpec) -> Schedule:
 
 
 def _repeat_and_fill(name: str, spec: ScheduleSpec, rows: list[BlockRow]) -> Schedule:
-    """The block's order as it is, or with W and a few I moved to where ranks wait under the setting's times: what ends
-    first within the same memory."""
+    """Return the block's order as it is, or with W (and a few F and I) moved to where ranks idle under the spec's
+    times.
+
+    The shortest of these within the same memory is taken.
+    """
     p, count = spec.num_ranks, spec.num_micro_batches
     orders = []
     for rank, kinds in enumerate(repeat_block(rows, count)):

@@ -20,7 +20,7 @@ def zb_v(spec: ScheduleSpec) -> Schedule:
 
 
 def _rank_order(rank: int, p: int, count: int) -> list[Action]:
-    """The order for at least 2p − 1 micro-batches, of which any that are left out leave a gap and no more."""
+    """Return the order for at least 2p − 1 micro-batches; leaving out missing ones only leaves gaps."""
     stages, order = (rank, 2 * p - 1 - rank), []
     done: dict[str, int] = defaultdict(int)
 

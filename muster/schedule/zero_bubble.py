@@ -19,8 +19,8 @@ def zb_h2(spec: ScheduleSpec) -> Schedule:
 
 
 def _handcrafted(name: str, spec: ScheduleSpec, rows: list[tuple[int, int, bool]]) -> Schedule:
-    """Per rank: how many forwards come first, how many input backwards before the first weight backward, and whether
-    a backward or a forward stands first in each round after the warm-up."""
+    """Return the schedule of these rows: per rank, the number of warm-up forwards, the number of I before the first W,
+    and True if a backward comes first in each round after the warm-up."""
     count = spec.num_micro_batches
     orders = []
     for rank, (warm_up, delay, backward_first) in enumerate(rows):

@@ -12,9 +12,9 @@ from muster.spec.stage_placement import looped_placement
 def zeropp(spec: ScheduleSpec) -> Schedule:
     """Bubble (p − 1)(tF + tI) / v with the activations of two units of p micro-batches.
 
-    A unit runs all its forwards stage by stage, then all its input backwards; its weight backwards fill the slots in
-    which a rank would wait, up to the end of the next unit. Data-parallel ranks that share the parameters gather each
-    stage's once for a unit's forwards and once for its backwards. A memory limit makes the units smaller.
+    A unit runs all its forwards stage by stage, then all its input backwards; its W fill the slots in which a rank
+    would idle, until the end of the next unit. Data-parallel ranks that shard the parameters gather each stage's once
+    for a unit's forwards and once for its backwards. A memory limit makes the units smaller.
     """
     ranks, count, chunks = spec.num_ranks, spec.num_micro_batches, spec.chunks
     largest = int(min(spec.memory_limit, count))
