@@ -1,9 +1,9 @@
-"""How long `auto` searches, and what it finds, on one core.
+"""Search time and results of `auto` on one core.
 
     python -m benchmarks.auto_search [--large]
 
 For 8 ranks × 32 micro-batches (--large: 64 × 512 too) under several times, delays and memory limits, with one, two and
-four stages per rank and with their number open: CPU seconds, and the makespan as a ratio to the best registered
+four stages per rank and with their number open: CPU seconds, and the ratio of the makespan to the best registered
 schedule within the same memory.
 """
 

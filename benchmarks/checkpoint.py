@@ -1,9 +1,9 @@
-"""How fast are checkpoints? Against dd, plain safetensors, torch.distributed.checkpoint, and one way against another.
+"""Speed of checkpoints against dd, plain safetensors, torch.distributed.checkpoint, and of one way against another.
 
     python -m benchmarks.checkpoint [--megabytes 512] [--rounds 5] [--dir FOLDER] [--json FILE]
 
-One process holds a model's tensors; all contestants take turns within each round. Before each read, what lies in the
-page cache of the files is dropped.
+One process holds a model's tensors; all contestants take turns within each round. Before each read the files are
+dropped from the page cache.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def tensors(megabytes: int) -> dict[str, Tensor]:
 
 
 def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[LocalShard]:
-    """What one of `parts` ranks holds: some rows of each tensor, or of matrices that are cut so some columns."""
+    """Return the local tensors of one of `parts` ranks: some rows of each tensor, or some columns of matrices in
+    strips."""
     found = []
     for name, whole in values.items():
         dim = 1 if columns and whole.ndim == 2 else 0
@@ -132,7 +133,7 @@ class Bench:
         return self.rate(timed(run))
 
     def blocked_time(self) -> float:
-        """What a step that saves takes longer than one that doesn't, its wait for the copy included."""
+        """Return the extra time of a step that saves, including its wait for the copy."""
         root = self.clean("muster")
         without = timed(self.passes)
 
@@ -210,7 +211,7 @@ class Bench:
         return self.read("dcp", lambda: dcp.load(self.wanted, checkpoint_id=self.folder / "dcp", no_dist=True))
 
     def load_columns(self) -> float:
-        """As two ranks that each hold half of the columns of every matrix, one after the other."""
+        """Load as two ranks that each hold half of the columns of every matrix, one after the other."""
         drop_cache(self.folder)
         for half in self.halves:
             for piece in half:

@@ -1,4 +1,4 @@
-"""How long does it take to plan the reading of a large checkpoint? In CPU seconds; the bar is 2 s for 10,000 ranks.
+"""CPU seconds to plan the reading of a large checkpoint; the bar is 2 s for 10,000 ranks.
 
     python -m benchmarks.checkpoint_plan [ROUNDS]
 

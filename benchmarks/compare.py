@@ -18,7 +18,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Spread:
-    """Where a list of numbers lies."""
+    """Location of a list of values: median and quartiles."""
 
     median: float
     min: float
@@ -54,7 +54,7 @@ class Comparison:
     """The contestant whose ratio to each other one is wanted."""
     samples: dict[str, list[float]]
     bars: dict[str, float]
-    """By other contestant, the ratio that the subject should reach."""
+    """Ratio that the subject should reach, by other contestant."""
 
     @property
     def peers(self) -> list[str]:
@@ -65,7 +65,7 @@ class Comparison:
         return spread(self.samples[self.subject]).median / spread(self.samples[peer]).median
 
     def ratios_by_round(self, peer: str) -> Spread:
-        """Of the subject's number over the peer's in the same round."""
+        """Ratio of the subject's value to the peer's in the same round."""
         pairs = zip(self.samples[self.subject], self.samples[peer], strict=True)
         return spread([ours / theirs for ours, theirs in pairs])
 
@@ -92,7 +92,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers are measured on: processor, cores, memory, what else keeps it busy, versions."""
+    """Return the machine's processor, cores, memory, load and versions."""
     return {
         "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
-"""One rank of a run whose allocations are counted: how many bytes its tensors hold at most during a step.
+"""One rank of a run whose allocations are counted: the peak of its tensors' bytes during a step.
 
 `python -m benchmarks.peak_memory RUN_DIR --rank R --world-size N --store HOST:PORT`, with config.yaml and plan.yaml in
-the folder; rank R leaves its peak in peak-R.json there.
+the folder; rank R writes its peak to peak-R.json there.
 """
 
 import json
@@ -22,7 +22,7 @@ WARM_UP_STEPS = 2
 
 
 def count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> int:
-    """Makes some steps and counts in the last one. Returns 0."""
+    """Run some steps and count in the last one. Returns 0."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config, plan = load_run_config(None, folder / "config.yaml", []).config, load_plan(folder / "plan.yaml")
     dataset = open_dataset(config, folder)
@@ -39,7 +39,7 @@ def count_rank(folder: Path, store: dist.Store, rank: int, world_size: int) -> i
 
 
 def _highest(found: profile) -> int:
-    """The most bytes that were allocated, and not yet freed, since the profile began."""
+    """Return the largest number of bytes that were allocated and not yet freed since the profile began."""
     assert found.profiler is not None
     assert found.profiler.kineto_results is not None
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -82,7 +82,7 @@ def _degrees(one: EvaluatedPlan) -> tuple[int, int, bool]:
 
 
 def measure(configs: list[RunConfig], rounds: int, folder: Path) -> list[list[float]]:
-    """By plan, the seconds of a step in each round."""
+    """Return the seconds of a step in each round, by plan."""
     ranks = configs[0].parallel.world_size
     (folder / "work.json").write_text(json.dumps([rounds, [config.model_dump(mode="json") for config in configs]]))
     command = rank_command("benchmarks.plan_here", folder, ranks)

@@ -1,7 +1,7 @@
-"""How long the search for a plan takes, and whether it came to its end: `python -m benchmarks.plan_search`.
+"""Time of the search for a plan, and proof of its result if it finished: `python -m benchmarks.plan_search`.
 
-One process, one core. Beside the seconds that passed it prints those of the processor: the same on a machine that has
-nothing else to do, and nearly so on a busy one.
+One process, one core. It prints wall-clock and CPU seconds: equal on an idle machine, and the latter nearly the
+same on a busy one.
 """
 
 import argparse

@@ -64,14 +64,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run says of itself."""
+    """Results that a run reports of itself."""
 
     step_s: float
     others: float
     """The part of the cores' time that went to other programs meanwhile."""
     parts: Breakdown
     own_profile: Breakdown
-    """What the run predicted after a short profile of its own stages."""
+    """Prediction of the run after a short profile of its own stages."""
 
 
 def measure(case: Case, run_dir: Path, cache: Path) -> Measured:

@@ -1,4 +1,4 @@
-"""How long a prediction takes: large clusters, and from the shell.
+"""Time of a prediction: large clusters, and from the shell.
 
     .venv/bin/python -m benchmarks.predict_scale
 
@@ -82,7 +82,7 @@ def cases() -> list[Case]:
 
 
 def best_of(function: Callable[[], T]) -> tuple[T, float, float]:
-    """What the function gives, and the wall and CPU seconds of the best of several calls."""
+    """Return the function's result, and the wall and CPU seconds of the best of several calls."""
     walls_s, cpus_s = [], []
     for _ in range(REPEATS):
         start_s, start_cpu_s = perf_counter(), process_time()

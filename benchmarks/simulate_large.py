@@ -1,4 +1,4 @@
-"""How long a large schedule takes to make, lower, check and simulate, on one core.
+"""Time to build, lower, check and simulate a large schedule on one core.
 
     python -m benchmarks.simulate_large [RANKS MICRO_BATCHES CHUNKS]
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """What the function gives, and the CPU seconds of the better of two calls."""
+    """Return the function's result and the CPU seconds of the better of two calls."""
     best_s = float("inf")
     for _ in range(2):
         begin_s = process_time()

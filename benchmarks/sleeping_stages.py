@@ -31,7 +31,7 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import SCHEDULES
 
 SLEEP_S = {"F": 0.05, "I": 0.06, "W": 0.05, "B": 0.11}
-"""Of each stage's passes."""
+"""Duration of each stage's passes."""
 STEPS = 6
 """With --no-wait, in a row."""
 
@@ -105,7 +105,8 @@ def measure_hop(rank: int) -> float:
 
 
 def schedules(args: argparse.Namespace) -> list[Schedule]:
-    """Those asked for, or all that run with so many ranks and micro-batches, each with its usual stages per rank."""
+    """Return the schedules asked for, or all that support so many ranks and micro-batches, each with its default stages
+    per rank."""
     made = []
     for name in args.schedules or [name for name, entry in SCHEDULES.items() if not entry.slow]:
         entry = SCHEDULES[name]

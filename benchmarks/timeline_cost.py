@@ -1,10 +1,10 @@
-"""What recording the measured Timeline costs of a training step.
+"""Cost of recording the measured Timeline, relative to a training step.
 
     python -m benchmarks.timeline_cost [PLAN] [--preset tiny] [--rounds 40]
 
-One process trains a preset; a second executor that records nothing takes turns with the real one on a program of
-passes that do nothing, which gives the cost of one recorded instruction. Prints that cost, the instructions of a
-training step, and their share of the step's median time. The smaller the micro-batches, the larger the share.
+One process trains a preset; a second executor that records nothing takes turns with the real one on a program of passes
+that do nothing, which gives the cost of one recorded instruction. Prints that cost, the instructions of a training
+step, and their share of the step's median time. The smaller the micro-batches, the larger the share.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from muster.train.trainer import Trainer
 
 
 class IdleStage:
-    """Passes that do nothing."""
+    """Stage whose passes do nothing."""
 
     nothing = torch.zeros(())
 
@@ -58,7 +58,7 @@ class IdleStage:
 
 
 class SilentExecutor(Executor):
-    """The executor without its two clocks and its event for each instruction."""
+    """Executor without the two clock readings and the event of each instruction."""
 
     def _start_next(self, lane: Lane) -> None:
         index = self._cursor[lane]
@@ -73,7 +73,7 @@ class SilentExecutor(Executor):
 
 
 def cost_of_one(rounds: int) -> tuple[float, float]:
-    """(seconds that one recorded instruction takes more, the same of the middle half of the rounds' spread)."""
+    """Return the extra seconds of one recorded instruction, and their interquartile range over the rounds."""
     program = lower(make_schedule("1f1b", ScheduleSpec(1, 500)), LoweringOptions())
     handlers: dict[str, Callable[[Action], None]] = dict.fromkeys(("GRAD_NORM", "STEP"), lambda _: None)
     both = [kind(program, 0, 0, {0: IdleStage()}, {}, handlers) for kind in (SilentExecutor, Executor)]

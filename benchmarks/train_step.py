@@ -1,4 +1,4 @@
-"""How fast is a training step? Muster against hand-written PyTorch and other trainers, in turns within one run.
+"""Speed of a training step: Muster against hand-written PyTorch and other trainers, in turns within one run.
 
 Every contestant trains the same model from the same weights on the same tokens, in fp32, in processes of its own with
 one thread each. All start first; then they take turns of some steps each, while the others wait on a pipe.
@@ -25,7 +25,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 SOURCE, SOURCE_BYTES = "python-stdlib", 4_000_000
 WARM_UP_STEPS = 3
 LOSS_TOLERANCE = 1e-3
-"""How far the losses of contestants that do the same work may lie apart, relative, after the same number of steps."""
+"""Largest relative difference between the losses of contestants that do the same work, after equally many steps."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ BARS = {
     1: {"plain": 0.98, "hugging-face": 1.0},
     2: {"plain": 0.98, "deepspeed": 1.0},
 }
-"""By number of processes, the peers and the ratio of tokens/s that Muster should reach."""
+"""Peers and the ratio of tokens/s that Muster should reach, by number of processes."""
 
 
 class Contestant:

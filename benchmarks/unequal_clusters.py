@@ -1,4 +1,4 @@
-"""What the planner gains on clusters whose nodes or links differ: the cases of unequal_clusters.yaml.
+"""Gains of the planner on clusters whose nodes or links differ: the cases of unequal_clusters.yaml.
 
 `python -m benchmarks.unequal_clusters [--limit S] [--only NAME]` prints for each the simulated steps of
 

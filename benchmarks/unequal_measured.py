@@ -1,4 +1,4 @@
-"""What the planner gains on an unequal network: ranks in network namespaces of this machine, links shaped by rate.
+"""Gains of the planner on an unequal network: ranks in network namespaces of this machine, links shaped by rate.
 
 `python -m benchmarks.unequal_measured [--case NAME] [--rounds N] [--steps N]`, as root. Each rank has a machine of its
 own, a namespace, and a link to each other one, which `tc tbf` shapes: links are what a measurement pair by pair shows.

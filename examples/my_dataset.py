@@ -1,4 +1,4 @@
-"""A data set: sums, as questions whose answers alone are learnt."""
+"""A data set: sums, as prompts whose completions alone are trained on."""
 
 from collections.abc import Iterator
 

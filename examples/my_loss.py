@@ -1,4 +1,4 @@
-"""A loss: cross-entropy that trusts the labels a little less (label smoothing, arXiv:1512.00567)."""
+"""A loss: cross-entropy with label smoothing (arXiv:1512.00567)."""
 
 import torch.nn.functional as F
 from torch import Tensor

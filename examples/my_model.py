@@ -1,4 +1,4 @@
-"""A model: a decoder whose attention is a running mean of what each position says, scaled by a gate of its own."""
+"""A model: a decoder whose attention is a running mean over the positions so far, scaled by a gate."""
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ class RunningMean(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.value = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)  # cut by rows
+        self.value = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)  # sharded by rows
         self.gate = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
-        self.down = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)  # cut by columns
+        self.down = nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)  # sharded by columns
 
     def forward(self, x_BSD: Tensor, norm: nn.Module, *_: object) -> Tensor:
         value, gate = self.project_in(norm(x_BSD), self.value, self.gate)

@@ -1,4 +1,4 @@
-"""An optimizer: signs of a momentum (signSGD, arXiv:1802.04434), as any `torch.optim.Optimizer`."""
+"""An optimizer: the sign of a momentum (signSGD, arXiv:1802.04434), as any `torch.optim.Optimizer`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A training step: sharpness-aware minimisation (arXiv:2010.01412), by the gradient from a little uphill."""
+"""A training step: sharpness-aware minimization (arXiv:2010.01412), which uses the gradient a little uphill."""
 
 import torch
 

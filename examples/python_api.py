@@ -1,4 +1,4 @@
-"""Plan, predict, train and go on under another plan, in Python; what it uses beside lies in the other examples."""
+"""Plan, predict, train, and resume under another plan, in Python, with the plugins of the other examples."""
 
 import sys
 from pathlib import Path

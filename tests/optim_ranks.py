@@ -45,7 +45,7 @@ def whole(name: str, shape: tuple[int, ...]) -> TensorLayout:
 
 
 def cut(full: Tensor, boxes: tuple[Box, ...]) -> Tensor:
-    """What a rank with these boxes holds of a tensor, as one box or as several one after the other."""
+    """Return the local tensor of a rank with these boxes, as one box or as several one after the other."""
     parts = [full[box.slices].clone() for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat([full.new_empty(0), *(part.reshape(-1) for part in parts)])
 
@@ -63,7 +63,7 @@ def walk(optimizer: Optimizer, layouts: Mapping[str, TensorLayout], steps: range
 
 
 def pieces(optimizer: Optimizer, layouts: Mapping[str, TensorLayout]) -> list[LocalShard]:
-    """What a checkpoint holds."""
+    """Return the shards of a checkpoint."""
     model = [LocalShard(f"model/{name}", layouts[name], param) for name, param in optimizer.params.items()]
     return model + [LocalShard(f"optim/{key}", layouts[name], one) for key, (name, one) in optimizer.state().items()]
 

@@ -1,4 +1,4 @@
-"""What each rank does in the parity tests: trains small models under a plan and compares with plain PyTorch."""
+"""Work of each rank in the parity tests: training small models under a plan and comparison with plain PyTorch."""
 
 import hashlib
 import json
@@ -367,7 +367,7 @@ def swapped_micro_batches() -> Iterator[None]:
 
 @contextmanager
 def wrong_recompute() -> Iterator[None]:
-    """What is made again in the backward is not what the forward had."""
+    """The tensor that the backward recomputes differs from the forward's."""
     unpack = _RecomputedTensor.unpack
 
     def faulty(self: _RecomputedTensor, packed: Tensor | torch.Size) -> Tensor:
@@ -411,7 +411,7 @@ def doubled_boundary() -> Iterator[None]:
 
 @contextmanager
 def half_a_boundary() -> Iterator[None]:
-    """Of a hidden state that comes in parts, the last part is lost."""
+    """The last part of a hidden state that comes in parts is lost."""
 
     def faulty(self: PendingReceive) -> None:
         wait(self)
@@ -438,14 +438,14 @@ def doubled_bias() -> Iterator[None]:
 
 @contextmanager
 def lost_copies() -> Iterator[None]:
-    """The gradients of weights that several ranks have a copy of are not added up."""
+    """The gradients of weights that several ranks have a copy of are not summed."""
     with patch("muster.parallel.stage.tp_partial_grad_copies", lambda *_: {}):
         yield
 
 
 @contextmanager
 def lost_reload() -> Iterator[None]:
-    """What comes back from the host's memory is not what went there."""
+    """The activations that come back from host memory differ from those that went there."""
     reload = ActivationOffload.reload
 
     def faulty(self: ActivationOffload, micro_batch: int) -> Callable[[], None]:
@@ -459,7 +459,7 @@ def lost_reload() -> Iterator[None]:
 
 @contextmanager
 def unheard_words() -> Iterator[None]:
-    """What the last rank's words add to the gradient of the hidden state is lost."""
+    """The terms of the last rank's vocabulary entries in the gradient of the hidden state are lost."""
 
     def faulty(partial_grads_R2ND: Tensor, combined: CombinedLoss) -> Tensor:
         partial_grads_R2ND[-1] = 0

@@ -1,5 +1,4 @@
-"""What each rank does in the tests of post-validation: trains with and without it while gradients go wrong now and
-then, and says what came of it."""
+"""Work of each rank in the tests of post-validation: training with and without it while some gradients are wrong."""
 
 import hashlib
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ class RoughTrainer(Trainer):
 
 @contextmanager
 def not_restored() -> Iterator[None]:
-    """What was kept is lost, and a wrong step is not taken back."""
+    """The saved state is lost, and a wrong step is not rolled back."""
     keep = PostValidation._save_state
 
     def faulty(self: PostValidation) -> None:

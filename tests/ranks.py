@@ -38,13 +38,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 _TAIL_CHARACTERS = 3000
 _GRACE_S = 1.0
-"""How long the other ranks may go on after one has failed, so that all of them can say why."""
+"""Seconds that the other ranks may continue after one has failed, so that all of them can report why."""
 
 
 def run_ranks(num_ranks: int, target: str, payload: Any = None, timeout_s: float = 600) -> list[Any]:
-    """What `target` ("package.module:function" or "path/to/file.py:function") returned on each rank.
+    """Return the results of `target` ("package.module:function" or "path/to/file.py:function") on each rank.
 
-    Raises AssertionError with the end of every rank's output when one fails or `timeout_s` have passed.
+    Raises AssertionError with the end of every rank's output if one fails or `timeout_s` have passed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -75,7 +75,7 @@ def started(
 
 
 class _Job(NamedTuple):
-    """What the parent of the ranks has to know."""
+    """Parameters for the parent of the ranks."""
 
     folder: str
     num_ranks: int
@@ -111,7 +111,7 @@ class _Nursery:
         self._parent = self._answer()
 
     def end_within(self, seconds: float) -> bool:
-        """Whether the ranks end within so many seconds from now."""
+        """Tell if the ranks end within so many seconds from now."""
         return bool(select.select([self._answers], [], [], seconds)[0])
 
     def serve_commands(self, place: str) -> None:

@@ -1,4 +1,4 @@
-"""What compilation says when it can't."""
+"""Errors of compilation."""
 
 from unittest.mock import patch
 

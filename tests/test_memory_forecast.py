@@ -351,7 +351,7 @@ def test_what_the_runtime_refuses_has_a_forecast(name):
 
 def test_a_copy_of_the_model_without_micro_batches_is_refused():
     plan, workload = parse_plan_name("dp2-pp2v2-z3-sdualpipe"), Workload(seq_len=64, global_batch_size=2)
-    with pytest.raises(InfeasibleError, match="2 copies of the model, each of which needs a micro-batch"):
+    with pytest.raises(InfeasibleError, match="2 replicas of the model, each of which needs a micro-batch"):
         predict(load_model("tiny"), plan, workload, load_cluster("4xh100"))
 
 

@@ -171,7 +171,7 @@ def test_muon_under_real_plans_equals_one_process(tmp_path):
 
 @st.composite
 def member_layouts(draw_from) -> list[dict[str, TensorLayout]]:
-    """What 1 to 5 members hold of three matrices: cells of a grid, each on at least one of them."""
+    """Draw the layouts of three matrices on 1 to 5 members: cells of a grid, each on at least one of them."""
     size = draw_from(st.integers(1, 5))
     members: list[dict[str, TensorLayout]] = [{"norm.weight": whole("norm.weight", (4,))} for _ in range(size)]
     for index in range(3):

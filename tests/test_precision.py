@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 def micro_batch_gradients(config: RunConfig, cache: str) -> list[dict[str, Tensor]]:
-    """Of each sequence of the first step, in plain bf16."""
+    """Return the gradients of each sequence of the first step, in plain bf16."""
     dataset, spec = open_data(config, cache), config.model
     model = Decoder(spec, range(spec.num_layers), first=True, last=True)
     with torch.no_grad():

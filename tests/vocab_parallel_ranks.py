@@ -1,4 +1,5 @@
-"""What each rank does in the test of a spread vocabulary's mathematics: its words' part of a loss, with collectives."""
+"""Work of each rank in the test of the vocabulary-parallel loss: its vocabulary entries' part of a loss, with
+collectives."""
 
 from typing import Any
 

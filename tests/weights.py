@@ -66,5 +66,5 @@ def read_weights(path: Path, spec: ModelSpec | None = None) -> dict[str, Tensor]
 
 
 def expected_weights(spec: ModelSpec) -> dict[str, Tensor]:
-    """What `save_weights` wrote."""
+    """Return the tensors that `save_weights` writes."""
     return {name: number_tensor(f"model/{name}", shape) for name, shape in parameter_shapes(spec)}
