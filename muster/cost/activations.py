@@ -1,8 +1,11 @@
-"""What one micro-batch leaves behind in a layer, for every kind of layer and of recompute.
+"""Activation bytes that a layer saves for its backward, for every type of layer and every recompute strategy.
 
-Dense layers follow `muster.model` tensor by tensor; what the runtime can't do yet (experts, latent and linear
-attention, cp, ep, unfused attention) follows the same rule: kept is what a linear layer, a norm or a kernel with a
-derivative of its own reads in its backward, once.
+The rule: whatever a linear layer, a norm or a kernel with a backward of its own reads in its backward is saved, and
+counts once even where two operations read it. Example: the output of attention is read by the attention kernel's
+backward and is also the input of the output projection, and still is one tensor.
+
+Dense layers follow `muster.model` tensor by tensor. Experts, latent and linear attention, cp, ep and unfused attention,
+which the runtime lacks, follow the same rule.
 """
 
 from dataclasses import dataclass
@@ -17,50 +20,53 @@ from muster.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """What a pass over one micro-batch works on, on one rank of a stage."""
+    """Local sizes of a pass over one micro-batch on one rank of a stage."""
 
     local_model: ModelSpec
-    """The model as wide as the rank computes it."""
+    """Model with the widths (heads, MLP, vocabulary) of the rank's tensor-parallel shard."""
     mesh: Mesh
     tokens: int
-    """Positions that attention and MLP work on."""
+    """Tokens that attention and MLP process."""
     hidden_tokens: int
-    """Positions whose hidden state the rank holds: fewer under sequence parallelism."""
+    """Tokens whose hidden state the rank holds: `tokens` / tp under sequence parallelism."""
     precision: Precision
     model: ModelSpec
-    """The model."""
+    """Unsharded model."""
     seq_len: int
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the hidden state as it is held."""
+        """Bytes of the hidden state on the rank, sharded along the sequence under sequence parallelism."""
         return self.hidden_tokens * self.local_model.hidden_size * compute_bytes(self.precision)
 
     @property
     def full_hidden_bytes(self) -> int:
-        """Of the hidden state of all tokens."""
+        """Bytes of the hidden state of all `tokens`."""
         return self.tokens * self.local_model.hidden_size * compute_bytes(self.precision)
 
     @property
     def expert_tokens(self) -> int:
-        """Rows that go through the rank's experts where every expert has as many: each token `top_k` times, dealt over
-        the ranks that share the experts."""
+        """Rows that the rank's experts process if the load is balanced: `top_k` per token, divided over the ranks that
+        share the experts."""
         assert self.local_model.moe is not None
         return self.tokens * self.local_model.moe.top_k * self.mesh.etp // self.mesh.tp
 
 
 def pass_sizes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> PassSizes:
-    """Of a stage's `tp_index`-th tensor-parallel rank, the first of which never has less than another; context
-    parallelism cuts every sequence (arXiv:2310.01889)."""
+    """Return the sizes on tensor-parallel rank `tp_index` of a stage; rank 0 never holds less than another.
+
+    Context parallelism splits every sequence (arXiv:2310.01889).
+    """
     mesh = plan.mesh(stage)
     tokens = plan.local_micro_batch_size(stage) * workload.seq_len // mesh.sequence_shards
     sp = plan.strategy(min(plan.layers(stage, spec.num_layers).start, spec.num_layers - 1)).sp
-    own, hidden_tokens = _local_model(spec, mesh.tp, tp_index), tokens // mesh.tp if sp else tokens
-    return PassSizes(own, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)
+    hidden_tokens = tokens // mesh.tp if sp else tokens
+    local_model = _local_model(spec, mesh.tp, tp_index)
+    return PassSizes(local_model, mesh, tokens, hidden_tokens, plan.precision, spec, workload.seq_len)
 
 
 def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
-    """The model as wide as rank `index` of `tp` computes it."""
+    """Return the model with the widths of the shard of rank `index` of `tp`."""
 
     def rows(name: str, count: int) -> int:
         return tp_shard(spec, f"layers.0.{name}.weight", (count, spec.hidden_size), tp, index)[0].size[0]
@@ -75,12 +81,12 @@ def _local_model(spec: ModelSpec, tp: int, index: int) -> ModelSpec:
 
 
 def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, attention_kernel: str = "flash") -> int:
-    """What a layer keeps from its forward to its backward.
+    """Return the bytes that a layer saves from its forward to its backward.
 
-    full: its input alone. selective: neither what the two norms nor what the gated linear unit gives to the linear
-    layers after it (`muster.model.recompute`). attention (arXiv:2205.05198 §5): without the scores, or what flash
-    attention keeps of them. alternate (torchtitan's selective checkpointing by operation): the input, every second
-    matrix product's output, attention's output.
+    `full`: its input alone. `elementwise`: all but the outputs of the two norms and of the gated activation
+    (`muster.model.recompute`). `core_attention` (arXiv:2205.05198 §5): all but the attention scores, or with flash
+    attention its log-sum-exp. `every_second_matmul` (torchtitan's selective activation checkpointing by operation): the
+    input, the output of every second matmul, the output of attention.
     """
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
     if (kept := _plugin_layer_bytes(sizes, recompute)) is not None:
@@ -100,13 +106,13 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
 
 
 def _plugin_layer_bytes(sizes: PassSizes, recompute: Recompute) -> int | None:
-    """What a plugin's layer keeps; None for Muster's own."""
+    """Return the bytes that a plugin's layer saves; None for native models."""
     tp, tokens = sizes.mesh.tp, sizes.tokens
     return plugin_layer_bytes(sizes.model, tp, tokens, sizes.hidden_bytes, sizes.seq_len, sizes.precision, recompute)
 
 
 def offloaded_activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
-    """What goes to the host's memory of one micro-batch of a stage, on its first rank."""
+    """Return the activation bytes of one micro-batch that the first rank of a stage offloads to host memory."""
     sizes = pass_sizes(spec, plan, workload, stage)
     return sum(
         layer_activation_bytes(sizes, layer, own.recompute, own.attention)
@@ -116,12 +122,12 @@ def offloaded_activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, 
 
 
 def attention_score_bytes(sizes: PassSizes) -> int:
-    """The softmax of unfused attention, which weighs the values and is needed again by its own derivative."""
+    """Return the bytes of unfused attention's softmax, which the matmul with the values and softmax's backward read."""
     return sizes.tokens * sizes.local_model.num_heads * sizes.seq_len * compute_bytes(sizes.precision)
 
 
 def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
-    """What a layer's attention keeps, its norm left out."""
+    """Return the bytes that a layer's attention saves, without its norm."""
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
     size = compute_bytes(precision)
     if own.has_linear_attention(layer):
@@ -137,8 +143,8 @@ def attention_activation_bytes(sizes: PassSizes, layer: int) -> int:
 
 
 def _mla_elements_per_token(own: ModelSpec) -> int:
-    """Per token: the narrow vectors before and after their norms; queries, keys and values of all heads; the output
-    (arXiv:2405.04434 §2.1)."""
+    """Return the elements per token that latent attention saves: the low-rank vectors before and after their norms;
+    queries, keys and values of all heads; the output (arXiv:2405.04434 §2.1)."""
     mla = own.mla
     assert mla is not None
     head = mla.nope_head_dim + mla.rope_head_dim
@@ -147,8 +153,11 @@ def _mla_elements_per_token(own: ModelSpec) -> int:
 
 
 def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
-    """What a layer's MLP keeps, its norm left out. Experts: the router's probabilities, the rows as they were sent, and
-    what each expert keeps of them; rows are combined after they were weighed, so that no more is kept of them."""
+    """Return the bytes that a layer's MLP saves, without its norm.
+
+    Experts save the router's probabilities, the dispatched rows, each expert's inner activations, and the weighted rows
+    that are combined.
+    """
     own, size = sizes.local_model, compute_bytes(sizes.precision)
     if (kept := _plugin_layer_bytes(sizes, "none")) is not None:
         return kept
@@ -163,7 +172,7 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
 
 
 def mlp_inner_bytes(sizes: PassSizes, layer: int) -> int:
-    """The MLP's activated inner state: the input of its last matrix product."""
+    """Return the bytes of the input of the MLP's last matmul: the output of the (gated) activation."""
     size = compute_bytes(sizes.precision)
     largest = plugin_largest_tensor_bytes(sizes.model, sizes.mesh.tp, sizes.tokens, sizes.seq_len, sizes.precision)
     if largest is not None:
@@ -177,7 +186,8 @@ def mlp_inner_bytes(sizes: PassSizes, layer: int) -> int:
 
 
 def _every_second_matmul_bytes(sizes: PassSizes, layer: int) -> int:
-    """q, v, gate and down of the seven products q, k, v, o, gate, up, down; attention's output and log-sum-exp."""
+    """Return the bytes of q, v, gate and down, out of the seven matmuls q, k, v, o, gate, up, down, and of attention's
+    output and log-sum-exp."""
     own, size, tokens = sizes.local_model, compute_bytes(sizes.precision), sizes.tokens
     attention = (2 * own.num_heads + own.num_kv_heads) * own.head_dim * size + own.num_heads * master_bytes(
         sizes.precision
@@ -186,17 +196,17 @@ def _every_second_matmul_bytes(sizes: PassSizes, layer: int) -> int:
 
 
 def norm_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """A norm's input and its statistics per token (LayerNorm has a mean besides), and its output as the input of the
-    linear layers after it."""
+    """Return the bytes that a norm saves: its input, one statistic per token (two for LayerNorm), and its output, which
+    is the input of the next linear layers."""
     statistics = 2 if spec.norm == "layer" else 1
     return tokens * (2 * spec.hidden_size * compute_bytes(precision) + statistics * master_bytes(precision))
 
 
 def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """q and k after their rotation, v, the output, and flash attention's log-sum-exp per head (arXiv:2205.14135); with
-    norms of q and k also what goes into these, and a statistic per head.
+    """Return the bytes that softmax attention saves: q and k after rotary embedding, v, the output, and flash
+    attention's log-sum-exp per head (arXiv:2205.14135); with QK norms also their inputs and a statistic per head.
 
-    The output is the input of the linear layer after it too, and counts once.
+    The output is also the input of the output projection, and counts once.
     """
     width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     statistics = spec.num_heads
@@ -207,19 +217,23 @@ def softmax_attention_saved_bytes(spec: ModelSpec, tokens: int, precision: Preci
 
 
 def dense_mlp_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """gate if there is one, up, and what comes of them as the input of the last linear layer; the activation of gate is
-    computed again."""
+    """Return the bytes of gate (if there is one), up, and the input of the last matmul; the activation of gate is
+    recomputed."""
     return tokens * (3 if spec.gated else 2) * spec.intermediate_size * compute_bytes(precision)
 
 
 def loss_saved_bytes(spec: ModelSpec, tokens: int, precision: Precision) -> int:
-    """The gradient of the logits, which the loss makes in its forward, in the dtype of the logits."""
+    """Return the bytes of the gradient of the logits, which the loss computes in its forward, in the logits' dtype."""
     return tokens * spec.vocab_size * compute_bytes(precision)
 
 
 def vocab_parallel_bytes(spec: ModelSpec, plan: Plan, workload: Workload, pp_rank: int) -> int:
-    """What a rank keeps of one micro-batch from S to T where the vocabulary is spread: the softmax over its words,
-    a factor for each rank and a weight by position, all as sums are kept, and the hidden state."""
-    positions, wide = plan.local_micro_batch_size(0) * workload.seq_len, master_bytes(plan.precision)
-    words = chunk_bounds(spec.vocab_size, plan.pp, pp_rank)[1]
-    return positions * ((words + plan.pp + 1) * wide + spec.hidden_size * compute_bytes(plan.precision))
+    """Return the bytes that a rank saves of one micro-batch from S to T under a vocabulary-parallel head.
+
+    Per token: the softmax over the rank's vocabulary shard, a factor for each pipeline rank and the loss weight, all in
+    the master dtype, and the hidden state.
+    """
+    tokens = plan.local_micro_batch_size(0) * workload.seq_len
+    shard_size = chunk_bounds(spec.vocab_size, plan.pp, pp_rank)[1]
+    statistics = (shard_size + plan.pp + 1) * master_bytes(plan.precision)
+    return tokens * (statistics + spec.hidden_size * compute_bytes(plan.precision))

@@ -1,6 +1,7 @@
-"""What each rank gives to its collectives and sends in one step: the bytes, from shapes alone.
+"""Communication volume: the bytes that each rank passes to collectives and sends in one step, from shapes alone.
 
-Counted is the tensor that the call is given, whatever an algorithm makes of it; a test counts the same at the calls.
+An input tensor counts with its size at the call, whatever a ring or tree algorithm then transfers. A test counts the
+same bytes at the calls.
 """
 
 from collections import Counter
@@ -31,20 +32,19 @@ from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 _STEP_REPORT_BYTES = 6 * 8
-"""NORM adds up the squares of the gradients, the loss, the z-loss, the wish to stop, and whether a save is under way or
-has failed, in float64."""
+"""Bytes that GRAD_NORM all-reduces in float64: the squares of the gradients, the loss, the z-loss, the request to stop,
+and two flags: a save is in progress, a save has failed."""
 
 
 def step_comm_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, rank: int, optim: OptimConfig | None = None
 ) -> dict[str, dict[str, int]]:
-    """Bytes that world rank `rank` gives away in one step, by axis and kind; nothing that is 0.
+    """Return the bytes that world rank `rank` sends in one step, by axis and kind, without zeros.
 
-    The axes are those of the mesh, `world` for what all ranks add up, `optimizer` for what its step sends, and `host`
-    for OFFLOAD and RELOAD, to the host's memory and back. The other
-    kinds are collectives, and for `pp` the instructions that send: SF, SB, TIE and MERGE, and those that bring words
-    together, EC, HC, SC and DC. The optimizer is AdamW unless
-    `optim` says otherwise.
+    Axes: those of the mesh; `world` for the all-reduce over all ranks; `optimizer` for what the optimizer step sends;
+    `host` for OFFLOAD and RELOAD. Kinds: names of collectives; on `pp` the instructions that send (SEND_F, SEND_B,
+    ALL_REDUCE_TIED, ALL_REDUCE_REPLICAS) and those of the vocabulary-parallel layers (EMB_REDUCE, HIDDEN_BCAST,
+    LOGIT_STATS, EMB_GRAD_BCAST). The optimizer is AdamW if `optim` is None.
     """
     at = coordinates_of(plan, rank)
     sent: dict[str, Counter[str]] = {axis: Counter() for axis in ("tp", "dp_shard", "dp_replicate", "pp", "world")}
@@ -66,15 +66,20 @@ def step_comm_bytes(
 
 
 def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
-    """What one stage gives to the tensor axis, by kind of collective.
+    """Return the bytes that one stage passes to tensor-parallel collectives, by kind.
 
-    Per layer and micro-batch the hidden state enters two column-parallel products and leaves two row-parallel ones; it
-    enters the head once more and leaves the embedding (arXiv:2205.05198 §4.2.2). Without sequence parallelism each
-    leaving is an all-reduce in the forward, each entering one in the backward. With it, entering gathers in the
-    forward, then gathers again and scatters in the backward; leaving scatters in the forward, gathers in the backward.
-    When chunked, what a product of the forward waits for or gives goes round in parts, all but one's own, and so does
-    what the backward of a leaving waits for. Full recompute repeats a layer's forward; unless chunked, up to its last
-    product, so that one leaving is not repeated.
+    Per layer and micro-batch the hidden state enters two tensor-parallel regions and exits two, at column-parallel and
+    row-parallel matmuls (attention and MLP); it also enters the head and exits the embedding (arXiv:2205.05198 §4.2.2).
+    Without sequence parallelism an exit is an all-reduce in the forward, and an entry one in the backward. With it, an
+    entry is an all-gather in the forward, and an all-gather and a reduce-scatter in the backward; an exit is a
+    reduce-scatter in the forward and an all-gather in the backward.
+
+    Example: 4 layers of a middle stage without sequence parallelism all-reduce the hidden state 8 times in the forward
+    and 8 times in the backward of a micro-batch.
+
+    `async_tp` splits the collectives of the forward matmuls, and the all-gather in the backward of an exit, into p2p
+    sends of tp − 1 chunks. Full recompute repeats a layer's forward; without `async_tp` only up to its last matmul, so
+    that one exit isn't repeated.
     """
     sent, tp = Counter[str](), plan.mesh(stage).tp
     if tp == 1:
@@ -99,8 +104,8 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
         sent["all_reduce"] += count * 3 * positions * master_bytes(plan.precision)
     layouts = {layout.name: layout for layout in stage_layouts(spec, plan, stage, at)}
     copies = tp_partial_grad_copies(spec, layouts, tp, strategy.sp)
-    numbers = sum(layouts[name].numel * (tp // copies_of) for name, copies_of in copies.items())
-    sent["all_reduce"] += numbers * master_bytes(plan.precision)
+    copied_numel = sum(layouts[name].numel * (tp // num_copies) for name, num_copies in copies.items())
+    sent["all_reduce"] += copied_numel * master_bytes(plan.precision)
     return sent
 
 
@@ -109,11 +114,12 @@ def tensor_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: in
 
 
 def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
-    """What one stage gives to its dp_shard ranks (arXiv:1910.02054 §5, §7; arXiv:2304.11277 §3.2).
+    """Return the bytes that one stage passes to collectives of dp_shard (arXiv:1910.02054 §5, §7; arXiv:2304.11277
+    §3.2).
 
-    Its padded shards of the parameters, in the compute dtype: once a step under z1 and z2; under z3 once in each pass,
-    but what belongs to no layer stays gathered from a forward to the next backward. Its whole gradients, padded to
-    equal shards, in the master weights' dtype: once under z1, else in each backward.
+    All-gathers: its padded parameter shards in the compute dtype, once per step under z1 and z2; under z3 once per
+    pass, except that parameters outside layers stay gathered from a forward to the next backward. Reduce-scatters: its
+    unsharded gradients, padded to equal shards, in the master dtype, once per step under z1, else in each backward.
     """
     ranks = plan.mesh(stage).dp_shard
     if ranks == 1:
@@ -133,7 +139,7 @@ def shard_axis_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
 def replicate_axis_bytes(
     spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates
 ) -> Counter[str]:
-    """What one stage gives to its dp_replicate ranks: its padded shards of the gradients, whenever they are reduced."""
+    """Return the bytes that one stage all-reduces over dp_replicate: its padded gradient shards, at every reduction."""
     if plan.mesh(stage).dp_replicate == 1:
         return Counter()
     return Counter(all_reduce=_reduced_numel(spec, plan, workload, stage, at) * master_bytes(plan.precision))
@@ -152,8 +158,10 @@ def _zero(spec: ModelSpec, plan: Plan, stage: int) -> str:
 
 
 def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, times: Callable[[str], int]) -> int:
-    """Numbers in a rank's shards of a stage's parameters, each as large as the largest of its parameter (`fully_shard`
-    pads them so), each counted `times`."""
+    """Return the elements in a rank's shards of a stage's parameters, each counted `times(name)` times.
+
+    `fully_shard` pads every shard of a parameter to the size of the largest.
+    """
     total = 0
     for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp):
         rows, *rest = part.size
@@ -166,8 +174,8 @@ def _padded_numel(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, 
 
 
 def pipeline_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, at: MeshCoordinates) -> Counter[str]:
-    """What one stage sends to neighbours on other ranks: hidden states forward, their gradients backward, and the
-    gradient of a tied embedding; with two replicas also all gradients."""
+    """Return the bytes that one stage sends to other pipeline ranks: hidden states forward, their gradients backward,
+    the gradient of a tied embedding, and with two pipeline replicas all gradients."""
     sent, rank = Counter[str](), rank_at(plan, at)
     hidden = (
         plan.num_stage_micro_batches(stage, workload, dp_index_of(plan, at))
@@ -204,7 +212,7 @@ def _sent_numel(rank: int, messages: Iterable[BoxTransfer]) -> int:
 
 
 def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordinates) -> Counter[str]:
-    """What goes to the host's memory and comes back, by kind: whole micro-batches, as the Program says."""
+    """Return the bytes copied to host memory and back, by kind, for the copies in the Program."""
     lane = build_program(plan, spec, workload, data_rank=dp_index_of(plan, at)).ranks[at.pp].get("host_copy", ())
     moved = {stage: offloaded_activation_bytes(spec, plan, workload, stage) for stage in stages_on(plan, at.pp)}
     sent = Counter[str]()
@@ -218,8 +226,8 @@ def _host_bytes(spec: ModelSpec, plan: Plan, workload: Workload, at: MeshCoordin
 
 
 def whole_matrix_bytes(spec: ModelSpec, plan: Plan, rank: int, optim: OptimConfig | None) -> int:
-    """Return the bytes that a rank sends for an optimizer that updates whole matrices, as Muon does: its parts of
-    matrices to their owners, and the updates of the matrices that it owns back to the holders of their parts."""
+    """Return the bytes that a rank sends for an optimizer that updates whole matrices, such as Muon: its shards to the
+    matrices' owners, and the updates of the matrices that it owns back to the holders of their shards."""
     if not whole_matrix_shapes(optim, dict(parameter_shapes(spec))):
         return 0
     at = coordinates_of(plan, rank)

@@ -5,13 +5,15 @@ from muster.spec.plugin_model import plugin_model
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
-    """FLOPs of the forward pass for one token of a sequence of `seq_len`: matrix products only.
+    """Return the matmul FLOPs of the forward for one token of a sequence of `seq_len`.
 
-    2 per weight that multiplies: all but the norms and the embedding's look-up, with a tied head counted as the head,
-    of the experts those that a token goes to, and the head once more for each of `mtp_layers`. Scores and weighted
-    values take 2 · seq_len · heads · (width of a key + width of a value) in each layer that has them. As in PaLM
-    (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473, appendix) the causal mask is not discounted: all
-    scores count. A plugin's layers are counted by the products of their forward.
+    2 per weight of a matmul: all weights except norms and the embedding's lookup; of the experts only a token's
+    `top_k`; the head once more for each of `mtp_layers`. Attention takes 2 · seq_len · heads · (key width + value
+    width) in each layer with softmax attention. Following PaLM (arXiv:2204.02311, appendix B) and Megatron-LM
+    (arXiv:2104.04473, appendix) the causal mask is not discounted. A plugin's layers count by the matmuls of a traced
+    forward.
+
+    Example: 7 · 10⁹ weights at a short sequence need about 14 GFLOPs per token forward, 42 with the backward.
     """
     if (own := plugin_model(spec)) is not None:
         head = 2 * spec.vocab_size * spec.hidden_size
@@ -34,8 +36,8 @@ def _score_flops(spec: ModelSpec, seq_len: int) -> int:
 
 
 def train_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
-    """FLOPs of forward and backward for one token: each matrix product of the forward has two in the backward.
+    """Return the FLOPs of forward and backward for one token: each matmul of the forward has two in the backward.
 
-    Nothing that is computed again (recompute, flash attention's backward) counts: the model FLOPs of MFU.
+    Recomputed work (activation recompute, flash attention's backward) doesn't count: these are MFU's model FLOPs.
     """
     return 3 * forward_flops_per_token(spec, seq_len)

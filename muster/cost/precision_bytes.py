@@ -1,4 +1,4 @@
-"""What memory is counted in: bytes by what they are for, and how wide a number is."""
+"""Memory terms (bytes by purpose) and bytes per element of a precision."""
 
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
@@ -10,40 +10,40 @@ _COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16":
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Bytes on one rank, by what they are for."""
+    """Bytes on one rank, by purpose."""
 
     parameters: int = 0
-    """The rank's own, as the optimizer changes them."""
+    """Shards of the master weights that the rank's optimizer updates."""
     gathered_parameters: int = 0
-    """As the passes use them, with the buffers of their all-gathers."""
+    """Parameters in the compute dtype, unsharded for the passes, with the buffers of their all-gathers."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """What forwards keep for backwards."""
+    """Activations saved by forwards for backwards."""
     logits: int = 0
-    """Logits, and what is made of them for the loss and kept."""
+    """Logits, and their gradient or softmax saved for the backward."""
     communication: int = 0
     """Buffers of sends, receives, reductions and communicators."""
     workspace: int = 0
-    """What lives within a pass only: gradients that are not reduced yet, intermediate results, what is made again."""
+    """Tensors that live within a pass only: unreduced gradients, intermediate results, recomputed activations."""
     fragmentation: int = 0
-    """What the allocator holds and can't use."""
+    """Memory that the allocator has reserved and can't use."""
     context: int = 0
-    """The device's driver, the framework's kernels and libraries."""
+    """Device context: driver, kernels and libraries of the framework."""
 
     @property
     def total(self) -> int:
         return sum(_ALL(self))
 
     def by_name(self) -> dict[str, int]:
-        """Term → bytes, in the order above."""
+        """Return term → bytes, in the order of the fields."""
         return {name: getattr(self, name) for name in TERMS}
 
     def __add__(self, other: "MemoryTerms") -> "MemoryTerms":
         return MemoryTerms(*map(add, _ALL(self), _ALL(other)))
 
     def scaled(self, count: int) -> "MemoryTerms":
-        """As much, `count` times."""
+        """Return every term times `count`."""
         return MemoryTerms(*(count * size for size in _ALL(self)))
 
 
@@ -52,10 +52,11 @@ _ALL = attrgetter(*TERMS)
 
 
 def compute_bytes(precision: Precision) -> int:
-    """Bytes of one number in the forward and backward passes; fp8 is for matrix products alone, around them is bf16."""
+    """Return the bytes of an element in forward and backward; under fp8 2, since only matmuls run in fp8, the rest in
+    bf16."""
     return _COMPUTE_BYTES[precision]
 
 
 def master_bytes(precision: Precision) -> int:
-    """Bytes of one number where sums are kept: master weights, gradients, moments, statistics, the loss."""
+    """Return the bytes of an element of master weights, gradients, moments, statistics and the loss."""
     return max(4, compute_bytes(precision))
