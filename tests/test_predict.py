@@ -150,7 +150,7 @@ def test_a_hugging_face_directory_is_a_model(tmp_path: Path, capsys):
         ({"--plan": "dp64-zz"}, 2, "unknown part 'zz'"),
         ({"--plan": "DP64-Z3"}, 2, "unknown part 'DP64'; did you mean 'dp64'?"),
         ({"--plan": "dp99999999999999999999"}, 2, "has a number of more than 9 digits"),
-        ({"--cluster": "this"}, 2, "run it here first"),
+        ({"--cluster": "this"}, 2, "here first"),
         ({"--plan": "nothing.yaml"}, 2, "there is no file nothing.yaml"),
         ({"--seq-len": "0"}, 2, "expected a whole number >= 1, got '0'"),
         ({"--seq-len": "-5"}, 2, "expected a whole number >= 1, got '-5'"),

@@ -283,8 +283,8 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
 def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, world_size: int) -> StepParts:
     communication_s: defaultdict[str, float] = defaultdict(float)
     if world_size == 1:  # the gradient norm waits for nobody: it is a part of the optimizer's work
-        norm_s = found_s.get("NORM", 0.0)
-        found_s = {**found_s, "NORM": 0.0, "STEP": found_s.get("STEP", 0.0) + norm_s}
+        norm_s = found_s.get(Kind.GRAD_NORM, 0.0)
+        found_s = {**found_s, Kind.GRAD_NORM: 0.0, Kind.STEP: found_s.get(Kind.STEP, 0.0) + norm_s}
     for kind, time_s in found_s.items():
         if kind in _AXIS_BY_KIND:
             communication_s[_AXIS_BY_KIND[kind]] += time_s

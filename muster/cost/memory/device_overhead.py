@@ -1,5 +1,4 @@
-"""What a device's memory holds beside tensors: driver, kernels, libraries, communicators, and what the allocator can't
-use."""
+"""Device memory besides tensors: context (driver, kernels, libraries), communicators, and fragmentation."""
 
 from muster.cost.precision_bytes import MemoryTerms
 from muster.spec.device import DeviceSpec
@@ -11,14 +10,16 @@ CONTEXT_BYTES = {"gpu": 560 * _MIB, "tpu": 512 * _MIB, "cpu": 0}
 """GPU: the CUDA context with PyTorch's kernels and cuBLAS's workspaces (about 500 MiB and 8 to 32 MiB:
 docs.pytorch.org/docs/stable/notes/cuda.html)."""
 COMMUNICATOR_BYTES = 544 * _MIB
-"""One NCCL communicator over NVLink, as measured on A100 for two devices; 688 MiB for more (github NVIDIA/nccl#964)."""
+"""Bytes of an NCCL communicator of two devices over NVLink, measured on A100 (github NVIDIA/nccl#964)."""
 LARGE_COMMUNICATOR_BYTES = 688 * _MIB
+"""Bytes of an NCCL communicator of more than two devices (same source)."""
 FRAGMENTATION_SHARE = 0.03
-"""Of what comes and goes within a step: an assumption, as no source measures it apart."""
+"""Fragmentation as a share of the memory that is allocated and freed within a step: an assumption, since no source
+measures it separately."""
 
 
 def device_overhead(device: DeviceSpec, plan: Plan, pp_rank: int, transient_bytes: int) -> MemoryTerms:
-    """On a rank that holds up to `transient_bytes` beside what it always holds."""
+    """Return the overhead of a rank that holds up to `transient_bytes` besides its resident memory."""
     if device.kind == "cpu":
         return MemoryTerms(context=CONTEXT_BYTES["cpu"])
     return MemoryTerms(
@@ -31,7 +32,8 @@ def device_overhead(device: DeviceSpec, plan: Plan, pp_rank: int, transient_byte
 
 
 def communicator_sizes(plan: Plan, pp_rank: int) -> list[int]:
-    """The sizes of a rank's groups, those alone left out: data, tensor, context and expert ranks, and the world."""
+    """Return the sizes of a rank's process groups of more than one rank: dp_replicate, sharded data parallelism, tp,
+    cp, ep, pp."""
     mesh = plan.mesh(pp_rank)
     sizes = [mesh.dp_replicate, mesh.state_shards, mesh.tp, mesh.cp, mesh.ep, plan.pp]
     return [size for size in sizes if size > 1]

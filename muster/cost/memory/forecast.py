@@ -1,4 +1,4 @@
-"""How much memory each rank of a plan needs, moment by moment of its Program, and whether that is there."""
+"""Memory forecast: the peak of each rank of a plan, found by a liveness walk over its Program, and whether it fits."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.cost.memory.device_overhead import device_overhead
-from muster.cost.memory.liveness import AllocationOrder, allocation_orders, find_peak, peak_terms
+from muster.cost.memory.liveness import (
+    AllocationOrder,
+    InstructionMemoryCache,
+    allocation_orders,
+    find_peak,
+    peak_terms,
+)
 from muster.cost.memory.megatron_memory import megatron_stage_memory
 from muster.cost.memory.native_memory import (
     DEFAULT_KERNEL_WORKSPACE,
@@ -30,38 +36,39 @@ from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 MEMORY_HEADROOM = 0.12
-"""Of a device's memory, what chosen plans leave free where any plan does and nobody says `--memory-limit`. The peaks
-that programs report are off by a tenth from their forecasts on average (`memory` of `muster validate --json`). Of the
-layouts of arXiv:2311.05610, sheets that don't ship included, 3 of 45 whose forecast fills 80 to 88 % of the memory ran
-out of it, but 5 of 15 of those from there to 90 %."""
+"""Share of a device's memory that chosen plans leave free if any plan can and no `--memory-limit` is given.
 
+Reported peaks differ from their forecasts by a tenth on average (`memory` of `muster validate --json`). Of the layouts
+of arXiv:2311.05610 (including sheets that don't ship), 3 of 45 with a forecast of 80 to 88 % of the memory ran out of
+memory, but 5 of 15 with one of 88 to 90 %.
+"""
 
 IndexArray = NDArray[np.intp]
 StageMemoryCache = dict[Hashable, StageMemory]
-"""By `kind_of_stage`."""
+"""Memory of stages, by `stage_memory_key`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """The ranks that hold one pipeline rank's stages, all of which do the same: the one that holds most."""
+    """Forecast for the ranks of one pipeline rank, which all run the same instructions, at the one that holds most."""
 
     pp_rank: int
     rank: int
-    """The first of them whose device has the least memory."""
+    """First world rank among them whose device has the least memory."""
     num_ranks: int
     peak_instruction: str
-    """When it holds most: an instruction, and the moment within it."""
+    """Instruction of the peak and the moment within it, for example `0F3, loss`."""
     terms: MemoryTerms
     capacity_bytes: int | None
-    """Of the rank's device; None where it is unknown."""
+    """Memory of the rank's device; None if unknown."""
     host_bytes: int = 0
-    """What it has in its host's memory at most, of what it offloads."""
+    """Peak of its offloaded activations in host memory."""
     host_capacity_bytes: float | None = None
-    """A device's share of that memory, the least of these ranks; None where it is unknown."""
+    """Host memory per device, the least of these ranks; None if unknown."""
 
     @property
     def exceeds_host_memory(self) -> bool:
-        """Whether what it offloads is more than its share of the host's memory."""
+        """True if its offloaded activations exceed its share of the host memory."""
         return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
 
     @property
@@ -78,20 +85,22 @@ class RankForecast:
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """What a plan needs, by pipeline rank."""
+    """Memory of a plan, by pipeline rank."""
 
     ranks: tuple[RankForecast, ...]
 
     @property
     def fullest(self) -> RankForecast:
-        """The ranks that hold most, of those that come nearest to what they have or have too little."""
-        return max(self.ranks, key=lambda one: one.terms.total / (one.capacity_bytes or 1))
+        """Forecast with the largest share of its device's memory."""
+        return max(self.ranks, key=lambda rank: rank.terms.total / (rank.capacity_bytes or 1))
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank's memory suffices; None where a device's is unknown."""
-        found = [one.fits for one in self.ranks]
-        return False if any(one.exceeds_host_memory for one in self.ranks) else None if None in found else all(found)
+        """True if every rank fits; None if a device's memory is unknown."""
+        found = [rank.fits for rank in self.ranks]
+        if any(rank.exceeds_host_memory for rank in self.ranks):
+            return False
+        return None if None in found else all(found)
 
 
 def forecast_memory(
@@ -103,26 +112,37 @@ def forecast_memory(
     framework: FrameworkTraits | None = None,
     kernel_workspace: KernelWorkspace | None = None,
 ) -> MemoryForecast:
-    """What each rank holds at its peak while it follows the Program.
+    """Forecast the peak memory of each rank as it runs the Program.
 
-    `software`: how it stores the model, Muster's own way if not given. `kernels`: what kernels need for a while, those
-    of the cluster's first device if not given.
+    `framework`: the framework whose storage is modelled (default: Muster). `kernel_workspace`: the temporary memory of
+    kernels (default: that of the cluster's first device).
     """
-    found, known = [], {}
-    orders, tightest = allocation_orders(program), _tightest_ranks(plan, cluster)
+    found = []
+    cache: InstructionMemoryCache = {}
+    orders = allocation_orders(program)
+    tightest = _tightest_ranks(plan, cluster)
     shares = host_shares_bytes(plan, cluster)
     for pp_rank, stages in enumerate(
         _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, kernel_workspace)
     ):
-        at, terms = peak_terms(orders[pp_rank], stages, known)
+        peak_instruction, terms = peak_terms(orders[pp_rank], stages, cache)
         rank = tightest[pp_rank]
-        group = cluster.group_of(rank)
-        fixed = sum(stage.resident.total for stage in stages.values())
-        terms += device_overhead(group.device, plan, pp_rank, terms.total - fixed)
-        away = orders[pp_rank].max_host_bytes({stage: own.offloaded.total for stage, own in stages.items()})
-        count, capacity = plan.mesh(pp_rank).num_ranks, group.device.memory_bytes
-        share = None if shares[pp_rank] == inf else shares[pp_rank]
-        found.append(RankForecast(pp_rank, rank, count, at, terms, capacity, away, share))
+        device = cluster.group_of(rank).device
+        resident = sum(stage.resident.total for stage in stages.values())
+        terms += device_overhead(device, plan, pp_rank, terms.total - resident)
+        offloaded = {stage: memory.offloaded.total for stage, memory in stages.items()}
+        found.append(
+            RankForecast(
+                pp_rank,
+                rank,
+                plan.mesh(pp_rank).num_ranks,
+                peak_instruction,
+                terms,
+                device.memory_bytes,
+                orders[pp_rank].max_host_bytes(offloaded),
+                None if shares[pp_rank] == inf else shares[pp_rank],
+            )
+        )
     return MemoryForecast(tuple(found))
 
 
@@ -134,23 +154,25 @@ def peak_bytes_by_pp_rank(
     orders: Sequence[AllocationOrder],
     cache: StageMemoryCache | None = None,
 ) -> list[tuple[int, int]]:
-    """Of each pipeline rank, the `rank` and the total of its `forecast` under Muster's own storage, by an
-    order that many plans share. `alike`: what is known of stages of plans that differ from this one in what layers
-    recompute and offload alone; more is added."""
-    found, known = [], {}
+    """Return (world rank, peak bytes) of each pipeline rank in Muster's native storage: the total of `forecast_memory`.
+
+    `orders`: allocation orders, which plans with one schedule share. `cache`: memory of stages of plans that differ
+    from this one only in recompute and offload; it is extended.
+    """
+    found = []
+    instructions: InstructionMemoryCache = {}
     tightest = _tightest_ranks(plan, cluster)
     for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(model, plan, workload, cluster, cache=cache)):
-        _, total = find_peak(orders[pp_rank], stages, known)
+        _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
-        fixed = sum(stage.resident.total for stage in stages.values())
+        resident = sum(stage.resident.total for stage in stages.values())
         device = cluster.group_of(rank).device
-        found.append((rank, total + device_overhead(device, plan, pp_rank, total - fixed).total))
+        found.append((rank, total + device_overhead(device, plan, pp_rank, total - resident).total))
     return found
 
 
 def host_shares_bytes(plan: Plan, cluster: ClusterSpec) -> list[float]:
-    """Of each pipeline rank, what each of its ranks may have in its host's memory: the least of their shares; infinite
-    where none is known."""
+    """Return the host memory per device of each pipeline rank, the least of its ranks; infinite where unknown."""
     shares = np.array([group.host_memory_per_device_bytes or inf for group in cluster.groups])
     if cluster.is_uniform:
         return [float(shares[0])] * plan.pp
@@ -158,7 +180,7 @@ def host_shares_bytes(plan: Plan, cluster: ClusterSpec) -> list[float]:
 
 
 def _tightest_ranks(plan: Plan, cluster: ClusterSpec) -> list[int]:
-    """Of each pipeline rank, the first of its ranks whose device has the least memory."""
+    """Return for each pipeline rank its first world rank whose device has the least memory."""
     held = _ranks_by_pp_rank(plan)
     if cluster.is_uniform:
         return [int(ranks[0]) for ranks in held]
@@ -168,7 +190,7 @@ def _tightest_ranks(plan: Plan, cluster: ClusterSpec) -> list[int]:
 
 
 def _ranks_by_pp_rank(plan: Plan) -> list[IndexArray]:
-    """The ranks that hold each pipeline rank's stages."""
+    """Return the world ranks of each pipeline rank."""
     if plan.is_uniform:
         sizes = axis_sizes(plan)
         ranks = np.arange(plan.world_size).reshape(tuple(sizes.values()))
@@ -178,7 +200,7 @@ def _ranks_by_pp_rank(plan: Plan) -> list[IndexArray]:
 
 
 def _node_groups_of(held: Sequence[IndexArray], cluster: ClusterSpec) -> list[IndexArray]:
-    """The group of nodes that each of some ranks stands in."""
+    """Return the index of the node group of each rank."""
     ends = np.cumsum([group.num_devices for group in cluster.groups])
     return [np.searchsorted(ends, ranks % cluster.num_devices, "right") for ranks in held]
 
@@ -192,7 +214,7 @@ def _stage_memory_by_pp_rank(
     kernel_workspace: KernelWorkspace | None = None,
     cache: StageMemoryCache | None = None,
 ) -> list[dict[int, StageMemory]]:
-    """Of each pipeline rank, what its stages hold; one object for stages that hold alike."""
+    """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
     framework = framework or FrameworkTraits()
     kernel_workspace = kernel_workspace or KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     cache = {} if cache is None else cache
@@ -210,13 +232,15 @@ def _stage_memory_by_pp_rank(
 
 
 def stage_memory_key(model: ModelSpec, plan: Plan, stage: int) -> Hashable:
-    """What stages that hold alike have in common."""
-    layers, own = plan.layers(stage, model.num_layers), plan.pp_rank(stage)
-    neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == own for other in (stage - 1, stage + 1)]
-    words = plan.vocab_parallel and (own, has_vocab_shard(plan, stage))
-    kinds = (
+    """Return a key that is equal for stages with equal memory: layer types and strategies, ends of the model, mesh,
+    neighbours on the same rank, vocabulary shard."""
+    layers = plan.layers(stage, model.num_layers)
+    pp_rank = plan.pp_rank(stage)
+    neighbours = [0 <= other < plan.num_stages and plan.pp_rank(other) == pp_rank for other in (stage - 1, stage + 1)]
+    vocab_shard = plan.vocab_parallel and (pp_rank, has_vocab_shard(plan, stage))
+    layer_kinds = (
         tuple((layer_type(model, layer), plan.strategy(layer)) for layer in layers)
         if plan.overrides
         else (tuple(layer_type(model, layer) for layer in layers), plan.default_strategy)
     )
-    return kinds, plan.is_first(stage), plan.is_last(stage), plan.mesh(stage), tuple(neighbours), words
+    return layer_kinds, plan.is_first(stage), plan.is_last(stage), plan.mesh(stage), tuple(neighbours), vocab_shard

@@ -1,24 +1,26 @@
-"""What layers keep whose activations are stored for the backward in fp8, as DeepSeek-V3's are."""
+"""Activation bytes of layers that save activations in fp8, following DeepSeek-V3."""
 
 from muster.cost.activations import PassSizes, attention_activation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 
 _FP8_BYTES = 1 + 4 / 128
-"""Bytes of a number in fp8 with a float32 scale for each 128 (arXiv:2412.19437 §3.3.2)."""
+"""Bytes of an fp8 element with a float32 scale per 128 elements (arXiv:2412.19437 §3.3.2)."""
 _FP12_BYTES = 1.5
-"""Of the output of attention, whose format has 12 bits (§3.3.3)."""
+"""Bytes of an element of attention's output, in a 12-bit format (§3.3.3)."""
 
 
 def fp8_layer_activation_bytes(sizes: PassSizes, layer: int) -> int:
-    """What a layer keeps of a micro-batch: both hidden states in the compute dtype, since norms are made again; of its
-    products the inputs, in fp8; of the MLP what goes into its activation, whose output is made again (§3.2.3, §3.3.3).
+    """Return the bytes that a layer saves of a micro-batch (§3.2.3, §3.3.3).
+
+    Saved are the inputs of both norms in the compute dtype (norms are recomputed), the inputs of matmuls in fp8, and
+    the inputs of the MLP's activation (its output is recomputed).
     """
     return int(2 * sizes.hidden_bytes + _attention(sizes, layer) + _mlp(sizes, layer))
 
 
 def _attention(sizes: PassSizes, layer: int) -> float:
-    """Latent attention: the narrow vectors before their norms, from which queries, keys and values are made again; its
-    output, and a statistic for each head. Else queries, keys and values, which attention's own derivative reads."""
+    """Return the bytes that attention saves: its output, a statistic per head, and for latent attention the low-rank
+    vectors before their norms, from which queries, keys and values are recomputed; else queries, keys and values."""
     own, tokens, size = sizes.local_model, sizes.tokens, compute_bytes(sizes.precision)
     if own.has_linear_attention(layer):
         return attention_activation_bytes(sizes, layer)
@@ -33,9 +35,11 @@ def _attention(sizes: PassSizes, layer: int) -> float:
 
 
 def _mlp(sizes: PassSizes, layer: int) -> float:
-    """Gate and up; of experts also the rows as they were sent, and the router's probabilities. An expert's weight is
-    taken to multiply its activated state, so that its output isn't kept for the weight's gradient (Megatron-LM,
-    core/fusions/fused_bias_swiglu.py)."""
+    """Return the bytes of gate and up; with experts also of the dispatched rows and the router's probabilities.
+
+    Routing weights are assumed to multiply the experts' activations, so that the experts' outputs aren't saved for the
+    weights' gradient (Megatron-LM, core/fusions/fused_bias_swiglu.py).
+    """
     own, inner = sizes.local_model, 1 + sizes.local_model.gated
     if not own.has_experts(layer):
         return sizes.tokens * inner * own.intermediate_size * _FP8_BYTES

@@ -1,7 +1,20 @@
-"""What one rank holds as it follows its order of passes, and when that is most.
+"""Liveness walk: the memory that one rank holds after each instruction of its order, and its peak.
 
-An order is turned into numbers once. Plans that differ in their sizes alone then have their peaks by a few sums over
-arrays, which is what a search does thousands of times.
+Every instruction adds bytes when it begins (`before`), adds or frees bytes when it ends (`after`), and reaches a
+temporary `peak` in between. With those three columns the memory at the peak of instruction i is
+
+    resident + sum of (before + after) over all instructions up to i − after[i] + peak[i]
+
+Example: one stage, activations of 10 bytes per micro-batch, a peak of 3 bytes in F and 5 in B:
+
+    instruction       F0   F1   B0   F2   B1   B2
+    before           +10  +10    0  +10    0    0
+    after              0    0  −10    0  −10  −10
+    held inside       10   20   20   20   20   10
+    held with peak    13   23   25   23   25   15      → the peak is 25 bytes, first in B0
+
+An order is turned into index arrays once. The peaks of plans that differ only in sizes then are a few cumulative sums,
+which a search computes thousands of times.
 """
 
 from collections import defaultdict
@@ -23,67 +36,72 @@ from muster.schedule.schedule import Schedule
 InstructionKey = tuple[Kind, int]
 """Kind and stage of an instruction."""
 IndexArray = NDArray[np.intp]
-"""Of instructions in an order."""
+"""Positions of instructions in an order."""
 
 _COPY_PEAKS = (PeakCandidate("copying", MemoryTerms()),)
 _PASSES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T, Kind.OFFLOAD, Kind.RELOAD))
 _NEEDS_PARAMS = frozenset((Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD))
-"""What needs its stage's parameters whole."""
+"""Instructions that use the unsharded parameters of their stage."""
 
 
 class AllocationOrder:
-    """What makes or frees memory on one rank, in its order: gathers come first, sums over ranks last; what comes back
-    from the host takes its memory when its copy may begin, and what goes there frees it when a pass waits for that."""
+    """Instructions of one rank that allocate or free memory, in order: UNSHARD first, gradient reductions last.
+
+    A RELOAD allocates at the earliest begin of its copy; an OFFLOAD frees at the pass that waits for its copy.
+    """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
         pairs = list(map(itemgetter(0, 1), actions))
         self.keys: tuple[InstructionKey, ...] = tuple(dict.fromkeys(pairs))
-        numbers = {key: number for number, key in enumerate(self.keys)}
-        self.codes: IndexArray = np.fromiter(map(numbers.__getitem__, pairs), np.intp, len(pairs))
-        """Of each action, which of `keys` it is."""
+        codes = {key: code for code, key in enumerate(self.keys)}
+        self.codes: IndexArray = np.fromiter(map(codes.__getitem__, pairs), np.intp, len(pairs))
+        """Index into `keys` of each action."""
         self._gathers: dict[tuple[int, bool], tuple[IndexArray, IndexArray]] = {}
 
     def positions(self, stage: int, kinds: frozenset[str]) -> IndexArray:
-        """Of a stage's instructions of some kinds."""
-        wanted = np.array([kind in kinds and own == stage for kind, own in self.keys], bool)
+        """Return the positions of a stage's instructions of some kinds."""
+        wanted = np.array([kind in kinds and key_stage == stage for kind, key_stage in self.keys], bool)
         return np.flatnonzero(wanted[self.codes]) if len(wanted) else np.empty(0, np.intp)
 
     @cached_property
     def first_backwards(self) -> dict[int, int]:
-        """Stage → the place of its first backward."""
+        """Stage → position of its first backward."""
         found = {}
         for stage in {stage for _, stage in self.keys}:
-            places = self.positions(stage, frozenset(BACKWARDS))
-            if len(places):
-                found[stage] = int(places[0])
+            positions = self.positions(stage, frozenset(BACKWARDS))
+            if len(positions):
+                found[stage] = int(positions[0])
         return found
 
     def gather_positions(self, stage: int, reshards: bool) -> tuple[IndexArray, IndexArray]:
-        """Where a stage's parameters are gathered, and where they are dropped: by every backward's end, or never."""
+        """Return the positions that gather a stage's parameters, and those at whose end they are resharded: the end of
+        each backward if `reshards`, else none."""
         key = stage, reshards
         if key not in self._gathers:
-            used, last = self.positions(stage, _NEEDS_PARAMS), np.empty(0, np.intp)
+            used = self.positions(stage, _NEEDS_PARAMS)
             if reshards:
-                last = self.positions(stage, frozenset((Kind.B, Kind.W)))
-                again = np.isin(np.append(-1, used[:-1]), np.append(-1, last))[: len(used)]
-                self._gathers[key] = used[again], last
+                # An instruction gathers if the one before it that used the parameters resharded them.
+                resharded = self.positions(stage, frozenset((Kind.B, Kind.W)))
+                gathers = np.isin(np.append(-1, used[:-1]), np.append(-1, resharded))[: len(used)]
+                self._gathers[key] = used[gathers], resharded
             else:
-                self._gathers[key] = used[:1], last
+                self._gathers[key] = used[:1], np.empty(0, np.intp)
         return self._gathers[key]
 
     @cached_property
     def live_micro_batches(self) -> dict[int, int]:
-        """Stage → its micro-batches between their forward and their backward's end when the rank keeps most of them."""
+        """Stage → its in-flight micro-batches (forward begun, backward not ended) when the rank has most of them."""
         return self._counts_at_most({Kind.F: 1, Kind.B: -1, Kind.W: -1})
 
     @cached_property
     def on_device_micro_batches(self) -> dict[int, int]:
-        """Stage → those of them that are on the device when most are, where others are in the host's memory."""
+        """Stage → its in-flight micro-batches with activations on the device when most are; the others are in host
+        memory."""
         return self._counts_at_most({Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1})
 
     def _counts_at_most(self, changes: Mapping[str, int]) -> dict[int, int]:
-        """Stage → how many there are when the rank has most; `changes`: by each kind of instruction."""
+        """Return stage → count at the moment of the rank's largest total; `changes`: kind → change of the count."""
         change = np.array([changes.get(kind, 0) for kind, _ in self.keys], np.intp)
         stages = {stage for kind, stage in self.keys if kind == Kind.F}
         if not stages:
@@ -97,34 +115,36 @@ class AllocationOrder:
         return most
 
     def max_host_bytes(self, sizes: Mapping[int, int]) -> int:
-        """The most that the host's memory holds of the rank's micro-batches, from the end of a forward to the backward
-        that needs it; `sizes`: of a micro-batch, by stage."""
+        """Return the peak bytes of offloaded activations in host memory, where they stay from their forward to their
+        backward; `sizes`: stage → offloaded bytes of a micro-batch."""
         if not any(kind == Kind.OFFLOAD for kind, _ in self.keys):
             return 0
         change = np.zeros(len(self.codes) + 1, np.int64)
-        leave = {action[1:3] for action in self.actions if action.kind == Kind.OFFLOAD}
-        for place, (kind, stage, micro_batch, *_) in enumerate(self.actions):
-            if (stage, micro_batch) in leave and kind in (Kind.F, Kind.B, Kind.I):
-                change[place] += sizes.get(stage, 0) * (1 if kind == Kind.F else -1)
+        offloaded = {action[1:3] for action in self.actions if action.kind == Kind.OFFLOAD}
+        for position, (kind, stage, micro_batch, *_) in enumerate(self.actions):
+            if (stage, micro_batch) in offloaded and kind in (Kind.F, Kind.B, Kind.I):
+                change[position] += sizes.get(stage, 0) * (1 if kind == Kind.F else -1)
         return int(np.cumsum(change).max(initial=0))
 
 
 def allocation_orders(program: Program) -> tuple[AllocationOrder, ...]:
-    """Of each pipeline rank of a Program."""
+    """Return the allocation order of each pipeline rank of a Program."""
     return tuple(AllocationOrder(_allocating_actions(lanes)) for lanes in program.ranks)
 
 
 def schedule_allocation_order(
     schedule: Schedule, rank: int, gathers: bool, reduces: bool, offloads: Collection[int] = ()
 ) -> AllocationOrder:
-    """The same as of a rank of the Program that a schedule is lowered to, without making that: where the vocabulary
-    isn't spread and there are no replicas. `gathers`, `reduces`: whether it has UNSHARD and REDUCE; `offloads`: the
-    stages whose activations wait in the host's memory where there is time."""
+    """Return the allocation order of a rank of a schedule, the same as of its Program, without lowering it.
+
+    For plans without vocabulary-parallel layers and pipeline replicas. `gathers`, `reduces`: the Program has UNSHARD,
+    REDUCE_GRAD. `offloads`: stages whose activations are offloaded where there is time for the copies.
+    """
     stages = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     before = [Action(Kind.UNSHARD, stage) for stage in stages if gathers]
     after = [Action(Kind.REDUCE_GRAD, stage) for stage in stages if reduces]
-    own = schedule.ranks[rank]
-    return AllocationOrder([*before, *(order_with_copies(own, offloads) if offloads else own), *after])
+    passes = schedule.ranks[rank]
+    return AllocationOrder([*before, *(order_with_copies(passes, offloads) if offloads else passes), *after])
 
 
 def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Action]:
@@ -139,129 +159,144 @@ def _allocating_actions(lanes: Mapping[Lane, Sequence[Instruction]]) -> list[Act
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The bytes that go with it
+# Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionMemory:
-    """What one kind of instruction of one stage does to the bytes that a rank holds."""
+    """Changes that one kind of instruction of one stage makes to the bytes held on a rank."""
 
     before: int
-    """Added when it begins."""
+    """Bytes added when it begins."""
     after: int
-    """Added when it ends."""
+    """Bytes added when it ends; negative if it frees memory."""
     peak_candidates: tuple[PeakCandidate, ...]
     peak: int
-    """The most that a moment adds."""
+    """Largest temporary bytes among the candidates."""
     first_backward_peak: int
-    """That in the stage's first backward of a step, without the gradients that it leaves; 0 for what is no backward."""
+    """Same in the stage's first backward of a step, less the gradients that remain after it; 0 for other kinds."""
     gather_peak: int
-    """The most that a moment adds where it gathers parameters."""
+    """Largest temporary bytes if it gathers parameters."""
 
 
-InstructionMemoryCache = dict[tuple[Kind, int], InstructionMemory]
-"""By kind and identity of the stage's memory: what was worked out already."""
+InstructionMemoryCache = dict[tuple[Kind, StageMemory], InstructionMemory]
+"""Computed entries; a StageMemory is a key by identity (`eq=False`), and the cache keeps it alive."""
 
 
-def _instruction_memory(kind: Kind, own: StageMemory, known: InstructionMemoryCache) -> InstructionMemory:
-    key = kind, id(own)
-    if key not in known:
-        known[key] = _make_instruction_memory(kind, own)
-    return known[key]
+def _instruction_memory(kind: Kind, memory: StageMemory, cache: InstructionMemoryCache) -> InstructionMemory:
+    key = kind, memory
+    if key not in cache:
+        cache[key] = _make_instruction_memory(kind, memory)
+    return cache[key]
 
 
-def _make_instruction_memory(kind: Kind, own: StageMemory) -> InstructionMemory:
-    moments = _COPY_PEAKS if kind in (Kind.OFFLOAD, Kind.RELOAD) else own.peak_candidates.get(kind, ())
-    away = own.offloaded.total
-    kept, deferred, words = own.saved.total, own.deferred.total, own.vocab_parallel.total
-    first = (
-        max((m.extra.total + m.first_gradients for m in moments), default=0) - own.gradients if kind in BACKWARDS else 0
-    )
+def _make_instruction_memory(kind: Kind, memory: StageMemory) -> InstructionMemory:
+    candidates = _COPY_PEAKS if kind in (Kind.OFFLOAD, Kind.RELOAD) else memory.peak_candidates.get(kind, ())
+    offloaded = memory.offloaded.total
+    saved = memory.saved.total
+    deferred = memory.deferred.total
+    logits = memory.vocab_parallel.total
+    first = 0
+    if kind in BACKWARDS:
+        first = max((one.extra.total + one.first_gradients for one in candidates), default=0) - memory.gradients
+    before = {Kind.F: saved, Kind.S: logits, Kind.RELOAD: offloaded}
+    after = {
+        Kind.OFFLOAD: -offloaded,
+        Kind.B: -saved,
+        Kind.I: deferred - saved,
+        Kind.W: -deferred,
+        Kind.T: -logits,
+    }
     return InstructionMemory(
-        before={Kind.F: kept, Kind.S: words, Kind.RELOAD: away}.get(kind, 0),
-        after={Kind.OFFLOAD: -away, Kind.B: -kept, Kind.I: deferred - kept, Kind.W: -deferred, Kind.T: -words}.get(
-            kind, 0
-        ),
-        peak_candidates=moments,
-        peak=max((moment.extra.total for moment in moments), default=0),
+        before=before.get(kind, 0),
+        after=after.get(kind, 0),
+        peak_candidates=candidates,
+        peak=max((candidate.extra.total for candidate in candidates), default=0),
         first_backward_peak=first,
-        gather_peak=max((moment.extra.total for moment in _gather_candidates(kind, own)), default=0),
+        gather_peak=max((candidate.extra.total for candidate in _gather_candidates(kind, memory)), default=0),
     )
 
 
-def _gather_candidates(kind: Kind, own: StageMemory) -> tuple[PeakCandidate, ...]:
-    return own.peak_candidates.get("gather F" if kind == Kind.F else "gather B", ())
+def _gather_candidates(kind: Kind, memory: StageMemory) -> tuple[PeakCandidate, ...]:
+    return memory.peak_candidates.get("gather F" if kind == Kind.F else "gather B", ())
 
 
 def _memory_of_stage(stages: Mapping[int, StageMemory], stage: int) -> StageMemory:
-    """A stage's memory; of a stage of another rank, that of the first here."""
+    """Return a stage's memory; for a stage of another rank, the memory of this rank's first stage."""
     return stages[stage] if stage in stages else next(iter(stages.values()))
 
 
 def find_peak(
     order: AllocationOrder, stages: Mapping[int, StageMemory], cache: InstructionMemoryCache
 ) -> tuple[int, int]:
-    """The place in the order at which most is held, and how many bytes that is."""
-    total = sum(stage.resident.total for stage in stages.values())
+    """Return the position of the peak in the order, and its bytes."""
+    resident = sum(stage.resident.total for stage in stages.values())
     if not len(order.codes):
-        return 0, total
-    steps = [_instruction_memory(kind, _memory_of_stage(stages, stage), cache) for kind, stage in order.keys]
-    table = np.array([(step.before, step.after, step.peak) for step in steps], np.int64)
-    before, after, high = table[order.codes].T
-    for stage, place in order.first_backwards.items():
-        high[place] = steps[order.codes[place]].first_backward_peak
-        before[place] += _memory_of_stage(stages, stage).gradients
-    gathering = np.array([step.gather_peak for step in steps], np.int64)
-    for stage, own in stages.items():
-        if own.gathered_params:
-            gathered, dropped = order.gather_positions(stage, not own.keeps_gathered)
-            before[gathered] += own.gathered_params
-            high[gathered] = np.maximum(high[gathered], gathering[order.codes[gathered]])
-            after[dropped] -= own.gathered_params
-    held = np.cumsum(before + after) - after + high
-    place = int(np.argmax(held))
-    return place, total + int(held[place])
+        return 0, resident
+    by_key = [_instruction_memory(kind, _memory_of_stage(stages, stage), cache) for kind, stage in order.keys]
+    table = np.array([(memory.before, memory.after, memory.peak) for memory in by_key], np.int64)
+    before, after, peak = table[order.codes].T
+    # Gradients are allocated by the first backward of a step and stay until the optimizer step.
+    for stage, position in order.first_backwards.items():
+        peak[position] = by_key[order.codes[position]].first_backward_peak
+        before[position] += _memory_of_stage(stages, stage).gradients
+    gather_peak = np.array([memory.gather_peak for memory in by_key], np.int64)
+    for stage, memory in stages.items():
+        if memory.gathered_params:
+            gathered, resharded = order.gather_positions(stage, not memory.keeps_gathered)
+            before[gathered] += memory.gathered_params
+            peak[gathered] = np.maximum(peak[gathered], gather_peak[order.codes[gathered]])
+            after[resharded] -= memory.gathered_params
+    held = np.cumsum(before + after) - after + peak
+    position = int(np.argmax(held))
+    return position, resident + int(held[position])
 
 
 def peak_terms(
     order: AllocationOrder, stages: Mapping[int, StageMemory], cache: InstructionMemoryCache | None = None
 ) -> tuple[str, MemoryTerms]:
-    """The peak of one rank as it follows its order: when it is, and what is held then."""
+    """Return the peak of one rank: its instruction with the moment within it, and the memory held then, by term."""
     cache = {} if cache is None else cache
-    place, _ = find_peak(order, stages, cache)
-    moment, terms = _terms_at(order, place, stages, cache)
-    kind, stage, micro_batch = order.actions[place][:3]
+    position, _ = find_peak(order, stages, cache)
+    moment, terms = _terms_at(order, position, stages, cache)
+    kind, stage, micro_batch = order.actions[position][:3]
     return f"{stage}{kind}{micro_batch if micro_batch >= 0 else ''}, {moment}", terms
 
 
 def _terms_at(
-    order: AllocationOrder, place: int, stages: Mapping[int, StageMemory], known: InstructionMemoryCache
+    order: AllocationOrder, position: int, stages: Mapping[int, StageMemory], cache: InstructionMemoryCache
 ) -> tuple[str, MemoryTerms]:
-    """What is held at one place of the order, by term, and the name of the moment."""
-    counts = np.bincount(order.codes[:place], minlength=len(order.keys)).tolist()
+    """Return the memory held at the peak of one instruction, by term, and the name of the moment.
+
+    The same sums as in `find_peak`, but by term and for a single position: counts of the instructions done so far give
+    the numbers of micro-batches that are saved, deferred, offloaded.
+    """
+    counts = np.bincount(order.codes[:position], minlength=len(order.keys)).tolist()
     done = defaultdict(int, zip(order.keys, counts, strict=True))
-    kind, stage = order.keys[order.codes[place]]
+    kind, stage = order.keys[order.codes[position]]
     own = _memory_of_stage(stages, stage)
-    is_first = order.first_backwards.get(stage) == place
-    moments = list(_instruction_memory(kind, own, known).peak_candidates)
-    if own.gathered_params and stage in stages and place in order.gather_positions(stage, not own.keeps_gathered)[0]:
-        moments += _gather_candidates(kind, own)
+    is_first = order.first_backwards.get(stage) == position
+    candidates = list(_instruction_memory(kind, own, cache).peak_candidates)
+    if own.gathered_params and stage in stages:
+        gathered, _ = order.gather_positions(stage, not own.keeps_gathered)
+        if position in gathered:
+            candidates += _gather_candidates(kind, own)
     done[kind, stage] += kind in (Kind.F, Kind.S, Kind.RELOAD)
-    words = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
-    moment = max(moments, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
-    terms = moment.extra + MemoryTerms(gradients=moment.first_gradients if is_first else 0)
+    in_vocab_passes = sum(done[Kind.S, index] - done[Kind.T, index] for index in stages)
+    peak = max(candidates, key=lambda one: one.extra.total + (one.first_gradients if is_first else 0))
+    terms = peak.extra + MemoryTerms(gradients=peak.first_gradients if is_first else 0)
     for index, memory in stages.items():
         backwards = done[Kind.B, index] + done[Kind.I, index]
         deferred = done[Kind.I, index] - done[Kind.W, index]
-        gathered, dropped = order.gather_positions(index, not memory.keeps_gathered)
-        is_there = np.count_nonzero(gathered <= place) > np.count_nonzero(dropped < place)
-        begun = order.first_backwards.get(index, place) < place
+        gathered, resharded = order.gather_positions(index, not memory.keeps_gathered)
+        is_gathered = np.count_nonzero(gathered <= position) > np.count_nonzero(resharded < position)
+        has_gradients = order.first_backwards.get(index, position) < position
         terms += (
             memory.resident + memory.saved.scaled(done[Kind.F, index] - backwards) + memory.deferred.scaled(deferred)
         )
         terms += memory.offloaded.scaled(done[Kind.RELOAD, index] - done[Kind.OFFLOAD, index])
-        terms += memory.vocab_parallel.scaled(words) + MemoryTerms(
-            gathered_parameters=memory.gathered_params if is_there else 0,
-            gradients=memory.gradients if begun else 0,
+        terms += memory.vocab_parallel.scaled(in_vocab_passes) + MemoryTerms(
+            gathered_parameters=memory.gathered_params if is_gathered else 0,
+            gradients=memory.gradients if has_gradients else 0,
         )
-    return moment.name, terms
+    return peak.name, terms

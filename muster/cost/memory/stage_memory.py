@@ -1,4 +1,4 @@
-"""What a stage holds, and when within its passes it holds most: what `muster.cost.memory.forecast` walks over."""
+"""Memory of a stage and candidates for the peak within its passes: the input of the liveness walk."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,34 +8,39 @@ from muster.cost.precision_bytes import MemoryTerms
 
 @dataclass(frozen=True, slots=True)
 class PeakCandidate:
-    """A point of a pass at which the rank may hold most."""
+    """Moment within an instruction at which the rank may hold most."""
 
     name: str
     extra: MemoryTerms
-    """Beside what the rank holds anyway and what the pass's own micro-batch keeps, which counts as a whole: what of it
-    isn't there yet, or no more, is subtracted here."""
+    """Memory besides what the rank holds anyway.
+
+    The activations of the instruction's micro-batch are counted as held in full; the part that isn't saved yet or is
+    freed already is subtracted here. Example: at the last layer of a forward the logits don't exist yet, so
+    `logits` is minus their saved bytes.
+    """
     first_gradients: int = 0
-    """Of the gradients that the stage's first backward of a step leaves, those that are there already."""
+    """Bytes of gradients that exist at this moment of the stage's first backward of a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StageMemory:
-    """One stage on one rank: what it holds from when to when. Bytes."""
+    """Memory of one stage on one rank, in bytes, with the lifetime of each part. Equal only to itself."""
 
     resident: MemoryTerms
-    """Always."""
+    """Memory held throughout the step."""
     gathered_params: int
-    """Of parameters, from the first forward on: to the end of the next backward, or to the step (`stays`)."""
+    """Unsharded parameters, held from the first forward to the next backward's end, or to the optimizer step."""
     keeps_gathered: bool
+    """True if unsharded parameters stay until the optimizer step."""
     gradients: int
-    """From the first backward on."""
+    """Gradients, held from the first backward on."""
     saved: MemoryTerms
-    """Of each micro-batch from F to B, or to I."""
+    """Saved activations of each micro-batch, held from F to B or I."""
     offloaded: MemoryTerms
-    """Of `kept`, what the host's memory can hold meanwhile."""
+    """Part of `saved` that can be offloaded to host memory."""
     deferred: MemoryTerms
-    """Of each micro-batch from I to W."""
+    """Inputs and output gradients of each micro-batch, held from I to W."""
     vocab_parallel: MemoryTerms
-    """Of each micro-batch from S to T, where the vocabulary is spread."""
+    """Saved tensors of each micro-batch, held from S to T under a vocabulary-parallel head."""
     peak_candidates: Mapping[str, tuple[PeakCandidate, ...]]
-    """By kind of instruction; `gather F` and `gather B` where a pass finds the stage's parameters not gathered."""
+    """Kind of instruction → candidates; `gather F` and `gather B`: more candidates if the pass gathers parameters."""
