@@ -29,21 +29,28 @@ def rank_loads(plan: Plan, num_layers: int, pass_times_of: Callable[[Plan], Pass
     Exact where the layers of a model are alike.
     """
     counts = plan.layer_counts(num_layers)
-    moved = _one_layer_shifted(counts, plan.pp)
-    one, other = (_rank_seconds(plan, pass_times_of(with_layers(plan, layers))) for layers in (counts, moved))
+    shifted = _one_layer_shifted(counts, plan.pp)
+    seconds, shifted_seconds = (
+        _rank_seconds(plan, pass_times_of(with_layers(plan, layers))) for layers in (counts, shifted)
+    )
     found = []
     placement = plan.placement[: plan.stages_per_replica]
-    held = [np.bincount(placement, layers, plan.pp).tolist() for layers in (counts, moved)]
+    held = [np.bincount(placement, layers, plan.pp).tolist() for layers in (counts, shifted)]
     for rank in range(plan.pp):
         before, after = (layers[rank] for layers in held)
-        layer_s = (other[rank] - one[rank]) / (after - before) if after != before else one[rank] / max(1, before)
-        found.append(RankLoad(one[rank] - before * layer_s, layer_s))
+        layer_s = (
+            (shifted_seconds[rank] - seconds[rank]) / (after - before)
+            if after != before
+            else seconds[rank] / max(1, before)
+        )
+        found.append(RankLoad(seconds[rank] - before * layer_s, layer_s))
     return found
 
 
 def min_busiest_rank_s(ranks: Sequence[RankLoad], num_layers: int) -> float:
     """Return the least time of the busiest rank over all numbers of layers, fractions included (bisection)."""
-    low, high = 0.0, max(load.seconds_with(num_layers) for load in ranks)
+    low = 0.0
+    high = max(load.seconds_with(num_layers) for load in ranks)
     for _ in range(60):
         middle = (low + high) / 2
         held = sum(

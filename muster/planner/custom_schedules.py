@@ -10,6 +10,7 @@ search, one thing after another is changed as long as that helps.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from random import Random
 from time import perf_counter
 
@@ -71,14 +72,14 @@ def find_custom_schedules(plans: Iterable[Plan], evaluator: PlanEvaluator, limit
     After `limit_s` only what was found by then; the first plan has most of the time.
     """
     begin_s = perf_counter()
-    wanted: dict[tuple, Plan] = {}
+    starts: dict[tuple, Plan] = {}
     for plan in plans:
-        if len(wanted) < MAX_START_PLANS and _may_have_custom_schedule(plan, evaluator):
-            wanted.setdefault((plan.mesh(0), plan.pp, plan.axis_order, plan.default_strategy.zero), plan)
+        if len(starts) < MAX_START_PLANS and _may_have_custom_schedule(plan, evaluator):
+            starts.setdefault((plan.mesh(0), plan.pp, plan.axis_order, plan.default_strategy.zero), plan)
     found: list[EvaluatedPlan] = []
-    for number, plan in enumerate(wanted.values(), 1):
+    for number, plan in enumerate(starts.values(), 1):
         left_s = limit_s - (perf_counter() - begin_s)
-        end_s = perf_counter() + (left_s if number == len(wanted) else TIME_SHARE_PER_PLAN * left_s)
+        end_s = perf_counter() + (left_s if number == len(starts) else TIME_SHARE_PER_PLAN * left_s)
         found += filter(None, [_LocalSearch(plan, evaluator).best(end_s)])
     return found
 
@@ -124,12 +125,12 @@ class _LocalSearch:
         for first in self._start_drafts():
             evaluated = self._evaluate(first) if perf_counter() < end_s else None
             starts += [(first, evaluated)] if evaluated else []
-        starts.sort(key=lambda one: one[1].sort_key)
+        starts.sort(key=lambda pair: pair[1].sort_key)
         found: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
         for draft, evaluated in starts:
             if evaluated.value <= PROMISING_FACTOR * min((one.value for _, one in found), default=inf):
                 found.append(self._climb(draft, evaluated, end_s))
-        return self._perturb(*min(found, key=lambda one: one[1].sort_key), end_s) if found else None
+        return self._perturb(*min(found, key=lambda pair: pair[1].sort_key), end_s) if found else None
 
     def _climb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> tuple[ScheduleDraft, EvaluatedPlan]:
         """Make single changes as long as one helps."""
@@ -141,15 +142,18 @@ class _LocalSearch:
                     return draft, best
                 evaluated = self._evaluate(other)
                 if evaluated is not None and _is_better(evaluated, best):
-                    draft, best, moved = other, evaluated, True
+                    draft, best = other, evaluated
+                    moved = True
                     break
         return draft, best
 
     def _perturb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> EvaluatedPlan:
         """Make two or three changes at once, until many in a row don't help."""
-        random, idle = Random(0), 0
+        random = Random(0)
+        idle = 0
         while idle < MAX_FAILED_TRIES and perf_counter() < end_s:
-            other, idle = draft, idle + 1
+            idle += 1
+            other = draft
             for _ in range(random.choice((2, 2, 3))):
                 other = random.choice(list(self._changes(other)) or [other])
             evaluated = self._evaluate(other)
@@ -160,25 +164,28 @@ class _LocalSearch:
 
     def _start_drafts(self) -> list[ScheduleDraft]:
         """Return a draft for each micro-batch size, the sizes like the plan's own first."""
-        plan, request = self.plan, self.request
+        plan = self.plan
+        request = self.request
         held = [0] * plan.pp
         for rank, count in zip(plan.placement, plan.layer_counts(request.model.num_layers), strict=True):
             held[rank] += count
-        chunks, own = (2 if min(held) > 1 else 1), plan.micro_batch_size
+        chunks = 2 if min(held) > 1 else 1
+        current = plan.micro_batch_size
         sizes = micro_batch_sizes(request, request.workload.global_batch_size // plan.mesh(0).dp_size)
-        near = sorted((max(size, own) / min(size, own), size) for size in sizes)
+        near = sorted((max(size, current) / min(size, current), size) for size in sizes)
         return [
             ScheduleDraft(size, tuple(held), chunks, float(plan.pp + 1)) for far, size in near if far <= MAX_SIZE_RATIO
         ]
 
     def _changes(self, draft: ScheduleDraft) -> Iterator[ScheduleDraft]:
         """Yield drafts with one change."""
-        request, pp = self.request, self.plan.pp
+        request = self.request
+        pp = self.plan.pp
         for step in IN_FLIGHT_STEPS:
             yield replace(draft, in_flight=draft.in_flight + step)
             if draft.in_flight - step >= 1:
                 yield replace(draft, in_flight=draft.in_flight - step)
-        for chunks in sorted((1, *CHUNK_COUNTS), key=lambda one: abs(one - draft.chunks)):
+        for chunks in sorted((1, *CHUNK_COUNTS), key=lambda count: abs(count - draft.chunks)):
             if chunks != draft.chunks and chunks <= min(draft.layers):
                 yield replace(draft, chunks=chunks)
         if "stages" not in request.fixed:
@@ -199,11 +206,12 @@ class _LocalSearch:
             for plan in self.evaluator.memory_budget.fit(drafted)[0]
             if is_admitted(self.request, plan)
         ]
-        return min(candidates, key=lambda one: one.sort_key, default=None)
+        return min(candidates, key=attrgetter("sort_key"), default=None)
 
     def _plans(self, draft: ScheduleDraft) -> Iterator[Plan]:
         """Yield the plan with each schedule that is found for it; none where it is illegal."""
-        plan, request = self._drafted_plan(draft), self.request
+        request = self.request
+        plan = self._drafted_plan(draft)
         passes = 3 * plan.num_stages * plan.num_micro_batches(request.workload)
         if passes > MAX_PASSES or plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             return
@@ -234,13 +242,14 @@ class _LocalSearch:
 
     def _drafted_plan(self, draft: ScheduleDraft) -> Plan:
         """Return the drafted plan, with its schedule yet to be found."""
-        own, pp = self.plan, self.plan.pp
+        plan = self.plan
+        pp = plan.pp
         placement = tuple(rank for rank in range(pp) for _ in range(draft.chunks))
         layers = [count for held in draft.layers for count in split_evenly(held, draft.chunks)]
-        data = own.mesh(0).dp_size
+        data = plan.mesh(0).dp_size
         count = self.request.workload.global_batch_size // data // draft.micro_batch_size
         empty = PinnedSchedule(times="predicted", micro_batches=count, placement=placement, ranks=("",) * pp)
-        return own.model_copy(
+        return plan.model_copy(
             update={
                 "schedule": "auto",
                 "vpp": draft.chunks,
@@ -248,7 +257,7 @@ class _LocalSearch:
                 "max_in_flight_micro_batches": draft.in_flight,
                 "stages": () if "stages" in self.request.fixed else tuple(map(_stage, layers)),
                 "overrides": (),
-                "default_strategy": own.default_strategy.model_copy(update=self._default_policy),
+                "default_strategy": plan.default_strategy.model_copy(update=self._default_policy),
                 "pinned_schedule": empty,
             }
         )

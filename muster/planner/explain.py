@@ -112,9 +112,9 @@ def _explain_offload(request: PlanRequest, limit_s: float) -> str:
 
 def describe_nearest_miss(result: SearchResult) -> str:
     """Return what the plan with the least excess takes, with its largest terms."""
-    evaluator = result.evaluator
-    evaluated = evaluator.evaluate(result.nearest_miss)
-    budget = evaluator.memory_budget
+    assert result.nearest_miss is not None
+    evaluated = result.evaluator.evaluate(result.nearest_miss)
+    budget = result.evaluator.memory_budget
     fullest = max(evaluated.prediction.memory, key=lambda rank: rank.total / (budget.limit_bytes(rank.rank) or 1))
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
     shown = " and ".join(f"{_size(size)} of {name.replace('_', ' ')}" for size, name in terms)

@@ -144,7 +144,8 @@ def _torchrun(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _slurm(spec: LaunchSpec) -> dict[str, str]:
-    order, rank = spec.node_order, "$SLURM_NODEID"
+    order = spec.node_order
+    rank = "$SLURM_NODEID"
     if list(order) != sorted(order):
         ranks = " ".join(str(order.index(node)) for node in range(len(order)))
         rank = f'$(echo {ranks} | cut -d " " -f $(($SLURM_NODEID + 1)))'

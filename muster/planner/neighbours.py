@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -128,10 +129,11 @@ def _all_changes(plan: Plan, request: PlanRequest) -> Iterator[Change]:
 def _degree_change(plan: Plan, request: PlanRequest, axis: str, grows: bool) -> Iterator[Change]:
     """Yield the plan with a doubled or halved degree, with the first axis that compensates for it."""
     for partner in _COMPENSATING_AXES:
-        one, other = getattr(plan, axis), getattr(plan, partner)
-        if partner == axis or (other if grows else one) % 2:
+        degree = getattr(plan, axis)
+        other = getattr(plan, partner)
+        if partner == axis or (other if grows else degree) % 2:
             continue
-        degrees = {axis: one * 2, partner: other // 2} if grows else {axis: one // 2, partner: other * 2}
+        degrees = {axis: degree * 2, partner: other // 2} if grows else {axis: degree // 2, partner: other * 2}
         changed = _with_degrees(plan, degrees, request)
         if _is_legal(changed, request):
             also = "" if partner.startswith("dp") else f" and {partner} {degrees[partner]}"
@@ -166,8 +168,8 @@ def _with_all_layers(plan: Plan, **changed: object) -> Plan:
     """Return the plan with a change for all layers; overrides that no longer differ from the default are dropped."""
     default = plan.default_strategy.model_copy(update=changed)
     runs = (run.model_copy(update={"strategy": run.strategy.model_copy(update=changed)}) for run in plan.overrides)
-    own = tuple(run for run in runs if run.strategy != default)
-    return plan.model_copy(update={"default_strategy": default, "overrides": own})
+    overrides = tuple(run for run in runs if run.strategy != default)
+    return plan.model_copy(update={"default_strategy": default, "overrides": overrides})
 
 
 def _with_strategy(plan: Plan, **changed: object) -> Plan:
@@ -194,7 +196,7 @@ def _evaluate_change(winner: EvaluatedPlan, change: Change, evaluator: PlanEvalu
     if not (change.may_refit and _may_refit(request)):
         return _compare(winner, change.description, evaluator.evaluate(plan), evaluator)
     bare = _without_fitting(plan, request)
-    fitting = sorted(map(evaluator.evaluate, evaluator.memory_budget.fit(bare)[0]), key=lambda one: one.sort_key)
+    fitting = sorted(map(evaluator.evaluate, evaluator.memory_budget.fit(bare)[0]), key=attrgetter("sort_key"))
     if not fitting:
         full = evaluator.evaluate(_with_all_layers(bare, recompute="full"))
         return _compare(winner, change.description, full, evaluator, " with all recomputed")
@@ -214,7 +216,7 @@ def neighbour_plans(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
                 )[0]
             except InfeasibleError:
                 continue
-            yield from (one for one in found if is_admitted(request, one))
+            yield from (fitting for fitting in found if is_admitted(request, fitting))
 
 
 def _may_refit(request: PlanRequest) -> bool:
@@ -290,8 +292,9 @@ def _slower(part: float) -> str:
 
 def largest_difference(mine: Prediction, its: Prediction, grows: bool) -> tuple[str, float]:
     """Return the part of a step that grows or shrinks most, and by how many seconds."""
-    one, other = _parts(mine), _parts(its)
-    differences = {name: other.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **other}}
+    mine_s = _parts(mine)
+    its_s = _parts(its)
+    differences = {name: its_s.get(name, 0.0) - mine_s.get(name, 0.0) for name in {**mine_s, **its_s}}
     name = (max if grows else min)(differences, key=lambda part: differences[part])
     return name, differences[name]
 

@@ -64,7 +64,8 @@ def block_orders(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
 def _partitions(cluster: ClusterSpec) -> Iterator[list[tuple[int, ...]]]:
     """Yield partitions of the nodes into blocks: by kind, and for each rate that occurs by links of at least that
     rate."""
-    nodes, matrix = nodes_of(cluster), cluster.node_bandwidth_bytes_per_s
+    nodes = nodes_of(cluster)
+    matrix = cluster.node_bandwidth_bytes_per_s
     count = len(nodes)
     yield _blocks(count, lambda one, other: nodes[one] == nodes[other])
     if matrix is None:

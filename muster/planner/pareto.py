@@ -124,7 +124,7 @@ def _evaluate(plan: Plan, evaluator: PlanEvaluator) -> EvaluatedPlan | None:
 
 def non_dominated(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     """Return the points that no other dominates (equals in everything and beats in something)."""
-    return [one for one in points if not any(_dominates(other, one) for other in points)]
+    return [point for point in points if not any(_dominates(other, point) for other in points)]
 
 
 def thin_front(points: Sequence[ParetoPoint], tolerance: float = 0.03) -> list[ParetoPoint]:

@@ -51,8 +51,10 @@ class PlanEvaluator:
         return EvaluatedPlan(plan, prediction, value)
 
     def complete_draft(self, draft: Plan, choice: ScheduleChoice) -> Plan | None:
-        """Return a draft with layers balanced and the batch split as the choice wants; None where they are so already,
-        since a plan of another choice is the same then."""
+        """Return a draft with layers balanced and the batch split as the choice asks.
+
+        None where they are so already: the plan belongs to the choice without that, and is looked at there.
+        """
         plan = self.with_balanced_layers(draft) if choice.balances_layers else draft
         return self.batch_splitter.with_best_split(plan) if choice.uneven_batch and plan is not None else plan
 

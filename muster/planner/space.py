@@ -94,13 +94,13 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
                 continue
             for cp in _cp_degrees(request, world // tp // pp):
                 data = world // tp // pp // cp
-                share, rest = divmod(request.workload.global_batch_size, data)
+                sequences, rest = divmod(request.workload.global_batch_size, data)
                 if rest:
                     continue
                 for ep in _ep_degrees(request, data * cp * tp):
-                    for size in micro_batch_sizes(request, share):
+                    for size in micro_batch_sizes(request, sequences):
                         shape = MeshShape(data, tp, pp, cp, ep, size)
-                        if share // size * pp > MAX_MICRO_BATCHES:
+                        if sequences // size * pp > MAX_MICRO_BATCHES:
                             continue
                         if request.admits("micro_batch_size", size) and request.axes in (None, shape.axes):
                             yield shape
@@ -251,7 +251,7 @@ def make_plan(
             "micro_batch_size": shape.micro_batch_size,
             "axis_order": axis_order,
             "default_strategy": _strategy(
-                request.base.default_strategy,
+                request.base.default_strategy,  # pyright: ignore[reportArgumentType] -- frozen models are hashable
                 zero,
                 request.fixed.get("sp", can_cut_positions),
                 recompute,

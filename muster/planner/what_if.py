@@ -57,17 +57,20 @@ def _evaluate_case(
     nodes that has one."""
     gap = 0.0
     try:
-        arranged = find_best_plans(request, 1, limit_s)
-        gap = arranged.result.gap
-        why_not = "" if arranged.result.best else explain_no_plan(arranged.result)
-        best, cluster = next(iter(arranged.result.best), None), arranged.request.cluster
+        found = find_best_plans(request, 1, limit_s)
+        gap = found.result.gap
+        reason = "" if found.result.best else explain_no_plan(found.result)
+        best = next(iter(found.result.best), None)
+        cluster = found.request.cluster
     except InfeasibleError as error:
-        best, cluster, why_not = None, request.cluster, str(error)
+        best = None
+        cluster = request.cluster
+        reason = str(error)
     if best is None and may_drop_nodes and request.cluster.num_nodes > 1:
         fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
         return _evaluate_case(fewer, change, base, limit_s, may_drop_nodes)
     same_s = None if base is None else _step_of_plan(base.plan, replace(request, cluster=cluster))
-    return WhatIfCase(change, cluster, best, same_s, why_not, gap)
+    return WhatIfCase(change, cluster, best, same_s, reason, gap)
 
 
 def _step_of_plan(plan: Plan, request: PlanRequest) -> float | None:

@@ -120,8 +120,14 @@ def pass_times_of_op_times(plan: Plan, op_times: OpTimes) -> PassTimes:
         column(Kind.W) if plan.split_backward else np.zeros(len(placement)),
         np.array([pair[0] for pair in hops]),
         np.array([pair[1] for pair in hops]),
-        [op_times.duration_s(Action(Kind.UNSHARD, first)) if own and zero != "z3" else 0.0 for first, own in ends],
-        [op_times.duration_s(Action(Kind.REDUCE_GRAD, first)) if own and zero == "z1" else 0.0 for first, own in ends],
+        [
+            op_times.duration_s(Action(Kind.UNSHARD, first)) if is_sharded and zero != "z3" else 0.0
+            for first, is_sharded in ends
+        ],
+        [
+            op_times.duration_s(Action(Kind.REDUCE_GRAD, first)) if is_sharded and zero == "z1" else 0.0
+            for first, is_sharded in ends
+        ],
         (0.0 if plan.post_validation else op_times.duration_s(Action(Kind.GRAD_NORM, -1)))
         + op_times.duration_s(Action(Kind.STEP, -1)),
         _core_load(

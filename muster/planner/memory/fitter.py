@@ -412,8 +412,10 @@ def _recompute_times(
 ) -> tuple[dict[LayerPolicy, list[float]], Callable[[str, int], float], list[bool]]:
     """Return the seconds that each policy adds to a layer's backward by stage; those of each pass with the first
     policy; and by stage True if the times of its layers are additive."""
-    modes = dict.fromkeys(policy.recompute for policy in policies)
-    of_mode = {mode: pass_times_of(with_policy(plan, LayerPolicy(mode))) for mode in modes}
+    of_mode: dict[Recompute, PassTimes] = {}
+    for policy in policies:
+        if policy.recompute not in of_mode:
+            of_mode[policy.recompute] = pass_times_of(with_policy(plan, LayerPolicy(policy.recompute)))
     backward_s = {
         mode: (times.backward_s + times.weight_backward_s)[: plan.stages_per_replica] for mode, times in of_mode.items()
     }
