@@ -114,7 +114,8 @@ def _estimate_makespans(
 def _seed_searches(spec: ScheduleSpec, known: list[TimedSchedule], large: bool) -> list[SeededSearch]:
     """Return a search for each placement (for large specs of the first alone), with the orders to start from."""
     problems = search_problems(spec)
-    floor_s, found = min(lower_bound_s(problem) for problem in problems), []
+    floor_s = min(lower_bound_s(problem) for problem in problems)
+    found = []
     for number, problem in enumerate(problems[: 1 if large else None]):
         same = sorted((one for one in known if one[1].placement == problem.placement), key=_sort_key)
         bases = [pass_codes(problem, schedule) for _, schedule in same[: 2 - number]]

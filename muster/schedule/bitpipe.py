@@ -14,7 +14,8 @@ def bitpipe(spec: ScheduleSpec) -> Schedule:
     Bubble (p − 2) tF (1 + (m/p − 1) / 2) if tB = 2 tF and m is a multiple of p; each further unit of p micro-batches
     adds to it. The order is made for whole units; passes of missing micro-batches are left out.
     """
-    p, count = require_even_ranks("bitpipe", spec), spec.num_micro_batches
+    p = require_even_ranks("bitpipe", spec)
+    count = spec.num_micro_batches
     ways = split_micro_batches(count)
     num_units = -(-len(ways[0]) // (p // 2))
     orders = []
@@ -52,7 +53,8 @@ def _rank_order(rank: int, p: int, num_units: int, ways: list[tuple[tuple[int, i
 def _unit(arms: tuple[int, int], rank: int, half: int, unit: int) -> list[tuple[int, int, int]]:
     """Return one unit's passes as (way, arm of the V, index); `arms` in the order in which they come."""
     early, late = arms
-    lone, paired = half - rank, rank
+    lone = half - rank
+    paired = rank
     own, other = 0, 1
     kinds = (
         [(own, early)] * lone

@@ -32,14 +32,16 @@ def pattern_orders(problem: SearchProblem, pattern: BlockPattern) -> list[list[i
     begins_s = _first_begin_times_s(problem, pattern)
     count, stages, period_s = problem.num_micro_batches, problem.num_stages, problem.period_s
     backward_s = [index * pattern.period * period_s for index in range(count)]
-    lead_s, spacing_s = pattern.lead * period_s, min(pattern.spacing, pattern.period) * period_s
+    lead_s = pattern.lead * period_s
+    spacing_s = min(pattern.spacing, pattern.period) * period_s
     forward_s = [max(index * spacing_s, time_s - lead_s) for index, time_s in enumerate(backward_s)]
     orders: list[list[int]] = []
     for held in problem.stages:
         times: list[tuple[float, int]] = []
         for stage in held:
             for place, later_s in ((stage, forward_s), (stages + stage, backward_s)):
-                first, begin_s = place * count, begins_s[place]
+                first = place * count
+                begin_s = begins_s[place]
                 times += [(begin_s + one_s, first + index) for index, one_s in enumerate(later_s)]
         order = [code for _, code in sorted(times)]
         kept = 0
@@ -55,7 +57,8 @@ def _first_begin_times_s(problem: SearchProblem, pattern: BlockPattern) -> list[
     """Return by stage when the first micro-batch's F, then its I, begins."""
     stages, ranks, period_s = problem.num_stages, problem.num_ranks, problem.period_s
     way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
-    begins_s, time_s = [0.0] * (2 * stages), 0.0
+    begins_s = [0.0] * (2 * stages)
+    time_s = 0.0
     for step, place in enumerate(way):
         begins_s[place] = time_s
         time_s += problem.times_s[place // stages][place % stages]
@@ -71,7 +74,8 @@ def _first_begin_times_s(problem: SearchProblem, pattern: BlockPattern) -> list[
 
 def initial_patterns(problem: SearchProblem) -> list[BlockPattern]:
     """Return patterns from the longest block that memory allows to the shortest possible one."""
-    legs, period_s = 2 * problem.num_stages // problem.num_ranks, problem.period_s
+    legs = 2 * problem.num_stages // problem.num_ranks
+    period_s = problem.period_s
     longest_s = problem.capacity * problem.num_ranks / problem.num_stages * period_s
     spare_s = max(0.0, longest_s - problem.round_trip_s(0) - problem.times_s[1][0] - problem.times_s[2][0])
     wait = min(1.0, spare_s / (period_s * legs * max(1, problem.num_ranks - 1)))
@@ -82,16 +86,16 @@ def initial_patterns(problem: SearchProblem) -> list[BlockPattern]:
 def mutate_pattern(pattern: BlockPattern, random: Random) -> BlockPattern:
     """Return a random pattern near another one."""
     for _ in range(random.choice((1, 2, 3))):
-        what = random.randrange(8)
-        if what < 2:
+        draw = random.randrange(8)
+        if draw < 2:
             pattern = replace(pattern, rank_delays=_perturb(pattern.rank_delays, 0.1, random))
-        elif what < 4:
+        elif draw < 4:
             pattern = replace(pattern, turn_delays=_perturb(pattern.turn_delays, 0.2, random))
-        elif what == 4:
+        elif draw == 4:
             pattern = replace(pattern, lead=max(0.0, pattern.lead + random.gauss(0, 0.7)))
-        elif what == 5:
+        elif draw == 5:
             pattern = replace(pattern, spacing=random.choice((0.33, 0.5, 0.67, 1.0)))
-        elif what == 6:
+        elif draw == 6:
             pattern = replace(pattern, period=random.choice((1.0, 1.0, 1.0, 1.05, 1.1)))
         else:
             pattern = replace(pattern, patience=random.choice((0, 0.5, 1, 2, 4)), overtake=random.choice((0, 1, 3)))

@@ -111,7 +111,8 @@ class EventRun:
     def _dependents(self, action: Action) -> list[int]:
         """Return the actions that become ready when `action` is over."""
         kind, stage, micro_batch, *_ = action
-        level, numbers = stage % self.depth, self.numbers
+        level = stage % self.depth
+        numbers = self.numbers
         if kind == Kind.F:
             last = level == self.depth - 1
             return [

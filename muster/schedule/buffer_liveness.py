@@ -88,7 +88,9 @@ class BufferLiveness:
 
     def record(self, action: Action, over: bool) -> None:
         """Record that `action` begins or is over. Raises ProgramError for a missing or freed buffer."""
-        rule, unit, alive = self.rules.get(action[:2]) or self._add_rule(*action[:2]), action[2:], self.alive
+        rule = self.rules.get(action[:2]) or self._add_rule(*action[:2])
+        unit = action[2:]
+        alive = self.alive
         self._count_copy(action, over)
         if over:
             if rule.order >= 0:
@@ -105,16 +107,16 @@ class BufferLiveness:
             self._check_gradients(action)
         for letter, place in rule.reads:
             if not alive.get((place, unit if letter != "p" else None)):
-                completed = (place, unit if letter != "p" else None) in alive
-                wrong = (
-                    ", already freed" if completed else f" before {self._producer(letter, action)} is known to be over"
+                was_freed = (place, unit if letter != "p" else None) in alive
+                fault = (
+                    ", already freed" if was_freed else f" before {self._producer(letter, action)} is known to be over"
                 )
-                raise ProgramError(f"{action} on rank {self.rank} reads {_BUFFER_NAMES[letter][0]}{wrong}")
+                raise ProgramError(f"{action} on rank {self.rank} reads {_BUFFER_NAMES[letter][0]}{fault}")
         for letter, place in rule.frees:
             buffer = (place, unit if letter != "p" else None)
             if not alive.get(buffer):
-                wrong = "twice" if buffer in alive else f"before {self._producer(letter, action)} has made it"
-                raise ProgramError(f"{action} on rank {self.rank} frees {_BUFFER_NAMES[letter][0]} {wrong}")
+                fault = "twice" if buffer in alive else f"before {self._producer(letter, action)} has made it"
+                raise ProgramError(f"{action} on rank {self.rank} frees {_BUFFER_NAMES[letter][0]} {fault}")
             alive[buffer] = False
             if letter == "a" and action.kind != Kind.OFFLOAD:
                 self._free_activations(action)
@@ -168,7 +170,8 @@ class BufferLiveness:
         self.activations += 1
         self.by_stage[action.stage] += 1
         if self.activations > self.peak_activations:
-            self.peak_activations, self.peak_by_stage = self.activations, self.by_stage.copy()
+            self.peak_activations = self.activations
+            self.peak_by_stage = self.by_stage.copy()
         if self.max_activations is not None and self.activations > self.max_activations:
             raise ProgramError(
                 f"after {action} rank {self.rank} keeps the activations of {self.activations} micro-batches,"

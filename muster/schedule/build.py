@@ -64,7 +64,7 @@ def build_program(
         for stage in stages
         for layer in (plan.layers(stage, model.num_layers) or [plan.layers(stage, model.num_layers).start])
     }
-    lowering = LoweringOptions(
+    options = LoweringOptions(
         zero=plan.default_strategy.zero,
         data_ranks=tuple(plan.mesh(stage).grad_sum_size for stage in stages),
         tp_replicated_weights=any(tp_partial_grad_copies(model, names, tp, sp) for tp, sp in tensor_axes),
@@ -74,9 +74,9 @@ def build_program(
         offload=frozenset(stage for stage in stages if train and plan.offloaded_layers(stage, model.num_layers)),
         train=train,
     )
-    program = lower(schedule, lowering)
+    program = lower(schedule, options)
     is_longest = num_micro_batches == plan.num_micro_batches(workload)
-    if lowering.offload and is_longest and not any(lanes.get("host_copy") for lanes in program.ranks):
+    if options.offload and is_longest and not any(lanes.get("host_copy") for lanes in program.ranks):
         raise nothing_to_offload_error(plan, num_micro_batches)
     return program
 

@@ -46,7 +46,8 @@ def repeat_block(rows: Sequence[BlockRow], count: int) -> list[list[int]]:
 def _extend_middle(orders: list[list[int]], slots: list[list[int]], more: int) -> list[list[int]] | None:
     """Return the orders with one period of the middle repeated `more` times; None if the middle is not periodic."""
     last = max(slot for slot, kind in zip(slots[0], orders[0], strict=True) if kind == F_NEAR)
-    begin, found = last - 2 * PERIOD, []
+    begin = last - 2 * PERIOD
+    found = []
     for order, at in zip(orders, slots, strict=True):
         places = [
             next((i for i, slot in enumerate(at) if slot >= begin + step), len(at)) for step in (-PERIOD, 0, PERIOD)
@@ -63,7 +64,8 @@ def _pack_block(rows: tuple[BlockRow, ...], count: int) -> tuple[list[list[int]]
     """Return the passes of each rank and their slots."""
     lines = [_rank_line(row, count) for row in rows]
     limit = max(_peak_activations(line) for line in lines)
-    full, empty = rows[0][I_NEAR], PERIOD * (count - 1)
+    full = rows[0][I_NEAR]
+    empty = PERIOD * (count - 1)
     """Slots: before `full` the pipeline fills, after `empty` it drains."""
     packed = _SlotGrid(lines, full, empty, limit).run()
     assert packed, "a block's own order can be followed"
@@ -82,7 +84,9 @@ def _first_after(first: int, empty: int) -> int:
 def _rank_line(row: BlockRow, count: int) -> list[tuple[int, int]]:
     """Return (slot, kind) of one rank by slot: blocks a period apart, and W in the slots between, oldest first."""
     taken = {first + PERIOD * index: kind for kind, first in enumerate(row) for index in range(count)}
-    line, pending, slot = [], [], 0
+    line = []
+    pending = []
+    slot = 0
     while taken or pending:
         kind = taken.pop(slot, -1)
         if kind >= 0:
@@ -135,7 +139,9 @@ class _SlotGrid:
         """Return passes and slots; None if the ranks wait for each other."""
         orders: list[list[int]] = [[] for _ in self.lines]
         slots: list[list[int]] = [[] for _ in self.lines]
-        left, slot, latest = sum(map(len, self.lines)), 0, max(line[-1][0] for line in self.lines)
+        left = sum(map(len, self.lines))
+        slot = 0
+        latest = max(line[-1][0] for line in self.lines)
         while left:
             waits = True
             before = [done.copy() for done in self.done]
@@ -186,7 +192,9 @@ class _SlotGrid:
 
     def _fits(self, rank: int, place: int) -> bool:
         """Return True if the rank, after this F and all before it, never exceeds the limit."""
-        line, over, kept = self.lines[rank], self.done_flags[rank], self.activations[rank] + 1
+        line = self.lines[rank]
+        over = self.done_flags[rank]
+        kept = self.activations[rank] + 1
         for earlier in range(self.first_open[rank], place):
             if kept > self.limit:
                 break

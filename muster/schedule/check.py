@@ -145,7 +145,8 @@ def _check_vocab_passes(program: Program) -> None:
 
 def _stage_routes(program: Program, passes: Mapping[str, set[tuple[int, int]]]) -> Iterator[tuple[int, range]]:
     """Yield each micro-batch with its stages: those of the replica that any of its passes is in."""
-    depth, found = program.depth, {(micro_batch, stage) for places in passes.values() for micro_batch, stage in places}
+    depth = program.depth
+    found = {(micro_batch, stage) for places in passes.values() for micro_batch, stage in places}
     replicas: dict[int, dict[int, int]] = {micro_batch: {} for micro_batch in range(program.num_micro_batches)}
     for micro_batch, stage in found:
         replicas[micro_batch][stage // depth] = stage

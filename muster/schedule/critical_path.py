@@ -13,11 +13,13 @@ def critical_pairs(problem: SearchProblem, run: TimedPasses) -> list[tuple[int, 
     forward = 2 * problem.num_stages * problem.num_micro_batches
     begins_s = begin_times_s(problem, run.passes)
     tail_s = [0.0] * problem.num_passes
-    rank_tail_s, following = [0.0] * problem.num_ranks, [-1] * problem.num_ranks
+    rank_tail_s = [0.0] * problem.num_ranks
+    following = [-1] * problem.num_ranks
     pairs = []
     for code in reversed(run.passes):
         kind, stage, before, transfer_s = dependency(problem, code)
-        rank, time_s = problem.placement[stage], problem.times_s[kind][stage]
+        rank = problem.placement[stage]
+        time_s = problem.times_s[kind][stage]
         other = following[rank]
         if code < forward and 0 <= other < forward and begins_s[other] <= begins_s[code] + time_s + _EPSILON_S:
             critical = begins_s[other] + tail_s[other] >= run.makespan_s - _EPSILON_S

@@ -66,7 +66,8 @@ class _RankState:
         others: list[Lane] = [lane for lane in LANES[1:] if self.lanes[lane]]
         for instruction in self.lanes["compute"]:
             for lane in others:
-                items, begun = self.lanes[lane], self.begun
+                items = self.lanes[lane]
+                begun = self.begun
                 while begun[lane] < len(items) and self._is_ready(items[begun[lane]]):
                     if lane in ("p2p", "host_copy") or KINDS[items[begun[lane]].action.kind].overlapped:
                         self._start(lane)
@@ -172,7 +173,8 @@ class _RankState:
         """Return why the rank is blocked, in words, and the rank that it waits for."""
         assert self.blocked_on is not None
         lane, index = self.blocked_on
-        target, head = self.lanes[lane][index], self.lanes[lane][self.completed[lane]]
+        target = self.lanes[lane][index]
+        head = self.lanes[lane][self.completed[lane]]
         stalled_at = self.starting[0] if self.starting else target
         words = f"rank {self.rank} stalls at {_name(stalled_at)}"
         if stalled_at is not target:

@@ -17,7 +17,8 @@ def dualpipe(spec: ScheduleSpec) -> Schedule:
     3 tW) is for ranks that run each forward and the following backward as one pass, to hide the collectives of one
     behind the other; they pass on the result of the forward later.
     """
-    p, count = require_even_ranks("dualpipe", spec), spec.num_micro_batches
+    p = require_even_ranks("dualpipe", spec)
+    count = spec.num_micro_batches
     ways = split_micro_batches(count)
     orders = []
     for rank in range(p):
@@ -32,7 +33,8 @@ def dualpipe_v(spec: ScheduleSpec) -> Schedule:
 
     Bubble (p − 1)(tF + tI − tW) / 2 where tI ≤ tF, from m = 2p on; p + ½ activations.
     """
-    p, all_of_them = spec.num_ranks, range(spec.num_micro_batches)
+    p = spec.num_ranks
+    all_of_them = range(spec.num_micro_batches)
     orders = [_rank_order(rank, p, [(rank, all_of_them), (2 * p - 1 - rank, all_of_them)]) for rank in range(p)]
     return Schedule("dualpipe-v", wave_placement(p, 2), spec.num_micro_batches, tuple(orders))
 
@@ -44,7 +46,8 @@ def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[
     order is made for at least twice as many micro-batches as `half`; missing ones are left out.
     """
     count = max(2 * half, *(len(micro_batches) for _, micro_batches in phases))
-    rest, near = half - 1 - rank, rank + 1
+    rest = half - 1 - rank
+    near = rank + 1
     passes = (
         ["F0"] * (2 * rest)
         + ["F0", "F1"] * near
@@ -66,7 +69,8 @@ def _rank_order(rank: int, half: int, phases: list[tuple[int, range]]) -> tuple[
         if name == "W":
             phase, index = waiting.pop(0)
         else:
-            phase, key = int(name[1]), name.replace("I", "B")
+            phase = int(name[1])
+            key = name.replace("I", "B")
             index, done[key] = done[key], done[key] + 1
             if name[0] == "I":
                 waiting.append((phase, index))

@@ -61,7 +61,8 @@ def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> Exact
         )
     model = _ConstraintModel(problem, cp_model.CpModel(), _passes_by_begin(problem, initial, spec))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = limit_s, os.cpu_count() or 1
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = os.cpu_count() or 1
     status = solver.solve(model.model)
     # A solver without time for a bound says 0.
     bound_s = max(solver.best_objective_bound * model.unit_s, lower_bound_s(problem))
@@ -78,7 +79,8 @@ def solve(spec: ScheduleSpec, initial: Schedule, limit_s: float = 60.0) -> Exact
 
 def _passes_by_begin(problem: SearchProblem, schedule: Schedule, spec: ScheduleSpec) -> list[int]:
     """Return the codes of the passes of a schedule by their begin; a B counts as an I and a W."""
-    timing, count = time_schedule(schedule, spec), problem.num_micro_batches
+    timing = time_schedule(schedule, spec)
+    count = problem.num_micro_batches
     begins: list[tuple[float, int, int]] = []
     for order, times_s in zip(schedule.ranks, timing.begin_s, strict=True):
         for (kind, stage, micro_batch, *_), time_s in zip(order, times_s, strict=True):

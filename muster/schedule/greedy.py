@@ -47,12 +47,15 @@ def greedy(problem: SearchProblem, rule: PriorityRule, deadline_s: float = inf) 
     """
     placement, p2p_s, count, times_s = problem.placement, problem.p2p_s, problem.num_micro_batches, problem.times_s
     num_stages = problem.num_stages
-    last, num_passes = num_stages - 1, num_stages * count
+    last = num_stages - 1
+    num_passes = num_stages * count
     # Per stage: arrival of the inputs of F and I, as far as known, and the number of F, I and W begun.
     come_f: list[list[float]] = [[0.0] * count] + [[] for _ in range(last)]
     come_i: list[list[float]] = [[] for _ in range(num_stages)]
     done = done_f, done_i, done_w = [0] * num_stages, [0] * num_stages, [0] * num_stages
-    kept, free_s, passes = [0] * problem.num_ranks, [0.0] * problem.num_ranks, []
+    kept = [0] * problem.num_ranks
+    free_s = [0.0] * problem.num_ranks
+    passes = []
     left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in problem.stages]
     state = (
         problem,
@@ -123,37 +126,39 @@ def _choose(state: tuple, rank: int, now_s: float) -> tuple[int, int]:
     problem, rule, period_s, in_flight, backlog, wanted_f, wanted_i, come_f, come_i, done_f, done_i, done_w, kept = (
         state
     )
-    soon_s, held = now_s + _EPSILON_S, problem.stages[rank]
+    soon_s = now_s + _EPSILON_S
+    held = problem.stages[rank]
     spare = problem.capacity - kept[rank] - 1
     best = next_best = blocked = next_s = inf
     kind = stage = weight = -1
-    for one in held:
-        index, come_s = done_i[one], come_i[one]
+    for held_stage in held:
+        index, come_s = done_i[held_stage], come_i[held_stage]
         if index < len(come_s):
-            want = wanted_i[one] + index * period_s
+            want = wanted_i[held_stage] + index * period_s
             if come_s[index] <= soon_s:
                 if want < best:
-                    best, kind, stage = want, 1, one
+                    best, kind, stage = want, 1, held_stage
             elif want < next_best:
                 next_best, next_s = want, come_s[index]
-        if index > done_w[one]:
-            if index - done_w[one] > backlog[one]:
-                weight, blocked = one, -inf
+        if index > done_w[held_stage]:
+            if index - done_w[held_stage] > backlog[held_stage]:
+                weight = held_stage
+                blocked = -inf
             elif weight < 0:
-                weight = one
-        begun, come_s = done_f[one], come_f[one]
+                weight = held_stage
+        begun, come_s = done_f[held_stage], come_f[held_stage]
         if (
             begun < len(come_s)
-            and begun - index < in_flight[one]
-            and (one or begun - done_f[-1] < rule.max_forward_lead)
+            and begun - index < in_flight[held_stage]
+            and (held_stage or begun - done_f[-1] < rule.max_forward_lead)
         ):
-            want = wanted_f[one] + begun * period_s
+            want = wanted_f[held_stage] + begun * period_s
             if spare < len(held) and (spare < 0 or not _is_safe(held, done_f, done_w, begun, spare)):
                 if come_s[begun] <= soon_s and want < blocked:
                     blocked = want
             elif come_s[begun] <= soon_s:
                 if want < best:
-                    best, kind, stage = want, 0, one
+                    best, kind, stage = want, 0, held_stage
             elif want < next_best:
                 next_best, next_s = want, come_s[begun]
     if weight >= 0 and (kind < 0 or blocked < best):
@@ -171,18 +176,20 @@ def _is_safe(held: tuple[int, ...], done_f: list[int], done_w: list[int], index:
     Going from the oldest unfinished micro-batch on, each must find the activations it still needs, and then frees all
     it holds.
     """
-    first, last = done_w[held[-1]], done_w[held[0]]
-    for one in held:  # plain loops: this is where most of a search's time goes
-        if done_w[one] < first:
-            first = done_w[one]
-        elif done_w[one] > last:
-            last = done_w[one]
+    first = done_w[held[-1]]
+    last = done_w[held[0]]
+    for held_stage in held:  # plain loops: this is where most of a search's time goes
+        if done_w[held_stage] < first:
+            first = done_w[held_stage]
+        elif done_w[held_stage] > last:
+            last = done_w[held_stage]
     for oldest in range(first, last + 1):
-        needed, freed = -(index == oldest), 0
-        for one in held:
-            if done_f[one] <= oldest:
+        needed = -(index == oldest)
+        freed = 0
+        for held_stage in held:
+            if done_f[held_stage] <= oldest:
                 needed += 1
-            if done_w[one] <= oldest:
+            if done_w[held_stage] <= oldest:
                 freed += 1
         if needed > spare:
             return False

@@ -19,7 +19,8 @@ def hanayo(spec: ScheduleSpec) -> Schedule:
             f"hanayo runs two stages per pipeline rank for each wave, got {spec.chunks};"
             f" the nearest that runs has {spec.chunks + 1}"
         )
-    placement, count = wave_placement(spec.num_ranks, spec.chunks), spec.num_micro_batches
+    placement = wave_placement(spec.num_ranks, spec.chunks)
+    count = spec.num_micro_batches
     orders = tuple(
         tuple(
             Action(kind, stage, index)

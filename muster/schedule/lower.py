@@ -132,29 +132,32 @@ def add_vocab_collectives(draft: ProgramDraft, vocab_schedule: VocabSchedule) ->
     """
     placement = draft.schedule.placement
     for rank, lanes in enumerate(draft.ranks):
-        place = {item.action: index for index, item in enumerate(lanes["compute"])}
-        own, last = placement.index(rank), len(placement) - 1
-        gives: dict[Kind, list[tuple[Kind, int]]] = {
-            Kind.EMB_REDUCE: [(Kind.EMB_F, own)],
+        positions = {item.action: index for index, item in enumerate(lanes["compute"])}
+        first_stage = placement.index(rank)
+        last = len(placement) - 1
+        inputs: dict[Kind, list[tuple[Kind, int]]] = {
+            Kind.EMB_REDUCE: [(Kind.EMB_F, first_stage)],
             Kind.HIDDEN_BCAST: [(Kind.F, last)],
-            Kind.LOGIT_STATS: [(Kind.S, own)],
+            Kind.LOGIT_STATS: [(Kind.S, first_stage)],
             Kind.EMB_GRAD_BCAST: [(Kind.B, 0), (Kind.I, 0)],
         }
-        takes: dict[Kind, list[tuple[Kind, int]]] = {
+        readers: dict[Kind, list[tuple[Kind, int]]] = {
             Kind.EMB_REDUCE: [(Kind.F, 0)],
-            Kind.HIDDEN_BCAST: [(Kind.S, own)],
-            Kind.LOGIT_STATS: [(Kind.B, last), (Kind.I, last), (Kind.T, own)],
-            Kind.EMB_GRAD_BCAST: [(Kind.EMB_W, own)],
+            Kind.HIDDEN_BCAST: [(Kind.S, first_stage)],
+            Kind.LOGIT_STATS: [(Kind.B, last), (Kind.I, last), (Kind.T, first_stage)],
+            Kind.EMB_GRAD_BCAST: [(Kind.EMB_W, first_stage)],
         }
-        for kind, unit in vocab_schedule.collectives:
-            givers, takers = (
-                [place[action] for end in ends[kind] if (action := Action(*end, unit)) in place]
-                for ends in (gives, takes)
+        for kind, micro_batch in vocab_schedule.collectives:
+            producers, consumers = (
+                [positions[action] for end in ends[kind] if (action := Action(*end, micro_batch)) in positions]
+                for ends in (inputs, readers)
             )
-            wait = draft.add(rank, Action(kind, own, unit), [Wait("compute", giver) for giver in givers])
-            for taker in takers:
-                item = lanes["compute"][taker]
-                lanes["compute"][taker] = item._replace(waits=(*item.waits, wait))
+            wait = draft.add(
+                rank, Action(kind, first_stage, micro_batch), [Wait("compute", producer) for producer in producers]
+            )
+            for consumer in consumers:
+                item = lanes["compute"][consumer]
+                lanes["compute"][consumer] = item._replace(waits=(*item.waits, wait))
 
 
 def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
@@ -171,7 +174,8 @@ def add_unshards(draft: ProgramDraft, options: LoweringOptions) -> None:
             first[compute[index].action.stage] = index
         for stage in sorted(first, key=first.__getitem__):
             if options.is_sharded(stage):
-                item, gathered = compute[first[stage]], draft.add(rank, Action(Kind.UNSHARD, stage))
+                item = compute[first[stage]]
+                gathered = draft.add(rank, Action(Kind.UNSHARD, stage))
                 compute[first[stage]] = item._replace(waits=(*item.waits, gathered))
 
 
@@ -215,7 +219,8 @@ def add_replica_reductions(draft: ProgramDraft) -> None:
         for rank in range(len(draft.schedule.ranks))
     ]
     for stage in range(depth):
-        one, other = placement[stage], placement[stage + depth]
+        one = placement[stage]
+        other = placement[stage + depth]
         draft.add(one, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[one], None if one == other else other)
         if one != other:
             draft.add(other, Action(Kind.ALL_REDUCE_REPLICAS, stage), ready[other], one)

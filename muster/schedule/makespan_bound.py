@@ -49,11 +49,14 @@ def lower_bound_s(problem: SearchProblem) -> float:
 
 
 def _rank_bound_s(problem: SearchProblem, rank: int) -> float:
-    held, count, p2p_s = problem.stages[rank], problem.num_micro_batches, problem.p2p_s
+    held = problem.stages[rank]
+    count = problem.num_micro_batches
+    p2p_s = problem.p2p_s
     if not held:
         return 0.0
     forward_s, input_s, weight_s = problem.times_s
-    first, deepest = held[0], held[-1]
+    first = held[0]
+    deepest = held[-1]
     head_s = sum(forward_s[:first]) + sum(p2p_s[:first])
     work_s = count * sum(kind[stage] for kind in problem.times_s for stage in held)
     # The first I on the rank is its deepest stage's.

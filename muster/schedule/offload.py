@@ -73,7 +73,8 @@ def add_copy_lane(
     found = list(offload_intervals([item.action for item in compute], stages))
     begun = [(forward, Kind.OFFLOAD, forward + PASSES_FOR_COPY + 1, forward) for forward, _ in found]
     begun += [(backward - PASSES_FOR_COPY - 1, Kind.RELOAD, backward, backward) for _, backward in found]
-    lane, waiting = [], list(compute)
+    lane = []
+    waiting = list(compute)
     for place, (after, kind, reader, named_by) in enumerate(sorted(begun)):
         action = compute[named_by].action
         lane.append(Instruction(Action(kind, action.stage, action.micro_batch), None, (Wait("compute", after),)))

@@ -153,8 +153,8 @@ def _vary_patterns(search: OrderSearch, random: Random, tries: int) -> None:
 
 
 def _portfolio(search: OrderSearch, num_rules: int) -> None:
-    for number, words in enumerate(_PORTFOLIO[:num_rules]):
-        rule = _make_rule(search.problem, *words)
+    for number, parameters in enumerate(_PORTFOLIO[:num_rules]):
+        rule = _make_rule(search.problem, *parameters)
         search.rules.append((search.record(greedy(search.problem, rule, search.limit_s(0.1))), number, rule))
         if search.finished:
             return
@@ -163,7 +163,8 @@ def _portfolio(search: OrderSearch, num_rules: int) -> None:
 def _make_rule(
     problem: SearchProblem, width: str, lag: bool, patience: float, backward_first_s: float, ahead: int
 ) -> PriorityRule:
-    stages, period_s = range(problem.num_stages), problem.period_s
+    stages = range(problem.num_stages)
+    period_s = problem.period_s
     forward_s = sum(problem.times_s[0]) + sum(problem.p2p_s)
     # A pipeline that fills up admits a micro-batch per F and I, later one per F, I and W.
     per_turn_s = period_s if width == "slow" else period_s * 2 / 3
@@ -195,16 +196,18 @@ def _vary_rules(search: OrderSearch, random: Random, tries: int) -> None:
 
 def _mutate_rule(problem: SearchProblem, rule: PriorityRule, random: Random) -> PriorityRule:
     for _ in range(random.choice((1, 1, 2, 3))):
-        stage, step, what = random.randrange(problem.num_stages), random.choice((-1, 1)), random.random()
-        if what < 0.4:
+        stage = random.randrange(problem.num_stages)
+        step = random.choice((-1, 1))
+        draw = random.random()
+        if draw < 0.4:
             rule = replace(rule, max_in_flight=_step_limit(rule.max_in_flight, stage, step, 1, problem.capacity + 1))
-        elif what < 0.65:
+        elif draw < 0.65:
             rule = replace(
                 rule, max_pending_weights=_step_limit(rule.max_pending_weights, stage, step, 0, problem.capacity + 1)
             )
-        elif what < 0.8:
+        elif draw < 0.8:
             rule = replace(rule, max_forward_lead=max(1, min(rule.max_forward_lead, problem.num_micro_batches) + step))
-        elif what < 0.9:
+        elif draw < 0.9:
             rule = replace(rule, patience=random.choice((0, 0.5, 1, 2, 4)))
         else:
             share = random.choice((-_ALWAYS_FIRST, -1, -0.5, 0, 0.5, 1, _ALWAYS_FIRST))
@@ -231,23 +234,29 @@ def _replace_weight_grads(search: OrderSearch, passes: list[int]) -> None:
 
 def _swap_critical_pairs(search: OrderSearch, current: TimedPasses, random: Random) -> None:
     """Swap neighbours on the critical path, one pair at a time; equal results are followed too."""
-    problem, pairs, attempt = search.problem, [], 0
+    problem = search.problem
+    pairs = []
+    attempt = 0
     orders: list[list[int]] = []
     while not search.finished:
         attempt += 1
         if attempt % 40 == 0 and search.best is not None:
-            current, pairs = search.best, []
+            current = search.best
+            pairs = []
         if not pairs:
-            orders, pairs = rank_orders(problem, current.passes), critical_pairs(problem, current)
+            orders = rank_orders(problem, current.passes)
+            pairs = critical_pairs(problem, current)
             search.spent += problem.num_passes
             if not pairs:
                 return
-        one, other = random.choice(pairs)
-        order = orders[problem.placement[one // problem.num_micro_batches % problem.num_stages]]
-        index = order.index(one)
-        order[index : index + 2] = other, one
-        patience, overtake = random.choice((0, 0.5, 1, 1, 2, 4)), random.choice((0, 0, 0, 1, 3))
+        earlier, later = random.choice(pairs)
+        order = orders[problem.placement[earlier // problem.num_micro_batches % problem.num_stages]]
+        index = order.index(earlier)
+        order[index : index + 2] = later, earlier
+        patience = random.choice((0, 0.5, 1, 1, 2, 4))
+        overtake = random.choice((0, 0, 0, 1, 3))
         run = place_weight_grads(problem, orders, patience, overtake, search.limit_s(0.002))
-        order[index : index + 2] = one, other
+        order[index : index + 2] = earlier, later
         if search.record(run) <= current.makespan_s + _EPSILON and run is not None:
-            current, pairs = run, []
+            current = run
+            pairs = []

@@ -23,7 +23,8 @@ def check_transfers(program: Program) -> None:
         known = set(theirs)
         for send in ours:
             if send not in known:
-                here, there = send, matching_transfer(send)
+                here = send
+                there = matching_transfer(send)
                 if program.placement[send.stage] != rank:
                     here, there = there, here
                 raise ProgramError(f"{here} on rank {rank} has no {there} on rank {peer}")

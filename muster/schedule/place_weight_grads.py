@@ -24,19 +24,28 @@ def place_weight_grads(
     of F and I, per rank. Returns None if the order gets stuck (for memory or at all) or can't end by `deadline_s`.
     """
     count, times_s, placement, p2p_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
-    last, num_passes, capacity = problem.num_stages - 1, problem.num_stages * count, problem.capacity
+    last = problem.num_stages - 1
+    num_passes = problem.num_stages * count
+    capacity = problem.capacity
     come_s = [0.0] * count + [inf] * (2 * num_passes - count)
     todo = [order[::-1] for order in orders]
     weights: list[list[int]] = [[] for _ in orders]
     """Per rank, the W that have become possible; the first `begun[rank]` of them have begun."""
-    begun, kept, free_s, passes = [0] * len(orders), [0] * len(orders), [0.0] * len(orders), []
+    begun = [0] * len(orders)
+    kept = [0] * len(orders)
+    free_s = [0.0] * len(orders)
+    passes = []
     left_s = [count * sum(kind[stage] for kind in times_s for stage in held) for held in problem.stages]
     events = [(0.0, rank) for rank in range(len(orders))]
     while events:
         now_s, rank = heappop(events)
         if free_s[rank] > now_s + _EPSILON_S:
             continue
-        order, code, place, next_s, urgent = todo[rank], -1, 1, inf, False
+        order = todo[rank]
+        code = -1
+        place = 1
+        next_s = inf
+        urgent = False
         if order:
             head = order[-1]
             if come_s[head] > now_s + _EPSILON_S:
@@ -57,7 +66,8 @@ def place_weight_grads(
             time_s = times_s[2][code // count - 2 * problem.num_stages]
             if not urgent and next_s < inf and next_s - now_s < patience * (now_s + time_s - next_s):
                 continue
-        kind, stage = code // num_passes, code % num_passes // count
+        kind = code // num_passes
+        stage = code % num_passes // count
         time_s = times_s[kind][stage]
         end_s = arrival_s = now_s + time_s
         to = -1

@@ -27,24 +27,24 @@ def plugin_schedule_function(
 
     def make(spec: ScheduleSpec) -> Schedule:
         # One pass too many is enough to refuse a function that never ends.
-        most = 3 * spec.chunks * spec.num_micro_batches + 1
+        max_passes = 3 * spec.chunks * spec.num_micro_batches + 1
         try:
             ranks = tuple(
-                tuple(map(_to_action, islice(rank_function(rank, spec), most))) for rank in range(spec.num_ranks)
+                tuple(map(_to_action, islice(rank_function(rank, spec), max_passes))) for rank in range(spec.num_ranks)
             )
         except MusterError:
             raise
         except Exception as error:
             code = getattr(rank_function, "__code__", None)
-            place_ = error_location(Path(code.co_filename), error) if code else name
-            raise InfeasibleError(f"schedule {name}: {place_}: {type(error).__name__}: {error}") from error
-        found = Schedule(name, stage_placement(entry(), spec.num_ranks, spec.chunks), spec.num_micro_batches, ranks)
-        _require_complete(found, entry().split_backward)
+            location = error_location(Path(code.co_filename), error) if code else name
+            raise InfeasibleError(f"schedule {name}: {location}: {type(error).__name__}: {error}") from error
+        schedule = Schedule(name, stage_placement(entry(), spec.num_ranks, spec.chunks), spec.num_micro_batches, ranks)
+        _require_complete(schedule, entry().split_backward)
         try:
-            time_schedule(found, spec)
+            time_schedule(schedule, spec)
         except MusterError as error:
             raise InfeasibleError(f"schedule {name}: {error}") from error
-        return found
+        return schedule
 
     return make
 

@@ -77,6 +77,7 @@ class ScheduleSpec:
     ) -> "ScheduleSpec":
         """Return a spec in which each rank's whole share takes `times_s` (forward, input backward, weight backward)."""
         replicas = int(more.get("replicas", 1))
-        depth, part = num_ranks * chunks // replicas, replicas / chunks
+        depth = num_ranks * chunks // replicas
+        part = replicas / chunks
         forward_s, input_s, weight_s = ((time_s * part,) * depth for time_s in times_s)
         return ScheduleSpec(num_ranks, num_micro_batches, chunks, forward_s, input_s, weight_s, **more)  # type: ignore[arg-type]

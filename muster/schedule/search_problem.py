@@ -95,7 +95,8 @@ def schedule_from_passes(problem: SearchProblem, passes: Iterable[int], name: st
 
 def pass_codes(problem: SearchProblem, schedule: Schedule) -> list[int]:
     """Return the codes of F and I of a schedule, rank by rank; a B counts as I."""
-    count, place = problem.num_micro_batches, {Kind.F: 0, Kind.B: problem.num_stages, Kind.I: problem.num_stages}
+    count = problem.num_micro_batches
+    place = {Kind.F: 0, Kind.B: problem.num_stages, Kind.I: problem.num_stages}
     return [
         (place[kind] + stage) * count + micro_batch
         for order in schedule.ranks

@@ -41,7 +41,8 @@ def _reads_and_sends(program: Program, rank: int, peer: int) -> tuple[dict, list
         for wait in item.waits
         if wait.lane == "p2p" and p2p[wait.index].peer == peer
     }
-    sent, last = [], -1
+    sent = []
+    last = -1
     for item in p2p:
         last = max([last, *(wait.index for wait in item.waits if wait.lane == "compute")])
         if item.peer == peer and item.action.kind in SENDS:

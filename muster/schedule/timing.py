@@ -125,7 +125,9 @@ class _TimingWalk:
     """Walk of all ranks that follows the data: each rank runs until it needs a time that is not known yet."""
 
     def __init__(self, schedule: Schedule, times: PassTimes) -> None:
-        self.schedule, self.times, count = schedule, times, len(schedule.ranks)
+        self.schedule = schedule
+        self.times = times
+        count = len(schedule.ranks)
         self.begin_s: list[list[float]] = [[] for _ in range(count)]
         self.end_s: list[list[float]] = [[] for _ in range(count)]
         self.work_s, self.peak_activation = [0.0] * count, [0.0] * count
@@ -162,11 +164,15 @@ class _TimingWalk:
         split: set[int] = set()
         """Stage × micro-batch pairs whose I is over and whose W is not."""
         for kind, stage, micro_batch, _, _ in self.schedule.ranks[rank]:
-            level, place, source, transfer_s = stage % depth, stage * count + micro_batch, -1, 0.0
+            level = stage % depth
+            place = stage * count + micro_batch
+            source = -1
+            transfer_s = 0.0
             if kind == Kind.F:
                 duration_s = times.forward_s[level]
                 if level:
-                    source, transfer_s = place - count, p2p_s[stage - 1]
+                    source = place - count
+                    transfer_s = p2p_s[stage - 1]
                 alive += 1
                 peak = max(peak, alive)
             elif kind == Kind.W:
@@ -186,7 +192,8 @@ class _TimingWalk:
                     split.add(place)
                 place += backwards
                 if level < depth - 1:
-                    source, transfer_s = place + count, p2p_s[stage]
+                    source = place + count
+                    transfer_s = p2p_s[stage]
             if source >= 0:
                 while over_s[source] < 0:
                     yield source
@@ -217,7 +224,8 @@ class _TimingWalk:
             backward, rest = divmod(place, self.backwards)
             stage, micro_batch = divmod(rest, self.schedule.num_micro_batches)
             wanted = [Action(kind, stage, micro_batch) for kind in (BACKWARDS if backward else (Kind.F,))]
-            action, holder = self.schedule.ranks[rank][len(self.end_s[rank])], self.schedule.placement[stage]
+            action = self.schedule.ranks[rank][len(self.end_s[rank])]
+            holder = self.schedule.placement[stage]
             found = [one for one in wanted if one in self.schedule.ranks[holder]]
             if not found:
                 return f"{wanted[0]} is missing on rank {holder}; {action} on rank {rank} waits for it"

@@ -42,7 +42,8 @@ def lanes_with_transfers(
     """
     transfers = _transfers(schedule, ends_s)
     longest = max(map(len, schedule.ranks))
-    after_compute, after_p2p = _waits("compute", longest), _waits("p2p", 4 * longest)
+    after_compute = _waits("compute", longest)
+    after_p2p = _waits("p2p", 4 * longest)
     return [_lanes(order, rank, transfers, after_compute, after_p2p) for rank, order in enumerate(schedule.ranks)]
 
 
@@ -75,7 +76,8 @@ def _transfers(schedule: Schedule, ends_s: Sequence[Sequence[float]] | None) -> 
     position = np.concatenate([np.arange(len(order)) for order in schedule.ranks])
     kinds, stages, micro_batches, *_ = zip(*chain.from_iterable(schedule.ranks), strict=True)
     kind, stage, micro_batch = (np.array(column) for column in ([_PASSES[k] for k in kinds], stages, micro_batches))
-    backward, level = np.minimum(kind, 1), stage % schedule.depth
+    backward = np.minimum(kind, 1)
+    level = stage % schedule.depth
     passes_on = np.where(backward, level > 0, level < schedule.depth - 1) & (kind < _PASSES[Kind.W])
     reader_stage = np.where(passes_on, stage + 1 - 2 * backward, stage)
     target = np.array(schedule.placement)[reader_stage]

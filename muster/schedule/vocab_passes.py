@@ -80,13 +80,13 @@ def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: Schedule
         raise InfeasibleError(
             f"vocabulary parallelism needs a schedule of one replica; {schedule.name} has {schedule.replicas}"
         )
-    woven = add_vocab_passes(schedule, times, spec)
-    words = times.scaled(sum(spec.forward_s) / spec.num_ranks)
+    vocab_schedule = add_vocab_passes(schedule, times, spec)
+    vocab_times = times.scaled(sum(spec.forward_s) / spec.num_ranks)
     passes_s = {Kind.F: spec.forward_s, Kind.I: spec.input_backward_s, Kind.W: spec.weight_backward_s}
     passes_s[Kind.B] = tuple(i + w for i, w in zip(passes_s[Kind.I], passes_s[Kind.W], strict=True))
     begins_s, work_s, peaks = [], [], []
-    for order, ends_s in zip(woven.orders, woven.order_ends_s, strict=True):
-        took_s = [passes_s[kind][stage] if kind in passes_s else words.of_kind(kind) for kind, stage, *_ in order]
+    for order, ends_s in zip(vocab_schedule.orders, vocab_schedule.order_ends_s, strict=True):
+        took_s = [passes_s[kind][stage] if kind in passes_s else vocab_times.of_kind(kind) for kind, stage, *_ in order]
         begins_s.append([end_s - time_s for end_s, time_s in zip(ends_s, took_s, strict=True)])
         work_s.append(sum(took_s))
         kept = accumulate({Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0) for action in order)
@@ -96,8 +96,8 @@ def time_with_vocab_passes(schedule: Schedule, times: VocabTimes, spec: Schedule
             f"{schedule.name} with vocabulary passes keeps {max(peaks):g} micro-batches' activations on a rank,"
             f" more than the limit of {spec.memory_limit:g}"
         )
-    shown = replace(woven.schedule, ranks=woven.orders)
-    return shown, Timing(tuple(begins_s), woven.order_ends_s, tuple(work_s), tuple(peaks))
+    shown = replace(vocab_schedule.schedule, ranks=vocab_schedule.orders)
+    return shown, Timing(tuple(begins_s), vocab_schedule.order_ends_s, tuple(work_s), tuple(peaks))
 
 
 class _VocabRun(EventRun):
@@ -118,7 +118,9 @@ class _VocabRun(EventRun):
             defaultdict(deque) for _ in schedule.ranks
         ]
         """Per rank and kind of vocabulary pass: (seconds from which it is ready, micro-batch)."""
-        self.missing_ranks = {(kind, unit): len(self.ranks) for kind in (Kind.EMB_F, Kind.S) for unit in self.inputs}
+        self.missing_ranks = {
+            (kind, micro_batch): len(self.ranks) for kind in (Kind.EMB_F, Kind.S) for micro_batch in self.inputs
+        }
         """(kind, micro-batch) of a contribution to a collective → ranks that have not made it yet."""
         self.collective_begin_s: dict[tuple[Kind, int], float] = {}
         """(kind, micro-batch) of a collective → seconds at which it begins."""
@@ -144,8 +146,8 @@ class _VocabRun(EventRun):
             self._request_next_embedding(0.0)
 
     def _request_next_embedding(self, time_s: float) -> None:
-        for unit in islice(self.remaining_inputs, 1):
-            self._offer(Kind.EMB_F, unit, time_s)
+        for micro_batch in islice(self.remaining_inputs, 1):
+            self._offer(Kind.EMB_F, micro_batch, time_s)
 
     # ------------------------------------------------------------------------------------------------------------------
     # One rank's next pass
@@ -155,18 +157,18 @@ class _VocabRun(EventRun):
         if rank.free_s > time_s + self.tolerance_s:
             return
         until_s = time_s + self.tolerance_s
-        word = self._pop_vocab_pass(index, until_s, urgent=True)
-        number = None if word else rank.pop_ready(self.ready_s, until_s)
-        word = word or (self._pop_vocab_pass(index, until_s, urgent=False) if number is None else None)
-        if word is None and number is None:
+        vocab_pass = self._pop_vocab_pass(index, until_s, urgent=True)
+        number = None if vocab_pass else rank.pop_ready(self.ready_s, until_s)
+        vocab_pass = vocab_pass or (self._pop_vocab_pass(index, until_s, urgent=False) if number is None else None)
+        if vocab_pass is None and number is None:
             return
-        action = word or self.actions[number or 0]
-        seconds = self.times.of_kind(action.kind) if word else self.seconds[action.kind][action.stage]
+        action = vocab_pass or self.actions[number or 0]
+        seconds = self.times.of_kind(action.kind) if vocab_pass else self.seconds[action.kind][action.stage]
         rank.free_s = end_s = time_s + seconds
         heappush(self.events, (end_s, index))
         self.orders_s[index].append((action, end_s))
-        if word:
-            self._end_vocab_pass(word.kind, word.micro_batch, end_s)
+        if vocab_pass:
+            self._end_vocab_pass(vocab_pass.kind, vocab_pass.micro_batch, end_s)
         else:
             self._end_pass(action, end_s)
 
@@ -181,40 +183,40 @@ class _VocabRun(EventRun):
     # Consequences of a finished pass
 
     def _end_pass(self, action: Action, end_s: float) -> None:
-        kind, stage, unit, *_ = action
+        kind, stage, micro_batch, *_ = action
         for follower in self._dependents(action):
             away = self.rank_by_number[follower] != self.schedule.placement[stage]
             self._set_ready(follower, end_s + self.spec.p2p_s * away)
         if kind == Kind.F and stage == 0:
             self._request_next_embedding(end_s)
         if kind == Kind.F and stage == self.depth - 1:
-            self._begin_collective(Kind.HIDDEN_BCAST, unit, end_s, Kind.S)
+            self._begin_collective(Kind.HIDDEN_BCAST, micro_batch, end_s, Kind.S)
         if kind in BACKWARDS and stage == 0:
-            self._begin_collective(Kind.EMB_GRAD_BCAST, unit, end_s, Kind.EMB_W)
+            self._begin_collective(Kind.EMB_GRAD_BCAST, micro_batch, end_s, Kind.EMB_W)
 
-    def _end_vocab_pass(self, kind: Kind, unit: int, end_s: float) -> None:
+    def _end_vocab_pass(self, kind: Kind, micro_batch: int, end_s: float) -> None:
         if kind not in (Kind.EMB_F, Kind.S):
             return
-        self.missing_ranks[kind, unit] -= 1
+        self.missing_ranks[kind, micro_batch] -= 1
         collective = Kind.EMB_REDUCE if kind == Kind.EMB_F else Kind.LOGIT_STATS
-        begin_s = max(end_s, self.collective_begin_s.get((collective, unit), 0.0))
-        self.collective_begin_s[collective, unit] = begin_s
-        if self.missing_ranks[kind, unit]:
+        begin_s = max(end_s, self.collective_begin_s.get((collective, micro_batch), 0.0))
+        self.collective_begin_s[collective, micro_batch] = begin_s
+        if self.missing_ranks[kind, micro_batch]:
             return
         begin_s += self.spec.p2p_s
         if kind == Kind.EMB_F:
-            self._set_ready(self.numbers[Action(Kind.F, 0, unit)], begin_s)
+            self._set_ready(self.numbers[Action(Kind.F, 0, micro_batch)], begin_s)
         elif self.trains:
-            self._set_ready(self._backward_of(self.depth - 1, unit), begin_s)
-            self._offer(Kind.T, unit, begin_s)
+            self._set_ready(self._backward_of(self.depth - 1, micro_batch), begin_s)
+            self._offer(Kind.T, micro_batch, begin_s)
 
-    def _begin_collective(self, kind: Kind, unit: int, begin_s: float, then: Kind) -> None:
-        self.collective_begin_s[kind, unit] = begin_s
-        self._offer(then, unit, begin_s + self.spec.p2p_s)
+    def _begin_collective(self, kind: Kind, micro_batch: int, begin_s: float, then: Kind) -> None:
+        self.collective_begin_s[kind, micro_batch] = begin_s
+        self._offer(then, micro_batch, begin_s + self.spec.p2p_s)
 
-    def _offer(self, kind: Kind, unit: int, time_s: float) -> None:
+    def _offer(self, kind: Kind, micro_batch: int, time_s: float) -> None:
         for index, waiting in enumerate(self.ready_vocab_passes):
-            waiting[kind].append((time_s, unit))
+            waiting[kind].append((time_s, micro_batch))
             heappush(self.events, (time_s, index))
 
     def _dependents(self, action: Action) -> list[int]:
@@ -222,12 +224,12 @@ class _VocabRun(EventRun):
 
         Unlike in a plain run, the backward of the last stage waits for the logit statistics of all ranks.
         """
-        kind, stage, unit, *_ = action
+        kind, stage, micro_batch, *_ = action
         if kind == Kind.F:
-            return [self.numbers[Action(Kind.F, stage + 1, unit)]] if stage < self.depth - 1 else []
-        own = [self.numbers[Action(Kind.W, stage, unit)]] if kind == Kind.I else []
-        return own + ([self._backward_of(stage - 1, unit)] if kind in BACKWARDS and stage else [])
+            return [self.numbers[Action(Kind.F, stage + 1, micro_batch)]] if stage < self.depth - 1 else []
+        own = [self.numbers[Action(Kind.W, stage, micro_batch)]] if kind == Kind.I else []
+        return own + ([self._backward_of(stage - 1, micro_batch)] if kind in BACKWARDS and stage else [])
 
-    def _backward_of(self, stage: int, unit: int) -> int:
-        whole = Action(Kind.B, stage, unit)
-        return self.numbers[whole if whole in self.numbers else Action(Kind.I, stage, unit)]
+    def _backward_of(self, stage: int, micro_batch: int) -> int:
+        whole = Action(Kind.B, stage, micro_batch)
+        return self.numbers[whole if whole in self.numbers else Action(Kind.I, stage, micro_batch)]

@@ -21,7 +21,8 @@ def zb_v(spec: ScheduleSpec) -> Schedule:
 
 def _rank_order(rank: int, p: int, count: int) -> list[Action]:
     """Return the order for at least 2p − 1 micro-batches; leaving out missing ones only leaves gaps."""
-    stages, order = (rank, 2 * p - 1 - rank), []
+    stages = (rank, 2 * p - 1 - rank)
+    order = []
     done: dict[str, int] = defaultdict(int)
 
     def add(*passes: str) -> None:
