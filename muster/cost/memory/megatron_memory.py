@@ -1,8 +1,9 @@
-"""A stage in the storage of Megatron-LM and its kin: half-precision weights, whole gradients in one buffer, and float32
-master weights and moments, which ZeRO-1 shards over the data-parallel ranks (arXiv:1909.08053, arXiv:1910.02054 §5.1,
-Megatron-LM docs/source/api-guide/dist_optimizer.md).
+"""Memory of a stage in the storage of Megatron-LM and similar frameworks.
 
-Of activations the layers keep what arXiv:2205.05198 §4 counts: for a GPT layer s·b·h·(34 + 5·a·s/h) bytes.
+Half-precision weights, whole gradients in one buffer, and float32 master weights and moments, which ZeRO-1 shards over
+the data-parallel ranks (arXiv:1909.08053, arXiv:1910.02054 §5.1, Megatron-LM
+docs/source/api-guide/dist_optimizer.md). Layers save the activations that arXiv:2205.05198 §4 counts: for a GPT layer
+s·b·h·(34 + 5·a·s/h) bytes.
 """
 
 from muster.cost.activations import (
@@ -29,12 +30,12 @@ _FP32_BYTES = 4
 def megatron_stage_memory(
     spec: ModelSpec, plan: Plan, workload: Workload, stage: int, framework: FrameworkTraits
 ) -> StageMemory:
-    """What a stage holds, and its moments."""
+    """Return the memory of a stage, and its moments."""
     return _MegatronStage(spec, plan, workload, stage, framework).memory()
 
 
 class _MegatronStage:
-    """Works out one stage; every quantity in bytes."""
+    """Computation for one stage; all quantities in bytes."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, software: FrameworkTraits) -> None:
         self.spec, self.plan, self.stage, self.framework = spec, plan, stage, software
@@ -68,8 +69,10 @@ class _MegatronStage:
         )
 
     def _resident(self) -> MemoryTerms:
-        """Where data-parallel ranks share a stage's optimizer (z1), each has its part; z3 shards weights and gradients
-        too (Megatron-LM's FSDP)."""
+        """Return the bytes that are always held.
+
+        Under z1 data-parallel ranks shard the optimizer; z3 shards weights and gradients too (Megatron-LM's FSDP).
+        """
         whole, shard = self.param_shards.total.unsharded_numel, self.param_shards.total.shard_numel
         stored = shard if self.zero == "z3" else whole
         summed = whole if self.zero == "z1" else shard
@@ -83,10 +86,10 @@ class _MegatronStage:
         )
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Kept by micro-batch
+    # Saved per micro-batch
 
     def layer_activation_bytes(self, layer: int, recompute: Recompute) -> int:
-        """What a layer keeps."""
+        """Return the bytes that a layer saves."""
         sizes, size = self.sizes, self.size
         if recompute == "full":
             return sizes.hidden_bytes
@@ -107,10 +110,12 @@ class _MegatronStage:
         return total
 
     def _unfused_bytes(self, layer: int) -> int:
-        """What operations keep that are kernels of their own: the gate's activation beside the gate; queries and keys
-        before they are turned, which stay because values are a view of the same product; and, of several sequences, the
-        output of attention a second time in the order that the next product reads (Aleph Alpha's scaling: rotary.py,
-        attention.py)."""
+        """Return the bytes that unfused operations save in addition.
+
+        The gate's activation beside the gate; queries and keys before their rotation, which stay alive because values
+        are a view of the same matmul's output; and, for several sequences, attention's output a second time in the
+        order that the next matmul reads (Aleph Alpha's scaling: rotary.py, attention.py).
+        """
         sizes = self.sizes
         total = mlp_inner_bytes(sizes, layer) if sizes.local_model.gated else 0
         if self.spec.mla is None and not self.spec.has_linear_attention(layer):
@@ -121,18 +126,24 @@ class _MegatronStage:
         return total
 
     def _saved_score_bytes(self) -> int:
-        """What attention keeps of its scores: what multiplies the values, in the compute dtype, and what softmax and
-        dropout need. Fused, the softmax's output is that factor; unfused it is in float32, and cast. Dropout keeps a
-        mask of a byte; its output is the factor then, and the cast isn't kept (arXiv:2205.05198 §4.1)."""
-        numbers = attention_score_bytes(self.sizes) // self.size
+        """Return the bytes that attention saves of its scores (arXiv:2205.05198 §4.1).
+
+        The factor of the values, in the compute dtype, and the inputs of softmax's and dropout's derivatives. Fused,
+        the softmax's output is that factor; unfused it is in float32, and cast. Dropout saves a mask of one byte; its
+        output is then the factor, and the cast isn't saved.
+        """
+        num_scores = attention_score_bytes(self.sizes) // self.size
         softmax = (
             _FP32_BYTES if self.framework.attention == "unfused" else 0 if not self.framework.dropout else self.size
         )
-        return numbers * (self.size + softmax + self.framework.dropout)
+        return num_scores * (self.size + softmax + self.framework.dropout)
 
     def _norm_bytes(self) -> int:
-        """A norm's input and output. An unfused RMSNorm, as in Meta's Llama, keeps its input in float32 instead, and
-        what it has normalised, for the gradient of its weight."""
+        """Return the bytes that a norm saves: input and output.
+
+        An unfused RMSNorm, as in Meta's Llama, saves its input in float32 instead, and the normalized input for its
+        weight's gradient.
+        """
         sizes = self.sizes
         software = self.framework
         fused = software.fused_elementwise if software.fused_norms is None else software.fused_norms
@@ -200,39 +211,43 @@ class _MegatronStage:
         return moments
 
     def _loss_workspace(self) -> int:
-        """Beside what is kept: the logits, and a float32 copy before it becomes the softmax. Composed: kept are logits,
-        copy and log-softmax; in the backward come the gradients of the last two."""
+        """Return the temporary bytes of the loss: the logits, and a float32 copy before it becomes the softmax.
+
+        Unfused, logits, copy and log-softmax are saved, and the backward adds the gradients of the last two.
+        """
         if self.framework.gathered_logits:
             return self._gathered_logit_bytes()
         return self._logit_elements() * (self.size if self.framework.fused_loss else self.size + _FP32_BYTES)
 
     def _gathered_logit_bytes(self) -> int:
-        """Logits before they are put together: the rank's own, and those of all ranks."""
+        """Return the bytes of logits while they are gathered: the rank's own, and those of all ranks."""
         if self.mesh.tp == 1:
             return 0
         return (self._logit_elements() + self._logit_elements() // self.mesh.tp) * self.size
 
     def _recomputed_bytes(self, layer: int) -> int:
-        """What a layer's recompute brings back."""
+        """Return the bytes that a layer's recompute restores."""
         how = self.plan.strategy(layer).recompute
         return (
             0 if how == "none" else self.layer_activation_bytes(layer, "none") - self.layer_activation_bytes(layer, how)
         )
 
     def _score_workspace(self, layer: int) -> int:
-        """Scores while they are worked on, beside what is kept of them. Fused: before their softmax, or the gradients
-        on both of its sides. Unfused: the scores and a float32 copy of them beside softmax and cast; backward, where
-        autograd drops what an operation kept once it has run, the float32 gradients on both sides of the softmax beside
-        its output."""
+        """Return the temporary bytes of scores, in addition to saved ones.
+
+        Fused: the scores before their softmax, or the gradients of its input and output. Unfused: the scores and a
+        float32 copy in addition to softmax and cast; in the backward, where autograd frees saved tensors as it goes,
+        the float32 gradients of the softmax's input and output in addition to its output.
+        """
         if self.plan.strategy(layer).attention == "flash":
             return 0
-        numbers = attention_score_bytes(self.sizes) // self.size
+        num_scores = attention_score_bytes(self.sizes) // self.size
         if self.framework.attention != "unfused":
-            return numbers * (1 if self.framework.dropout else 2) * self.size
-        return numbers * 3 * _FP32_BYTES - self._saved_score_bytes()
+            return num_scores * (1 if self.framework.dropout else 2) * self.size
+        return num_scores * 3 * _FP32_BYTES - self._saved_score_bytes()
 
     def _weight_grad_bytes(self) -> int:
-        """A matrix's gradient before it is added to the buffer."""
+        """Return the bytes of a matrix's gradient before it is added to the buffer."""
         if self.framework.fused_grad_accumulation:
             return 0
         return self.sizes.local_model.intermediate_size * self.spec.hidden_size * self.size

@@ -1,4 +1,4 @@
-"""What to change of a plan that doesn't fit: the cheapest changes that make it fit."""
+"""Fixes for a plan that runs out of memory: the cheapest changes that make it fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from muster.spec.plan import LayerStrategy, Plan, Recompute, ZeroLevel
 from muster.spec.workload import Workload
 
 MAX_CHANGES = 3
-"""Changes that are tried together where fewer don't suffice."""
+"""Largest number of changes that are combined, if fewer don't suffice."""
 MAX_FORECASTS = 150
-"""Plans whose memory is forecast: some milliseconds each."""
+"""Largest number of plans whose memory is forecast, some milliseconds each."""
 MAX_EVALUATED = 12
-"""Plans that fit and whose price is asked for."""
+"""Largest number of fitting plans that are evaluated."""
 
 _STRONGER_RECOMPUTE: dict[Recompute, tuple[Recompute, ...]] = {
     "none": ("elementwise", "full"),
@@ -30,18 +30,18 @@ _STRONGER_RECOMPUTE: dict[Recompute, tuple[Recompute, ...]] = {
 _STRONGER_ZERO: dict[ZeroLevel, tuple[ZeroLevel, ...]] = {"z1": ("z2", "z3"), "z2": ("z3",)}
 
 PlanEdit = tuple[str, Callable[[Plan], Plan]]
-"""What a change is called, and the plan that it makes of one."""
+"""Change of a plan: its name, and the function that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFix:
-    """A plan that fits, and what it changes."""
+    """Plan that fits, and its changes."""
 
     changes: tuple[str, ...]
     plan: Plan
     memory: MemoryForecast
     value: float
-    """As `reliefs` was told to ask; the plans are compared by it."""
+    """Value of the plan by the caller's `evaluate`; smaller is better."""
 
 
 def memory_fixes(
@@ -53,10 +53,13 @@ def memory_fixes(
     evaluate: Callable[[Plan], float],
     max_fixes: int = 3,
 ) -> list[MemoryFix]:
-    """The cheapest plans that fit, and differ from `plan` in as few of these as it takes: recompute, offload, sharding
-    level, sequence parallelism, micro-batch size, tensor parallelism, pipeline stages, a spread vocabulary. Cheapest
-    first."""
-    edits, tried = list(_edits(plan, model)), 0
+    """Return the cheapest plans that fit and differ from `plan` in as few changes as needed, cheapest first.
+
+    Changes: recompute, offload, sharding level, sequence parallelism, micro-batch size, tensor parallelism, pipeline
+    stages, vocabulary parallelism.
+    """
+    edits = list(_edits(plan, model))
+    tried = 0
     fitting: list[tuple[tuple[str, ...], Plan, MemoryForecast]] = []
     for together in range(1, MAX_CHANGES + 1):
         for chosen in combinations(edits, together):
@@ -67,7 +70,7 @@ def memory_fixes(
                 other = edit(other)
             names = {name for name, _ in chosen}
             if len({name.split()[0] for name in names}) < together or any(names > set(one[0]) for one in fitting):
-                continue  # two of one kind, or more than suffices
+                continue  # two changes of one kind, or more than suffice
             if plan_violations(other, model, workload, plan.world_size):
                 continue
             tried += 1
@@ -89,7 +92,7 @@ def _forecast(
 ) -> MemoryForecast | None:
     try:
         return forecast_memory(model, plan, workload, cluster, build_program(plan, model, workload), framework)
-    except InfeasibleError:  # what it offloads has no time to lie in the host's memory
+    except InfeasibleError:  # there is no time for its offload
         return None
 
 
@@ -101,7 +104,7 @@ def _evaluated(evaluate: Callable[[Plan], float], plan: Plan) -> float | None:
 
 
 def _edits(plan: Plan, model: ModelSpec) -> Iterator[PlanEdit]:
-    """Single changes; the first word of each says what it is about."""
+    """Yield single changes; the first word of a name is the kind of change."""
     default = plan.default_strategy
     for recompute in _STRONGER_RECOMPUTE.get(default.recompute, ()):
         yield f"recompute {recompute}", lambda p, how=recompute: _with(p, recompute=how)
@@ -139,7 +142,7 @@ def _edits(plan: Plan, model: ModelSpec) -> Iterator[PlanEdit]:
 
 
 def _with(plan: Plan, **fields: object) -> Plan:
-    """The plan with another strategy for all layers."""
+    """Return the plan with fields of the strategy changed for all layers."""
     strategy: LayerStrategy = plan.default_strategy.model_copy(update=fields)
     runs = tuple(run.model_copy(update={"strategy": run.strategy.model_copy(update=fields)}) for run in plan.overrides)
     return plan.model_copy(update={"default_strategy": strategy, "overrides": runs})

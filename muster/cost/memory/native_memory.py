@@ -1,7 +1,10 @@
-"""When a stage in Muster's own storage holds most within its passes: what `fully_shard` gathers and reduces, what
-layers work with, and what they make again.
+"""Peaks of a stage in native storage: the moments within its passes and collectives that may need most memory.
 
-Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage` does.
+For each kind of instruction a few moments are candidates for the peak. In a backward they are, from the last layer to
+the first: the gated unit's backward, when recomputed tensors and gradients of activations coexist; the layer's end,
+when its parameters' gradients are complete; and their reduction, when they are copied into the buffer of the
+reduce-scatter. Only the last, the second to last and the first layer need be looked at: from there on each further
+layer frees as much as the one before. Follows the runtime buffer by buffer, as `muster.cost.memory.native_storage`.
 """
 
 from dataclasses import dataclass
@@ -27,17 +30,18 @@ _GATHERING = "gathering embedding and head"
 
 @dataclass(frozen=True, slots=True)
 class KernelWorkspace:
-    """What the runtime's kernels need for a while on a kind of device."""
+    """Temporary memory of the runtime's kernels on a kind of device."""
 
     fused_norm: bool
-    """Without float32 copies of a norm's input."""
+    """True if norms make no float32 copies of their input."""
     loss_chunk_logits: int
-    """Logits that the loss works on at once (`muster.model.loss`)."""
+    """Logits that the loss processes at once (`muster.model.loss`)."""
     stages_collectives: bool = False
-    """What is gathered or reduced over ranks is in one more buffer while that lasts (gloo's)."""
+    """True if collectives copy their data to one more buffer, as gloo does."""
 
 
-GPU_LOSS_CHUNK_LOGITS, CPU_LOSS_CHUNK_LOGITS = 1 << 26, 1 << 17
+GPU_LOSS_CHUNK_LOGITS = 1 << 26
+CPU_LOSS_CHUNK_LOGITS = 1 << 17
 KERNEL_WORKSPACES = {
     "cpu": KernelWorkspace(fused_norm=False, loss_chunk_logits=CPU_LOSS_CHUNK_LOGITS, stages_collectives=True)
 }
@@ -52,10 +56,10 @@ def native_stage_memory(
     kernel_workspace: KernelWorkspace,
     state_numbers: float = ADAMW_STATE_PER_PARAM,
 ) -> StageMemory:
-    """A stage in Muster's own storage. `state_numbers`: what the optimizer keeps of each parameter."""
+    """Return the memory of a stage in native storage. `state_numbers`: elements of optimizer state per parameter."""
     own = NativeStorage(spec, plan, workload, stage, state_numbers)
     moments = _StagePeaks(own, kernel_workspace)
-    # Each receive is posted ahead of its use, and one gradient is on its way to the stage before.
+    # Each receive is posted ahead of its use, and one gradient is being sent to the stage before.
     buffers = 2 * plan.receives_activations(stage) + plan.sends_activations(stage)
     gathered = own.param_shards.root if own.zero == "z3" else own.param_shards.total
     words = vocab_parallel_bytes(spec, plan, workload, plan.pp_rank(stage)) if has_vocab_shard(plan, stage) else 0
@@ -86,7 +90,7 @@ def native_stage_memory(
 
 
 class _StagePeaks:
-    """The moments of one stage's passes and collectives; every quantity in bytes."""
+    """Moments of one stage's passes and collectives; all quantities in bytes."""
 
     def __init__(self, stage: NativeStorage, kernels: KernelWorkspace) -> None:
         self.stage, self.kernel_workspace, self.plan, self.sizes = stage, kernels, stage.plan, stage.sizes
@@ -98,19 +102,20 @@ class _StagePeaks:
         )
         self.saved = stage.saved_per_micro_batch()
         self.holds_replica_sums = stage.reduces_in_passes and stage.plan.mesh(stage.index).dp_replicate > 1
-        """Whether sums over replicas live until a backward ends; in a step's first they are the gradients."""
+        """True if sums over replicas live until a backward ends; in a step's first backward they are the gradients."""
 
     def _bucket_bytes(self, count: int) -> int:
-        """Whole parameters of that many buckets of layers, gathered within a pass."""
+        """Return the bytes of `count` buckets of layers, gathered within a pass."""
         if not self.stage.gathers_in_passes:
             return 0
         largest = sorted((held.unsharded_numel for held in self.param_shards.layers), reverse=True)
         return sum(largest[: count * self.plan.bucket_layers]) * self.compute_size
 
     def _prefetched_bucket_bytes(self) -> int:
-        """Those of a layer, and of the ones that are gathered meanwhile."""
-        here, ahead = self._bucket_bytes(1), self._bucket_bytes(1 + self.plan.prefetch_buckets)
-        return ahead + (ahead - here) * self.kernel_workspace.stages_collectives
+        """Return the bytes of a layer's bucket and of those that are prefetched meanwhile."""
+        current = self._bucket_bytes(1)
+        with_prefetched = self._bucket_bytes(1 + self.plan.prefetch_buckets)
+        return with_prefetched + (with_prefetched - current) * self.kernel_workspace.stages_collectives
 
     def forward(self) -> list[PeakCandidate]:
         moments = []
@@ -127,7 +132,7 @@ class _StagePeaks:
         return moments
 
     def _forward_workspace(self, layer: int) -> int:
-        """Of a layer at its end: what it has made and doesn't keep, and its output."""
+        """Return the temporary bytes at the end of a layer: results that aren't saved, and its output."""
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
         made = {"none": 0, "core_attention": 0, "elementwise": product}.get(
@@ -137,20 +142,23 @@ class _StagePeaks:
         return made + sizes.full_hidden_bytes + moved
 
     def _loss_workspace(self) -> MemoryTerms:
-        """Logits beside their gradient, which is kept, and float32 copies: of some of them, or with tp of all twice."""
+        """Return the bytes of the loss: logits in addition to their gradient, which is saved, and float32 copies.
+
+        The copies are of one chunk, or under tp two of all logits.
+        """
         sizes = self.sizes
-        numbers = sizes.tokens * sizes.local_model.vocab_size
+        num_logits = sizes.tokens * sizes.local_model.vocab_size
         if sizes.mesh.tp > 1:
-            return MemoryTerms(logits=numbers * (self.compute_size + 2 * self.master_size) - self.saved.logits)
+            return MemoryTerms(logits=num_logits * (self.compute_size + 2 * self.master_size) - self.saved.logits)
         at_once = (
             max(1, self.kernel_workspace.loss_chunk_logits // sizes.local_model.vocab_size)
             * sizes.local_model.vocab_size
         )
-        copies = 2 * numbers if at_once >= numbers else 3 * at_once  # those of the part before are dropped last
-        return MemoryTerms(logits=numbers * self.compute_size, workspace=copies * self.master_size)
+        copies = 2 * num_logits if at_once >= num_logits else 3 * at_once  # one of the chunk before lives on
+        return MemoryTerms(logits=num_logits * self.compute_size, workspace=copies * self.master_size)
 
     def backward(self, weights: bool) -> list[PeakCandidate]:
-        """`weights`: their gradients are made here, not in W."""
+        """Return the moments of a backward; `weights`: it computes weight gradients, which are not left to W."""
         sizes, size = self.sizes, self.compute_size
         head = self.param_shards.vocab.unsharded_numel * size if self.stage.has_head and weights else 0
         if self.stage.has_head and self.stage.has_embedding and not self.stage.spec.tied_embeddings:
@@ -178,8 +186,11 @@ class _StagePeaks:
         return moments
 
     def _layer_backward(self, index: int, base: MemoryTerms, weights: bool) -> list[PeakCandidate]:
-        """Where the backward has come to the `index`-th layer from the end: in its MLP, at its end, and where its
-        gradients are copied into what is reduced. `base`: what of the stage's ends is there, or no more."""
+        """Return the moments of the backward of the `index`-th layer from the end.
+
+        They are in its MLP, at its end, and when its gradients are copied to the buffer of their reduction. `base`:
+        change by the stage's head, which comes before.
+        """
         layer, held = self.layers[-1 - index], self.param_shards.layers[-1 - index]
         done = sum(map(self.stage.layer_activation_bytes, self.layers[len(self.layers) - index :]))
         made = sum(map(self.stage.gradients_of, self.param_shards.layers[len(self.layers) - index :]))
@@ -207,12 +218,15 @@ class _StagePeaks:
 
     @property
     def _gathered_hidden_states(self) -> int:
-        """Whole hidden states that sequence parallelism gathers within a backward."""
+        """Number of whole hidden states that sequence parallelism gathers within a backward."""
         return 1 if self.sizes.hidden_tokens < self.sizes.tokens else 0
 
     def _backward_workspace(self, layer: int, weights: bool) -> int:
-        """Of a layer where its gated unit goes backward: the gradient of the output, of the product, of gate and up,
-        one more of the same size, and the last matrix's gradient; and what is made again."""
+        """Return the temporary bytes in the backward of a layer's gated unit.
+
+        Gradients of the output, of the product, of gate and up, one more of the same size, the gradient of the last
+        matrix; and recomputed tensors.
+        """
         sizes, how = self.sizes, self.plan.strategy(layer).recompute
         product = mlp_inner_bytes(sizes, layer)
         again = {"none": 0, "core_attention": 0, "elementwise": product}.get(how, -1)
@@ -227,7 +241,7 @@ class _StagePeaks:
 
     @property
     def _norm_workspace(self) -> int:
-        """A norm's backward: the gradients of its output and of its input, and float32 copies where it isn't fused."""
+        """Temporary bytes of a norm's backward: gradients of its output and input, and float32 copies if not fused."""
         sizes = self.sizes
         copies = (
             0
@@ -237,9 +251,12 @@ class _StagePeaks:
         return copies + 2 * sizes.hidden_bytes
 
     def _reduction_bytes(self, held: ParamShard) -> tuple[int, int]:
-        """(buffers, gradients) where gradients that are complete are reduced: they are copied into one buffer, then
-        dropped, all but the last (a loop's variable in `foreach_reduce` holds it); the result has another buffer. A
-        rank alone divides by 1 on the way, which takes a third."""
+        """Return (buffers, gradients) at the time when complete gradients are reduced.
+
+        They are copied into one buffer and then freed, except the last, which a loop variable in torch's
+        `foreach_reduce` keeps alive; the result has another buffer. A single rank divides by 1 meanwhile, which takes a
+        third buffer.
+        """
         gradients = 0 if self.stage.is_unsharded else held.unsharded_numel * self.compute_size
         if not self.stage.reduces_in_passes:
             return 0, gradients
@@ -252,8 +269,9 @@ class _StagePeaks:
         return source + max(0, result - dropped), gradients
 
     def _root_reduction(self) -> PeakCandidate:
-        """The gradients of embedding and head are reduced last, together; under z3 they are no longer gathered then."""
-        root, layers = self.param_shards.root, sum(map(self.stage.gradients_of, self.param_shards.layers))
+        """Return the moment of the last reduction, of embedding and head; under z3 these are not gathered any more."""
+        root = self.param_shards.root
+        layers = sum(map(self.stage.gradients_of, self.param_shards.layers))
         communication, gradients = self._reduction_bytes(root)
         extra = MemoryTerms(
             gathered_parameters=-self._root_bytes(),
@@ -265,20 +283,23 @@ class _StagePeaks:
         return PeakCandidate("embedding and head", extra, 0 if self.holds_replica_sums else layers)
 
     def vocab_parallel_peaks(self) -> dict[str, tuple[PeakCandidate, ...]]:
-        """S: logits, and two float32 copies of them, one of which is kept. T: a copy of the softmax as products take
-        it, and the head's gradient."""
+        """Return the moments of vocabulary parallelism.
+
+        S: logits, and two float32 copies of them, one of which is saved. T: the softmax in the compute dtype, and the
+        head's gradient.
+        """
         if not has_vocab_shard(self.plan, self.stage.index):
             return {}
         rows = chunk_bounds(self.stage.spec.vocab_size, self.plan.pp, self.plan.pp_rank(self.stage.index))[1]
-        numbers = rows * self.sizes.tokens
+        num_logits = rows * self.sizes.tokens
         head = rows * self.stage.spec.hidden_size * self.compute_size
         return {
-            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=numbers * (self.compute_size + self.master_size))),),
-            Kind.T: (PeakCandidate("head", MemoryTerms(logits=numbers * self.compute_size, workspace=head)),),
+            Kind.S: (PeakCandidate("scores", MemoryTerms(logits=num_logits * (self.compute_size + self.master_size))),),
+            Kind.T: (PeakCandidate("head", MemoryTerms(logits=num_logits * self.compute_size, workspace=head)),),
         }
 
     def weights(self) -> PeakCandidate:
-        """W: the gradients of all the stage's layers, before they are reduced one by one."""
+        """Return the moment of W: gradients of all the stage's layers, before they are reduced one by one."""
         layers = sum(held.unsharded_numel for held in self.param_shards.layers)
         reducing = (
             max((held.unsharded_numel for held in self.param_shards.layers), default=0) * self.stage.reduces_in_passes
@@ -290,7 +311,7 @@ class _StagePeaks:
         return PeakCandidate("weights", made)
 
     def gather_before_forward(self) -> PeakCandidate:
-        """z3: embedding and head are copied from the gather's buffer to their places, when nothing is kept yet."""
+        """Return the moment under z3, before a forward, when embedding and head are copied out of the gather's buffer."""
         extra = MemoryTerms(
             gathered_parameters=self._root_bytes(),
             activations=-self.saved.activations,
@@ -299,27 +320,27 @@ class _StagePeaks:
         return PeakCandidate(_GATHERING, extra)
 
     def gather_before_backward(self) -> PeakCandidate:
-        """The same when the last layers are there already."""
+        """Return the moment when embedding and head are gathered before a backward, after the last layers."""
         return PeakCandidate(
             _GATHERING, MemoryTerms(gathered_parameters=self._root_bytes() + self._prefetched_bucket_bytes())
         )
 
     def _root_bytes(self) -> int:
-        """Embedding and head as passes gather them."""
+        """Return the bytes of embedding and head, gathered."""
         return self.param_shards.root.unsharded_numel * self.compute_size if self.stage.gathers_in_passes else 0
 
     def unshard(self) -> PeakCandidate:
-        """All groups' gathers are under way, and the first one is copied to its place."""
+        """Return the moment when all groups' gathers are under way, and the first one is copied out."""
         buffers = self._largest_unit_numel() * self.compute_size * (1 + self.kernel_workspace.stages_collectives)
         return PeakCandidate("gathering", MemoryTerms(gathered_parameters=buffers))
 
     def reduce(self) -> PeakCandidate:
-        """Groups are reduced one after the other."""
+        """Return the moment of reductions, which run one group after another."""
         buffers = self._largest_unit_numel() * self.master_size * (1 + self.kernel_workspace.stages_collectives)
         return PeakCandidate("reducing", MemoryTerms(communication=buffers))
 
     def _largest_unit_numel(self) -> int:
-        """Numbers of the largest group that is gathered or reduced at once."""
+        """Return the elements of the largest group that is gathered or reduced at once."""
         return max(
             [self.param_shards.root.unsharded_numel, *(held.unsharded_numel for held in self.param_shards.layers)]
         )
@@ -330,7 +351,7 @@ def _layer_position(index: int) -> str:
 
 
 def pending_reduction_numel(layers: tuple[ParamShard, ...], index: int, bucket: int) -> int:
-    """Numbers of the bucket of layers whose gradients were reduced just before, and whose buffer lives on."""
+    """Return the elements of the bucket of layers that was reduced just before, and whose buffer lives on."""
     if index == 0:
         return 0
     return sum(held.unsharded_numel for held in layers[-min(bucket, len(layers)) :]) if bucket == 1 else 0

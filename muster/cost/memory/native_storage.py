@@ -1,7 +1,7 @@
-"""What a stage holds in Muster's own storage, `fully_shard` around a plain decoder (`muster.parallel.fsdp`): float32
-master weights, gradients and moments, and what each micro-batch keeps.
+"""Native storage of a stage: state and saved activations under `fully_shard` around a plain decoder.
 
-Follows the runtime buffer by buffer; `muster memory-check` holds it against PyTorch's accounting of that runtime.
+Master weights, gradients and moments are float32 and sharded as `muster.parallel.fsdp` does. It follows the runtime
+buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of that runtime.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
 
 ADAMW_STATE_PER_PARAM = 2.0
-"""Numbers that AdamW keeps of each parameter (arXiv:1711.05101)."""
+"""Elements of AdamW's state per parameter: two moments (arXiv:1711.05101)."""
 
 
 class NativeStorage:
-    """One stage on its first rank; every quantity in bytes."""
+    """One stage on its first rank; all quantities in bytes."""
 
     def __init__(
         self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, state_numbers: float = ADAMW_STATE_PER_PARAM
     ) -> None:
-        """`state_numbers`: what the optimizer keeps of each parameter."""
+        """Compute the sizes of a stage. `state_numbers`: elements of optimizer state per parameter."""
         self.spec, self.plan, self.index, self.state_numbers = spec, plan, stage, state_numbers
         self.compute_size, self.master_size = compute_bytes(plan.precision), master_bytes(plan.precision)
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
@@ -39,64 +39,67 @@ class NativeStorage:
         mesh = plan.mesh(stage)
         self.is_single_rank = mesh.grad_sum_size == 1
         self.is_unsharded = self.is_single_rank and self.compute_size == self.master_size
-        """Not sharded at all: gradients are added up where they are made."""
+        """True if nothing is sharded: gradients are accumulated where they are computed."""
         self.zero = "z2" if self.is_single_rank else plan.strategy(self.layers[0] if self.layers else 0).zero
-        self.has_embedding, self.has_head = (
-            end and not plan.vocab_parallel for end in (plan.is_first(stage), plan.is_last(stage))
-        )
-        """Whether it has the whole embedding, and the whole head."""
+        self.has_embedding = plan.is_first(stage) and not plan.vocab_parallel
+        """True if the stage has the whole embedding."""
+        self.has_head = plan.is_last(stage) and not plan.vocab_parallel
+        """True if the stage has the whole head."""
 
     @property
     def gathers_in_passes(self) -> bool:
-        """Whether passes gather parameters layer by layer, and let go of them."""
+        """True if passes gather parameters layer by layer, and free them."""
         return self.zero == "z3" and not self.is_unsharded
 
     @property
     def reduces_in_passes(self) -> bool:
-        """Whether every backward reduces the gradients that it has made."""
+        """True if every backward reduces its gradients."""
         return self.zero != "z1" and not self.is_unsharded
 
     @property
     def parameters(self) -> int:
-        """The rank's shards."""
+        """Bytes of the rank's shards of the parameters."""
         return self.param_shards.total.shard_numel * self.master_size
 
     @property
     def optimizer(self) -> int:
-        """The state of its parameters; none where that lies in the host's memory (arXiv:2101.06840)."""
+        """Bytes of the optimizer's state; 0 if it is offloaded to host memory (arXiv:2101.06840)."""
         offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
         return 0 if offloaded else int(self.parameters * self.state_numbers)
 
     @property
     def gradients(self) -> int:
-        """From a step's first backward on."""
+        """Bytes of gradients, from a step's first backward on."""
         return self.gradients_of(self.param_shards.total)
 
     def gradients_of(self, held: ParamShard) -> int:
-        """What is summed over micro-batches of some of the stage's parameters: whole under z1."""
+        """Return the bytes of accumulated gradients of some parameters: whole under z1, else sharded."""
         return (held.unsharded_numel if self.zero == "z1" else held.shard_numel) * self.master_size
 
     def state_bytes(self, held: ParamShard) -> int:
-        """Of some of the stage's parameters, what is there while a backward runs: themselves, the optimizer's state,
-        gradients, and what passes use of them where that stays."""
+        """Return the bytes held for some parameters during a backward.
+
+        Parameters, optimizer state, gradients, and gathered parameters if these are kept between passes.
+        """
         sharded = held.shard_numel * self.master_size * (1 + (self.optimizer > 0) * self.state_numbers)
         gathered = 0 if self.is_unsharded or self.zero == "z3" else held.unsharded_numel * self.compute_size
         return int(sharded) + self.gradients_of(held) + gathered
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Kept by micro-batch
+    # Saved per micro-batch
 
     def layer_activation_bytes(self, layer: int, recompute: Recompute | None = None) -> int:
-        """What one layer keeps from F to B; `how`: if it were recomputed so, not as the plan says."""
+        """Return the bytes that a layer saves from F to B, with the plan's recompute unless another is given."""
         strategy = self.plan.strategy(layer)
         return layer_activation_bytes(self.sizes, layer, recompute or strategy.recompute, strategy.attention)
 
     def saved_per_micro_batch(self) -> MemoryTerms:
-        """What the stage keeps from F to B, or to I."""
+        """Return the bytes that the stage saves from F to B, or to I."""
         total = sum(self.layer_activation_bytes(layer) for layer in self.layers)
-        sizes, logits = self.sizes, 0
+        sizes = self.sizes
+        logits = 0
         if self.has_embedding:
-            total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp which words are the rank's
+            total += sizes.tokens * (8 + (sizes.mesh.tp > 1))  # tokens, and with tp a mask of the rank's vocabulary
         if self.plan.is_last(self.index):
             total += norm_saved_bytes(self.spec, sizes.hidden_tokens, self.plan.precision)
             if self.has_head:
@@ -109,16 +112,16 @@ class NativeStorage:
             else:
                 total -= sizes.hidden_bytes
         elif self.plan.sends_activations(self.index):
-            total += sizes.hidden_bytes  # the output, until it is known to be gone: at the latest with its gradient
+            total += sizes.hidden_bytes  # the output, until its send has completed: at the latest with its gradient
         return MemoryTerms(activations=total, logits=logits)
 
     def deferred(self) -> MemoryTerms:
-        """What the stage keeps from I to W: inputs and output gradients of all linear layers."""
+        """Return the bytes that the stage saves from I to W: inputs and output gradients of all linear layers."""
         logits = self.saved_per_micro_batch().logits + (self.sizes.full_hidden_bytes if self.has_head else 0)
         return MemoryTerms(activations=sum(map(self.deferred_layer_bytes, self.layers)), logits=logits)
 
     def deferred_layer_bytes(self, layer: int) -> int:
-        """The same of one layer, whatever its backward computes again."""
+        """Return the bytes that one layer saves from I to W, whatever its recompute."""
         own, sizes = self.sizes.local_model, self.sizes
         width = (2 * own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         linear = 4 * sizes.full_hidden_bytes + sizes.tokens * width * self.compute_size
@@ -126,31 +129,30 @@ class NativeStorage:
 
 
 def native_saved_per_micro_batch(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> MemoryTerms:
-    """What each micro-batch keeps from F to B on one stage."""
+    """Return the bytes that each micro-batch saves from F to B on one stage."""
     return NativeStorage(spec, plan, workload, stage).saved_per_micro_batch()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLowerBound:
-    """What a stage holds at some moment of every step, whatever the order of its passes. Bytes."""
+    """Bytes that a stage holds at some moment of every step, whatever the order of its passes."""
 
     state: int
-    """Parameters, the optimizer's state, gradients, and parameters as the passes use them where they stay; when a
-    second micro-batch goes backward."""
+    """Parameters, optimizer state, gradients, and gathered parameters if kept, in a second micro-batch's backward."""
     single_micro_batch_state: int
-    """The same when the only one does: gradients of embedding and head may come after the others were used."""
+    """State in the backward of the only micro-batch, when gradients of embedding and head may not exist yet."""
     resident: int
-    """Of the state what is always there: parameters, and the optimizer's state."""
+    """State that is always held: parameters and optimizer state."""
     layer_activations: int
-    """What its first layer keeps of a micro-batch beside these, when the micro-batch goes backward."""
+    """Activations that the first layer saves of a micro-batch, held in addition during its backward."""
     min_layer_state: int
-    """Of the state, what belongs to the layer that has least of it."""
+    """Smallest state of a layer."""
     min_layer_deferred: int
-    """What a layer keeps of a micro-batch from I to W, whatever it computes again: of the layer that keeps least."""
+    """Smallest number of bytes that a layer saves of a micro-batch from I to W, whatever its recompute."""
 
 
 def memory_lower_bound(spec: ModelSpec, plan: Plan, workload: Workload) -> MemoryLowerBound:
-    """Where all layers are on one stage."""
+    """Return the lower bound for a plan with all layers on one stage."""
     own = NativeStorage(spec, plan, workload, 0)
     state = own.state_bytes(own.param_shards.total)
     one_of_each = dict(zip(own.param_shards.layers, own.layers, strict=True))

@@ -1,8 +1,8 @@
-"""How many numbers of each parameter a rank holds: for the axes that the runtime has, and for experts' own.
+"""Elements of each parameter that a rank holds, for all axes including those of experts.
 
-The rank is the first on every axis, which never holds less than another. Where the runtime can hold a model, the counts
-are those of `muster.layout.tensor_layout`; experts, latent and linear attention are cut as Megatron-LM and
-torchtitan cut them.
+The rank is the first on every axis, which never holds less than another. For models that the runtime supports, the
+counts are those of `muster.layout.tensor_layout`; experts, latent and linear attention are cut as in Megatron-LM and
+torchtitan.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ _PER_HEAD_VECTORS = {"decay", "step", "sinks"}
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """One parameter, or several together, on one rank: numbers."""
+    """Elements of one parameter, or of several together, on one rank."""
 
     unsharded_numel: int
-    """As the passes use it: whole, but for what tensor and expert parallelism cut off."""
+    """Elements as the passes use them: cut by tensor and expert parallelism only."""
     shard_numel: int
-    """Of that the part that sharded data parallelism leaves it, padded as `fully_shard` pads."""
+    """Elements after sharded data parallelism, padded as `fully_shard` does."""
     last_param_numel: int = 0
-    """Of `whole`, the last parameter's."""
+    """Part of `unsharded_numel` that belongs to the last parameter."""
 
     def __add__(self, other: "ParamShard") -> "ParamShard":
         return ParamShard(
@@ -44,18 +44,18 @@ NO_PARAMS = ParamShard(0, 0)
 
 @dataclass(frozen=True)
 class StageParamShards:
-    """The parameters of a stage in the groups in which they are gathered and reduced."""
+    """Parameters of a stage in the groups in which they are gathered and reduced."""
 
     layers: tuple[ParamShard, ...]
-    """Layer by layer."""
+    """Parameters of each layer."""
     vocab: ParamShard
     """Embedding and head."""
     other: ParamShard
-    """The last norm, positions, and heads that predict further tokens."""
+    """Last norm, position embeddings, and heads that predict further tokens."""
 
     @property
     def root(self) -> ParamShard:
-        """What belongs to no layer."""
+        """Parameters outside layers."""
         return self.other + self.vocab
 
     @cached_property
@@ -70,7 +70,7 @@ class StageParamShards:
 
 
 def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamShards:
-    """What the first rank of a stage holds."""
+    """Return the parameters that the first rank of a stage holds."""
     layers, mesh = plan.layers(stage, spec.num_layers), plan.mesh(stage)
     first, last = plan.is_first(stage), plan.is_last(stage)
     outside = list(stage_parameter_shapes(spec, range(0), first, last))
@@ -87,7 +87,7 @@ def stage_param_shards(spec: ModelSpec, plan: Plan, stage: int) -> StageParamSha
 
 
 def _layer_shards(spec: ModelSpec, mesh: Mesh, layers: range) -> tuple[ParamShard, ...]:
-    """Layers of one kind hold alike."""
+    """Return the parameters of each layer; layers of one type hold the same."""
     if layers and spec.moe is None and spec.linear_attention is None:
         return (_sum_shards(spec, mesh, layer_parameter_shapes(spec, layers.start)),) * len(layers)
     held: dict[tuple[bool, bool], ParamShard] = {}
@@ -98,7 +98,7 @@ def _layer_shards(spec: ModelSpec, mesh: Mesh, layers: range) -> tuple[ParamShar
 
 
 def layer_type(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
-    """What tells layers of one model apart: experts, linear attention."""
+    """Return the type of a layer, as (has experts, has linear attention)."""
     return spec.has_experts(layer), spec.has_linear_attention(layer)
 
 
@@ -107,8 +107,11 @@ def _sum_shards(spec: ModelSpec, mesh: Mesh, shapes: Iterable[tuple[str, tuple[i
 
 
 def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...]) -> ParamShard:
-    """Experts are spread over ep, each cut by etp, and sharded over the ranks that are left; all else is cut by tp and
-    sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer)."""
+    """Return the elements of one parameter.
+
+    Experts are distributed over ep, each cut by etp, and sharded over the remaining ranks; all else is cut by tp and
+    sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer).
+    """
     if ".experts." in name:
         numel = prod(shape) // (mesh.ep * mesh.etp)
         ranks = max(1, mesh.state_shards * mesh.tp // (mesh.ep * mesh.etp))
@@ -120,8 +123,9 @@ def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...])
 
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
-    """Makes `size` that of the first of `tp` ranks, as `muster.layout.tensor_layout.tensor_slice` does."""
-    kind, is_bias = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2], name.endswith(".bias")
+    """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tensor_slice` does."""
+    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    is_bias = name.endswith(".bias")
     if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "join" in name:
         return
     if kind in _ROW_PARALLEL:

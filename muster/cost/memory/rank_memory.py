@@ -1,9 +1,8 @@
-"""What one rank's own tensors take: its shards of parameters, gradients and optimizer state to the number, and what
-autograd keeps for the backward.
+"""Exact bytes of one rank's tensors: its shards of parameters, gradients and optimizer state, and saved activations.
 
-A run's report holds these to what its tensors really take (`muster.train.finalize`). Not counted: what lives within a
-pass only (parameters that are gathered, buffers of collectives, what a block makes again), which
-`muster.cost.memory.forecast` has.
+A run's report compares these with the bytes that its tensors take (`muster.train.finalize`). Temporary memory within a
+pass (gathered parameters, buffers of collectives, recomputed tensors) is not counted; `muster.cost.memory.forecast`
+has it.
 """
 
 from collections.abc import Mapping
@@ -38,11 +37,11 @@ def rank_memory(
     optim: OptimConfig | None = None,
     live_vocab_micro_batches: int = 0,
 ) -> MemoryTerms:
-    """What world rank `rank` holds at its peak, over its stages.
+    """Return the bytes that world rank `rank` holds at its peak, over its stages.
 
-    `live_micro_batches`: between their forward and their backward at that moment, by stage; one number is for each.
-    The optimizer is AdamW unless `optim` says otherwise. `live_words`: micro-batches between S and T, where the
-    vocabulary is spread.
+    `live_micro_batches` are those between forward and backward at that time, by stage, or one number for each stage;
+    `live_vocab_micro_batches` those between S and T under vocabulary parallelism. The optimizer is AdamW unless `optim`
+    is given.
     """
     at, live = coordinates_of(plan, rank), live_micro_batches
     terms = (
@@ -66,9 +65,9 @@ def stage_terms(
     live_micro_batches: int,
     optim: OptimConfig | None = None,
 ) -> MemoryTerms:
-    """What the rank at `at` holds for one stage with `live_micro_batches` between their forward and their backward.
+    """Return the bytes that the rank at `at` holds for one stage with `live_micro_batches` in flight.
 
-    Raises InfeasibleError where the plan uses what there is no formula for yet.
+    Raises InfeasibleError if the plan uses a feature without a formula.
     """
     _reject_unknown(plan, stage, spec.num_layers)
     return MemoryTerms(
@@ -85,7 +84,7 @@ def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
     if mesh.cp * mesh.ep > 1 or any(s.offload in ("optimizer", "all") for s in strategies):
         raise InfeasibleError(
             f"the memory of stage {stage} can't be predicted: there are formulas for cp and ep of 1, and for the"
-            " optimizer's state on the device"
+            " optimizer's state on the device only"
         )
 
 
@@ -94,25 +93,25 @@ def _reject_unknown(plan: Plan, stage: int, num_layers: int) -> None:
 
 
 def _zero_level(plan: Plan, name: str) -> ZeroLevel:
-    """How a parameter is sharded; what belongs to no layer follows the default strategy."""
+    """Return the sharding level of a parameter; parameters outside layers follow the default strategy."""
     parts = name.split(".")
     return (plan.strategy(int(parts[1])) if parts[0] == "layers" else plan.default_strategy).zero
 
 
 def _param_numels(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> dict[str, int]:
-    """Numbers in each parameter of a stage as its passes use it: whole, but for the cut of tensor parallelism."""
+    """Return the elements of each parameter of a stage as its passes use it: cut by tensor parallelism only."""
     return {name: part.numel for name, _, part, *_ in stage_shards(spec, plan, stage, at.tp)}
 
 
 def stage_parameter_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
-    """The rank's own shards of a stage's master weights: float32, or float64 for an fp64 model."""
+    """Return the bytes of the rank's shards of a stage's master weights: float32, or float64 for an fp64 model."""
     return sum(layout.numel for layout in stage_layouts(spec, plan, stage, at)) * master_bytes(plan.precision)
 
 
 def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates, optim: OptimConfig | None) -> int:
-    """The optimizer's state, in the master weights' dtype; AdamW keeps two moments (arXiv:1711.05101).
+    """Return the bytes of the optimizer's state; AdamW has two moments (arXiv:1711.05101).
 
-    Of two copies of a tied weight on one rank it knows the first stage's.
+    If a rank holds both copies of a tied weight, only the first stage's has state.
     """
     layouts = stage_layouts(spec, plan, stage, at)
     if plan.is_last(stage) and any(plan.is_first(own) for own in stages_on(plan, at.pp) if own != stage):
@@ -121,7 +120,10 @@ def optimizer_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates
 
 
 def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) -> int:
-    """Gradients summed over micro-batches, in the master weights' dtype: whole under z1, else the rank's shards."""
+    """Return the bytes of gradients summed over micro-batches, in the master weights' dtype.
+
+    They are whole under z1, else the rank's shards.
+    """
     whole = _param_numels(spec, plan, stage, at)
     count = sum(
         whole[layout.name] if _zero_level(plan, layout.name) == "z1" else layout.numel
@@ -135,12 +137,14 @@ def gradient_bytes(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates)
 
 
 def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int, tp_index: int = 0) -> int:
-    """What autograd keeps of one micro-batch of a stage on its `tp_index`-th tensor-parallel rank, parameters left out.
+    """Return the bytes that autograd saves of one micro-batch of a stage, without parameters.
 
-    Tensor parallelism cuts heads, inner width and words. Norms work on the hidden state, which is whole on each of its
-    ranks, or with sequence parallelism cut along the sequence.
+    `tp_index` is the tensor-parallel rank: tensor parallelism cuts heads, inner width and vocabulary. Norms work on the
+    hidden state, which is whole on each rank, or cut along the sequence under sequence parallelism.
     """
-    sizes, precision, total = pass_sizes(spec, plan, workload, stage, tp_index), plan.precision, 0
+    sizes = pass_sizes(spec, plan, workload, stage, tp_index)
+    precision = plan.precision
+    total = 0
     for layer in plan.layers(stage, spec.num_layers):
         strategy = plan.strategy(layer)
         total += layer_activation_bytes(sizes, layer, strategy.recompute, strategy.attention)
@@ -148,7 +152,7 @@ def activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int
     if plan.vocab_parallel:
         return total + (norm - sizes.hidden_bytes if plan.is_last(stage) else 0)
     if plan.is_first(stage):
-        # The embedding's backward adds up rows by token; with tp a mask says which words are the rank's.
+        # The embedding's backward sums rows by token; under tp a mask selects the rank's vocabulary entries.
         total += sizes.tokens * (_INDEX_BYTES + (sizes.mesh.tp > 1))
     if plan.is_last(stage):
         total += norm + loss_saved_bytes(sizes.local_model, sizes.tokens, precision)
