@@ -311,7 +311,7 @@ class _StagePeaks:
         return PeakCandidate("weights", made)
 
     def gather_before_forward(self) -> PeakCandidate:
-        """Return the moment under z3, before a forward, when embedding and head are copied out of the gather's buffer."""
+        """Return the moment under z3, before a forward, when embedding and head are copied out of the gather buffer."""
         extra = MemoryTerms(
             gathered_parameters=self._root_bytes(),
             activations=-self.saved.activations,
