@@ -17,6 +17,7 @@ from muster.report.checkpoint import converted_lines, described_lines, diff_line
 from muster.spec.units import parse_bytes
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Formats of stored weights."""
 
 
 def run(arguments: list[str]) -> int:
@@ -51,6 +52,7 @@ SubcommandOutput = tuple[dict[str, Any], list[str], int]
 
 
 def _convert(args: argparse.Namespace) -> SubcommandOutput:
+    """Convert a directory of weights to another format."""
     from muster.config.named_model import load_model
 
     conversion = import_torch_module("muster.checkpoint.convert")
@@ -78,11 +80,13 @@ def _convert(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _inspect(args: argparse.Namespace) -> SubcommandOutput:
+    """Describe a directory of weights."""
     facts = import_torch_module("muster.checkpoint.describe").describe(args.path, args.tensors, args.tensor)
     return facts, described_lines(facts), 0
 
 
 def _verify(args: argparse.Namespace) -> SubcommandOutput:
+    """Read everything, comparing checksums."""
     with ByteProgress("reading") as progress:
         found = import_torch_module("muster.checkpoint.describe").verify(
             args.path, progress.add_total, progress.advance
@@ -92,6 +96,7 @@ def _verify(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _diff(args: argparse.Namespace) -> SubcommandOutput:
+    """Compare two directories tensor by tensor."""
     diff = import_torch_module("muster.checkpoint.diff")
     directories = import_torch_module("muster.checkpoint.model_directory")
     a = directories.open_directory(args.a)
@@ -102,6 +107,7 @@ def _diff(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _prune(args: argparse.Namespace) -> SubcommandOutput:
+    """Remove a run's superfluous checkpoints."""
     facts = import_torch_module("muster.train.prune").prune_run(args.run, args.keep_last, args.keep_every, args.dry_run)
     return facts, pruned_lines(facts), 0
 
@@ -193,6 +199,7 @@ VERBS: dict[
     "diff": ("compare two directories", _parse_diff, _diff),
     "prune": ("remove a run's older checkpoints", _parse_prune, _prune),
 }
+"""Subcommand → summary, parser of its arguments, action."""
 
 
 def _help() -> str:

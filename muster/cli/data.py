@@ -40,6 +40,7 @@ def keys_as_flags(sentence: str, **extra: str) -> str:
 
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "eos_token", "text_key", "chat_template")}
+"""Run-file keys below `data` → flags."""
 _FLAGS |= {"source": "SOURCE", "on_invalid_row": "--on-invalid-row", "max_bytes": "--max-bytes"}
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -47,12 +48,13 @@ _FLAGS |= {"source": "SOURCE", "on_invalid_row": "--on-invalid-row", "max_bytes"
 
 
 def _prepare(args: argparse.Namespace) -> SubcommandOutput:
+    """Make a token store, and an indexed data set of Megatron-LM where one is wanted."""
     from muster.data.describe import describe, export_indexed
     from muster.data.prepare import prepare
     from muster.data.sources import source_files
     from muster.data.store import HEADER_FILE
 
-    what = _preparation(args)
+    what = _prepare_options(args)
     if args.out.exists() and not (args.out / HEADER_FILE).exists():
         raise ConfigError(f"--out {args.out} exists and is not a token store: choose another directory")
     with ByteProgress("preparing") as bar:
@@ -75,6 +77,7 @@ def _prepare(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _inspect(args: argparse.Namespace) -> SubcommandOutput:
+    """Describe a token store."""
     from muster.data.describe import describe, first_documents
     from muster.data.store import TokenStore
     from muster.data.tokenizer import load_tokenizer
@@ -90,6 +93,7 @@ def _inspect(args: argparse.Namespace) -> SubcommandOutput:
 
 
 def _check(args: argparse.Namespace) -> SubcommandOutput:
+    """Check a token store, or a source of one."""
     from muster.data.describe import check_source, check_store
     from muster.data.store import TokenStore, is_store
     from muster.data.tokenizer import load_tokenizer
@@ -98,11 +102,12 @@ def _check(args: argparse.Namespace) -> SubcommandOutput:
         tokenizer = load_tokenizer(args.tokenizer, args.eos_token) if args.tokenizer is not None else None
         facts = check_store(TokenStore.open(Path(args.source), tokenizer))
     else:
-        facts = check_source(_preparation(args))
+        facts = check_source(_prepare_options(args))
     return facts, check_lines(facts), 2 if facts.get("bad") else 0
 
 
-def _preparation(args: argparse.Namespace) -> "PrepareOptions":
+def _prepare_options(args: argparse.Namespace) -> "PrepareOptions":
+    """Return the options of reading a source, as the flags give them."""
     from muster.data.chat import read_template
     from muster.data.prepare import PrepareOptions
     from muster.data.tokenizer import BYTES, load_tokenizer
@@ -126,7 +131,7 @@ def _parse_prepare(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("source", metavar="SOURCE", help="a file, a directory, or python-stdlib")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="token store to write")
-    _add_reading(parser)
+    _add_reading_flags(parser)
     parser.add_argument(
         "--on-invalid-row",
         choices=("stop", "skip"),
@@ -156,11 +161,12 @@ def _parse_inspect(arguments: list[str]) -> argparse.Namespace:
 def _parse_check(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("data check", "Read a whole token store or source, and report its errors.")
     parser.add_argument("source", metavar="STORE|SOURCE", help="a token store, or a source for prepare")
-    _add_reading(parser)
+    _add_reading_flags(parser)
     return parser.parse(arguments)
 
 
-def _add_reading(parser: Parser) -> None:
+def _add_reading_flags(parser: Parser) -> None:
+    """Add the flags that say how a source is read."""
     parser.add_argument("--tokenizer", metavar="T", help="bytes (default), a tokenizer.json, or a *.model")
     parser.add_argument(
         "--eos-token", metavar="TOKEN", help="end-of-document token, if the tokenizer's files don't name it"
@@ -175,6 +181,7 @@ VERBS = {
     "inspect": ("show the contents of a token store", _parse_inspect, _inspect),
     "check": ("read a whole store or source, and report its errors", _parse_check, _check),
 }
+"""Subcommand → summary, parser of its arguments, action."""
 
 
 def _help() -> str:

@@ -8,6 +8,7 @@ from muster.cli.node_flags import add_node_flags, nodes_request
 from muster.cli.parser import Parser, positive_int
 
 _MARKS = {"ok": "ok      ", "note": "note    ", "problem": "PROBLEM "}
+"""Prefixes of the lines of each level."""
 
 
 def run(arguments: list[str]) -> int:

@@ -35,6 +35,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run_tasks(args: argparse.Namespace) -> int:
+    """Run tasks of lm-evaluation-harness."""
     if other := next((key for key in ("source", "tokenizer", "seq_len") if getattr(args, key) is not None), None):
         raise ConfigError(f"--{other.replace('_', '-')} is not for --tasks, which bring their own data: leave it out")
     wanted = import_torch_module("muster.train.harness")

@@ -26,7 +26,8 @@ def run(arguments: list[str]) -> int:
     source = wanted.find_trained_model(args.run)
     plan = parse_plan_name(args.plan, Plan(precision=source.plan.precision))
     require_generation_supported(plan, source.model)
-    prompts, start_s = tuple(args.prompt), perf_counter()
+    prompts = tuple(args.prompt)
+    start_s = perf_counter()
     request = wanted.GenerationRequest(
         trained_model=source, plan=plan, prompts=prompts, max_new_tokens=args.tokens, sampling=sampling
     )
@@ -47,6 +48,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
+    """Return the sampling parameters. Raises ConfigError in terms of the flags."""
     from pydantic import ValidationError
 
     from muster.spec.text_generation import SamplingParams

@@ -46,6 +46,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _show(found: "ImportedConfig", output: Path | None) -> None:
+    """Print the run file and the options that it lacks."""
     if output is None:
         print(found.yaml())
     carried = found.conversion

@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    """Run the verb of a command line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0

@@ -33,6 +33,7 @@ class RankComparison:
 
     @property
     def difference(self) -> float:
+        """Relative difference of the forecast from the count."""
         return self.forecast_bytes / self.counted_bytes - 1
 
 
@@ -82,6 +83,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool) -> Iterator[RankComparison]:
+    """Yield each pipeline rank's forecast and count."""
     check = import_torch_module("muster.train.memory_check")
     found = _forecast(model, plan, workload, None if real else check.FAKE_KERNELS)
     counted = check.measure_real_ranks(model, plan, workload) if real else []
@@ -91,6 +93,7 @@ def _compare(model: "ModelSpec", plan: "Plan", workload: "Workload", real: bool)
 
 
 def _forecast(model: "ModelSpec", plan: "Plan", workload: "Workload", kernels: object) -> "MemoryForecast":
+    """Return the forecast for CPU ranks; `kernels` replaces the workspace of kernels, which fake tensors don't have."""
     from muster.cost.memory.forecast import forecast_memory
     from muster.schedule.build import build_program
     from muster.spec.cluster import single_node_cluster

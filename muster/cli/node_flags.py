@@ -29,7 +29,7 @@ OTHER_LAUNCHERS_FLAGS = {
     "--num-processes": "--nproc",
 }
 """Flags of other launchers with the same meaning."""
-_FORM = "--nodes N --node-rank R --rendezvous HOST[:PORT]"
+_USAGE = "--nodes N --node-rank R --rendezvous HOST[:PORT]"
 
 
 def add_node_flags(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def add_node_flags(parser: Parser) -> None:
     parser.foreign_flags |= OTHER_LAUNCHERS_FLAGS
     add = parser.add_argument
     add("--nodes", type=positive_int, metavar="N", help="number of nodes, on each of which this command is started")
-    add("--node-rank", type=_rank, metavar="R", help="number of this node, from 0")
+    add("--node-rank", type=_node_rank, metavar="R", help="number of this node, from 0")
     add(
         "--rendezvous",
         metavar="HOST[:PORT]",
@@ -59,13 +59,13 @@ def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
     if args.nodes in (None, 1) and given in ([], ["--nodes"]):
         return None
     if args.nodes is None:
-        raise ConfigError(f"{given[0]} without --nodes would train on one node: expected {_FORM}")
+        raise ConfigError(f"{given[0]} without --nodes would train on one node: expected {_USAGE}")
     if args.nodes == 1:
-        raise ConfigError(f"--nodes 1 with {given[1]}: expected {_FORM} with N >= 2, or none of these flags")
+        raise ConfigError(f"--nodes 1 with {given[1]}: expected {_USAGE} with N >= 2, or none of these flags")
     missing = [f"--{flag}" for flag in ("node-rank", "rendezvous") if f"--{flag}" not in given]
     if missing:
         raise ConfigError(
-            f"--nodes {args.nodes} without {missing[0]}: expected {_FORM}, with a different R on each node"
+            f"--nodes {args.nodes} without {missing[0]}: expected {_USAGE}, with a different R on each node"
         )
     if args.node_rank >= args.nodes:
         raise ConfigError(
@@ -73,7 +73,7 @@ def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
         )
     from muster.launch.nodes.rendezvous_config import DEFAULT_PORT, DEFAULT_TIMEOUT_S, RendezvousConfig
 
-    host, port = _place(args.rendezvous, DEFAULT_PORT)
+    host, port = _address(args.rendezvous, DEFAULT_PORT)
     return RendezvousConfig(
         args.nodes, args.node_rank, host, port, args.interface, args.rendezvous_timeout or DEFAULT_TIMEOUT_S
     )
@@ -82,7 +82,7 @@ def nodes_request(args: argparse.Namespace) -> "RendezvousConfig | None":
 _FLAGS = ("nodes", "node-rank", "rendezvous", "interface", "rendezvous-timeout")
 
 
-def _place(text: str, usual_port: int) -> tuple[str, int]:
+def _address(text: str, usual_port: int) -> tuple[str, int]:
     """Parse `HOST`, `HOST:PORT` or `[fd00::1]:PORT`."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/\s]+))(?::(\d+))?", text)
     if found is None or not 0 < int(found[3] or usual_port) < 1 << 16:
@@ -90,7 +90,7 @@ def _place(text: str, usual_port: int) -> tuple[str, int]:
     return found[1] or found[2], int(found[3] or usual_port)
 
 
-def _rank(text: str) -> int:
+def _node_rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number >= 0, got '{text}'")
     return int(text)

@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are ConfigErrors."""
 
     def __init__(self, verb: str, description: str, **more: Any) -> None:
+        """Make the parser of `muster VERB`."""
         super().__init__(
             prog=f"muster {verb}", description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **more
         )
@@ -43,6 +44,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's message."""
         raise ConfigError(f"{message} ('{self.prog} --help' explains)")
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:

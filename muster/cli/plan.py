@@ -31,6 +31,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Answer the request in the form that the flags ask for."""
     from muster.planner.answer import answer_request
     from muster.planner.launch_files import check_launch
     from muster.report.plan_answer import answer_json, print_answer
@@ -39,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
         return _pareto(args)
     if args.what_if:
         return _what_if(args)
-    asked = _asked(args)
+    asked = _request(args)
     if args.launch:
         check_launch(args.launch, asked.cluster)
     answer = answer_request(asked, args.top, args.time_limit)
@@ -124,6 +125,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _pareto(args: argparse.Namespace) -> int:
+    """Print the Pareto front."""
     from dataclasses import replace
 
     from muster.planner.pareto import pareto_front, thin_front
@@ -131,7 +133,7 @@ def _pareto(args: argparse.Namespace) -> int:
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = pareto_front(_asked(args), args.time_limit)
+    found = pareto_front(_request(args), args.time_limit)
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
     if args.json:
@@ -153,11 +155,12 @@ def _pareto(args: argparse.Namespace) -> int:
 
 
 def _what_if(args: argparse.Namespace) -> int:
+    """Print the best plans of changed clusters."""
     from muster.planner.what_if import what_if
     from muster.report.console import table_console
     from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
-    cases = what_if(_asked(args), args.what_if, args.time_limit)
+    cases = what_if(_request(args), args.what_if, args.time_limit)
     if args.json:
         print(json.dumps(what_if_json(cases), indent=2))
         return 0
@@ -166,7 +169,8 @@ def _what_if(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(args: argparse.Namespace) -> "PlanRequest":
+def _request(args: argparse.Namespace) -> "PlanRequest":
+    """Return the request of the planner."""
     from muster.api.verbs import plan_request
 
     return plan_request(
@@ -203,6 +207,7 @@ def _write(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
 
 
 def _write_plan(path: Path, plan: "Plan") -> None:
+    """Write plan.yaml, whole or not at all."""
     from muster.config.load_config import plan_yaml
     from muster.config.yaml_writer import write_atomically
 
@@ -217,8 +222,10 @@ def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     from muster.planner.launch_files import launch_spec_of, write_launch_files
 
     plan_file = args.output or Path("plan.yaml")
-    plan, cluster = answer.result.best[0].plan, answer.request.cluster
-    name, run_file = f"muster-{answer.request.model.name}", args.run_file or "run.yaml"
+    plan = answer.result.best[0].plan
+    cluster = answer.request.cluster
+    name = f"muster-{answer.request.model.name}"
+    run_file = args.run_file or "run.yaml"
     job = launch_spec_of(plan, cluster, name, run_file, str(plan_file), answer.search.node_order)
     try:
         return write_launch_files(args.launch, job, plan_file.parent)

@@ -71,11 +71,13 @@ def _write_trace(path: Path, prediction: "Prediction") -> None:
 
 
 def _show(prediction: "Prediction") -> None:
+    """Print plan, prediction and, for small programs, a picture of the step."""
     from muster.report.console import table_console, text_width
     from muster.report.prediction import prediction_lines
     from muster.report.terminal import gantt_text, plan_lines
 
-    plan, cluster = prediction.plan, prediction.cluster
+    plan = prediction.plan
+    cluster = prediction.cluster
     num_micro_batches = plan.num_micro_batches(prediction.workload)
     print(plan_lines(plan, prediction.model, prediction.workload, num_micro_batches))
     print(f"cluster   {cluster.name or cluster.device.name}")

@@ -32,6 +32,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _print(preset: str, overrides: list[Override]) -> None:
+    """Print the program of a plan."""
     from muster.config.load_config import load_run_config
     from muster.planner.auto import resolve_plan
     from muster.schedule.build import build_program
@@ -47,6 +48,7 @@ def _print(preset: str, overrides: list[Override]) -> None:
 
 
 def _check(file: str) -> None:
+    """Check a program in a file."""
     from muster.schedule.check import check
     from muster.schedule.program import parse_program
 

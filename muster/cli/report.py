@@ -36,6 +36,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
+    """Compare runs: a page, and tables or JSON."""
     from muster.report.page import write_page
     from muster.report.run_comparison import compare_runs
     from muster.report.run_comparison_page import comparison_page
@@ -52,6 +53,7 @@ def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:
 
 
 def _show(found: "RunComparison") -> None:
+    """Print plans, figures and differences."""
     from muster.report.prediction import align_columns
     from muster.report.run_comparison_page import difference_rows, figure_rows
     from muster.spec.plan_name import format_plan_name

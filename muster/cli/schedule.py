@@ -107,24 +107,27 @@ def _join_negative(arguments: list[str]) -> list[str]:
     return joined
 
 
-_MOST_DRAWN, _SLOW = 1_000_000, 200_000
-"""Ranks × micro-batches × chunks beyond which a schedule is refused (minutes and many GiB), and beyond which the
-wait is announced."""
-_LONGEST_S = 1e100
+_MAX_SIZE = 1_000_000
+"""Largest ranks × micro-batches × chunks of a schedule; more would take minutes and many GiB."""
+_ANNOUNCED_SIZE = 200_000
+"""Size from which the wait is announced."""
+_MAX_TOTAL_TIME = 1e100
 """Largest total of times; sums beyond it overflow."""
 
 
 def _times(text: str) -> tuple[float, float, float]:
+    """Parse `F,I,W`."""
     words = text.split(",")
     if len(words) != 3:
         raise ConfigError(f"--times: expected three numbers F,I,W such as 1,1,1, got '{text}'")
     forward, inputs, weights = (_number("--times", word) for word in words)
-    if not 0 < forward + inputs + weights < _LONGEST_S:
+    if not 0 < forward + inputs + weights < _MAX_TOTAL_TIME:
         raise ConfigError(f"--times: expected finite times that are not all 0, got '{text}'")
     return forward, inputs, weights
 
 
 def _number(flag: str, text: str) -> float:
+    """Parse a number of at least 0; times must be finite."""
     try:
         number = float(text)
     except ValueError:
@@ -135,6 +138,7 @@ def _number(flag: str, text: str) -> float:
 
 
 def _request(args: argparse.Namespace) -> "CompareRequest":
+    """Return the set of flags shared by all schedules. Raises ConfigError for missing or excessive sizes."""
     from muster.schedule.compare import CompareRequest
 
     for flag in ("ranks", "microbatches"):
@@ -143,12 +147,12 @@ def _request(args: argparse.Namespace) -> "CompareRequest":
                 f"--{flag} is missing: expected the number of {flag.replace('microbatches', 'micro-batches')}"
             )
     size = args.ranks * args.microbatches * (args.vpp or 1)
-    if size > _MOST_DRAWN:
+    if size > _MAX_SIZE:
         raise ConfigError(
-            f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MOST_DRAWN:,}."
+            f"ranks × micro-batches × vpp are {size:,}, too many to draw: expected at most {_MAX_SIZE:,}."
             " Every micro-batch adds the same period, so fewer of them show the schedule"
         )
-    if size > _SLOW:
+    if size > _ANNOUNCED_SIZE:
         print(f"scheduling {size:,} stages × micro-batches …", file=sys.stderr, flush=True)
     return CompareRequest(
         args.ranks, args.microbatches, args.vpp, args.times, args.p2p_time, args.memory_limit, args.replicas, args.fill
@@ -173,7 +177,7 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, OptimalityGap | 
         raise ConfigError(f"--fill is for 2bp-gpipe and 2bp-1f1b, not for {args.name}")
     request = _request(args)
     if args.vocab_parallel is not None:
-        return *_with_words(args, request), None
+        return *_with_vocab_parallel(args, request), None
     if args.name == "exact":
         setting = request.spec(entry)
         proof = solve_exact(setting)
@@ -185,7 +189,8 @@ def _make(args: argparse.Namespace) -> "tuple[Schedule, Timing, OptimalityGap | 
     return schedule, timing, optimality_gap(setting, timing.makespan_s)
 
 
-def _with_words(args: argparse.Namespace, request: "CompareRequest") -> "tuple[Schedule, Timing]":
+def _with_vocab_parallel(args: argparse.Namespace, request: "CompareRequest") -> "tuple[Schedule, Timing]":
+    """Return the schedule with the passes of a vocabulary over its ranks, and its timing."""
     from dataclasses import replace
 
     from muster.schedule.compare import make_with_best_chunks
@@ -200,6 +205,7 @@ def _with_words(args: argparse.Namespace, request: "CompareRequest") -> "tuple[S
 
 
 def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
+    """Return the schedule in a file, timed with the flags."""
     from muster.schedule.compare import time_within_limit
     from muster.schedule.schedule_spec import ScheduleSpec
     from muster.schedule.serialization import schedule_from_json
@@ -232,6 +238,7 @@ def _read(args: argparse.Namespace) -> "tuple[Schedule, Timing]":
 
 
 def _show(args: argparse.Namespace, schedule: "Schedule", timing: "Timing", gap: "OptimalityGap | None") -> None:
+    """Write and print one schedule."""
     from muster.schedule.serialization import schedule_to_json
 
     if args.svg is not None:

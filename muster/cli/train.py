@@ -73,6 +73,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
 
 
 def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "RendezvousConfig | None") -> None:
+    """Print configuration, plan, program and run directory."""
     from muster.config.load_config import config_yaml
     from muster.planner.auto import choose_plan
     from muster.schedule.build import build_program

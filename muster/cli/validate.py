@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
     from muster.validate.summary import to_json, validate_table
 
     summary = validate_table(args.csv)
-    _refuse_nothing(summary, args.csv)
+    _require_predictions(summary, args.csv)
     if args.html is not None:
         from muster.report.accuracy_page import write_accuracy_page
 
@@ -66,7 +66,7 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
     from muster.report.recipe_rows import recipe_notes, recipe_section, recipes_json
     from muster.validate.recipes import evaluate_recipes
 
-    found = evaluate_recipes(_preferred)
+    found = evaluate_recipes(_planner_choice)
     if markdown is not None:
         from muster.report.recipe_markdown import write_recipes
 
@@ -84,7 +84,7 @@ def _recipes(as_json: bool, markdown: Path | None) -> int:
     return 0
 
 
-def _preferred(job: "RecipeJob") -> "Plan | None":
+def _planner_choice(job: "RecipeJob") -> "Plan | None":
     """Return the planner's best plan for a recipe's model, devices and batch."""
     from muster.planner.heterogeneous import find_best_plans
     from muster.planner.request import PlanRequest
@@ -94,7 +94,7 @@ def _preferred(job: "RecipeJob") -> "Plan | None":
     return best[0].plan if best else None
 
 
-def _refuse_nothing(summary: "Summary", path: Path | None) -> None:
+def _require_predictions(summary: "Summary", path: Path | None) -> None:
     """Raise ConfigError where no row of a table was predicted, with the first reason."""
     if any(result.predictions for result in summary.results):
         return

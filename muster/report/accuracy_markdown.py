@@ -29,6 +29,7 @@ Errors are those of the step time, (predicted − measured) / measured. Throughp
 formula that the source uses. A configuration measured with several releases counts once. Repeated measurements of one
 configuration with the same software differ by 1.4 to 6 % (median) and up to 11 %, so smaller errors mean nothing.
 """
+"""Head of the page."""
 _EXPLANATIONS = {
     ERRORS: """\
 *Calculon* is the error of [Calculon](https://github.com/calculon-ai/calculon) (commit caa4b11, with its own system
@@ -60,6 +61,7 @@ second: above 0 the second value is predicted too slow relative to the first, in
 """,
     WORST: "One row of each configuration.\n",
 }
+"""Explanation of each section, by title."""
 
 
 def write_markdown(path: Path, summary: Summary) -> None:

@@ -39,12 +39,14 @@ def accuracy_page(summary: Summary) -> str:
     found = [result for result in summary.results if result.is_predicted]
     parts = [
         section("Errors by source, fully specified rows", html_table(_columns(specified_rows(summary), 0, 1, 2, 6, 8))),
-        _titled(OUTCOMES, _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
-        _titled(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 4)),
-        _titled(WORST, [(_joined(row), *row[4:7]) for row in worst_rows(summary)]),
-        _titled(UNPREDICTED, reason_rows(summary)),
+        _section_with_rows(OUTCOMES, _columns(outcome_rows(summary), 0, 1, 2, 3, 4)),
+        _section_with_rows(SWEEPS, _columns(sweep_rows(summary), 0, 1, 3, 4)),
+        _section_with_rows(WORST, [(_row_label(row), *row[4:7]) for row in worst_rows(summary)]),
+        _section_with_rows(UNPREDICTED, reason_rows(summary)),
     ]
-    pictures = [section("Step times", _scatter(found)), section("Errors by source", _strip(found))] if found else []
+    pictures = (
+        [section("Step times", _scatter_plot(found)), section("Errors by source", _strip_plot(found))] if found else []
+    )
     style, script = element("style", Html(STYLE)), element("script", Html(SCRIPT))
     return page("Predicted against measured", style, _header(summary), *pictures, *parts, script)
 
@@ -54,17 +56,18 @@ def _columns(rows: list[Cells], *columns: int) -> list[Cells]:
     return [tuple(row[column] for column in columns) for row in rows]
 
 
-def _joined(row: Cells) -> str:
+def _row_label(row: Cells) -> str:
     return ", ".join(row[:4])
 
 
-def _titled(title: str, rows: list[Cells]) -> Html:
+def _section_with_rows(title: str, rows: list[Cells]) -> Html:
     """Return a section with a table, or nothing where the table has no rows."""
     return section(title, html_table(rows)) if len(rows) > 1 else Html("")
 
 
 def _header(summary: Summary) -> Html:
-    every, stated = summary.overall.every, summary.overall.specified
+    every = summary.overall.every
+    stated = summary.overall.specified
     figures: dict[str, str | None] = {
         "rows, predicted": f"{every.rows}, {every.predicted}",
         "mean error": format_percent(every.mape),
@@ -81,7 +84,7 @@ def _header(summary: Summary) -> Html:
     )
 
 
-def _key() -> Html:
+def _legend() -> Html:
     entries = [
         element("span", element("i", class_=f"swatch line run-{colour}"), words)
         for colour, words in ((0, "fully specified"), (1, "something left open"))
@@ -89,25 +92,26 @@ def _key() -> Html:
     return element("p", *entries, class_="key")
 
 
-def _scatter(found: list[RowResult]) -> Html:
+def _scatter_plot(found: list[RowResult]) -> Html:
     dots = [_dot(result, result.measured_s or 0.0, result.predicted_s) for result in found]
     words = (
         f"{len(dots)} runs: predicted step time over the measured one, in seconds. On the line both are equal, within"
         f" the dashed ones the prediction is at most {100 * _MARGIN:.0f} % off."
     )
     picture = draw_predicted_vs_measured("scatter", "Predicted over measured step time", words, dots, _MARGIN)
-    return join(element("p", words), _key(), picture)
+    return join(element("p", words), _legend(), picture)
 
 
-def _strip(found: list[RowResult]) -> Html:
+def _strip_plot(found: list[RowResult]) -> Html:
     names = list(dict.fromkeys(result.row.source for result in found))
     dots = [_dot(result, 100 * result.error, names.index(result.row.source)) for result in found]
     words = "Error of the predicted step time in percent; each dot is a run."
     picture = draw_strip_plot("strip", "Errors by source", words, [short_source_name(name) for name in names], dots)
-    return join(element("p", words), _key(), picture)
+    return join(element("p", words), _legend(), picture)
 
 
 def _dot(result: RowResult, x: float, y: float) -> Dot:
+    """Return the dot of a row, labelled with model, devices, plan and times."""
     assert result.inputs is not None
     row = result.row
     words = (

@@ -13,13 +13,14 @@ from muster.validate.summary import GroupScores, Summary, places_by_reason
 from muster.validate.sweeps import Sweep
 
 Cells = tuple[str, ...]
-_NAME = 46
+"""Texts of a table row."""
+_MAX_NAME = 46
 """Longest name of a source, in characters."""
-_PLACES = 4
+_MAX_LOCATIONS = 4
 """Most row locations listed for one reason."""
 
 
-_SWEEPS = 20
+_MAX_SWEEPS = 20
 """Most sweeps listed one by one; with more, small sweeps are only summarized."""
 
 
@@ -48,16 +49,16 @@ def sections(summary: Summary) -> list[Section]:
     found = [
         Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
         Section(FULLY_SPECIFIED, specified_rows(summary)),
-        Section(OUTCOMES, outcome_rows(summary), _near_words(summary)),
+        Section(OUTCOMES, outcome_rows(summary), _near_capacity_sentence(summary)),
         Section(SWEEPS, sweep_rows(summary), sweeps_sentence(summary)),
         Section(AXIS_BIAS, axis_bias_rows(summary)),
         Section(WORST, worst_rows(summary)),
-        Section(UNPREDICTED, unpredicted_rows(summary), _left_out_words(summary)),
+        Section(UNPREDICTED, unpredicted_rows(summary), _not_scored_sentence(summary)),
     ]
     return [section for section in found if len(section.rows) > 1 or section.title == ERRORS]
 
 
-def _near_words(summary: Summary) -> str:
+def _near_capacity_sentence(summary: Summary) -> str:
     near = summary.overall.outcome.near
     if not near:
         return ""
@@ -65,7 +66,7 @@ def _near_words(summary: Summary) -> str:
     return f"Within 5 % of the capacity: {', '.join(words)}."
 
 
-def _left_out_words(summary: Summary) -> str:
+def _not_scored_sentence(summary: Summary) -> str:
     if not summary.not_scored:
         return ""
     words = ", ".join(f"{count} of {metric}" for metric, count in sorted(summary.not_scored.items()))
@@ -103,11 +104,11 @@ def _groups(summary: Summary) -> list[tuple[str, GroupScores]]:
 
 
 def short_source_name(source: str) -> str:
-    """Return a source's name, shortened to `_NAME` characters; parentheses go first."""
+    """Return a source's name, shortened to `_MAX_NAME` characters; parentheses go first."""
     name = source.removeprefix("NVIDIA ")
-    if len(name) > _NAME:
+    if len(name) > _MAX_NAME:
         name = re.sub(r"\s*\(.*?\)", "", name)
-    return name if len(name) <= _NAME else name[: _NAME - 1].rstrip() + "…"
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1].rstrip() + "…"
 
 
 def _errors(errors: ErrorScores) -> Cells:
@@ -160,7 +161,7 @@ def sweep_rows(summary: Summary) -> list[Cells]:
 def _shown_sweeps(summary: Summary) -> Sequence[Sweep]:
     """Return the sweeps listed one by one: with small ones, unless there are too many."""
     every = (*summary.sweeps, *summary.small_sweeps)
-    return every if len(every) <= _SWEEPS else summary.sweeps
+    return every if len(every) <= _MAX_SWEEPS else summary.sweeps
 
 
 def sweeps_sentence(summary: Summary) -> str:
@@ -236,8 +237,8 @@ def unpredicted_rows(summary: Summary) -> list[Cells]:
     """Return a header and a row for each reason why rows weren't predicted."""
     rows: list[Cells] = [("reason", "rows", "location")]
     for reason, places in places_by_reason(summary.unpredicted).items():
-        more = f", … {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-        rows.append((reason, str(len(places)), ", ".join(places[:_PLACES]) + more))
+        more = f", … {len(places) - _MAX_LOCATIONS} more" if len(places) > _MAX_LOCATIONS else ""
+        rows.append((reason, str(len(places)), ", ".join(places[:_MAX_LOCATIONS]) + more))
     return rows
 
 

@@ -14,11 +14,11 @@ from muster.report.html import Html, element, join
 from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale
 
-_SPAN = 10_000
+_VIEW_BOX = 10_000
 """Width and height of the inner SVG in its own units."""
 LINE_STYLES = ("", " dashed", " dotted")
 """Line styles, as class names of the style sheet."""
-_DOTS_UP_TO = 40
+_MAX_POINTS_WITH_DOTS = 40
 """Most points of a curve that are drawn as dots too."""
 
 
@@ -49,7 +49,7 @@ class Chart:
 def draw_chart(chart: Chart) -> Html:
     """Return the chart as a figure with a caption; without any finite value the figure says so."""
     values = [value for series in chart.series for value in finite_values(series.points)]
-    caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _broken_key(chart.series))
+    caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _non_finite_legend(chart.series))
     if not values:
         broken = any(non_finite_steps(series.points) for series in chart.series)
         words = "All values were NaN or infinite." if broken else "No values were logged."
@@ -60,7 +60,7 @@ def draw_chart(chart: Chart) -> Html:
     drawn = [(series, downsample(series.points)) for series in chart.series]
     lines = [_line(series, points, x, y) for series, points in sorted(drawn, key=lambda pair: not pair[0].faint)]
     inner = element(
-        "svg", *lines, viewBox=f"0 0 {_SPAN} {_SPAN}", preserveAspectRatio="none", width="100%", height="100%"
+        "svg", *lines, viewBox=f"0 0 {_VIEW_BOX} {_VIEW_BOX}", preserveAspectRatio="none", width="100%", height="100%"
     )
     svg = element(
         "svg",
@@ -68,7 +68,7 @@ def draw_chart(chart: Chart) -> Html:
         element("desc", describe_chart(chart), id=f"{chart.key}-desc"),
         _grid(x, y, chart.x_label),
         inner,
-        _broken(chart.series, x),
+        _non_finite_marks(chart.series, x),
         role="img",
         aria_labelledby=f"{chart.key}-title {chart.key}-desc",
     )
@@ -130,7 +130,7 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
 
     def place(point: Point) -> str:
         assert point.value is not None
-        return f"{_SPAN * x.fraction(point.step):.0f} {_SPAN * (1 - y.fraction(point.value)):.0f}"
+        return f"{_VIEW_BOX * x.fraction(point.step):.0f} {_VIEW_BOX * (1 - y.fraction(point.value)):.0f}"
 
     runs = line_segments(points)
     style = f"mark {_style(series)}"
@@ -138,7 +138,7 @@ def _line(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Html:
     lines = element("path", d=path, class_=style, vector_effect="non-scaling-stroke")
     alone = [run[0] for run in runs if len(run) == 1]
     known = [point for run in runs for point in run]
-    dots = known if len(known) <= _DOTS_UP_TO and not series.faint else alone
+    dots = known if len(known) <= _MAX_POINTS_WITH_DOTS and not series.faint else alone
     if not dots:
         return lines
     path = "".join(f"M{place(point)}h0" for point in dots)
@@ -151,7 +151,7 @@ def _style(series: Series) -> str:
     return f"run-{colour}" + LINE_STYLES[turn % len(LINE_STYLES)] + (" faint" if series.faint else "")
 
 
-def _broken(all_series: Sequence[Series], x: Scale) -> Html:
+def _non_finite_marks(all_series: Sequence[Series], x: Scale) -> Html:
     """Return a cross above each step whose value was NaN or infinite."""
     steps = {step for series in all_series for step in non_finite_steps(series.points)}
     return join(
@@ -162,7 +162,7 @@ def _broken(all_series: Sequence[Series], x: Scale) -> Html:
     )
 
 
-def _broken_key(all_series: Sequence[Series]) -> Html:
+def _non_finite_legend(all_series: Sequence[Series]) -> Html:
     """Return the legend of the crosses, where there are any."""
     if not any(non_finite_steps(series.points) for series in all_series):
         return Html("")

@@ -6,6 +6,7 @@ from typing import Any
 from muster.report.formatting import format_bytes, format_count, format_number
 
 Facts = Mapping[str, Any]
+"""JSON of a subcommand."""
 
 KINDS = {
     "muster": "Muster checkpoint",
@@ -14,7 +15,8 @@ KINDS = {
     "megatron": "Megatron-LM checkpoint",
     "unknown": "directory",
 }
-SHOWN = 10
+"""Names of the formats of directories."""
+MAX_SHOWN = 10
 """Most tensors listed in a difference."""
 
 
@@ -92,15 +94,15 @@ def diff_lines(facts: Facts) -> list[str]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"only {facts[side]['path']} has {names[0]}{more}")
     different = facts["different"]
-    for found in different[:SHOWN]:
+    for found in different[:MAX_SHOWN]:
         one, other = found["dtypes"]
         dtypes = "" if one == other else f" ({one} → {other})"
         lines.append(
             f"{found['name']}: relative difference {format_number(found['relative'])},"
             f" at most {format_number(found['max_abs'])}{dtypes}"
         )
-    if len(different) > SHOWN:
-        lines.append(f"… and {len(different) - SHOWN} more")
+    if len(different) > MAX_SHOWN:
+        lines.append(f"… and {len(different) - MAX_SHOWN} more")
     same = facts["compared"] - len(different)
     lines.append(f"{same} of {facts['compared']} compared tensors are equal, element by element")
     return lines

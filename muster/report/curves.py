@@ -42,13 +42,15 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     later half is cut. The highest and the lowest quarter of a window and non-finite values are left out, so that a
     spike moves nothing. A wide window is sampled at two hundred points. Returns at most 2 × MAX_BUCKETS + 1 points.
     """
-    half, last = len(points) // 40, len(points) - 1
-    stride, window_stride = -(-len(points) // (2 * MAX_BUCKETS)) or 1, 1 + half // 100
+    half = len(points) // 40
+    last = len(points) - 1
+    stride = -(-len(points) // (2 * MAX_BUCKETS)) or 1
+    window_stride = 1 + half // 100
     result = []
     for i in sorted({*range(0, len(points), stride), last} - {-1}):
         reach = min(half, i)
         window = finite_values(points[i - reach : i + reach + 1 : window_stride])
-        result.append(Point(points[i].step, _middle_mean(window) if window else None))
+        result.append(Point(points[i].step, _trimmed_mean(window) if window else None))
     return result
 
 
@@ -82,7 +84,7 @@ def line_segments(points: Sequence[Point]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def _middle_mean(values: list[float]) -> float:
+def _trimmed_mean(values: list[float]) -> float:
     """Return the mean of the values without their highest and lowest quarter."""
     cut = (len(values) + 1) // 4
     kept = sorted(values)[cut : len(values) - cut]
@@ -94,6 +96,7 @@ def _value(point: Point) -> float:
 
 
 def _as_float(value: object) -> float | None:
+    """Return a number as a float, infinite beyond MAX_DRAWN; None for anything else."""
     if not _is_number(value):
         return None
     number = float(value)  # type: ignore[arg-type]

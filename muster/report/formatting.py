@@ -4,6 +4,7 @@ import math
 from typing import Literal
 
 Unit = Literal["s", "bytes", "fraction"]
+"""Unit of a compared quantity."""
 
 NOT_AVAILABLE = "n/a"
 """Placeholder for an unknown value."""
@@ -99,7 +100,8 @@ def _three_digits(value: float) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    sign, total = "−" if seconds < 0 else "", round(abs(seconds))
+    sign = "−" if seconds < 0 else ""
+    total = round(abs(seconds))
     minutes, rest = divmod(total, 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{sign}{hours} h {minutes_left:02d} min" if hours else f"{sign}{minutes} min {rest:02d} s"

@@ -17,11 +17,12 @@ from muster.report.timeline_rows import TimelineRows, median_pass_s, timeline_ro
 from muster.schedule.action import KINDS, Lane
 from muster.simulate.timeline import Event, Timeline
 
-_SPAN = 100_000
+_VIEW_BOX = 100_000
 """Width of a picture in its own units; times are rounded to that many parts of the axis."""
 _DIGIT_PX = 7
+"""Width of a digit."""
 _MIN_WIDTH_PX, _MAX_WIDTH_PX = 560, 3200
-_TALL_UP_TO = 16
+_MAX_TALL_ROWS = 16
 """Most ranks that are drawn in tall rows with numbers."""
 _LANE_NAMES: dict[Lane, str] = {
     "compute": "compute",
@@ -29,6 +30,7 @@ _LANE_NAMES: dict[Lane, str] = {
     "collective": "collectives",
     "host_copy": "copies",
 }
+"""Lanes as the legend names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,15 @@ class _Frame:
     width_px: int
 
     def units(self, time_s: float) -> int:
-        return round(_SPAN * time_s / self.length_s)
+        """Return a time in units of the picture."""
+        return round(_VIEW_BOX * time_s / self.length_s)
 
     def pixels(self, time_s: float) -> float:
+        """Return a time in pixels at the minimum width."""
         return self.width_px * time_s / self.length_s
 
     def percent(self, time_s: float) -> str:
+        """Return a time in per cent of the axis."""
         return f"{100 * time_s / self.length_s:.2f}%"
 
 
@@ -80,7 +85,7 @@ def draw_timelines(*timelines: Timeline) -> Html:
 def _width_px(length_s: float, all_rows: Sequence[TimelineRows]) -> int:
     """Return a width with room for two digits in a typical numbered box, within bounds."""
     pass_s = median_pass_s(all_rows)
-    box_px = 2 * _DIGIT_PX + 4 if any(len(rows.ranks) <= _TALL_UP_TO for rows in all_rows) else 3
+    box_px = 2 * _DIGIT_PX + 4 if any(len(rows.ranks) <= _MAX_TALL_ROWS for rows in all_rows) else 3
     wanted = length_s / pass_s * box_px if pass_s else 0.0
     return int(min(_MAX_WIDTH_PX, max(_MIN_WIDTH_PX, wanted)))
 
@@ -100,7 +105,8 @@ def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
     """Return one timeline: caption, row names and picture."""
     bands, row_px = _bands(rows)
     height_px = row_px * len(rows.ranks)
-    title, key = f"{rows.source.capitalize()} timeline", f"timeline-{rows.source}"
+    title = f"{rows.source.capitalize()} timeline"
+    key = f"timeline-{rows.source}"
     summary = f"{format_seconds(rows.length_s)}, {format_fraction(rows.bubble)} of it bubble"
     if len(rows.ranks) < rows.num_ranks:
         summary += f"; {len(rows.ranks)} of {rows.num_ranks} ranks are shown"
@@ -109,7 +115,7 @@ def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
     inner = element(
         "svg",
         *boxes,
-        viewBox=f"0 0 {_SPAN} {height_px}",
+        viewBox=f"0 0 {_VIEW_BOX} {height_px}",
         preserveAspectRatio="none",
         width="100%",
         height=height_px,
@@ -133,8 +139,9 @@ def _timeline(rows: TimelineRows, frame: _Frame) -> Html:
 
 def _bands(rows: TimelineRows) -> tuple[dict[Lane, _Band], int]:
     """Return the band of each lane, and the height of a row with the space below it."""
-    compute, other, air = (20, 5, 9) if len(rows.ranks) <= _TALL_UP_TO else (8, 2, 3)
-    bands, top = {}, 0
+    compute, other, air = (20, 5, 9) if len(rows.ranks) <= _MAX_TALL_ROWS else (8, 2, 3)
+    bands = {}
+    top = 0
     for lane in rows.lanes:
         bands[lane] = _Band(top, compute if lane == "compute" else other)
         top += bands[lane].thick + 1
@@ -147,6 +154,7 @@ def _row_name(name: str, row_px: int, compute: _Band) -> Html:
 
 
 def _time_axis(frame: _Frame, height_px: int) -> Html:
+    """Return ticks at round times, with their labels below."""
     parts = [element("rect", width="100%", height=height_px, class_="frame")]
     ticks = nice_ticks(0.0, frame.length_s, max(3, frame.width_px // 110))
     for tick, label in zip(ticks, time_labels(ticks), strict=True):

@@ -8,6 +8,7 @@ class Html(str):
 
 
 _VOID = {"meta", "br"}
+"""Elements without content."""
 
 
 def element(name: str, /, *children: str, **attributes: str | float | bool | None) -> Html:

@@ -25,6 +25,7 @@ from muster.spec.errors import MusterError
 MIN_POINTS_TO_SMOOTH = 40
 """Points from which a curve is smoothed."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""Content security policy: the page loads nothing, not even from its own folder."""
 
 
 def write_report(path: Path, data: ReportData) -> None:
@@ -112,6 +113,7 @@ def _median(data: ReportData, key: str, words: Callable[[float], str]) -> str | 
 
 
 def _charts(data: ReportData) -> Html:
+    """Return the charts of loss, gradient norm, learning rate and throughput."""
     loss, norm, rate, speed = (
         metric_points(data.metrics, key) for key in ("train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_s")
     )
@@ -127,6 +129,7 @@ def _charts(data: ReportData) -> Html:
 
 
 def _raw_and_smooth(points: list[Point]) -> list[Series]:
+    """Return a short curve as it is, a long one faint with its smoothed form."""
     if len(points) < MIN_POINTS_TO_SMOOTH:
         return [Series("each step", points)]
     return [Series("each step", points, faint=True), Series("smoothed", smooth(points))]
@@ -155,6 +158,7 @@ def _sample(data: ReportData) -> Html:
 
 
 def _facts(data: ReportData) -> Html:
+    """Return plan, sizes, device, seed, dates and version."""
     facts = data.facts
     return description_list(
         {

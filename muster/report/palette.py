@@ -33,9 +33,11 @@ def mix(one: str, other: str) -> str:
 
 
 PALE_TEXT = "#1d2126"
+"""Text colour on pale colours."""
 
 
 _GATHERS = (Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.ALL_REDUCE_TP, Kind.ALL_REDUCE_REPLICAS, Kind.ALL_REDUCE_TIED)
+"""Kinds that share the colour of collectives."""
 
 PAINTS = (
     Paint("forward", "forward", (Kind.F, Kind.EMB_F, Kind.S), "#3274b5", "#ffffff", "#6aa5dc"),
@@ -71,6 +73,7 @@ PAINTS = (
     Paint("copy", "copy to the host, back", (Kind.OFFLOAD, Kind.RELOAD), "#7a6bb0", "#ffffff", "#a196d3"),
     Paint("other", "other", (), "#8d8a96", "#101214", "#a3a0ad"),
 )
+"""Colours of all kinds; the last is for any other."""
 
 _BY_KIND = {kind: paint for paint in PAINTS for kind in paint.kinds}
 

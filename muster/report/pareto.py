@@ -20,32 +20,34 @@ from muster.spec.units import pluralize
 _ROWS = 14
 """Lines of the terminal's picture."""
 _MARKS = "123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Labels of the plans in the picture."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The front
 
 
-def front_lines(found: ParetoFront) -> list[str]:
+def front_lines(front: ParetoFront) -> list[str]:
     """Return a line for each plan, numbered as in table and picture."""
     return [
         f"{_mark(index)} "
         f" {point.evaluated.name}{' *' if point.evaluated.unsupported else ''}{unnamed_settings(point.evaluated.plan)}"
-        for index, point in enumerate(found.points)
+        for index, point in enumerate(front.points)
     ]
 
 
-def front_table(found: ParetoFront) -> Table:
+def front_table(front: ParetoFront) -> Table:
     """Return a table with the figures of each plan."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"):
         shown.add_column(head, justify="right", no_wrap=True)
-    for index, point in enumerate(found.points):
+    for index, point in enumerate(front.points):
         shown.add_row(_mark(index), *_cells(point))
     return shown
 
 
 def _cells(point: ParetoPoint) -> tuple[str, ...]:
+    """Return devices, step time, memory, cost and throughput of a plan."""
     cost = usd_per_billion(point)
     return (
         f"{point.devices:,}",
@@ -62,12 +64,12 @@ def usd_per_billion(point: ParetoPoint) -> float | None:
     return None if cost is None else cost / point.evaluated.prediction.workload.tokens_per_step * 1e9
 
 
-def front_picture(found: ParetoFront, width: int = 80) -> list[str]:
+def front_picture(front: ParetoFront, width: int = 80) -> list[str]:
     """Return a picture of memory per device over step time, both logarithmic; each plan is its number."""
     columns = min(width, 100) - 12
-    x, y = _scales(found)
+    x, y = _scales(front)
     grid = [[" "] * columns for _ in range(_ROWS)]
-    for index, point in reversed(list(enumerate(found.points))):
+    for index, point in reversed(list(enumerate(front.points))):
         column = round(x.fraction(point.step_time_s) * (columns - 1))
         row = round((1 - y.fraction(point.evaluated.peak_bytes)) * (_ROWS - 1))
         grid[row][column] = _mark(index)
@@ -79,9 +81,9 @@ def front_picture(found: ParetoFront, width: int = 80) -> list[str]:
     return [*lines, f"{'':>9} └{'─' * columns}", f"{'':>11}{low}{high:>{columns - len(low)}}"]
 
 
-def front_page(found: ParetoFront, title: str) -> str:
+def front_page(front: ParetoFront, title: str) -> str:
     """Return the front as a self-contained HTML page."""
-    sizes = sorted({point.devices for point in found.points}, reverse=True)
+    sizes = sorted({point.devices for point in front.points}, reverse=True)
     dots = [
         Dot(
             point.step_time_s,
@@ -89,7 +91,7 @@ def front_page(found: ParetoFront, title: str) -> str:
             f"{_mark(index)}: {point.evaluated.name}, {', '.join(_cells(point)[:4])}",
             sizes.index(point.devices) % len(SERIES),
         )
-        for index, point in enumerate(found.points)
+        for index, point in enumerate(front.points)
     ]
     key = element(
         "p",
@@ -100,27 +102,28 @@ def front_page(found: ParetoFront, title: str) -> str:
         class_="key",
     )
     words = "Step time in seconds (horizontal) and GiB on the fullest device (vertical): lower left is better."
-    x, y = _scales(found)
+    x, y = _scales(front)
     y = log_scale(y.low / 2**30, y.high / 2**30)
     picture = draw_xy_plot("front", "The front", words, dots, x, y)
     rows = [
         ("", "plan", "devices", "step", "memory", "cost of 1B tokens", "tokens/s"),
-        *((_mark(index), point.evaluated.name, *_cells(point)) for index, point in enumerate(found.points)),
+        *((_mark(index), point.evaluated.name, *_cells(point)) for index, point in enumerate(front.points)),
     ]
     header = element(
         "header",
         element("h1", title),
         element("p", "Plans that no other plan beats in time, memory, cost and devices at once.", class_="quiet"),
-        description_list({"plans": str(len(found.points)), "simulated": f"{found.num_simulated:,}"}, "figures"),
+        description_list({"plans": str(len(front.points)), "simulated": f"{front.num_simulated:,}"}, "figures"),
     )
     drawn = element("div", element("p", words, class_="quiet"), key, picture)
     style, script = element("style", Html(STYLE)), element("script", Html(SCRIPT))
     return page(title, style, header, section("Time and memory", drawn), section("Plans", html_table(rows)), script)
 
 
-def _scales(found: ParetoFront) -> Any:
-    times = [point.step_time_s for point in found.points]
-    sizes = [float(point.evaluated.peak_bytes) for point in found.points]
+def _scales(front: ParetoFront) -> Any:
+    """Return the logarithmic axes of time and memory with some margin."""
+    times = [point.step_time_s for point in front.points]
+    sizes = [float(point.evaluated.peak_bytes) for point in front.points]
     return log_scale(min(times) / 1.15, max(times) * 1.15), log_scale(min(sizes) / 1.15, max(sizes) * 1.15)
 
 
@@ -128,13 +131,13 @@ def _mark(index: int) -> str:
     return _MARKS[index] if index < len(_MARKS) else "·"
 
 
-def front_json(found: ParetoFront) -> dict[str, Any]:
+def front_json(front: ParetoFront) -> dict[str, Any]:
     """Return plain data for JSON; null where a value is unknown."""
     return {
         "version": 1,
-        "proven": found.proven,
-        "simulated": found.num_simulated,
-        "seconds": found.seconds,
+        "proven": front.proven,
+        "simulated": front.num_simulated,
+        "seconds": front.seconds,
         "front": [
             {
                 "plan": point.evaluated.name,
@@ -149,7 +152,7 @@ def front_json(found: ParetoFront) -> dict[str, Any]:
                 "not_yet": point.evaluated.unsupported,
                 "fields": point.evaluated.plan.model_dump(mode="json"),
             }
-            for point in found.points
+            for point in front.points
         ],
     }
 
@@ -166,11 +169,13 @@ def what_if_table(cases: Sequence[WhatIfCase]) -> Table:
         shown.add_column(head, justify="right", no_wrap=True)
     base = cases[0].best
     for case in cases:
-        best, name = case.best, case.change or "as it is"
+        best = case.best
+        name = case.change or "as it is"
         if best is None:
             shown.add_row(name, f"{case.cluster.num_devices:,}", "none", "", "", "", "")
             continue
-        one, cost = best.prediction, usd_per_billion(ParetoPoint(best, case.cluster))
+        one = best.prediction
+        cost = usd_per_billion(ParetoPoint(best, case.cluster))
         speed = "" if base is None else f"{one.tokens_per_s / base.prediction.tokens_per_s:.2f}"
         same = "" if case.same_plan_step_s is None else format_seconds(case.same_plan_step_s)
         money = "n/a" if cost is None else f"${format_count(cost)}"

@@ -72,7 +72,7 @@ class ParityResult:
     def worst_parameter(self) -> tuple[str, float] | None:
         """Parameter whose gradient or update differs most, and its difference."""
         found = [(name, size) for sizes in (self.gradients, self.updates) for name, size in sizes.items()]
-        return max(found, key=lambda pair: _order(pair[1]), default=None)
+        return max(found, key=lambda pair: _sort_key(pair[1]), default=None)
 
 
 def parity_table(verdicts: Sequence[ParityResult]) -> Table:
@@ -86,21 +86,23 @@ def parity_table(verdicts: Sequence[ParityResult]) -> Table:
     for verdict in verdicts:
         limit = verdict.tolerance
         name, size = verdict.worst_parameter or ("", None)
-        worst = Text.assemble(_cell(size, limit), " ", name)
+        worst = Text.assemble(_table_cell(size, limit), " ", name)
         end = Text("same") if verdict.agrees else Text("failed" if verdict.failure else "differs", "bold")
-        numbers = (_cell(verdict.loss_difference, limit), _cell(verdict.norm_difference, limit))
+        numbers = (_table_cell(verdict.loss_difference, limit), _table_cell(verdict.norm_difference, limit))
         table.add_row(verdict.plan, *numbers, worst, end)
     return table
 
 
 def parity_sentence(verdict: ParityResult) -> str:
     """Return a sentence on the first place where the plan differs."""
-    plan, first = verdict.plan, verdict.first
+    plan = verdict.plan
+    first = verdict.first
     if verdict.failure is not None:
         return f"{plan} could not be run: {verdict.failure}"
     if first is None:
         return f"{plan} trains as one process does (to {verdict.tolerance:.0e})"
-    size, where = f"by {_number(first.size)}", first.where + (f" ({first.copy})" if first.copy else "")
+    size = f"by {_number(first.size)}"
+    where = first.where + (f" ({first.copy})" if first.copy else "")
     if first.phase == "forward":
         return f"{plan} differs in the forward: {first.where} is the first part with another output ({size})"
     if first.phase == "loss":
@@ -128,18 +130,19 @@ def parity_json(verdict: ParityResult) -> dict[str, Any]:
     """Return plain data for JSON; a non-finite number becomes null."""
     fields = {name: getattr(verdict, name) for name in verdict.__dataclass_fields__ if name != "first"}
     first = None if verdict.first is None else vars(verdict.first)
-    return _plain({"agrees": verdict.agrees, **fields, "first": first})
+    return _json_value({"agrees": verdict.agrees, **fields, "first": first})
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
+    """Return the value for JSON, null in place of non-finite numbers."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def _cell(size: float | None, limit: float) -> Text:
+def _table_cell(size: float | None, limit: float) -> Text:
     if size is None:
         return Text(NOT_AVAILABLE)
     return Text(_number(size), "" if size <= limit else "bold")
@@ -150,11 +153,13 @@ def _number(size: float) -> str:
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float | None:
+    """Return the largest relative difference of two series."""
     sizes = [relative_difference(a, b) for a, b in zip(ours, reference, strict=True)]
-    return max(sizes, key=_order, default=None)
+    return max(sizes, key=_sort_key, default=None)
 
 
-def _order(size: float) -> float:
+def _sort_key(size: float) -> float:
+    """Return the size as a sort key, NaN as the largest."""
     return size if isfinite(size) else inf
 
 

@@ -16,26 +16,28 @@ from muster.spec.units import pluralize
 
 def print_answer(answer: PlanAnswer, explain: bool) -> None:
     """Print the whole answer."""
-    request, found, console = answer.request, answer.result, table_console()
+    request = answer.request
+    result = answer.result
+    console = table_console()
     workload = request.workload
     print(f"model     {request.model.name}, {request.model.num_parameters:,} parameters")
     print(f"cluster   {request.cluster.name}, {pluralize(request.cluster.num_devices, 'device')}")
     print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
     for line in request.derived_lines:
         print(f"          {line}")
-    print(f"searched  {_searched(found)}")
-    for line in _arrangement(answer.search):
+    print(f"searched  {_search_text(result)}")
+    for line in _node_order_lines(answer.search):
         print(line)
-    if not found.leaves_head_room and request.memory_limit_bytes is None:
-        print(f"memory    no plan was found that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
+    if not result.leaves_head_room and request.memory_limit_bytes is None:
+        print(f"memory    no plan was result that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
     print()
-    print("\n".join(plan_names(found.best)) + "\n")
-    console.print(plan_table(found.best))
+    print("\n".join(plan_names(result.best)) + "\n")
+    console.print(plan_table(result.best))
     if answer.training_costs:
         print()
         console.print(footprint_table(answer.training_costs))
-    if any(verdict.unsupported for verdict in found.best):
-        print("\n* " + "; ".join(sorted({line for one in found.best for line in one.unsupported})))
+    if any(verdict.unsupported for verdict in result.best):
+        print("\n* " + "; ".join(sorted({line for one in result.best for line in one.unsupported})))
     print("\nWhy the first, and the effect of single changes to it:")
     for neighbour in answer.neighbours:
         if not neighbour.timed_out:
@@ -44,11 +46,11 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         print(f"  {NOT_EVALUATED}: {', '.join(late)}")
     if explain:
         print("\nThe best plan of every family:")
-        for family in families(request, found.best[0]):
+        for family in families(request, result.best[0]):
             print(f"  {family.name}: {family.sentence}")
 
 
-def _arrangement(arranged: PlanSearch) -> list[str]:
+def _node_order_lines(arranged: PlanSearch) -> list[str]:
     """Return the order of unequal nodes, and the gain from it."""
     if arranged.node_order is None:
         return []
@@ -63,34 +65,37 @@ def _arrangement(arranged: PlanSearch) -> list[str]:
 
 def _naive_cost(arranged: PlanSearch) -> str:
     """Return the cost of the naive plan, where prices are known."""
-    price, tokens = arranged.request.cluster.usd_per_hour, arranged.request.workload.tokens_per_step
+    price = arranged.request.cluster.usd_per_hour
+    tokens = arranged.request.workload.tokens_per_step
     if price is None or arranged.naive_step_s is None:
         return ""
     return f", ${format_count(price * arranged.naive_step_s / 3600 / tokens * 1e9)} for 1B tokens"
 
 
-def _searched(found: SearchResult) -> str:
-    seen = found.counts
+def _search_text(result: SearchResult) -> str:
+    """Return how much was searched, and how good the answer is known to be."""
+    seen = result.counts
     plans = pluralize(seen["drafts"], "plan")
     text = (
-        f"{plans} of {pluralize(seen['shapes'], 'shape')} in {found.seconds:.1f} s,"
+        f"{plans} of {pluralize(seen['shapes'], 'shape')} in {result.seconds:.1f} s,"
         f" {seen['simulated']:,} simulated:\n          "
     )
-    if found.proven:
+    if result.proven:
         return text + "no other plan can be better than the first"
-    if found.has_custom_schedule:
+    if result.has_custom_schedule:
         return text + "the first plan's schedule was searched for its own times: another may be better"
-    if found.gave_up_head_room_early:
+    if result.gave_up_head_room_early:
         return text + f"stopped early: another plan may leave {MEMORY_HEADROOM:.0%} of the memory free"
-    if found.gap >= 1:  # nothing is known of what memory the others need
+    if result.gap >= 1:  # nothing is known of what memory the others need
         return text + "stopped early: another plan may be better (raise --time-limit)"
-    return text + f"stopped early: another plan may be better by up to {found.gap:.1%}"
+    return text + f"stopped early: another plan may be better by up to {result.gap:.1%}"
 
 
 def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
     """Return plain data for JSON; null where a value is unknown."""
-    request, found = answer.request, answer.result
-    footprints = answer.training_costs or [None] * len(found.best)
+    request = answer.request
+    result = answer.result
+    footprints = answer.training_costs or [None] * len(result.best)
     plain = {
         "version": 1,
         "model": request.model.name,
@@ -100,15 +105,15 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "global_batch_size": request.workload.global_batch_size,
         "objective": request.objective,
         "derived": list(request.derived_lines),
-        "plans": [plan_json(number, *both) for number, both in enumerate(zip(found.best, footprints, strict=True), 1)],
+        "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
         "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],
         "node_order": answer.search.node_order,
         "naive_step_time_s": answer.search.naive_step_s,
         "search": {
-            **{name: found.counts[name] for name in COUNTERS},
-            "seconds": found.seconds,
-            "proven": found.proven,
-            "gap": found.gap,
+            **{name: result.counts[name] for name in COUNTERS},
+            "seconds": result.seconds,
+            "proven": result.proven,
+            "gap": result.gap,
         },
     }
     if explain:
@@ -119,6 +124,6 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
                 "step_time_s": one.best.prediction.step_time_s if one.best else None,
                 "sentence": one.sentence,
             }
-            for one in families(request, found.best[0])
+            for one in families(request, result.best[0])
         ]
     return plain

@@ -11,9 +11,12 @@ from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.plan_name import format_plan_name
 
 _SHOWN_RANKS = 8
+"""Most pipeline ranks in the table of memory."""
 _BAR = 24
+"""Width of a bar for the whole step, in characters."""
 
 TableRow = tuple[str, ...]
+"""Texts of a table row."""
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
@@ -28,34 +31,37 @@ def prediction_lines(prediction: Prediction) -> list[str]:
 
 def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yield the headline figures with their names."""
-    one = prediction
-    per_device = f"{format_count(one.tokens_per_s_per_device)} per device"
-    yield "step", f"{format_seconds(one.step_time_s)}, {format_fraction(one.bubble_fraction)} of it bubble"
-    yield "tokens/s", f"{format_count(one.tokens_per_s)}, {per_device}"
-    yield "TFLOP/s", f"{one.tflops_per_device:.1f} per device, MFU {_mfu_text(one)}"
-    if one.model.architecture is not None:
+    per_device = f"{format_count(prediction.tokens_per_s_per_device)} per device"
+    yield (
+        "step",
+        f"{format_seconds(prediction.step_time_s)}, {format_fraction(prediction.bubble_fraction)} of it bubble",
+    )
+    yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
+    yield "TFLOP/s", f"{prediction.tflops_per_device:.1f} per device, MFU {_mfu_text(prediction)}"
+    if prediction.model.architecture is not None:
         yield "layers", "plugin layers, predicted from the kernels of their forward, unmeasured"
-    yield "fits", _fits(one)
-    yield from _memory_fixes(one)
-    yield "cost", _cost(one)
+    yield "fits", _fits(prediction)
+    yield from _memory_fixes(prediction)
+    yield "cost", _cost(prediction)
 
 
-def _mfu_text(one: Prediction) -> str:
-    if one.mfu is not None:
-        return format_fraction(one.mfu)
-    return f"N/A ({one.cluster.device.why_unknown})"
+def _mfu_text(prediction: Prediction) -> str:
+    if prediction.mfu is not None:
+        return format_fraction(prediction.mfu)
+    return f"N/A ({prediction.cluster.device.why_unknown})"
 
 
-def _fits(one: Prediction) -> str:
-    if not one.memory:
+def _fits(prediction: Prediction) -> str:
+    """Return if the plan fits, and what the fullest rank holds."""
+    if not prediction.memory:
         return "N/A (this plan's memory can't be predicted yet)"
-    limits = {rank.rank: one.cluster.group_of(rank.rank).device.memory_bytes for rank in one.memory}
-    fullest = max(one.memory, key=lambda rank: rank.total / (limits[rank.rank] or 1))
+    limits = {rank.rank: prediction.cluster.group_of(rank.rank).device.memory_bytes for rank in prediction.memory}
+    fullest = max(prediction.memory, key=lambda rank: rank.total / (limits[rank.rank] or 1))
     limit = limits[fullest.rank]
     if limit is None:
         return f"N/A (the device's memory is unknown); the fullest rank, {fullest.rank}, holds {_size(fullest)}"
-    answer = "yes" if one.fits else "NO"
-    hosts = (rank for rank in one.forecast.ranks if rank.exceeds_host_memory)
+    answer = "yes" if prediction.fits else "NO"
+    hosts = (rank for rank in prediction.forecast.ranks if rank.exceeds_host_memory)
     too_much = max(hosts, key=lambda rank: rank.host_bytes, default=None)
     host = ""
     if too_much is not None:
@@ -64,26 +70,30 @@ def _fits(one: Prediction) -> str:
     return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}{host}"
 
 
-def _memory_fixes(one: Prediction) -> Iterator[tuple[str, str]]:
+def _memory_fixes(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """Yield the largest memory terms and possible changes of a plan that doesn't fit."""
-    if one.fits is not False:
+    if prediction.fits is not False:
         return
     terms = ", ".join(
-        f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in one.forecast.fullest.largest_terms
+        f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in prediction.forecast.fullest.largest_terms
     )
-    yield "largest", f"{terms}; most at {one.forecast.fullest.peak_instruction}"
-    for change in one.memory_fixes:
-        slower = change.value / one.step_time_s - 1
-        name, size = format_plan_name(change.plan), format_bytes(change.memory.fullest.terms.total)
+    yield "largest", f"{terms}; most at {prediction.forecast.fullest.peak_instruction}"
+    for change in prediction.memory_fixes:
+        slower = change.value / prediction.step_time_s - 1
+        name = format_plan_name(change.plan)
+        size = format_bytes(change.memory.fullest.terms.total)
         yield "change", f"{', '.join(change.changes)}: {name} holds {size}, step {slower:+.0%}"
-    if not one.memory_fixes:
+    if not prediction.memory_fixes:
         yield "change", "no change that was tried makes it fit on this many devices"
 
 
-def _cost(one: Prediction) -> str:
-    tokens = one.workload.tokens_per_step
-    usd = "N/A" if one.usd_per_step is None else f"${one.usd_per_step / tokens * 1e9:,.2f}"
-    energy = "N/A" if one.joules_per_step is None else f"{one.joules_per_step / tokens / 3.6e6 * 1e9:,.1f} kWh"
+def _cost(prediction: Prediction) -> str:
+    """Return dollars and energy per 10⁹ tokens."""
+    tokens = prediction.workload.tokens_per_step
+    usd = "N/A" if prediction.usd_per_step is None else f"${prediction.usd_per_step / tokens * 1e9:,.2f}"
+    energy = (
+        "N/A" if prediction.joules_per_step is None else f"{prediction.joules_per_step / tokens / 3.6e6 * 1e9:,.1f} kWh"
+    )
     return f"{usd} and {energy} for 10⁹ tokens"
 
 

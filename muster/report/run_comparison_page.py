@@ -12,7 +12,7 @@ from muster.report.prediction import TableRow, html_table
 from muster.report.run_comparison import RunComparison, RunFigures, loss_by_tokens
 from muster.spec.plan_name import format_plan_name
 
-_LONGEST = 60
+_MAX_CHARACTERS = 60
 """Most characters shown of a value."""
 
 Formatter = Callable[[Any], str]
@@ -26,7 +26,7 @@ def comparison_page(found: RunComparison) -> str:
         title,
         element("header", element("h1", title)),
         section("Loss over tokens", _chart(found)),
-        section("What they came to", _wide(figure_rows(found), "Final figures")),
+        section("What they came to", _scrolling_table(figure_rows(found), "Final figures")),
         section("What differs", _differences(found)),
         section("The runs and their plans", description_list(plans, "facts")),
     )
@@ -48,13 +48,13 @@ def figure_rows(found: RunComparison) -> list[TableRow]:
         ("ranks", "ranks", str),
     )
     head = ("", *(run.name for run in found.runs))
-    rows = [(label, *map(words, _values(found.figures, key))) for label, key, words in shown if _known(found, key)]
+    rows = [(label, *map(words, _values(found.figures, key))) for label, key, words in shown if _is_known(found, key)]
     return [head, *rows]
 
 
 def difference_rows(found: RunComparison) -> list[TableRow]:
     """Return a header and a row for each key that differs, a column for each run."""
-    rows = [(one.key, *map(_word, one.values)) for one in found.differences]
+    rows = [(one.key, *map(_value_text, one.values)) for one in found.differences]
     return [("", *(run.name for run in found.runs)), *rows]
 
 
@@ -77,10 +77,10 @@ def _chart(found: RunComparison) -> Html:
 def _differences(found: RunComparison) -> Html:
     if not found.differences:
         return element("p", "Nothing: their configurations and plans are the same.")
-    return _wide(difference_rows(found), "Keys that differ")
+    return _scrolling_table(difference_rows(found), "Keys that differ")
 
 
-def _wide(rows: Sequence[TableRow], label: str) -> Html:
+def _scrolling_table(rows: Sequence[TableRow], label: str) -> Html:
     """Return a table that scrolls sideways within its box where there are many runs."""
     return element("div", html_table(rows), class_="wide", tabindex="0", role="region", aria_label=label)
 
@@ -89,12 +89,12 @@ def _values(figures: Sequence[RunFigures], key: str) -> list[Any]:
     return [getattr(one, key) for one in figures]
 
 
-def _known(found: RunComparison, key: str) -> bool:
+def _is_known(found: RunComparison, key: str) -> bool:
     return any(value is not None for value in _values(found.figures, key))
 
 
-def _word(value: object) -> str:
+def _value_text(value: object) -> str:
     if value is None:
         return "–"
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"

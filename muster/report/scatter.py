@@ -9,7 +9,7 @@ from muster.report.html import Html, element, join
 from muster.report.palette import SERIES
 from muster.report.scales import Scale, fit_scale, log_scale
 
-_SPAN = 10_000
+_VIEW_BOX = 10_000
 """Width and height of the inner SVG in its own units."""
 _ROW_PX = 26
 """Height of one row of a strip plot."""
@@ -54,8 +54,8 @@ def draw_strip_plot(key: str, title: str, description: str, names: Sequence[str]
     count = len(names)
     places = [(scale.fraction(dot.x), (dot.y + 0.5) / count) for dot in dots]
     grid = [_x_tick(scale, tick, label) for tick, label in zip(scale.ticks, scale.labels, strict=True)]
-    zero = scale.fraction(0.0) * _SPAN
-    line = element("path", d=f"M{zero:.0f} 0V{_SPAN}", class_="axis", vector_effect="non-scaling-stroke")
+    zero = scale.fraction(0.0) * _VIEW_BOX
+    line = element("path", d=f"M{zero:.0f} 0V{_VIEW_BOX}", class_="axis", vector_effect="non-scaling-stroke")
     picture = _figure(key, title, description, join(*grid), line, dots, places, "", height_px=count * _ROW_PX)
     rows = element("div", *(element("div", name) for name in names), class_="strip-names")
     return element("div", rows, picture, class_="strip")
@@ -72,16 +72,23 @@ def _figure(
     style: str,
     height_px: int | None = None,
 ) -> Html:
+    """Return a figure with a grid, lines and one path of dots for each colour."""
     colours = sorted({dot.colour for dot in dots})
     marks = []
     for colour in colours:
         shown = [place for dot, place in zip(dots, places, strict=True) if dot.colour == colour]
-        path = "".join(f"M{_SPAN * x:.0f} {_SPAN * y:.0f}h0" for x, y in shown)
+        path = "".join(f"M{_VIEW_BOX * x:.0f} {_VIEW_BOX * y:.0f}h0" for x, y in shown)
         marks.append(
             element("path", d=path, class_=f"mark dots run-{colour % len(SERIES)}", vector_effect="non-scaling-stroke")
         )
     inner = element(
-        "svg", lines, *marks, viewBox=f"0 0 {_SPAN} {_SPAN}", preserveAspectRatio="none", width="100%", height="100%"
+        "svg",
+        lines,
+        *marks,
+        viewBox=f"0 0 {_VIEW_BOX} {_VIEW_BOX}",
+        preserveAspectRatio="none",
+        width="100%",
+        height="100%",
     )
     frame = element("rect", width="100%", height="100%", class_="frame")
     svg = element(
@@ -103,11 +110,14 @@ def _figure(
 
 def _line(start: tuple[float, float], end: tuple[float, float], scale: Scale, style: str) -> Html:
     """Return a straight line in axis values; the frame cuts off the rest."""
-    points = [f"{_SPAN * _free(scale, x):.0f} {_SPAN * (1 - _free(scale, y)):.0f}" for x, y in (start, end)]
+    points = [
+        f"{_VIEW_BOX * _log_position(scale, x):.0f} {_VIEW_BOX * (1 - _log_position(scale, y)):.0f}"
+        for x, y in (start, end)
+    ]
     return element("path", d="M" + "L".join(points), class_=style, vector_effect="non-scaling-stroke")
 
 
-def _free(scale: Scale, value: float) -> float:
+def _log_position(scale: Scale, value: float) -> float:
     """Return the position of a value on a logarithmic axis, unclamped."""
     return math.log(value / scale.low) / math.log(scale.high / scale.low)
 
@@ -145,6 +155,7 @@ tbody th{overflow-wrap:anywhere}
 .strip-names div{height:26px;line-height:26px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 @media (max-width:560px){.strip{grid-template-columns:118px minmax(0,1fr);gap:8px}}
 """
+"""Style of scatter plots."""
 
 SCRIPT = """
 for (const plane of document.querySelectorAll('.plane')) {
@@ -162,3 +173,4 @@ for (const plane of document.querySelectorAll('.plane')) {
   plane.addEventListener('pointerleave', () => hide());
 }
 """
+"""Script that shows the label of the dot nearest to the pointer."""

@@ -18,6 +18,7 @@ MAX_LINES = 60
 """Most lines of a grid with names. A longer schedule gets one page of single letters: each is the pass in the middle
 of its column."""
 MAX_RANKS = 32
+"""Most ranks in a grid."""
 _FILLINGS = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "_"}
 """Filling of a box after its name, which distinguishes kinds without colour."""
 _LETTERS: dict[str, str] = {Kind.EMB_F: "E", Kind.EMB_W: "EW"}
@@ -32,6 +33,7 @@ _NAMES = {
     Kind.T: "backward of logits",
     Kind.EMB_W: "backward of embedding",
 }
+"""Kinds in the legend."""
 
 
 def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
@@ -39,9 +41,9 @@ def schedule_summary(schedule: Schedule, timing: Timing) -> Text:
     text = Text(f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_micro_batches} micro-batches")
     text.append(f", {schedule.chunks} stages per rank" if schedule.chunks > 1 else "")
     text.append(f", {schedule.replicas} replicas" if schedule.replicas > 1 else "")
-    text.append(f"\nmakespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g} ({_bubble_part(timing)} of it)")
-    text.append(f"\nspan bubble by rank: {_each(timing.span_bubble_s)}")
-    text.append(f"\npeak activations by rank: {_each(timing.peak_activation)}\n")
+    text.append(f"\nmakespan {timing.makespan_s:.6g}, bubble {timing.bubble_s:.6g} ({_bubble_fraction(timing)} of it)")
+    text.append(f"\nspan bubble by rank: {_by_rank(timing.span_bubble_s)}")
+    text.append(f"\npeak activations by rank: {_by_rank(timing.peak_activation)}\n")
     return text
 
 
@@ -54,16 +56,16 @@ def schedule_comparison(made: Sequence[tuple[Schedule, Timing]]) -> Table:
     for schedule, timing in made:
         times = (f"{time_s:.6g}" for time_s in (timing.makespan_s, timing.bubble_s))
         table.add_row(
-            schedule.name, str(schedule.chunks), *times, _bubble_part(timing), f"{max(timing.peak_activation):g}"
+            schedule.name, str(schedule.chunks), *times, _bubble_fraction(timing), f"{max(timing.peak_activation):g}"
         )
     return table
 
 
-def _bubble_part(timing: Timing) -> str:
+def _bubble_fraction(timing: Timing) -> str:
     return format_fraction(timing.bubble_s / timing.makespan_s)
 
 
-def _each(values: Sequence[float]) -> str:
+def _by_rank(values: Sequence[float]) -> str:
     """Return the values of all ranks, or their range where there are many."""
     words = [f"{round(value, 9):.6g}" for value in values]
     if len(set(words)) == 1:
@@ -117,7 +119,8 @@ def _scale_of(schedule: Schedule, timing: Timing, columns: int, max_pages: int) 
         for begin_s, end_s in zip(begins, ends, strict=True)
     )
     shortest_s = min((duration_s for duration_s in durations_s if duration_s > 1e-9 * timing.makespan_s), default=1.0)
-    per_s, page = name / shortest_s, max(name, columns // name * name)
+    per_s = name / shortest_s
+    page = max(name, columns // name * name)
     pages = -(-round(timing.makespan_s * per_s) // page)
     if pages > max(1, max_pages):
         return _Scale(columns / timing.makespan_s, columns, 1, False)
@@ -132,7 +135,8 @@ def _row(schedule: Schedule, timing: Timing, rank: int, columns: Sequence[int], 
     for time_s in ((column + 0.5) / scale.columns_per_s for column in columns):
         index = bisect_right(begins, time_s) - 1
         passes.append(index if index >= 0 and time_s < ends[index] else -1)
-    text, column = Text(), 0
+    text = Text()
+    column = 0
     while column < len(passes):
         end = column + 1
         while end < len(passes) and passes[end] == passes[column]:
@@ -153,6 +157,7 @@ def _letters(kind: Kind) -> str:
 
 
 def _box(kind: Kind, name: str, odd: bool, length: int) -> Text:
+    """Return a box: the name, or the kind's letters alone, on the kind's colour."""
     paint = paint_of(kind)
     name = name if len(name) <= length else _letters(kind)[:length]  # half a number would be another number
     name = name.ljust(length, _FILLINGS.get(kind, " "))

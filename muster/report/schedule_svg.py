@@ -56,8 +56,10 @@ def _passes(schedule: Schedule, timing: Timing, rank: int) -> Iterator[tuple[Act
 
 
 def _legend(schedule: Schedule) -> Html:
+    """Return the colours that occur with their names."""
     found = {action.kind for order in schedule.ranks for action in order}
-    parts, at_px = [], _LEFT_PX
+    parts = []
+    at_px = _LEFT_PX
     for paint in PAINTS:
         if found.intersection(paint.kinds):
             parts.append(element("rect", x=at_px, y=56, width=14, height=12, **fill_attributes(paint)))
@@ -69,6 +71,7 @@ def _legend(schedule: Schedule) -> Html:
 
 
 def _axis(timing: Timing, scale_px: float, height_px: int) -> Html:
+    """Return the time axis."""
     length_s = timing.makespan_s
     if not length_s:
         return Html("")
@@ -85,11 +88,13 @@ def _row(schedule: Schedule, timing: Timing, rank: int, scale_px: float) -> Html
     """Return a path for each colour, with gaps between boxes, and the numbers on them."""
     held = [stage for stage, holder in enumerate(schedule.placement) if holder == rank]
     top_px = _TOP_PX + _ROW_PX * rank
-    middle_px, width_px = top_px + _ROW_PX / 2, timing.makespan_s * scale_px
+    middle_px = top_px + _ROW_PX / 2
+    width_px = timing.makespan_s * scale_px
     pieces: defaultdict[tuple[Paint, bool], list[str]] = defaultdict(list)
     numbers: defaultdict[tuple[Paint, bool], list[Html]] = defaultdict(list)
     for action, begin_s, end_s in _passes(schedule, timing, rank):
-        colour, number = (paint_of(action.kind), held.index(action.stage) % 2 == 1), str(action.micro_batch)
+        colour = (paint_of(action.kind), held.index(action.stage) % 2 == 1)
+        number = str(action.micro_batch)
         left_px, box_px = _LEFT_PX + begin_s * scale_px, (end_s - begin_s) * scale_px
         gap_px = 1.0 if box_px > 6 else 0.0
         pieces[colour].append(f"M{left_px:.1f} {middle_px:g}h{box_px - gap_px:.1f}")

@@ -16,10 +16,12 @@ _LIGHT = (
     ".end{text-anchor:end}.number text{font-size:11px;text-anchor:middle}.idle{stroke:#eceef1}"
     ".grid{stroke:#d5d9df}.line{stroke:#5c6370}path{fill:none}"
 )
+"""Rules for light backgrounds."""
 _DARK = (
     f"svg{{fill:{_DARK_INK}}}.paper{{fill:{_DARK_PAPER}}}.quiet{{fill:#a0a6af}}.idle{{stroke:#23272d}}"
     ".grid{stroke:#363b43}.line{stroke:#a0a6af}"
 )
+"""Rules for dark mode."""
 
 
 def standalone_svg(title: str, facts: str, body: str, width_px: float, height_px: float) -> Html:
@@ -65,7 +67,8 @@ def _dark_rules(body: str) -> str:
     rules = []
     for paint in PAINTS:
         for pale in (False, True):
-            name, colour = _name(paint, pale), mix(paint.dark, _DARK_PAPER) if pale else paint.dark
+            name = _name(paint, pale)
+            colour = mix(paint.dark, _DARK_PAPER) if pale else paint.dark
             text = _DARK_INK if pale else paint.dark_text
             values = {"s": f"stroke:{colour}", "f": f"fill:{colour}", "t": f"fill:{text}"}
             rules += [f".{kind}-{name}{{{rule}}}" for kind, rule in values.items() if f"{kind}-{name}" in used]

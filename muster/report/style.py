@@ -93,6 +93,7 @@ footer{margin-top:56px;color:var(--quiet);font-size:13px}
  table{font-size:13px}th,td{padding-left:8px}.wide th,.wide td{padding-left:10px}
  .wide tbody th:first-child{white-space:normal;overflow-wrap:anywhere;min-width:110px}}
 """
+"""Rules of all pages, in terms of colour variables."""
 
 _LIGHT = {
     "paper": "#fcfbf9",
@@ -104,6 +105,7 @@ _LIGHT = {
     "idle": "#e9e6e0",
     "alarm": "#b3261e",
 }
+"""Colour variables of light mode."""
 _DARK = {
     "paper": "#14161a",
     "leaf": "#1c1f24",
@@ -114,6 +116,7 @@ _DARK = {
     "idle": "#272b32",
     "alarm": "#ff8a80",
 }
+"""Colour variables of dark mode."""
 
 
 def style_sheet() -> str:
@@ -126,7 +129,8 @@ def style_sheet() -> str:
         rules.append(f".paint-{paint.key}{{stroke:var(--{paint.key})}}")
         rules.append(f".on-{paint.key}{{fill:var(--{paint.key}-text);background:var(--{paint.key})}}")
     for index, (on_light, on_dark) in enumerate(SERIES):
-        light[f"run-{index}"], dark[f"run-{index}"] = on_light, on_dark
+        light[f"run-{index}"] = on_light
+        dark[f"run-{index}"] = on_dark
         rules.append(f".run-{index}{{stroke:var(--run-{index});color:var(--run-{index})}}")
     dark_rule = f"@media (prefers-color-scheme:dark){{:root{{{_names(dark)}}}}}"
     return f":root{{{_names(light)}}}{dark_rule}{_BASE}{''.join(rules)}"
@@ -215,3 +219,4 @@ function readPath(path) {
     boxes: boxes.map(match => [Number(match[1]), Number(match[3])]), names: path.dataset.boxes.split(' ')};
 }
 """
+"""Script of the pointer's read-outs for charts and timelines."""

@@ -26,6 +26,7 @@ from muster.spec.plan_name import format_plan_name
 from muster.spec.workload import Workload
 
 _STAGES_IN_FULL = 8
+"""Most stages listed one by one."""
 _FILLINGS = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "_"}
 """Filling of a box after its name, which distinguishes kinds without colour."""
 
@@ -58,7 +59,7 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
         ("ranks", _degrees(plan)),
         *(("stages" if i == 0 else "", line) for i, line in enumerate(_stages(plan, model.num_layers))),
         ("schedule", f"{plan.schedule}, {_plural(n_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"),
-        *([("shares", _shares(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
+        *([("shares", _micro_batch_groups(plan, n_micro_batches))] if plan.uneven_micro_batches else []),
         ("storage", _storage(plan, model.num_layers)),
         (
             "step",
@@ -69,15 +70,17 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
 
 
 def _degrees(plan: Plan) -> str:
+    """Return the world size as a product of degrees."""
     if not plan.is_uniform:
         return f"{plan.world_size}, unequal stages"
     degrees = [f"{axis} {getattr(plan, axis)}" for axis in MESH_AXES if getattr(plan, axis) > 1]
     return f"{plan.world_size}" + (f" = {' × '.join(degrees)}" if degrees else "")
 
 
-def _shares(plan: Plan, most: int) -> str:
+def _micro_batch_groups(plan: Plan, most: int) -> str:
     """Return the numbers of micro-batches of all data-parallel ranks, by groups with equal numbers."""
-    ranks, part = plan.mesh(0).dp_size, most // max(plan.uneven_micro_batches)
+    ranks = plan.mesh(0).dp_size
+    part = most // max(plan.uneven_micro_batches)
     width = ranks // len(plan.uneven_micro_batches)
     counts = ", ".join(str(part * n) for n in plan.uneven_micro_batches)
     return f"micro-batches of {width} data-parallel ranks each: {counts}"
@@ -93,6 +96,7 @@ def _stages(plan: Plan, num_layers: int) -> list[str]:
 
 
 def _stage(plan: Plan, stage: int, num_layers: int) -> str:
+    """Return a stage with its layers, embedding, head and vocabulary shard."""
     layers = plan.layers(stage, num_layers)
     parts = ["embedding"] if plan.is_first(stage) and not plan.vocab_parallel else []
     if len(layers) == 1:
@@ -115,10 +119,10 @@ def _storage(plan: Plan, num_layers: int) -> str:
 
 
 def _strategy(strategy: LayerStrategy) -> str:
-    return f"{strategy.zero}, {_or_no(strategy.recompute, 'recompute')}, {_or_no(strategy.offload, 'offload')}"
+    return f"{strategy.zero}, {_mode_text(strategy.recompute, 'recompute')}, {_mode_text(strategy.offload, 'offload')}"
 
 
-def _or_no(choice: str, what: str) -> str:
+def _mode_text(choice: str, what: str) -> str:
     return f"no {what}" if choice == "none" else f"{choice} {what}"
 
 
@@ -155,11 +159,13 @@ def gantt_text(timeline: Timeline, width: int = 80) -> Text:
 
 def _grid_row(rows: TimelineRows, rank: int, columns: int) -> Text:
     """Return one row of the grid: stretches of columns that belong to the same event."""
-    compute = _owners(rows.events.get((rank, "compute"), []), rows, columns)
-    waiting_for = _owners(rows.events.get((rank, "collective"), []), rows, columns)
-    text, column = Text(), 0
+    compute = _column_events(rows.events.get((rank, "compute"), []), rows, columns)
+    waiting_for = _column_events(rows.events.get((rank, "collective"), []), rows, columns)
+    text = Text()
+    column = 0
     while column < columns:
-        event, other = compute[column], waiting_for[column]
+        event = compute[column]
+        other = waiting_for[column]
         end = column + 1
         while end < columns and compute[end] is event and (event is not None or waiting_for[end] is other):
             end += 1
@@ -168,10 +174,11 @@ def _grid_row(rows: TimelineRows, rank: int, columns: int) -> Text:
     return text
 
 
-def _owners(events: Sequence[Event], rows: TimelineRows, columns: int) -> list[Event | None]:
+def _column_events(events: Sequence[Event], rows: TimelineRows, columns: int) -> list[Event | None]:
     """Return for each column the event that fills most of it; None where less than half is filled."""
     owners: list[Event | None] = [None] * columns
-    largest, taken = [0.0] * columns, [0.0] * columns
+    largest = [0.0] * columns
+    taken = [0.0] * columns
     scale = columns / rows.length_s
     for event in events:
         start, end = (event.start_s - rows.start_s) * scale, (event.end_s - rows.start_s) * scale
@@ -179,13 +186,16 @@ def _owners(events: Sequence[Event], rows: TimelineRows, columns: int) -> list[E
             part = min(end, column + 1) - max(start, column)
             taken[column] += part
             if part > largest[column]:
-                owners[column], largest[column] = event, part
+                owners[column] = event
+                largest[column] = part
     return [owner if part >= 0.5 else None for owner, part in zip(owners, taken, strict=True)]
 
 
 def _box(event: Event | None, other: Event | None, length: int) -> Text:
+    """Return a box of an event, of a collective that is waited for, or of idle time."""
     if event is not None:
-        kind, paint = event.action.kind, paint_of(event.action.kind)
+        kind = event.action.kind
+        paint = paint_of(event.action.kind)
         name = f"{kind}{event.action.micro_batch}" if event.action.micro_batch >= 0 else kind
         name = name if len(name) <= length else kind[:length]  # half a number would be another number
         return Text(name.ljust(length, _FILLINGS.get(kind, " ")), f"{paint.light_text} on {paint.light}")

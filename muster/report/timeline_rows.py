@@ -10,6 +10,7 @@ from muster.simulate.breakdown import breakdown
 from muster.simulate.timeline import Event, Timeline
 
 MAX_EVENTS = 30_000
+"""Most events that are drawn."""
 MAX_RANKS = 64
 """Most ranks that are drawn. A timeline with more ranks or events is sampled by rank, so that a report stays small."""
 
@@ -41,7 +42,8 @@ def timeline_rows(timeline: Timeline) -> TimelineRows:
     events = [event for event in timeline.events if event.end_s > event.start_s]
     most = min(MAX_RANKS, timeline.num_ranks * MAX_EVENTS // max(1, len(events)))
     ranks = evenly_spaced(timeline.num_ranks, max(2, most))
-    shown, by_lane = set(ranks), defaultdict(list)
+    shown = set(ranks)
+    by_lane = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start_s):
         if event.rank in shown:
             by_lane[event.rank, event.lane].append(event)

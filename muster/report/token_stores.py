@@ -6,7 +6,8 @@ from typing import Any
 
 def store_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return the lines printed by `muster data inspect` and `prepare`."""
-    lengths, tokens = facts["document_tokens"], facts["tokens"]
+    lengths = facts["document_tokens"]
+    tokens = facts["tokens"]
     lines = [
         f"store       {facts['store']}",
         f"source      {facts['source']}",

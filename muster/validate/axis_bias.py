@@ -15,6 +15,7 @@ from muster.validate.comparison import RowResult
 from muster.validate.sweeps import distinct_plans, sweep_groups
 
 _AXES = ("tp", "pp", "vpp", "cp", "ep", "micro-batch", "sp", "zero", "recompute")
+"""Axes on which layouts are compared."""
 _RECOMPUTE = ("none", "core_attention", "elementwise", "every_second_matmul", "full")
 """Recompute modes from the least to the most recomputation."""
 
@@ -42,13 +43,13 @@ def axis_biases(results: Iterable[RowResult]) -> list[AxisBias]:
     for group in sweep_groups(results).values():
         timed = [(_layout(result), log(1 + result.error)) for result in distinct_plans(group) if result.is_predicted]
         for axis in range(len(_AXES)):
-            for alike in _alike(timed, axis):
-                for (one, before), (other, after) in pairwise(alike):
-                    changes[axis, one[axis], other[axis]].append(100 * (after - before))
+            for alike in _groups_along(timed, axis):
+                for (earlier, before), (later, after) in pairwise(alike):
+                    changes[axis, earlier[axis], later[axis]].append(100 * (after - before))
     return [
         AxisBias(
             _AXES[axis],
-            f"{_word(axis, one)} → {_word(axis, other)}",
+            f"{_axis_value_text(axis, one)} → {_axis_value_text(axis, other)}",
             len(found),
             mean(found),
             sum(d > 0 for d in found),
@@ -58,10 +59,12 @@ def axis_biases(results: Iterable[RowResult]) -> list[AxisBias]:
 
 
 _Layout = tuple[int | str, ...]
+"""Values of a layout by axis."""
 _Timed = Sequence[tuple[_Layout, float]]
+"""Layouts with the logarithm of their predicted over measured step time."""
 
 
-def _alike(timed: _Timed, axis: int) -> Iterable[_Timed]:
+def _groups_along(timed: _Timed, axis: int) -> Iterable[_Timed]:
     """Return groups of layouts that differ in that axis alone, sorted by it."""
     found: dict[_Layout, dict[_Layout, float]] = defaultdict(dict)
     for layout, error in timed:
@@ -78,7 +81,7 @@ def _layout(result: RowResult) -> _Layout:
     return *degrees, int(strategy.sp), strategy.zero, _RECOMPUTE.index(strategy.recompute)
 
 
-def _word(axis: int, value: object) -> str:
+def _axis_value_text(axis: int, value: object) -> str:
     if _AXES[axis] == "sp":
         return "yes" if value else "no"
     return _RECOMPUTE[value] if _AXES[axis] == "recompute" and isinstance(value, int) else str(value)

@@ -35,12 +35,14 @@ from muster.validate.term_parsing import (
     parse_yes_no,
 )
 
-_WITHOUT_SCORES_FROM = 16_384
+_MIN_FLASH_ONLY_SEQ_LEN = 16_384
 """Sequence length from which attention that writes its scores is no choice: they alone would fill a device."""
 _MOST_PASSES = 10**6
 """Most passes (stages × micro-batches, forward and backward) of a simulated case; more would take minutes."""
-_SPREAD = ("vocab-1", "vocab-2")
-_WRITTEN: tuple[AttentionKernel, ...] = ("fused", "unfused")
+_VOCAB_PARALLEL = ("vocab-1", "vocab-2")
+"""Vocabulary-parallel methods (arXiv:2411.05288)."""
+_SCORE_WRITING_KERNELS: tuple[AttentionKernel, ...] = ("fused", "unfused")
+"""Attention kernels that write the scores to memory."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,13 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
     if row.global_batch is None or row.seq_len is None:
         raise UnpredictableRowError("global_batch is empty")
     workload = Workload(seq_len=row.seq_len, global_batch_size=row.global_batch)
-    open_columns = dict(_open(row, source, model, degrees))
-    cases, refused = [], ""
+    open_columns = dict(_open_choices(row, source, model, degrees))
+    cases = []
+    refused = ""
     for values in product(*open_columns.values()):
         chosen = dict(zip(open_columns, values, strict=True))
         case = _case(row, source, model, degrees, chosen)
-        wrong = _wrong(case.plan, model, workload, row)
+        wrong = _mismatch(case.plan, model, workload, row)
         refused = refused or wrong
         if not wrong:
             cases.append(case)
@@ -94,6 +97,8 @@ def row_inputs(row: MeasurementRow) -> RowInputs:
 
 @dataclass(frozen=True)
 class _Degrees:
+    """Parallel degrees of a row."""
+
     tp: int
     pp: int
     cp: int
@@ -105,7 +110,8 @@ def _degrees(row: MeasurementRow) -> _Degrees:
     """Return the degrees: an empty cp or ep is 1, an empty dp follows from the others. Their product must be n_gpus."""
     if row.tp is None or row.pp is None or row.n_gpus is None:
         raise UnpredictableRowError(f"{'tp' if row.tp is None else 'pp'} is empty")
-    cp, ep = row.cp or 1, row.ep or 1
+    cp = row.cp or 1
+    ep = row.ep or 1
     dp = row.dp or row.n_gpus // (row.tp * row.pp * cp)
     if row.tp * row.pp * cp * dp != row.n_gpus:
         given = f"tp {row.tp} × pp {row.pp} × cp {cp} × dp {dp}"
@@ -117,7 +123,7 @@ def _degrees(row: MeasurementRow) -> _Degrees:
 # Choices
 
 
-def _open(
+def _open_choices(
     row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees
 ) -> Iterator[tuple[str, Sequence[object]]]:
     """Yield for each column that a plan needs its choices, the default first; a single one where the row states it."""
@@ -149,7 +155,7 @@ def _kernels(row: MeasurementRow) -> tuple[AttentionKernel | None, ...]:
     assert row.seq_len is not None
     if row.attn_kernel:
         return (parse_attention_kernel(row.attn_kernel),)
-    return (None,) if row.seq_len >= _WITHOUT_SCORES_FROM else (None, "fused")
+    return (None,) if row.seq_len >= _MIN_FLASH_ONLY_SEQ_LEN else (None, "fused")
 
 
 def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: _Degrees) -> Sequence[int]:
@@ -175,20 +181,23 @@ def _chunks(row: MeasurementRow, pipeline: ScheduleTerms, model: ModelSpec, at: 
 def _case(
     row: MeasurementRow, source: MeasurementSource, model: ModelSpec, at: _Degrees, chosen: dict[str, object]
 ) -> RowCase:
+    """Return the case for one choice of each open column."""
     pipeline = parse_schedule(row.schedule)
-    software = _software(row, source, chosen["attn_kernel"])
+    software = _framework(row, source, chosen["attn_kernel"])
     sharding = parse_sharding(row.zero) or parse_sharding(source.usual.get("zero", "ZeRO-1")) or Sharding("z1", None)
     group = min(sharding.group or at.dp, at.dp)
     if at.dp % group:
         raise UnpredictableRowError(f"zero '{row.zero}': groups of {group} don't divide dp {at.dp}")
-    vpp, recompute, sp = chosen["vpp"], chosen["recompute"], bool(chosen["sp"])
+    vpp = chosen["vpp"]
+    recompute = chosen["recompute"]
+    sp = bool(chosen["sp"])
     assert isinstance(vpp, int)
     strategy = LayerStrategy(
         zero=sharding.zero,
         sp=sp,
         tp_overlap="async_tp" if software.async_tp and sp else "none",
         recompute=recompute,  # type: ignore[arg-type]
-        attention="unfused" if software.attention in _WRITTEN else "flash",
+        attention="unfused" if software.attention in _SCORE_WRITING_KERNELS else "flash",
     )
     named = pipeline.schedule if pipeline.schedule not in (None, "interleaved", "1f1b") else None
     plan = _plan(
@@ -211,16 +220,17 @@ def _case(
 
 
 def _plan(**fields: object) -> Plan:
+    """Validate a plan. Raises UnpredictableRowError with the first problem."""
     try:
         return Plan.model_validate(fields)
     except ValidationError as error:
         raise UnpredictableRowError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
-def _software(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
+def _framework(row: MeasurementRow, source: MeasurementSource, kernel: object) -> FrameworkTraits:
     """Return the source's framework traits, changed by the row's kernels, compilation and overlap."""
     fields: dict[str, object] = {"attention": kernel, **source.software}
-    if re.search(r"\d", row.attn_kernel) or kernel in _WRITTEN:
+    if re.search(r"\d", row.attn_kernel) or kernel in _SCORE_WRITING_KERNELS:
         fields["attention"] = kernel  # the row itself says which generation
     if compiled := parse_yes_no(row.compile, "compile"):
         fields["fused_elementwise"] = True
@@ -243,8 +253,8 @@ def _vocabulary(
     """Return the plan fields for the placement of layers, embedding and head on the pipeline."""
     how = pipeline.vocabulary
     if how in ("", "baseline"):
-        return _dealt(model.num_layers, row.pp or 1) if source.deals_ends else {}
-    if how in _SPREAD:
+        return _stages_with_counted_ends(model.num_layers, row.pp or 1) if source.deals_ends else {}
+    if how in _VOCAB_PARALLEL:
         return {"vocab_parallel": True}
     counts = source.stages.get(how, {}).get(model.vocab_size)
     if counts is None:
@@ -254,7 +264,7 @@ def _vocabulary(
     return {"stages": tuple(StageSpec(layers=count) for count in counts)}
 
 
-def _dealt(num_layers: int, pp: int) -> dict[str, object]:
+def _stages_with_counted_ends(num_layers: int, pp: int) -> dict[str, object]:
     """Return the layers of each stage where the embedding counts as a layer before them, and the last norm and the
     head as two after them."""
     least, over = divmod(num_layers + 3, pp)
@@ -266,7 +276,7 @@ def _dealt(num_layers: int, pp: int) -> dict[str, object]:
     return {"stages": tuple(StageSpec(layers=count) for count in counts)}
 
 
-def _wrong(plan: Plan, model: ModelSpec, workload: Workload, row: MeasurementRow) -> str:
+def _mismatch(plan: Plan, model: ModelSpec, workload: Workload, row: MeasurementRow) -> str:
     """Return the reason why the plan can't be the row's; empty where it can."""
     for problem in plan_violations(plan, model, workload, plan.world_size):
         return problem

@@ -13,10 +13,13 @@ from muster.validate.table import MeasurementRow
 _FAMILY = re.compile(
     r"(gb300|gb200|b300|b200|h200|h100|h800|a100|a800|v100|mi\d{3}x?|l40s|rtx[ -]?4090|4090|tpu[ -]?v\d\w?)(?!\d)"
 )
+"""Device families in the free text of a `gpu` cell."""
 
 _GBIT_PER_S = 1e9 / 8
 _RATE = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(gbps|gb/s|gbit/s|gb|gbytes/s)", re.IGNORECASE)
+"""Count, rate and unit in an `inter_link` cell."""
 _NETWORK_NAMES = ("infiniband", "roce", "omni-path", "ethernet")
+"""Networks suggested in error messages."""
 _NETWORKS = r"infiniband|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink|^(none|n/?a|-)$"
 """Networks that a cell may name without a rate; the device's default rate applies then."""
 _BY_RATE = {
@@ -25,6 +28,7 @@ _BY_RATE = {
     "omni-path": {100: "omnipath"},
     "ethernet": {10: "eth-10g", 25: "eth-25g", 100: "eth-100g", 400: "eth-400g"},
 }
+"""Links of the catalogue by kind and Gbit/s."""
 
 
 def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> ClusterSpec:

@@ -36,6 +36,7 @@ class CasePrediction:
 
 
 Predictor = Callable[[RowInputs, RowCase], CasePrediction]
+"""Function that predicts a case."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ class RowResult:
 
     @property
     def is_predicted(self) -> bool:
+        """True where both a measured and a predicted step time exist."""
         return self.is_timed and self.measured_s is not None and bool(self.predictions)
 
     @property
     def predicted_s(self) -> float:
+        """Predicted step time of the representative case."""
         assert self.predictions
         return self.predictions[self.chosen].step_time_s
 
@@ -89,6 +92,7 @@ class RowResult:
 
     @property
     def is_fully_specified(self) -> bool:
+        """True where the row leaves no choice open."""
         return self.inputs is not None and not self.inputs.unstated
 
     @property
@@ -106,12 +110,15 @@ def predict_rows(
 
     With `uncalibrated`, constants are used as they were before the row's own source contributed to them.
     """
-    ask = predictor or predict_case
-    known: dict[str, CasePrediction | str] = {}
-    return [_result(row, ask, known, uncalibrated) for row in rows]
+    predictor = predictor or predict_case
+    cache: dict[str, CasePrediction | str] = {}
+    return [_result(row, predictor, cache, uncalibrated) for row in rows]
 
 
-def _result(row: MeasurementRow, ask: Predictor, known: dict[str, CasePrediction | str], left_out: bool) -> RowResult:
+def _result(
+    row: MeasurementRow, predictor: Predictor, cache: dict[str, CasePrediction | str], left_out: bool
+) -> RowResult:
+    """Predict one row; `cache` keeps predictions of equal cases."""
     try:
         if row.problem:
             raise UnpredictableRowError(row.problem)
@@ -121,48 +128,47 @@ def _result(row: MeasurementRow, ask: Predictor, known: dict[str, CasePrediction
             raise UnpredictableRowError(
                 f"metric '{row.metric}' is none of {', '.join((*TIME_METRICS, *FLOP_METRICS, 'outcome'))}"
             )
-        setting = row_inputs(row)
+        inputs = row_inputs(row)
         if left_out:
-            setting = _uncalibrated(setting, source_of_row(row))
-        measured_s = _measured_s(row, setting) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
-        answers = tuple(_remembered(setting, case, ask, known) for case in setting.cases)
+            inputs = _uncalibrated(inputs, source_of_row(row))
+        measured_s = _measured_s(row, inputs) if row.metric in (*TIME_METRICS, *FLOP_METRICS) else None
+        answers = tuple(_predict_once(inputs, case, predictor, cache) for case in inputs.cases)
     except UnpredictableRowError as error:
         return RowResult(row, reason=str(error))
-    return RowResult(row, "", setting, measured_s, answers, _standing(setting, answers))
+    return RowResult(row, "", inputs, measured_s, answers, _representative_case(inputs, answers))
 
 
-def _uncalibrated(setting: RowInputs, source: MeasurementSource) -> RowInputs:
+def _uncalibrated(inputs: RowInputs, source: MeasurementSource) -> RowInputs:
     """Return the inputs with the devices' constants as they would be without the source's contribution."""
     groups = []
-    for group in setting.cluster.groups:
+    for group in inputs.cluster.groups:
         fields = source.without.get(group.device.name, {})
         device = group.device.model_dump()
         changed = {field: device[field] | entries for field, entries in fields.items()}
         groups.append(group.model_copy(update={"device": DeviceSpec.model_validate(device | changed)}))
-    return replace(setting, cluster=setting.cluster.model_copy(update={"groups": tuple(groups)}))
+    return replace(inputs, cluster=inputs.cluster.model_copy(update={"groups": tuple(groups)}))
 
 
-def _remembered(
-    setting: RowInputs, case: RowCase, ask: Predictor, known: dict[str, CasePrediction | str]
+def _predict_once(
+    inputs: RowInputs, case: RowCase, predictor: Predictor, cache: dict[str, CasePrediction | str]
 ) -> CasePrediction:
-    key = repr(
-        (setting.model, setting.cluster.name, setting.cluster.groups, setting.workload, case.plan, case.software)
-    )
-    if key not in known:
+    """Return the prediction of a case, from `cache` where it was predicted before. Raises UnpredictableRowError."""
+    key = repr((inputs.model, inputs.cluster.name, inputs.cluster.groups, inputs.workload, case.plan, case.software))
+    if key not in cache:
         try:
-            known[key] = ask(setting, case)
+            cache[key] = predictor(inputs, case)
         except MusterError as error:
-            known[key] = str(error)
-    answer = known[key]
+            cache[key] = str(error)
+    answer = cache[key]
     if isinstance(answer, str):
         raise UnpredictableRowError(answer)
     return answer
 
 
-def _standing(setting: RowInputs, answers: tuple[CasePrediction, ...]) -> int:
+def _representative_case(inputs: RowInputs, answers: tuple[CasePrediction, ...]) -> int:
     """Return the index of the representative case: with default choices, the least recompute that fits the memory."""
-    usual = _without_recompute(setting.cases[0])
-    candidates = [index for index, case in enumerate(setting.cases) if _without_recompute(case) == usual]
+    usual = _without_recompute(inputs.cases[0])
+    candidates = [index for index, case in enumerate(inputs.cases) if _without_recompute(case) == usual]
     return next((index for index in candidates if _may_fit(answers[index])), candidates[-1])
 
 
@@ -177,18 +183,18 @@ def _without_recompute(case: RowCase) -> tuple[tuple[str, str], ...]:
     return tuple(pair for pair in case.chosen if pair[0] != "recompute")
 
 
-def _measured_s(row: MeasurementRow, setting: RowInputs) -> float:
+def _measured_s(row: MeasurementRow, inputs: RowInputs) -> float:
     """Return the measured step time. Raises UnpredictableRowError where it is implausible for this model and these
     devices."""
-    device = setting.cluster.device
+    device = inputs.cluster.device
     peaks = device.peak_flops_per_s
     mfu_peak = device.flops_per_s("bf16") or 0.0
     if row.metric == "MFU_pct" and not mfu_peak:
         raise UnpredictableRowError(f"the peak of {device.name} is unknown, of which {row.metric} is a part")
-    found_s = step_time_s(with_facts(row), setting.model, setting.workload, source_of_row(row).formula, mfu_peak)
+    found_s = step_time_s(with_facts(row), inputs.model, inputs.workload, source_of_row(row).formula, mfu_peak)
     if not peaks:
         return found_s
-    mfu = minimum_flops(setting.model, setting.workload) / (found_s * max(peaks.values()) * setting.cluster.num_devices)
+    mfu = minimum_flops(inputs.model, inputs.workload) / (found_s * max(peaks.values()) * inputs.cluster.num_devices)
     if not MIN_MFU <= mfu <= MAX_MFU:
         raise UnpredictableRowError(
             f"{row.metric} {row.value:g} would be {100 * mfu:.3g} % of the devices' peak: expected seconds, tokens or"
@@ -204,18 +210,19 @@ def minimum_flops(model: ModelSpec, workload: Workload) -> float:
 
 @lru_cache(maxsize=4)
 def _program(plan: Plan, model: ModelSpec, workload: Workload) -> Program:
+    """Return a plan's program; neighbouring cases share it."""
     return build_program(plan, model, workload)
 
 
-def predict_case(setting: RowInputs, case: RowCase) -> CasePrediction:
+def predict_case(inputs: RowInputs, case: RowCase) -> CasePrediction:
     """Predict a case as `muster predict` does."""
     # The order of work is the same whatever is recomputed, and however attention is computed.
     strategy = case.plan.default_strategy.model_copy(update={"recompute": "none", "attention": "flash"})
     program = _program(
         case.plan.model_copy(update={"default_strategy": strategy}),  # type: ignore[arg-type]
-        setting.model,  # type: ignore[arg-type]
-        setting.workload,  # type: ignore[arg-type]
+        inputs.model,  # type: ignore[arg-type]
+        inputs.workload,  # type: ignore[arg-type]
     )
-    found = predict(setting.model, case.plan, setting.workload, setting.cluster, program, framework=case.software)
+    found = predict(inputs.model, case.plan, inputs.workload, inputs.cluster, program, framework=case.software)
     peak_bytes = max((rank.total for rank in found.memory), default=0)
-    return CasePrediction(found.step_time_s, peak_bytes, setting.cluster.device.memory_bytes, found.fits)
+    return CasePrediction(found.step_time_s, peak_bytes, inputs.cluster.device.memory_bytes, found.fits)

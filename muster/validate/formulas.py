@@ -31,7 +31,9 @@ def sc21_flops(model: ModelSpec, workload: Workload) -> float:
 
     Megatron-LM (arXiv:2104.04473, appendix). The forward counts twice, whatever was recomputed.
     """
-    h, layers, s = model.hidden_size, model.num_layers, workload.seq_len
+    h = model.hidden_size
+    layers = model.num_layers
+    s = workload.seq_len
     return 96 * workload.tokens_per_step * layers * h * h * (1 + s / (6 * h) + model.vocab_size / (16 * layers * h))
 
 
@@ -40,7 +42,9 @@ def korthikanti_flops(model: ModelSpec, workload: Workload) -> float:
 
     Reducing Activation Recomputation (arXiv:2205.05198, appendix A), equation 7.
     """
-    h, layers, s = model.hidden_size, model.num_layers, workload.seq_len
+    h = model.hidden_size
+    layers = model.num_layers
+    s = workload.seq_len
     return 72 * workload.tokens_per_step * layers * h * h * (1 + s / (6 * h) + model.vocab_size / (12 * layers * h))
 
 
@@ -51,7 +55,9 @@ def megatron_flops(model: ModelSpec, workload: Workload) -> float:
     f/h·m + V/2lh) with g key/value heads of a heads, q the queries' width over h, f the inner width, m 3/2 for a gated
     MLP and 1 otherwise.
     """
-    h, layers, s = model.hidden_size, model.num_layers, workload.seq_len
+    h = model.hidden_size
+    layers = model.num_layers
+    s = workload.seq_len
     queries = model.num_heads * model.head_dim / h
     attention = (1 + model.num_kv_heads / model.num_heads + s / h) * queries
     inner, top_k = (model.moe.expert_size, model.moe.top_k) if model.moe else (model.intermediate_size, 1)
@@ -64,7 +70,8 @@ def vocabulary_parallel_flops(model: ModelSpec, workload: Workload) -> float:
 
     Artifact of arXiv:2411.05288, show_result_full_exp.py.
     """
-    h, s = model.hidden_size, workload.seq_len
+    h = model.hidden_size
+    s = workload.seq_len
     layer = 8 * s * h * h + 4 * s * s * h + 4 * s * h * model.intermediate_size
     return 3 * workload.global_batch_size * (2 * s * h * model.vocab_size + model.num_layers * layer)
 
@@ -86,6 +93,7 @@ FORMULAS: dict[str, Callable[[ModelSpec, Workload], float]] = {
     "vocabulary-parallel": vocabulary_parallel_flops,
     "mpt": mpt_flops,
 }
+"""FLOP formulas by the names that sources.yaml uses."""
 
 
 def step_time_s(

@@ -26,10 +26,11 @@ from muster.validate.errors import UnpredictableRowError
 from muster.validate.table import MeasurementRow
 
 _GPT = re.compile(r"^(gpt(?!-?oss)|opt|bloom|megatron|turing|mt-nlg)", re.IGNORECASE)
+"""Names of GPT-style models."""
 _MPT = re.compile(r"^mpt", re.IGNORECASE)
 _NEMOTRON = re.compile(r"^nemotron", re.IGNORECASE)
 
-_LATER = re.compile(r"^meta-|[-_ ](hf|base|instruct|chat|v\d(\.\d)?)\b", re.IGNORECASE)
+_PUBLISHER_AFFIXES = re.compile(r"^meta-|[-_ ](hf|base|instruct|chat|v\d(\.\d)?)\b", re.IGNORECASE)
 """Prefixes and suffixes that publishers add to the name of a model's shape."""
 
 _GPT_STYLE: dict[str, object] = {
@@ -50,21 +51,21 @@ def model_from_row(row: MeasurementRow) -> ModelSpec:
     """Return the model of a row. Raises UnpredictableRowError."""
     if row.seq_len is None:
         raise UnpredictableRowError("seq_len is empty")
-    known = _known(row.model_name)
+    known = _catalogue_model(row.model_name)
     if known is not None and row.hidden in (None, known.hidden_size) and row.heads in (None, known.num_heads):
         widths = _widths(row)
         if known.moe is not None:
             widths.pop("intermediate_size", None)  # a table's is that of an expert
-        return _made(known.model_dump() | widths)
+        return _validated(known.model_dump() | widths)
     for column in ("hidden", "layers", "heads", "ffn_hidden", "vocab"):
         if getattr(row, column) is None:
             hint = did_you_mean(row.model_name.lower(), names("models"))
             unknown = f", and the catalogue has no model '{row.model_name}'{hint}" if known is None else ""
             raise UnpredictableRowError(f"{column} is empty{unknown}")
     fields = _widths(row) | _style(row) | _experts(row)
-    model = _made(fields)
+    model = _validated(fields)
     if model.gated and row.params_b and not row.n_experts:
-        plain = _made(fields | {"gated": False})
+        plain = _validated(fields | {"gated": False})
         gaps = [abs(spec.num_parameters / 1e9 - row.params_b) for spec in (model, plain)]
         if gaps[1] < gaps[0] and gaps[0] > row.params_b / 20:
             return plain
@@ -87,6 +88,7 @@ def _widths(row: MeasurementRow) -> dict[str, object]:
 
 
 def _style(row: MeasurementRow) -> dict[str, object]:
+    """Return the fields that the family's habits decide."""
     if _NEMOTRON.match(row.model_name):
         return _NEMOTRON_STYLE
     if _MPT.match(row.model_name):
@@ -104,7 +106,8 @@ def _experts(row: MeasurementRow) -> dict[str, object]:
     return {"moe": MoeSpec(num_experts=row.n_experts, top_k=row.top_k, expert_size=row.ffn_hidden)}
 
 
-def _made(fields: dict[str, object]) -> ModelSpec:
+def _validated(fields: dict[str, object]) -> ModelSpec:
+    """Validate a model. Raises UnpredictableRowError with the first problem."""
     try:
         return ModelSpec.model_validate(fields)
     except ValidationError as error:
@@ -112,18 +115,18 @@ def _made(fields: dict[str, object]) -> ModelSpec:
 
 
 @cache
-def _known(name: str) -> ModelSpec | None:
+def _catalogue_model(name: str) -> ModelSpec | None:
     """Return the catalogue's model of that name, regardless of publisher, hyphens, dots, parentheses and suffixes of
     fine-tuning."""
     own = re.sub(r"\(.*?\)", "", name).strip().rpartition("/")[2]
-    for words in (own, _LATER.sub("", own)):
+    for words in (own, _PUBLISHER_AFFIXES.sub("", own)):
         for entry in names("models"):
-            if _plain(entry) == _plain(words):
+            if _alphanumeric(entry) == _alphanumeric(words):
                 fields = yaml.safe_load(read("models", entry))
                 fields.pop("version", None)
                 return ModelSpec.model_validate(fields)
     return None
 
 
-def _plain(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -77,7 +77,8 @@ class RecipeJob:
     @cached_property
     def published_s(self) -> float | None:
         """Published step time; None where no speed is known."""
-        said, devices = self.recipe.published, self.cluster.num_devices
+        said = self.recipe.published
+        devices = self.cluster.num_devices
         if said is None:
             return None
         if said.step_time_s is not None:
@@ -111,6 +112,7 @@ class RecipeResult:
 
     @property
     def fits(self) -> bool:
+        """True where the fullest device's memory suffices."""
         return self.peak_share is not None and self.peak_share <= 1
 
     @property
@@ -129,6 +131,7 @@ class RecipeResult:
 
 
 PlanChooser = Callable[[RecipeJob], Plan | None]
+"""Function that chooses a plan for a recipe."""
 
 
 def recipes() -> list[Recipe]:
@@ -142,7 +145,7 @@ def recipes() -> list[Recipe]:
 
 def job_of(recipe: Recipe) -> RecipeJob:
     """Return the typed inputs of a recipe. Raises ConfigError for an unknown model, cluster or plan."""
-    plan = parse_plan_name(_spelled_out(recipe.plan))
+    plan = parse_plan_name(_spell_out_layers(recipe.plan))
     strategy = plan.default_strategy.model_copy(
         update={
             "attention": recipe.attention,
@@ -158,7 +161,7 @@ def job_of(recipe: Recipe) -> RecipeJob:
     )
 
 
-def _spelled_out(name: str) -> str:
+def _spell_out_layers(name: str) -> str:
     """Return a plan's name with runs of layers such as `1x3` spelled out as `1.1.1`."""
     return re.sub(r"(\d+)x(\d+)(?=\.|$)", lambda run: ".".join([run[1]] * int(run[2])), name)
 

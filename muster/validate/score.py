@@ -8,7 +8,7 @@ from statistics import mean, median
 from muster.validate.comparison import NEAR_CAPACITY, RowResult
 from muster.validate.table import MeasurementRow
 
-_NOT_OF_THE_CONFIGURATION = (
+_NON_CONFIGURATION_COLUMNS = (
     "file",
     "line",
     "number",
@@ -19,12 +19,13 @@ _NOT_OF_THE_CONFIGURATION = (
     "peak_mem_gb",
     "notes",
 )
+"""Columns that may differ between rows of one configuration."""
 
 
 def configuration_of(row: MeasurementRow) -> tuple[object, ...]:
     """Return the key of a row's configuration, the same for all releases of the software that measured it."""
     return tuple(
-        getattr(row, name) for name in MeasurementRow.__dataclass_fields__ if name not in _NOT_OF_THE_CONFIGURATION
+        getattr(row, name) for name in MeasurementRow.__dataclass_fields__ if name not in _NON_CONFIGURATION_COLUMNS
     )
 
 
@@ -75,7 +76,8 @@ def score_errors(
 def score_intervals(results: Iterable[RowResult]) -> IntervalScores:
     """Score the rows with open choices."""
     found = [result for result in results if result.is_predicted and not result.is_fully_specified]
-    widths, inside = [], 0
+    widths = []
+    inside = 0
     for result in found:
         low, high = result.interval_s
         widths.append(100 * (high / low - 1))
@@ -96,7 +98,8 @@ def worst_results(results: Iterable[RowResult], count: int) -> list[RowResult]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Does it fit?
 
-_SETTLED_BY_HABIT = ("sp",)
+_ASSUMED_COLUMNS = ("sp",)
+"""Columns whose default choice is certain enough to decide the outcome."""
 
 
 @dataclass(frozen=True)
@@ -116,26 +119,30 @@ class FitScores:
 
     @property
     def wrong(self) -> int:
+        """Number of wrong predictions."""
         return self.oom_predicted_fit + self.success_predicted_oom
 
 
 def score_fits(results: Iterable[RowResult]) -> FitScores:
     """Score all results with a known outcome."""
     counts: dict[tuple[bool, bool], int] = defaultdict(int)
-    near, undecided = [], 0
+    near = []
+    undecided = 0
     for result in results:
-        answer, worked = result.prediction, result.succeeded
+        answer = result.prediction
+        worked = result.succeeded
         if answer is None or worked is None or answer.fits is None or answer.capacity_bytes is None:
             continue
         assert result.inputs is not None
-        is_open = any(column not in _SETTLED_BY_HABIT for column in result.inputs.unstated)
+        is_open = any(column not in _ASSUMED_COLUMNS for column in result.inputs.unstated)
         if is_open and len({one.fits for one in result.predictions}) > 1:
             undecided += 1
         elif abs(answer.peak_bytes / answer.capacity_bytes - 1) <= NEAR_CAPACITY:
             near.append(result)
         else:
             counts[worked, answer.fits] += 1
-    ooms, successes = counts[False, False] + counts[False, True], counts[True, True] + counts[True, False]
+    ooms = counts[False, False] + counts[False, True]
+    successes = counts[True, True] + counts[True, False]
     balanced = 50 * (counts[False, False] / ooms + counts[True, True] / successes) if ooms and successes else None
     return FitScores(
         counts[False, False],

@@ -13,6 +13,7 @@ from muster.spec.base import Frozen
 from muster.validate.table import MeasurementRow
 
 NUMBER_COLUMNS = ("vpp", "micro_batch", "gpus_per_node")
+"""Columns whose facts are numbers."""
 
 
 class MeasurementSource(Frozen):
@@ -66,7 +67,8 @@ def source_of_row(row: MeasurementRow) -> MeasurementSource:
 
 @cache
 def _source_of(name: str, *words: str) -> MeasurementSource:
-    found, text = source_of(name), " ".join((name, *words))
+    found = source_of(name)
+    text = " ".join((name, *words))
     if found.match:
         return found
     named = (source for source in sources() if source.also and re.search(source.also, text, re.IGNORECASE))

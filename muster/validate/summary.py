@@ -28,7 +28,9 @@ from muster.validate.sweeps import MIN_LAYOUTS, MIN_SMALL_LAYOUTS, Sweep, score_
 from muster.validate.table import MeasurementRow, parse_table, read_table
 
 _BASELINE = "calculon_baseline"
+"""File name of Calculon's errors."""
 _WORST = 15
+"""Number of worst rows listed."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = 
     overall = score_group(results, [*others, *uncalibrated] if uncalibrated else [])
     small = score_sweeps(results, MIN_SMALL_LAYOUTS, MIN_LAYOUTS - 1)
     wrong = worst_results(results, _WORST)
-    sweeps, tilts = tuple(score_sweeps(results)), tuple(axis_biases(results))
+    sweeps = tuple(score_sweeps(results))
+    tilts = tuple(axis_biases(results))
     return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong))
 
 
@@ -185,6 +188,7 @@ def _outcome_json(outcome: FitScores) -> dict[str, Any]:
 
 
 def _sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
+    """Return means, minima and each sweep's scores."""
     reaches = [sweep.first_reaches for sweep in sweeps]
     return {
         "count": len(sweeps),

@@ -10,10 +10,11 @@ from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.validate.comparison import RowResult
 
 MIN_LAYOUTS = 6
+"""Minimum of timed layouts in a sweep."""
 MIN_SMALL_LAYOUTS = 2
 """Minimum of a small sweep, which is reported apart: two layouts show if the better one is recognized."""
 
-_SAME = (
+_COMMON_COLUMNS = (
     *("source", "model_name", "layers", "hidden", "vocab", "seq_len", "gpu", "n_gpus", "global_batch", "precision"),
     *("attn_kernel", "compile", "async_tp", "software"),
 )
@@ -40,6 +41,7 @@ class Sweep:
 
     @property
     def best_in_first_three(self) -> bool:
+        """True where the best layout is among the first three."""
         return self.three_reach == 1.0
 
 
@@ -54,20 +56,21 @@ def sweep_groups(results: Iterable[RowResult]) -> dict[tuple[object, ...], list[
     groups: dict[tuple[object, ...], list[RowResult]] = defaultdict(list)
     for result in results:
         if result.prediction is not None and result.succeeded is not None:
-            groups[tuple(getattr(result.row, name) for name in _SAME)].append(result)
+            groups[tuple(getattr(result.row, name) for name in _COMMON_COLUMNS)].append(result)
     return groups
 
 
 def _sweep(key: tuple[object, ...], group: Sequence[RowResult], least: int, most: float) -> Sweep | None:
+    """Score a group of layouts; None where their number is out of range."""
     timed = distinct_plans([result for result in group if result.is_predicted])
     if not least <= len(timed) <= most:
         return None
     failed = distinct_plans([result for result in group if result.succeeded is False])
-    measured = [_measured(result) for result in timed]
+    measured = [_measured_s(result) for result in timed]
     best_s = min(measured)
     ranked = sorted((*timed, *failed), key=_rank)
-    speeds = [best_s / _measured(result) if result.is_predicted else 0.0 for result in ranked]
-    words = dict(zip(_SAME, key, strict=True))
+    speeds = [best_s / _measured_s(result) if result.is_predicted else 0.0 for result in ranked]
+    words = dict(zip(_COMMON_COLUMNS, key, strict=True))
     name = (
         f"{words['model_name']}, {words['n_gpus']} × {words['gpu']}, sequences of {words['seq_len']},"
         f" {words['attn_kernel'] or 'attention not stated'}"
@@ -95,14 +98,15 @@ def distinct_plans(results: Sequence[RowResult]) -> list[RowResult]:
     return list(found.values())
 
 
-def _measured(result: RowResult) -> float:
+def _measured_s(result: RowResult) -> float:
     assert result.measured_s is not None
     return result.measured_s
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's rank correlation, 0 where either side is constant. Equal values share their mean rank."""
-    a, b = _ranks(one), _ranks(other)
+    a = _ranks(one)
+    b = _ranks(other)
     middle = mean(a)
     above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
     below = (sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)) ** 0.5
@@ -110,5 +114,6 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal values share their mean rank."""
     order = sorted(values)
     return [order.index(value) + (order.count(value) - 1) / 2 for value in values]

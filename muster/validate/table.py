@@ -15,11 +15,14 @@ _INTEGERS = (
     *("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "n_experts", "top_k", "n_gpus", "gpus_per_node"),
     *("tp", "pp", "vpp", "dp", "cp", "ep", "micro_batch", "global_batch"),
 )
+"""Columns of whole numbers."""
 _FLOATS = ("params_b", "peak_mem_gb")
+"""Columns of other numbers."""
 _WORDS = (
     *("source", "url_or_repo", "model_name", "ffn_hidden", "gpu", "intra_link", "inter_link", "zero", "sp"),
     *("recompute", "precision", "schedule", "attn_kernel", "compile", "async_tp", "software", "metric", "notes"),
 )
+"""Columns of free text."""
 REQUIRED_COLUMNS = ("model_name", "seq_len", "gpu", "n_gpus", "tp", "pp", "global_batch", "metric", "value")
 """Columns that a table must have. A missing optional column counts as empty in every row."""
 COLUMNS = (
@@ -31,10 +34,12 @@ COLUMNS = (
 """Columns that a header may have, in their usual order; others are ignored."""
 
 _OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory", re.IGNORECASE)
+"""Values that mean an out-of-memory failure."""
 
 MAX_VALUE = 10**9
 """Largest degree, width or batch in a table."""
 MAX_LAYERS = 10_000
+"""Largest number of layers in a table."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ def parse_table(text: str, file: str) -> list[MeasurementRow]:
 
 
 def _check_header(header: list[str], file: str) -> None:
+    """Raise ConfigError for missing, repeated or misspelled columns."""
     if not header:
         raise ConfigError(f"{file}:1: the table is empty, expected a header: {', '.join(COLUMNS)}")
     absent = [name for name in COLUMNS if name not in header]
@@ -145,7 +151,9 @@ def _check_header(header: list[str], file: str) -> None:
 
 
 def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator[MeasurementRow]:
-    number, line = 0, 1
+    """Yield the rows below the header; empty lines are skipped."""
+    number = 0
+    line = 1
     for cells in reader:
         first, line = line + 1, reader.line_num  # type: ignore[attr-defined]  # a quoted cell may span lines
         if not any(cell.strip() for cell in cells):
@@ -160,6 +168,7 @@ def _rows(reader: Iterator[list[str]], header: list[str], file: str) -> Iterator
 
 
 def _row(cells: dict[str, str], file: str, line: int, number: int) -> MeasurementRow:
+    """Parse one row; unreadable cells are collected in `problem`."""
     cells = dict.fromkeys(COLUMNS, "") | cells
     problems: list[str] = []
 

@@ -26,6 +26,7 @@ _PRECISION: tuple[tuple[str, Precision], ...] = (
     (r"fp16|float16|half", "fp16"),
     (r"tf32|fp32|float32", "fp32"),
 )
+"""Patterns of precisions, searched in this order."""
 
 _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
     (r"flash.?attention.?v?3|flash.?3|fa3|cudnn", "flash3"),
@@ -35,6 +36,7 @@ _KERNEL: tuple[tuple[str, AttentionKernel], ...] = (
     (r"^torch$|eager|math|unfused|naive|non.?flash", "unfused"),
     (r"flash|sdpa|memory.?efficient", "flash2"),
 )
+"""Patterns of attention kernels, searched in this order."""
 
 _KERNEL_CHOICES = ("flash1", "flash2", "flash3", "cudnn", "fused", "torch")
 """Attention kernels, as one's own table should name them."""
