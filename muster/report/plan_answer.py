@@ -29,7 +29,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     for line in _node_order_lines(answer.search):
         print(line)
     if not result.leaves_head_room and request.memory_limit_bytes is None:
-        print(f"memory    no plan was result that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
+        print(f"memory    no plan was found that leaves {MEMORY_HEADROOM:.0%} of each device's memory free")
     print()
     print("\n".join(plan_names(result.best)) + "\n")
     console.print(plan_table(result.best))
