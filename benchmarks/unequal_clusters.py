@@ -91,8 +91,10 @@ def main() -> None:
         best = found.result.best[0]
         listed_s = listed[0].prediction.step_time_s
         any_s = min(listed_s, equal[0].prediction.step_time_s)
-        judge = PlanEvaluator(replace(request, fixed=even))
-        ordered = find_custom_schedules([listed[0].plan, equal[0].plan], judge, CUSTOM_SCHEDULE_TIME_SHARE * args.limit)
+        evaluator = PlanEvaluator(replace(request, fixed=even))
+        ordered = find_custom_schedules(
+            [listed[0].plan, equal[0].plan], evaluator, CUSTOM_SCHEDULE_TIME_SHARE * args.limit
+        )
         timed_s = min([any_s, *(one.prediction.step_time_s for one in ordered)])
         gains.append(listed_s / best.prediction.step_time_s)
         over_any.append(any_s / best.prediction.step_time_s)

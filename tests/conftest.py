@@ -21,7 +21,7 @@ LONGEST = (
     "test_nodes.py",
     "test_verify.py",
     "test_planner.py",
-    "test_trade_offs.py",
+    "test_pareto.py",
     "test_traffic.py",
     "test_train_faults.py",
     "test_in_memory_checkpoints.py",

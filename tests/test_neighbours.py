@@ -1,4 +1,4 @@
-"""Why the best plan is the best: each line about one change is true, and compares like with like."""
+"""Neighbours of the best plan: each line about a change is true, and compares like with like."""
 
 from math import inf
 
@@ -104,14 +104,14 @@ def test_changes_that_there_is_no_time_for_are_named():
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
     request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
-    frontier = Frontier(judge := PlanEvaluator(request), 5, 5, inf)
+    frontier = Frontier(evaluator := PlanEvaluator(request), 5, 5, inf)
     frontier.expand(inf)
     probe(frontier, 0.0)
     first = frontier.best[0]
     local_search(frontier, inf)
     best = frontier.best[0]
     assert best.value < 0.97 * first.value, "what is tried first is not the best, or this shows nothing"
-    assert all(judge.evaluate(plan).value >= best.value for plan in neighbour_plans(best.plan, judge))
+    assert all(evaluator.evaluate(plan).value >= best.value for plan in neighbour_plans(best.plan, evaluator))
 
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():

@@ -1,4 +1,4 @@
-"""What `muster plan` answers where constraints bind, and what it fills in where nothing is said."""
+"""Answers of `muster plan` where constraints bind, and the values that it fills in."""
 
 import re
 from math import inf
@@ -31,12 +31,12 @@ def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(ca
 
 def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_none(monkeypatch) -> None:
     asked = build_request(load_model("llama3-70b"), load_cluster("8xh200"), 4096, 64)
-    judge = PlanEvaluator(asked)
+    evaluator = PlanEvaluator(asked)
     closest = make_plan(asked, MeshShape(1, 8, 1, 1, 1, 1), (1, 1, "z3"))
-    stopped = SearchResult(judge, [], 1.0, closest)
+    stopped = SearchResult(evaluator, [], 1.0, closest)
     assert not stopped.proven
     assert "not all were looked at" in explain_no_plan(stopped)
-    assert explain_no_plan(SearchResult(judge, [], inf, closest)).startswith("no plan fits: the smallest, tp8-")
+    assert explain_no_plan(SearchResult(evaluator, [], inf, closest)).startswith("no plan fits: the smallest, tp8-")
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:
@@ -82,9 +82,9 @@ def test_a_number_and_a_device_without_an_x_are_named_with_it(capsys):
 
 def test_what_pareto_does_not_go_with_is_named(capsys):
     assert main(["plan", "--model", "tiny", "--cluster", "4xh100", "--pareto", "--explain"]) == 2
-    assert "--pareto compares plans, and doesn't go with --explain: leave that out" in capsys.readouterr().err
+    assert "--pareto compares plans and can't be combined with --explain: leave that out" in capsys.readouterr().err
     assert main(["plan", "--model", "tiny", "--cluster", "4xh100", "--pareto", "--what-if", "nodes=x2"]) == 2
-    assert "--pareto compares plans, and doesn't go with --what-if: leave that out" in capsys.readouterr().err
+    assert "--pareto compares plans and can't be combined with --what-if: leave that out" in capsys.readouterr().err
 
 
 def test_a_precision_that_devices_lack_is_said() -> None:

@@ -134,8 +134,8 @@ def test_ranks_share_the_cores_of_their_own_node_alone(monkeypatch):
         for laid in (plan, plan.model_copy(update=far)):
             found = predict(config.model, laid, config.workload, two)
             assert found.parts.compute_s == pytest.approx(expected_s, rel=0.02), name
-            judge = PlanEvaluator(PlanRequest(config.model, two, config.workload, precision="fp32"))
-            assert judge.bounds.of_plan(laid) <= found.step_time_s * (1 + 1e-9)
+            evaluator = PlanEvaluator(PlanRequest(config.model, two, config.workload, precision="fp32"))
+            assert evaluator.bounds.of_plan(laid) <= found.step_time_s * (1 + 1e-9)
     crowded = predict(config.model, parse_plan_name("dp4-mb1-z1-fp32"), config.workload, here.detect_machine(4))
     assert crowded.parts.compute_s > 1.9 * expected_s
 

@@ -69,13 +69,13 @@ def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
     """For falling limits of memory, what the search finds is no slower than the best of all plans that fit and differ
     in nothing else."""
     request = pipeline(host_bytes_per_s, schedule=schedule, pp=2 if schedule == "gpipe" else 4)
-    judge = PlanEvaluator(request)
-    plain = search(request, 1, evaluator=judge).best[0].plan
-    over = {plan: max(judge.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
+    evaluator = PlanEvaluator(request)
+    plain = search(request, 1, evaluator=evaluator).best[0].plan
+    over = {plan: max(evaluator.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
     least, most = min(over.values()), over[plain]
     chosen = []
     for part in (0.9, 0.6, 0.3, 0.1, 0.0):
-        limit = least + part * (most - least) + 1 + (judge.memory_budget.limit_bytes(0) or 0)
+        limit = least + part * (most - least) + 1 + (evaluator.memory_budget.limit_bytes(0) or 0)
         own = PlanEvaluator(replace(request, memory_limit_bytes=int(limit)))
         found = search(own.request, 1, evaluator=own).best[0]
         for plan, its_over in over.items():
@@ -87,10 +87,10 @@ def test_the_choice_is_that_of_trying_all(host_bytes_per_s, schedule) -> None:
 
 def tight(request: PlanRequest, part: float) -> PlanRequest:
     """With so little memory that a plan without recompute lacks this part of what the smallest of all plans saves."""
-    judge = PlanEvaluator(request)
-    plain = search(request, 1, evaluator=judge).best[0].plan
-    over = {plan: max(judge.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
-    limit = over[plain] - part * (over[plain] - min(over.values())) + 1 + (judge.memory_budget.limit_bytes(0) or 0)
+    evaluator = PlanEvaluator(request)
+    plain = search(request, 1, evaluator=evaluator).best[0].plan
+    over = {plan: max(evaluator.memory_budget.excess_bytes(plan)) for plan in choices(plain)}
+    limit = over[plain] - part * (over[plain] - min(over.values())) + 1 + (evaluator.memory_budget.limit_bytes(0) or 0)
     return replace(request, memory_limit_bytes=int(limit))
 
 
@@ -113,7 +113,7 @@ def test_a_plan_that_nothing_else_makes_fit_offloads() -> None:
 
 
 def test_offload_is_chosen_where_it_takes_less_than_recompute() -> None:
-    """Of a wide model a layer computes long for what it keeps, so that copies are hidden."""
+    """A wide model computes long for each byte that a layer saves, so that copies are hidden."""
     request = tight(replace(pipeline(), model=MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})), 0.4)
     found, other = search(request, 1).best[0], search(without(request), 1).best[0]
     assert offloads(found.plan)
@@ -128,17 +128,17 @@ def test_of_plans_that_take_as_long_the_one_that_copies_least_is_answered(part) 
     slower copies less, and what is answered simulates like what was found."""
     wide = MODEL.model_copy(update={"hidden_size": 4096, "num_heads": 32})
     request = tight(replace(pipeline(900e9), model=wide), part)
-    judge = PlanEvaluator(request)
-    found = search(request, 1, evaluator=judge)
+    evaluator = PlanEvaluator(request)
+    found = search(request, 1, evaluator=evaluator)
     plan, value = found.best[0].plan, found.best[0].value
     (lean,) = trim_offload(found).best
     assert copied(wide, lean.plan) < copied(wide, plan)
     assert lean.value == pytest.approx(value, rel=1e-9)
-    assert judge.memory_budget.fits(lean.plan)
+    assert evaluator.memory_budget.fits(lean.plan)
     assert trim_offload(replace(found, best=[lean])).best == [lean]
     for other in choices(with_policy(plan, LayerPolicy("none"))):
-        if copied(wide, other) < copied(wide, lean.plan) and judge.memory_budget.fits(other):
-            assert judge.evaluate(other).value > value * (1 + 1e-9), other
+        if copied(wide, other) < copied(wide, lean.plan) and evaluator.memory_budget.fits(other):
+            assert evaluator.evaluate(other).value > value * (1 + 1e-9), other
     for same in (replace(request, objective="memory"), replace(request, fixed={**request.fixed, "offload": "none"})):
         own = PlanEvaluator(same)
         before = search(same, 1, evaluator=own)
@@ -161,10 +161,10 @@ def test_no_more_is_offloaded_than_the_host_holds() -> None:
     for part, fits in ((1.01, True), (0.99, False)):
         host = cluster(2, 63e9, int(2 * held * part))
         assert ("its share of its host" in prediction_lines_of(request, host, found)) == (not fits)
-        judge = PlanEvaluator(replace(request, cluster=host))
-        assert judge.memory_budget.fits(found) == fits
-        assert judge.evaluate(found).prediction.fits == fits
-        again = search(judge.request, 1).best
+        evaluator = PlanEvaluator(replace(request, cluster=host))
+        assert evaluator.memory_budget.fits(found) == fits
+        assert evaluator.evaluate(found).prediction.fits == fits
+        again = search(evaluator.request, 1).best
         assert [one.plan for one in again] == [found] if fits else found not in [one.plan for one in again]
 
 
@@ -215,16 +215,16 @@ def test_what_offloading_plans_hold_is_known_without_a_program(name) -> None:
     model = MODEL.model_copy(update={"num_layers": 8})
     run = LayerOverride(start=0, count=1, strategy=LayerStrategy(zero=plan.default_strategy.zero))
     for own, host_bytes_per_s in product((plan, plan.model_copy(update={"overrides": (run,)})), (63e9, 5e9)):
-        judge = PlanEvaluator(
+        evaluator = PlanEvaluator(
             PlanRequest(model, cluster(plan.world_size, host_bytes_per_s, None), WORK, memory_limit_bytes=2**33)
         )
         program = build_program(own, model, WORK)
-        found = forecast_memory(model, own, WORK, judge.request.cluster, program)
-        assert judge.memory_budget.excess_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
-        verdict = judge.evaluate(own)
-        assert judge.bounds.of_plan(own) <= verdict.value * (1 + 1e-9)
+        found = forecast_memory(model, own, WORK, evaluator.request.cluster, program)
+        assert evaluator.memory_budget.excess_bytes(own) == [rank.terms.total - 2**33 for rank in found.ranks]
+        verdict = evaluator.evaluate(own)
+        assert evaluator.bounds.of_plan(own) <= verdict.value * (1 + 1e-9)
         assert (
-            judge.memory_budget.offload_bound_s(own, judge.costs.pass_times(own)) > 0.4 * verdict.value
+            evaluator.memory_budget.offload_bound_s(own, evaluator.costs.pass_times(own)) > 0.4 * verdict.value
             or host_bytes_per_s > 5e9
         )
 
@@ -266,14 +266,14 @@ def lacking(model: ModelSpec, plan: Plan, host: ClusterSpec, work: Workload) -> 
     ]
     seen = 0
     for part in (-0.2, -0.06, 0.1, 0.4, 0.8):
-        judge = PlanEvaluator(
+        evaluator = PlanEvaluator(
             replace(request, memory_limit_bytes=int(2**36 + over[0] + part * (over[1] - over[0])) + 1)
         )
-        begun, _ = judge.memory_budget.start_fit(plan)
+        begun, _ = evaluator.memory_budget.start_fit(plan)
         if not isinstance(begun, PendingFit):
             continue
-        for fitting in judge.memory_budget.finish_fit(begun):
-            assert judge.bounds.with_added(plan, begun.added_s) <= judge.evaluate(fitting).value * (1 + 1e-9), (
+        for fitting in evaluator.memory_budget.finish_fit(begun):
+            assert evaluator.bounds.with_added(plan, begun.added_s) <= evaluator.evaluate(fitting).value * (1 + 1e-9), (
                 part,
                 fitting,
             )
@@ -297,11 +297,11 @@ def test_the_bound_of_what_lacks_room_holds_where_data_lie_unevenly() -> None:
 
 
 def test_a_host_is_filled_where_head_room_is_given_up() -> None:
-    judge = PlanEvaluator(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
+    evaluator = PlanEvaluator(replace(pipeline(host_memory_bytes=10**9), memory_limit_bytes=None))
     plan = parse_plan_name("pp2-sgpipe-oact-bf16")
-    kept = judge.memory_budget.host_excess_bytes(plan)
-    judge = judge.without_head_room()
-    assert judge.memory_budget.host_excess_bytes(plan) < kept
+    kept = evaluator.memory_budget.host_excess_bytes(plan)
+    evaluator = evaluator.without_head_room()
+    assert evaluator.memory_budget.host_excess_bytes(plan) < kept
 
 
 def test_recompute_of_attention_alone_may_be_asked_for_where_it_does_not_fit():
@@ -316,7 +316,7 @@ def test_recompute_of_attention_alone_may_be_asked_for_where_it_does_not_fit():
 @pytest.mark.parametrize("name", ["dp2-mb1-z1-bf16", "pp4-mb2-bf16", "dp2-pp2v2-mb1-z1-sinterleaved-bf16"])
 @pytest.mark.parametrize("host_bytes_per_s", [None, 63e9])
 def test_a_plan_is_made_to_fit_wherever_recomputing_all_does(name: str, host_bytes_per_s: float | None) -> None:
-    """Where logits are most of what a pass holds, layers free less of its peak than they keep."""
+    """With logits as most of a pass's memory, layers free less of its peak than they save."""
     model, plan = MODEL.model_copy(update={"vocab_size": 32000, "hidden_size": 2048}), parse_plan_name(name)
     work = Workload(seq_len=2048, global_batch_size=48)
     request = PlanRequest(model, cluster(plan.world_size, host_bytes_per_s, None), work, memory_limit_bytes=2**36)

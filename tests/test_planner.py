@@ -81,8 +81,8 @@ def assert_search_finds_the_best(seed: int) -> None:
 
 
 def assert_finds_the_best(request: PlanRequest, name: str) -> None:
-    judge = PlanEvaluator(request)
-    expected = sorted({verdict.sort_key for verdict in exhaustive_search(judge)})[:3]  # some ways lead to one plan
+    evaluator = PlanEvaluator(request)
+    expected = sorted({verdict.sort_key for verdict in exhaustive_search(evaluator)})[:3]  # some ways lead to one plan
     found = search(request, 3)
     assert [verdict.sort_key for verdict in found.best] == expected, name
     quick = search(request, 3, exact=1)
@@ -215,16 +215,20 @@ def test_no_bound_is_above_a_simulated_time_where_some_layers_have_experts() -> 
 
 
 def assert_bounds_hold(request: PlanRequest) -> None:
-    judge, looked = PlanEvaluator(request), 0
+    evaluator, looked = PlanEvaluator(request), 0
     for shape in mesh_shapes(request):
         for order in schedule_choices(request, shape):
             for draft in draft_plans(request, order):
-                plan = judge.complete_draft(draft, order)
+                plan = evaluator.complete_draft(draft, order)
                 if plan is not None:
-                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
+                    time_s = evaluator.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     split = plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero
-                    bounds = [judge.bounds.of_choice(order), judge.bounds.unsharded(order), judge.bounds.of_plan(plan)]
-                    bounds.append(judge.bounds.communication(shape, split))
+                    bounds = [
+                        evaluator.bounds.of_choice(order),
+                        evaluator.bounds.unsharded(order),
+                        evaluator.bounds.of_plan(plan),
+                    ]
+                    bounds.append(evaluator.bounds.communication(shape, split))
                     assert max(bounds) <= time_s, (plan, bounds, time_s)
                     looked += 1
     assert looked > 10
@@ -237,19 +241,19 @@ def test_no_bound_of_what_makes_plans_fit_is_above_a_simulated_time() -> None:
     for schedule, size, limit in (("1f1b", 2, 52e9), ("interleaved", 2, 52e9), ("zb-v", 1, 58e9)):
         fixed = {"cp": 1, "pp": 4, "micro_batch_size": size, "schedule": schedule}
         request = PlanRequest(model, load_cluster("4xh100"), workload, fixed=fixed)
-        judge, known = PlanEvaluator(replace(request, memory_limit_bytes=int(limit))), 0
+        evaluator, known = PlanEvaluator(replace(request, memory_limit_bytes=int(limit))), 0
         for order in (
-            order for shape in mesh_shapes(judge.request) for order in schedule_choices(judge.request, shape)
+            order for shape in mesh_shapes(evaluator.request) for order in schedule_choices(evaluator.request, shape)
         ):
             for plan in filter(
-                None, (judge.complete_draft(draft, order) for draft in draft_plans(judge.request, order))
+                None, (evaluator.complete_draft(draft, order) for draft in draft_plans(evaluator.request, order))
             ):
-                begun, _ = judge.memory_budget.start_fit(plan)
+                begun, _ = evaluator.memory_budget.start_fit(plan)
                 if isinstance(begun, PendingFit):
-                    least_s = judge.bounds.with_added(plan, begun.added_s)
-                    for fitting in judge.memory_budget.finish_fit(begun):
+                    least_s = evaluator.bounds.with_added(plan, begun.added_s)
+                    for fitting in evaluator.memory_budget.finish_fit(begun):
                         known += any(begun.added_s)
-                        assert least_s <= judge.evaluate(fitting).prediction.step_time_s * (1 + 1e-9), plan
+                        assert least_s <= evaluator.evaluate(fitting).prediction.step_time_s * (1 + 1e-9), plan
         assert known, schedule
 
 
@@ -409,17 +413,17 @@ def test_layers_go_to_the_faster_devices() -> None:
         Workload(seq_len=2048, global_batch_size=16),
         fixed={"cp": 1, "tp": 1, "pp": 2, "schedule": "1f1b"},
     )
-    judge = PlanEvaluator(request)
+    evaluator = PlanEvaluator(request)
     order = next(
         order for shape in mesh_shapes(request) for order in schedule_choices(request, shape) if order.balances_layers
     )
     plan = next(draft_plans(request, order))
-    moved = balance_layers(plan, 12, judge.costs.pass_times)
+    moved = balance_layers(plan, 12, evaluator.costs.pass_times)
     assert moved is not None
     assert moved.stages[0].layers > moved.stages[1].layers
     assert (
-        max(load.layer_s for load in rank_loads(plan, 12, judge.costs.pass_times))
-        > 2 * rank_loads(plan, 12, judge.costs.pass_times)[0].layer_s
+        max(load.layer_s for load in rank_loads(plan, 12, evaluator.costs.pass_times))
+        > 2 * rank_loads(plan, 12, evaluator.costs.pass_times)[0].layer_s
     )
 
 

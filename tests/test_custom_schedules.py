@@ -1,4 +1,4 @@
-"""Orders of passes for a plan's own times, and the plans that are found with them where links differ."""
+"""Schedules for a plan's own times, and the plans that are found with them where links differ."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The front over time, memory, cost and devices; and what another cluster would do."""
+"""The Pareto front over time, memory, cost and devices, and the effects of another cluster."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Devices and links that differ: unequal shares of the data, pipelines over slow links, and the search for both."""
+"""Unlike devices and links: uneven batches, pipelines over slow links, and the search for both."""
 
 import re
 import subprocess
@@ -25,6 +25,7 @@ from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.planner.uneven_batch import fastest_split
+from muster.schedule.action import Kind
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.simulate.predict import predict
@@ -111,19 +112,19 @@ REQUEST = PlanRequest(
 
 
 def test_bounds_of_plans_with_shares_hold() -> None:
-    judge, shared = PlanEvaluator(REQUEST), 0
+    evaluator, shared = PlanEvaluator(REQUEST), 0
     for shape in mesh_shapes(REQUEST):
         for order in schedule_choices(REQUEST, shape):
             for draft in draft_plans(REQUEST, order) if order.uneven_batch else ():
-                if (plan := judge.complete_draft(draft, order)) is not None:
-                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
-                    assert max(judge.bounds.of_choice(order), judge.bounds.of_plan(plan)) <= time_s, plan
+                if (plan := evaluator.complete_draft(draft, order)) is not None:
+                    time_s = evaluator.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
+                    assert max(evaluator.bounds.of_choice(order), evaluator.bounds.of_plan(plan)) <= time_s, plan
                     shared += bool(plan.uneven_micro_batches)
     assert shared > 10
 
 
 def test_the_search_finds_the_best_shares() -> None:
-    """What simulating everything finds; and pipelines within a kind of device get data as these are fast."""
+    """The search finds the same as simulating everything; pipelines on one kind of device get data by its speed."""
     request = replace(REQUEST, fixed={"cp": 1, "pp": 1, "tp": 1})
     expected = sorted({verdict.sort_key for verdict in exhaustive_search(PlanEvaluator(request))})[:3]
     found = search(request, 3)
@@ -166,24 +167,25 @@ def test_no_more_trips_are_under_way_than_the_bound_counts() -> None:
                 begun = {action[:3:2]: index for index, action in enumerate(passes)}
                 for trip in range(count - under_way if delay else 0):
                     delayed = trip - delay * stage
-                    follows = begun["F", trip + under_way]
-                    assert begun["I", trip] < follows
-                    assert delayed < 0 or begun["W", delayed] < follows, (name, pp, count, stage, trip)
+                    follows = begun[Kind.F, trip + under_way]
+                    assert begun[Kind.I, trip] < follows
+                    assert delayed < 0 or begun[Kind.W, delayed] < follows, (name, pp, count, stage, trip)
 
 
 def test_bounds_over_slow_links_hold_and_bind() -> None:
     request, binding = slow_links(), 0
-    judge = PlanEvaluator(request)
+    evaluator = PlanEvaluator(request)
     for shape in mesh_shapes(request):
         for order in schedule_choices(request, shape):
             for draft in draft_plans(request, order):
-                if (plan := judge.complete_draft(draft, order)) is not None:
-                    time_s = judge.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
+                if (plan := evaluator.complete_draft(draft, order)) is not None:
+                    time_s = evaluator.evaluate(plan).prediction.step_time_s * (1 + 1e-9)
                     count = plan.num_micro_batches(request.workload)
-                    trips_s = latency_bound_s(plan, judge.costs.pass_times(plan), count)
-                    passes_s = step_bound_s(plan, judge.costs.pass_times(plan), [count])
+                    trips_s = latency_bound_s(plan, evaluator.costs.pass_times(plan), count)
+                    passes_s = step_bound_s(plan, evaluator.costs.pass_times(plan), [count])
                     assert (
-                        max(trips_s, passes_s, judge.bounds.of_choice(order), judge.bounds.unsharded(order)) <= time_s
+                        max(trips_s, passes_s, evaluator.bounds.of_choice(order), evaluator.bounds.unsharded(order))
+                        <= time_s
                     ), plan
                     binding += trips_s > passes_s
     assert binding > 5
@@ -231,18 +233,20 @@ def test_bounds_of_shares_hold_where_links_differ() -> None:
     matrix = tuple(tuple(9e11 if a == b else 1e9 if (a, b) in slow else 4e11 for b in range(4)) for a in range(4))
     cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
     plan = parse_plan_name("dp2-pp4-z1-uneven15.1").model_copy(update={"axis_order": INSIDE})
-    judge = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
-    assert judge.bounds.of_plan(plan) <= judge.evaluate(plan).prediction.step_time_s
+    evaluator = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
+    assert evaluator.bounds.of_plan(plan) <= evaluator.evaluate(plan).prediction.step_time_s
 
 
 def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:
     cluster = mixed("a100-80-sxm", "h100-sxm")
     fast = cluster.groups[1].device.model_copy(update={"name": "a100-80-sxm"})
     groups = cluster.groups[0], cluster.groups[1].model_copy(update={"device": fast})
-    judge = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
+    evaluator = PlanEvaluator(replace(REQUEST, cluster=cluster.model_copy(update={"groups": groups})))
     plan = parse_plan_name("dp4-z1-uneven1.3")
-    bound = max(judge.bounds.of_plan(plan), judge.batch_splitter.shape_bound_s(next(mesh_shapes(judge.request))))
-    assert bound <= judge.evaluate(plan).prediction.step_time_s
+    bound = max(
+        evaluator.bounds.of_plan(plan), evaluator.batch_splitter.shape_bound_s(next(mesh_shapes(evaluator.request)))
+    )
+    assert bound <= evaluator.evaluate(plan).prediction.step_time_s
 
 
 def test_which_device_is_slowest_depends_on_the_precision() -> None:
@@ -270,7 +274,7 @@ def test_a_rank_that_receives_from_several_waits_for_all(first: int, last: int, 
 
 @pytest.mark.parametrize(("storage", "shards"), [("muster", 4), ("megatron", 1)])
 def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: StateStorage, shards: int) -> None:
-    """As many bytes as a rank of the runtime sends."""
+    """The bytes are those that a rank of the runtime sends."""
     model, cluster = MODEL.model_copy(update={"tied_embeddings": True, "vocab_size": 2**17}), load_cluster("32xa100")
     workload = Workload(seq_len=512, global_batch_size=32)
     plan = Plan(pp=2, dp_shard=4, tp=4, default_strategy=LayerStrategy(zero="z1"))
@@ -302,7 +306,7 @@ def test_launch_files_give_nodes_the_ranks_that_the_plan_wants() -> None:
 
 
 def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:
-    """Where time is short, what is tried first sends over the line no more than each stage's ends and gradients."""
+    """In a short search, seeds send over the slow link no more than each stage's ends and gradients."""
     model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
     found = find_best_plans(request, 1, 0.0).result
