@@ -31,7 +31,7 @@ def table(name: str, prefix: str = "") -> str:
     module, _, class_name = name.rpartition(".")
     type_ = getattr(import_module(module), class_name)
     shape, meanings = ConfigSchema(type_), docstrings(type_)
-    rows = ["| key | expected | left out | says |", "|---|---|---|---|"]
+    rows = ["| key | expected | default | meaning |", "|---|---|---|---|"]
     for key, field in type_.model_fields.items():
         schema = shape.schema_at(key) or {}
         derived = field.default == 0 == schema.get("exclusiveMinimum")
