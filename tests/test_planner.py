@@ -3,9 +3,10 @@
 import json
 import re
 import shlex
+import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import permutations, product, takewhile
+from itertools import groupby, permutations, product, takewhile
 from math import inf
 from operator import add
 from random import Random
@@ -495,6 +496,30 @@ def test_the_best_plan_is_written_and_trains(tmp_path, capsys) -> None:
     run = ["train", "--preset", "tiny", "--parallel", str(path), "--train.global_batch_size", "16", "--dry-run"]
     assert main(run) == 0
     assert load_plan(path).hash in capsys.readouterr().out
+
+
+def test_no_path_of_calls_from_plan_to_the_answer_enters_a_module_more_than_three_times(capsys) -> None:
+    """Somebody who follows the calls down meets a module once and goes on, but for callbacks."""
+    stack: list[str] = []
+    most: Counter[str] = Counter()
+
+    def follow(frame, event, _) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("muster."):
+            if event == "call":
+                stack.append(module)
+                most[module] = max(most[module], sum(name == module for name, _ in groupby(stack)))
+            elif event == "return" and stack:
+                stack.pop()
+
+    sys.setprofile(follow)
+    try:
+        assert main(["plan", "--model", "tiny", "--cluster", "2xh100", "--seq-len", "256", "--global-batch", "4"]) == 0
+    finally:
+        sys.setprofile(None)
+    assert "Why the first" in capsys.readouterr().out
+    assert most["muster.planner.frontier"], "the search is followed"
+    assert max(most.values()) <= 3, most.most_common(5)
 
 
 def test_the_table_fits_80_columns(capsys) -> None:
