@@ -1,4 +1,4 @@
-"""How the pages of this folder become a site: `make docs` writes it to build/docs.
+"""Configuration of the site that `make docs` builds from this folder in build/docs.
 
 Each page is plain Markdown that can be read in the repository, too. README.md is the first page: each of its sections
 is a group of the site's menu, with the pages that the section lists, in its order. Nothing is read from the network.
@@ -37,7 +37,7 @@ _SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def menu(index: str) -> str:
-    """The toctrees that the sections of the first page stand for: each page where it is listed first."""
+    """Return the toctrees of the first page's sections: each page where it is listed first."""
     seen: set[str] = set()
     trees = []
     for heading, section in _SECTION.findall(index):
@@ -49,13 +49,13 @@ def menu(index: str) -> str:
 
 
 def prepare(app: Sphinx, page: str, source: list[str]) -> None:
-    """Gives the first page its menu; pages of the repository that are not of the site are handed out as files."""
+    """Give the first page its menu; repository pages outside the site are handed out as files."""
     text = _OUTSIDE.sub(r"](path:\1", source[0])
     source[0] = f"{text}\n\n{menu(text)}\n" if page == root_doc else text
 
 
 def name_first_page(app: Sphinx, error: Exception | None) -> None:
-    """Web servers look for index.html."""
+    """Write index.html, which web servers look for."""
     if error is None and app.builder.name == "html":
         shutil.copyfile(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
 

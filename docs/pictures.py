@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md, drawn from what the code computes. `python docs/pictures.py` writes them anew."""
+"""Pictures of docs/concepts.md, drawn from the code's results. `python docs/pictures.py` writes them anew."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -22,7 +22,7 @@ from muster.spec.workload import Workload
 FOLDER = Path(__file__).parent / "pictures"
 _COLOURS = {paint.key: paint for paint in PAINTS}
 _HUES = [_COLOURS[key] for key in ("forward", "backward", "weights", "inputs")]
-"""Of the ranks of a pipeline."""
+"""Colours of the ranks of a pipeline."""
 
 
 def words(text: str, x: float, y: float, style: str = "") -> Html:
@@ -30,14 +30,14 @@ def words(text: str, x: float, y: float, style: str = "") -> Html:
 
 
 def box(x: float, y: float, width: float, height: float, paint: Paint, pale: bool = False, text: str = "") -> Html:
-    """A rectangle with words in its middle."""
+    """Return a rectangle with text in its middle."""
     inside = element("text", text, x=x + width / 2, y=y + height / 2 + 4, **text_attributes(paint, pale, "middle"))
     rect = element("rect", x=x, y=y, width=max(0.0, width - 1.5), height=height - 1.5, **fill_attributes(paint, pale))
     return join(rect, inside if text else "")
 
 
 def plans() -> str:
-    """Which pipeline rank holds which layers of a model with eight, under three plans."""
+    """Return the layers of an eight-layer model on pipeline ranks, under three plans."""
     model, rows, y = load_model("tiny"), [], 52
     for name in ("pp2", "pp4", "pp2v2-sinterleaved"):
         plan = parse_plan_name(name)
@@ -55,7 +55,7 @@ def plans() -> str:
 
 
 def ranks() -> str:
-    """The ranks of dp2-tp2-pp2 by their coordinates on the axes."""
+    """Return the ranks of dp2-tp2-pp2 by their coordinates on the axes."""
     plan = parse_plan_name("dp2-tp2-pp2")
     parts = []
     for rank in range(plan.world_size):
@@ -72,7 +72,7 @@ def ranks() -> str:
 
 
 def boxes() -> str:
-    """What each rank holds of one weight, under two plans."""
+    """Return the boxes of one weight on each rank, under two plans."""
     model, parts = load_model("tiny"), []
     name, scale = "layers.0.mlp.up.weight", 1.0
     for index, (plan_name, verb) in enumerate((("dp2-tp2", "written under"), ("dp3", "read under"))):
@@ -91,7 +91,7 @@ def boxes() -> str:
 
 
 def pipeline(name: str) -> Callable[[], str]:
-    """A schedule of four ranks and eight micro-batches."""
+    """Return a function that draws a schedule of four ranks and eight micro-batches."""
 
     def draw() -> str:
         schedule, timing = make_with_best_chunks(
@@ -109,7 +109,7 @@ def bars(
     paints: Mapping[str, Paint],
     shown: Callable[[float], str],
 ) -> str:
-    """A bar for each row, of parts with a colour each; what it comes to at its end."""
+    """Return a bar for each row, made of coloured parts, with its total at the end."""
     parts, x = [], 24.0
     for key, paint in paints.items():
         parts += [
@@ -135,7 +135,7 @@ def _llama(plan: str, devices: int = 16) -> Prediction:
 
 
 def memory() -> str:
-    """What the ranks of a pipeline hold at their fullest."""
+    """Return the peak memory of the ranks of a pipeline."""
     paints = dict(zip(("parameters", "gradients", "optimizer", "activations", "all else"), _hues(5), strict=True))
     rows = {}
     for rank in _llama("dp4-pp4-mb1-z1").memory:
@@ -146,7 +146,7 @@ def memory() -> str:
 
 
 def step() -> str:
-    """Where the seconds of a step go, under four plans."""
+    """Return the breakdown of a step under four plans."""
     keys = ("computing", "waiting for tp", "waiting for dp", "other waiting", "bubble")
     rows = {}
     for name in ("dp16-relem", "dp8-tp2-z1-relem", "dp4-pp4-z1", "dp4-pp4-z1-szbh1"):
@@ -164,7 +164,7 @@ def _hues(count: int) -> list[Paint]:
 
 
 def search() -> str:
-    """Every plan for a small cluster: time of a step against memory, and the one that the search answers."""
+    """Return every plan for a small cluster, step time against memory, with the search's answer."""
     from muster.planner.plan_evaluator import PlanEvaluator
     from muster.planner.request import build_request
     from muster.planner.search import exhaustive_search

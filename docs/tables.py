@@ -1,8 +1,7 @@
 """Tables of keys that pages take from the code: each stands between `<!-- keys TYPE … -->` and `<!-- end -->`.
 
-TYPE is a dotted name such as `muster.config.run_config.TrainConfig`; a second word goes before each key. What a key
-means is the
-docstring below it. `python docs/tables.py` writes the pages anew.
+TYPE is a dotted name such as `muster.config.run_config.TrainConfig`; a second word is a prefix of each key. The meaning
+of a key is the docstring below it. `python docs/tables.py` writes the pages anew.
 """
 
 import ast
@@ -22,12 +21,12 @@ _TABLE = re.compile(r"(<!-- keys (\S+)(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """The text of a page with its tables as they should be."""
+    """Return the text of a page with up-to-date tables."""
     return _TABLE.sub(lambda found: f"{found[1]}\n{table(found[2], *found[3].split())}\n{found[4]}", page)
 
 
 def table(name: str, prefix: str = "") -> str:
-    """A row for each key of a type: what may stand there, what does if it is left out, what it means."""
+    """Return a row for each key of a type: expected value, default, meaning."""
     module, _, class_name = name.rpartition(".")
     type_ = getattr(import_module(module), class_name)
     shape, meanings = ConfigSchema(type_), docstrings(type_)
@@ -42,9 +41,9 @@ def table(name: str, prefix: str = "") -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """What stands for a key that is left out, as YAML would say it."""
+    """Return the default of a key as YAML."""
     if field.is_required():
-        return "must be said"
+        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None or isinstance(value, BaseModel) or value in ((), {}, ""):
         return ""
@@ -52,14 +51,14 @@ def default(field: FieldInfo) -> str:
 
 
 def docstrings(type_: type[BaseModel]) -> dict[str, str]:
-    """By key: the string below it in the class's source, on one line."""
+    """Return the docstring below each key in the class's source, on one line."""
     found: dict[str, str] = {}
     body = ast.parse(textwrap.dedent(inspect.getsource(type_))).body[0]
     assert isinstance(body, ast.ClassDef)
     for line, below in zip(body.body, body.body[1:], strict=False):
         match line, below:
             case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[key] = " ".join(text.split()).replace("None:", "left out:")
+                found[key] = " ".join(text.split()).replace("None:", "default:")
     return found
 
 

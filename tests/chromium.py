@@ -34,12 +34,12 @@ _FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """Where the browser is installed, if it is."""
+    """Return the path of the installed browser; None without one."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:
-    """One browser process with an own, empty profile."""
+    """One browser process with its own, empty profile."""
 
     def __init__(self, timeout_s: float = 240.0) -> None:
         self.timeout_s = timeout_s
@@ -55,7 +55,7 @@ class Browser:
         self._read, theirs_out = _pipe()
 
         def wire() -> None:
-            """The browser reads commands from descriptor 3 and writes answers to descriptor 4."""
+            """Connect the pipes: the browser reads commands from descriptor 3 and writes answers to descriptor 4."""
             os.dup2(theirs_in, 3)
             os.dup2(theirs_out, 4)
 
@@ -78,7 +78,7 @@ class Browser:
         self._profile.cleanup()
 
     def call(self, method: str, session: str | None = None, **params: object) -> dict[str, Any]:
-        """Sends one command and returns its result; events that arrive meanwhile are kept. Raises RuntimeError."""
+        """Send one command and return its result; events that arrive meanwhile are kept. Raises RuntimeError."""
         self._next_id += 1
         message = {"id": self._next_id, "method": method, "params": params} | (
             {"sessionId": session} if session else {}
@@ -91,12 +91,12 @@ class Browser:
         return answer["result"]
 
     def wait_for(self, method: str, session: str) -> None:
-        """Returns when a page has sent an event, at once if it already has."""
+        """Return when a page has sent an event, at once if it already has."""
         while not any(event["method"] == method and event.get("sessionId") == session for event in self.events):
             self.events.append(self._receive())
 
     def open(self, path: Path, width_px: int = 1280, height_px: int = 900, dark: bool = False) -> "Page":
-        """Opens a file in a window of this size and waits until it has loaded; the page before it is closed."""
+        """Open a file in a window of this size and wait until it has loaded; the previous page is closed."""
         if self._target:
             self.call("Target.closeTarget", targetId=self._target)
         self.events.clear()
@@ -134,14 +134,14 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression. Raises RuntimeError where it throws."""
+        """Return the value of a JavaScript expression. Raises RuntimeError where it throws."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(_words(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def screenshot(self, clip: dict[str, float] | None = None) -> bytes:
-        """A PNG of the whole page, or of the part {x, y, width, height}."""
+        """Return a PNG of the whole page, or of the part {x, y, width, height}."""
         part = {"clip": clip | {"scale": 1}} if clip else {}
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True, **part)["data"])
 
@@ -149,8 +149,8 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def complaints(self, site: Path | None = None) -> list[str]:
-        """Exceptions, console errors and requests for anything but the file itself, or files below the folder `site`,
-        since the page was opened."""
+        """Return exceptions, console errors, and requests for other files than this one or those below the folder
+        `site`."""
         self.evaluate("new Promise(done => setTimeout(done, 50))")
         found, requests = [], []
         for event in self._browser.events:
@@ -168,7 +168,7 @@ class Page:
 
 
 def _pipe() -> tuple[int, int]:
-    """Both ends of a pipe on descriptors from 10 on, out of the way of those that the browser expects."""
+    """Return both ends of a pipe on descriptors from 10 on, away from those that the browser expects."""
     ends = os.pipe()
     moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:

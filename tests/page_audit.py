@@ -1,11 +1,11 @@
-"""What a person would complain about in a page that is open in a browser, found by looking at what is drawn."""
+"""Visible faults of a page that is open in a browser: overflow, contrast, small text, empty pictures."""
 
 from pathlib import Path
 
 from tests.chromium import Page
 
 _PICTURES = "svg:not(svg svg, a svg, svg:has(> use, > symbol))"
-"""Those drawn in the page; icons are none."""
+"""Selector of the pictures drawn in the page, without icons."""
 
 _FIND_FAULTS = """
 (() => {
@@ -94,14 +94,14 @@ return [...new Set(faults)];
 
 
 def audit(page: Page, pictures: int, site: Path | None = None) -> list[str]:
-    """Every fault of the page, in words; it should have so many pictures. Of a site, other files of it may be read."""
+    """Return every fault of the page in words; it should have so many pictures. A site may read its other files."""
     faults = page.complaints(site) + page.evaluate(_FIND_FAULTS.replace("PICTURES", f"'{_PICTURES}'"))
     count = page.evaluate(f"document.querySelectorAll('{_PICTURES}').length")
     return faults if count == pictures else [*faults, f"{count} pictures instead of {pictures}"]
 
 
 def blank_pictures(page: Page) -> list[str]:
-    """The pictures that look the same when their marks are hidden."""
+    """Return the titles of pictures that look the same with hidden marks."""
     titles = page.evaluate(
         f"[...document.querySelectorAll('{_PICTURES}')].map(svg => svg.querySelector('title').textContent)"
     )

@@ -1,4 +1,4 @@
-"""Runs that never were: data for reports of every size, with the shapes that real training has."""
+"""Synthetic runs: data for reports of every size, with realistic shapes."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _FORWARD_S, _BACKWARD_S, _HOP_S = 0.012, 0.024, 0.001
 
 
 def metrics(steps: int) -> list[dict[str, Any]]:
-    """Rows as in metrics.jsonl, with a loss that falls and a norm that jitters."""
+    """Return rows as in metrics.jsonl, with a falling loss and a jittering norm."""
     return [
         {
             "step": step,
@@ -35,7 +35,7 @@ def metrics(steps: int) -> list[dict[str, Any]]:
 
 
 def pipeline(pp: int, micro_batches: int, copies: int = 1, slower: float = 1.0) -> tuple[Event, ...]:
-    """All forwards, then all backwards, on a pipeline of `pp` ranks with `copies` ranks each."""
+    """Return all forwards, then all backwards, on a pipeline of `pp` ranks with `copies` ranks each."""
     events = []
     last_forward_s = slower * (pp + micro_batches) * (_FORWARD_S + _HOP_S)
     for rank in range(pp * copies):
@@ -56,7 +56,7 @@ def pipeline(pp: int, micro_batches: int, copies: int = 1, slower: float = 1.0) 
 
 
 def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 2, **changes: Any) -> ReportData:
-    """A whole report; `changes` replace its fields."""
+    """Return a whole report; `changes` replace its fields."""
     data = ReportData(
         title="demo",
         plan_name="dp2-pp2-mb4-fp32",
@@ -82,7 +82,7 @@ def report(steps: int = 200, pp: int = 2, micro_batches: int = 8, copies: int = 
 def write_run(
     folder: Path, rows: list[dict[str, Any]], plan: str = "dp2-fp32", lr: str = "3e-3", ended: bool = True
 ) -> Path:
-    """A run directory with what a training of these rows leaves."""
+    """Write a run directory as a training of these rows leaves it."""
     write_run_files(load_run_config("tiny", None, [("optim.lr", lr)]), parse_plan_name(plan), folder)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if ended:

@@ -1,4 +1,4 @@
-"""The command line: exit codes and sentences, no torch where none is needed, and the floors of the house."""
+"""The command line: exit codes and sentences, independence from torch, and the floors of the house."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ sys.exit(code)
 
 
 def without_torch(folder: Path, *arguments: str) -> tuple[int, str, list[str]]:
-    """Exit code, standard output, and the lines on standard error, of a command line where torch is not installed."""
+    """Return exit code, standard output and lines on standard error of a command line without torch installed."""
     command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, env=ENVIRONMENT)
     return done.returncode, done.stdout, done.stderr.splitlines()
@@ -186,7 +186,7 @@ def test_each_wrong_value_gets_a_line(capsys):
         (SystemExit(0), 0, ""),
     ],
 )
-def test_what_a_verb_raises_decides_the_exit_code(raised, code, said, capsys, monkeypatch):
+def test_an_exception_decides_the_exit_code(raised, code, said, capsys, monkeypatch):
     class Verb:
         @staticmethod
         def run(arguments):
@@ -267,7 +267,7 @@ def test_output_that_nobody_reads_is_no_error():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_dotted_flags_are_told_from_others():
+def test_dotted_flags_are_split_off():
     arguments = ["run.yaml", "--a.b", "1", "--c.d=x=y", "--run=./e.f", "--nproc", "2", "--g.h", "-3"]
     rest, overrides = split_overrides(arguments)
     assert rest == ["run.yaml", "--run=./e.f", "--nproc", "2"]
@@ -305,7 +305,7 @@ FLOORS = {
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in it."""
+    """Yield every module that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,12 +1,14 @@
-"""What README.md and docs/ say is true: their commands run and print what stands there, their links lead somewhere.
+"""Tests of README.md and docs/: their commands run and print the shown output, their links lead somewhere.
 
-Every ```console block is run, line by line that begins with `$ `, in one folder for each page, in order:
+Every ```console block is run in one folder for each page, in order, each line that begins with `$ ` as a command:
 
-* a comment `# exit N` at a command's end is the exit code that it must have (0 without one);
-* the lines after a command are its output, all of it and in order; `…` alone on a line stands for any lines, within a
-  line for any text; what a command measures is compared with every number as #;
-* `make` and `pip` are not run, but what they name must exist; nor is a virtual environment made, since the tests run in
-  one; of `torchrun` the arguments are tried.
+* a comment `# exit N` at a command's end is its expected exit code (default: 0);
+
+* the lines after a command are its whole output in order; `…` alone on a line stands for any lines, within a line for
+any text; in measured output every number counts as #;
+
+* `make` and `pip` are not run, but what they name must exist; no virtual environment is made, since the tests run in
+one; of `torchrun` the arguments are tried.
 
 A ```yaml block that begins with `# NAME.yaml` is written to the file of that name first, and so is any block that names
 a file in its first line, as in ```json rows.jsonl.
@@ -35,12 +37,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 SHELL_TOOLS = ("cat", "ls", "sed")
-"""Beside muster, the commands that are run."""
+"""Commands that are run beside muster."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a page that begins with `$ `, and what the page says that it prints."""
+    """Line of a page that begins with `$ `, and the output that the page shows."""
 
     text: str
     exit_code: int
@@ -52,7 +54,7 @@ class Command:
 
     @property
     def measures(self) -> bool:
-        """Whether the numbers that it prints differ from run to run: those of a training and of a profile do."""
+        """True where the printed numbers differ from run to run, as those of a training and of a profile do."""
         measuring = (["muster", verb] for verb in ("train", "verify", "profile", "report", "eval"))
         trains = self.words[:2] in measuring and "--dry-run" not in self.words
         return self.words[0] == "cat" or trains
@@ -60,14 +62,14 @@ class Command:
 
 @dataclass(frozen=True)
 class File:
-    """A file that a page shows in full."""
+    """File that a page shows in full."""
 
     name: str
     text: str
 
 
 def parts_of(text: str) -> Iterator[Command | File]:
-    """What a page's fenced blocks hold, in order."""
+    """Yield the commands and files of a page's fenced blocks, in order."""
     for language, file, block in re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if file:
             yield File(file, block)
@@ -90,9 +92,9 @@ def commands_of(block: str) -> Iterator[Command]:
 
 
 def check_page(text: str, folder: Path, muster: list[str] | None = None) -> None:
-    """Runs a page's commands in `folder`, `muster` by the words `muster`: None, without an interpreter of their own.
+    """Run a page's commands in `folder`; `muster` is the command line of muster, None: without an interpreter for each.
 
-    Raises AssertionError where it isn't as the page says.
+    Raises AssertionError where the output differs from the page.
     """
     for part in parts_of(text):
         if isinstance(part, File):
@@ -129,7 +131,7 @@ def run(command: Command, folder: Path, muster: list[str] | None = None) -> None
 
 
 def prints(output: str, shown: tuple[str, ...], measures: bool) -> bool:
-    """Whether the output is what is shown."""
+    """Tell if the output matches what is shown."""
     lines = [line.rstrip() for line in output.splitlines()]
     if measures:
         lines, shown = [blur(line) for line in lines], tuple(blur(line) for line in shown)
@@ -141,7 +143,7 @@ def prints(output: str, shown: tuple[str, ...], measures: bool) -> bool:
 
 
 def blur(line: str) -> str:
-    """The line without what differs from run to run: numbers, the units of times, hashes, how columns are aligned."""
+    """Return the line without what differs from run to run: numbers, units of times, hashes, alignment of columns."""
     line = re.sub(r"(?<!\.)\b[0-9a-f]{12}\b", "#", line)
     line = re.sub(r"[+−-]?\d[\d,.]*(e[+-]\d+)?( (ns|µs|ms|s)\b)?", "#", line)
     return re.sub(r"\s+", " ", line)
@@ -195,7 +197,7 @@ CHECKS = {
 
 @pages
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    """The page that a newcomer follows as he runs it, the others without starting an interpreter for each process."""
+    """The newcomer's page runs as a person runs it, the others without an interpreter for each process."""
     check_page(page.read_text(), tmp_path, interpreter_words() if page.name == "first-run.md" else None)
 
 
@@ -247,7 +249,7 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links name them."""
+    """Return the headings of a page as links name them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

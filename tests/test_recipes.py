@@ -20,7 +20,7 @@ BY_NAME = {recipe.name: recipe for recipe in recipes()}
 
 
 def test_every_recipe_is_legal_and_says_why_it_differs():
-    """Without the planner, which a soak test asks."""
+    """The planner is left out; a soak test asks it."""
     assert len(BY_NAME) >= 8
     small = [recipe for name, recipe in BY_NAME.items() if "530B" not in name and "1T" not in name]
     for one in evaluate_recipes(chosen=small):
@@ -93,7 +93,7 @@ def test_recipes_are_met_and_the_planner_claims_little_more(capsys):
         assert (one["legal"] and one["fits"] and near and modest) or one["gap"], one["name"]
 
 
-def test_what_is_unknown_is_shown_as_such():
+def test_unknown_values_are_shown_as_such():
     one = RecipeResult(job_of(BY_NAME["Mixtral 8x22B"]))
     assert one.error is None
     assert "N/A" in recipes_markdown([one]) or "n/a" in recipes_markdown([one])

@@ -1,4 +1,4 @@
-"""The report as text: numbers, curves, scales, and the page that is made of them."""
+"""The report as text: numbers, curves, scales, and the page made of them."""
 
 import math
 import re
@@ -52,12 +52,12 @@ from tests.report_example import metrics, report
         (formatting.format_error(None, 1, "s"), "n/a"),
     ],
 )
-def test_numbers_as_words(words: str, expected: str) -> None:
+def test_formatted_numbers(words: str, expected: str) -> None:
     assert words == expected
 
 
 @given(st.floats())
-def test_any_number_has_words(value: float) -> None:
+def test_any_number_can_be_formatted(value: float) -> None:
     for unit in ("s", "bytes", "fraction"):
         assert formatting.format_value(value, unit)
     assert formatting.format_count(value)
@@ -125,7 +125,7 @@ def test_axes_of_hard_values() -> None:
 
 
 class _Nesting(HTMLParser):
-    """Fails on tags that are not closed in order; collects everything that a browser would load."""
+    """Parser that fails on tags closed out of order, and collects everything that a browser would load."""
 
     def __init__(self) -> None:
         super().__init__()

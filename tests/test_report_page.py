@@ -50,7 +50,7 @@ def example_page(example: str) -> str:
 
 
 def test_nothing_to_complain_about_in_a_prediction(browser: Browser, tmp_path: Path) -> None:
-    """Of many ranks, whose memory has more columns than a window."""
+    """The prediction has many ranks, and memory with more columns than a window."""
     model, cluster, workload = (
         load_model("llama3-8b"),
         load_cluster("64xa100"),

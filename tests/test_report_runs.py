@@ -1,4 +1,4 @@
-"""`muster report` of several runs: figures and differences side by side, in one page."""
+"""Comparison of several runs by `muster report`: figures and differences in one page."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,9 @@ def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
         ("many", "expected at most 12"),
     ],
 )
-def test_what_can_not_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: str, words: str) -> None:
+def test_incomparable_runs_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: str, words: str
+) -> None:
     good, other = write_run(tmp_path / "good", metrics(3)), tmp_path / "other"
     if spoil == "empty":
         other.mkdir()

@@ -1,4 +1,4 @@
-"""`muster schedule` as a person uses it: pictures, files, JSON, comparisons, and sentences for what is wrong."""
+"""`muster schedule` as a person uses it: pictures, files, JSON, comparisons, and errors."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PACKAGE = Path(muster.__file__).parent
 
 @pytest.fixture
 def schedule(capsys: pytest.CaptureFixture[str]):
-    """Runs `muster schedule` and gives the exit code, standard output and standard error."""
+    """Run `muster schedule` and return the exit code, standard output and standard error."""
 
     def run(line: str) -> tuple[int, str, str]:
         code = main(["schedule", *line.split()])
@@ -67,7 +67,7 @@ def test_times_are_of_a_rank_s_share_and_comm_is_between_ranks(schedule):
         assert data["bubble"] == pytest.approx(9 / chunks)
 
 
-def test_words_are_woven_into_a_schedule(schedule):
+def test_vocabulary_passes_are_added_to_a_schedule(schedule):
     _, plain, _ = schedule("1f1b --ranks 4 --microbatches 16 --json")
     _, out, _ = schedule("1f1b --ranks 4 --microbatches 16 --vocab-parallel 0.4 --json")
     before, woven = json.loads(plain), json.loads(out)

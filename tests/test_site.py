@@ -1,4 +1,4 @@
-"""The pages of docs/ as a site, what they take from the code, and whether they name all that there is to name."""
+"""The pages of docs/ as a site: what they take from the code, and their completeness."""
 
 import contextlib
 import io
@@ -31,14 +31,14 @@ PHONE, DESKTOP = 390, 1280
 WINDOWS = [(PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light"), (DESKTOP, "dark")]
 
 PAGE_OF = {"program": "programs", "schedule": "schedules", "memory-check": "memory", "checkpoint": "convert"}
-"""The pages of verbs that don't have their name."""
+"""Pages of verbs that have another name."""
 OWN_VERBS = {"data": tuple(data.VERBS), "checkpoint": tuple(checkpoint.VERBS)}
 
 EVERYWHERE = ("--help", "--section", "--plugins")
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/, which is no package."""
+    """Load a script of docs/, which is no package."""
     spec = spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -110,7 +110,7 @@ def test_a_page_that_is_broken_is_noticed(browser: Browser, site: Path) -> None:
 
 PICTURES = script("pictures").PICTURES
 PREDICTED = ("memory", "step", "search")
-"""Pictures with figures of the cost model: the soak draws them anew."""
+"""Pictures with figures of the cost model, which only the soak draws anew."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_picture_is_what_the_code_draws(name: str) -> None:
 
 
 def test_the_pictures_are_legible(browser: Browser, tmp_path: Path) -> None:
-    """On light and on dark paper, in the size in which pages show them."""
+    """Pictures are checked on light and dark background, in the size in which pages show them."""
     inline = "".join(f"<div>{(DOCS / f'pictures/{name}.svg').read_text()}</div>" for name in PICTURES)
     style = "<style>body{background:#fff}@media(prefers-color-scheme:dark){body{background:#14161a}}</style>"
     (tmp_path / "all.html").write_text(f"<!doctype html><meta charset=utf-8>{style}<body>{inline}")
@@ -165,7 +165,7 @@ def test_the_page_of_a_verb_names_every_flag(verb: str) -> None:
 
 
 def flags_of(*words: str) -> list[str]:
-    """The flags in a verb's help but for those that many have; --section.key stands for the keys of a run file."""
+    """Return the flags in a verb's help without those common to many; --section.key stands for keys of a run file."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main([*words, "--help"]) == 0

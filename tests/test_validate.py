@@ -1,4 +1,4 @@
-"""Predictions held against measurements: how tables are read, what rows mean, how scores are made."""
+"""Comparison of predictions with measurements: reading of tables, meaning of rows, scores."""
 
 import csv
 import io
@@ -62,7 +62,7 @@ LLAMA_8B = {
 
 
 def table(*rows: dict[str, str]) -> str:
-    """A table whose rows are LLAMA_8B with changes."""
+    """Return a table whose rows are LLAMA_8B with changes."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
@@ -74,12 +74,12 @@ def row(**changes: str) -> MeasurementRow:
     return parse_table(table(changes), "t.csv")[0]
 
 
-def told(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> CasePrediction:
+def predicted(step_time_s: float = 10.0, peak_bytes: float = 40e9, fits: bool | None = True) -> CasePrediction:
     return CasePrediction(step_time_s, peak_bytes, 80e9, fits)
 
 
 def tell(inputs: RowInputs, case: RowCase) -> CasePrediction:
-    return told()
+    return predicted()
 
 
 def scored(*rows: dict[str, str], answer=tell) -> list[RowResult]:
@@ -106,7 +106,7 @@ def scored(*rows: dict[str, str], answer=tell) -> list[RowResult]:
         (table({}) + '"', "t.csv:3: not valid CSV"),
     ],
 )
-def test_what_is_no_table_is_refused_in_one_sentence(text, sentence):
+def test_an_invalid_table_is_refused_in_one_sentence(text, sentence):
     with pytest.raises(ConfigError) as error:
         parse_table(text, "t.csv")
     assert sentence in str(error.value)
@@ -140,14 +140,14 @@ def test_a_row_of_another_length_is_left_out():
 
 
 def cut(text: str, kept: Collection[str], delimiter: str = ",") -> str:
-    """The table with those columns alone."""
+    """Return the table with those columns alone."""
     rows = list(csv.DictReader(io.StringIO(text)))
     lines = [delimiter.join(kept), *(delimiter.join(row[name] for name in kept) for row in rows)]
     return "\n".join(lines) + "\n"
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_a_table_may_lack_what_it_never_states(delimiter):
+def test_optional_columns_may_be_missing(delimiter):
     found = parse_table(cut(table({}, {"value": "20"}), REQUIRED_COLUMNS, delimiter), "t.csv")
     whole = row()
     assert [one.value for one in found] == [10, 20]
@@ -170,7 +170,7 @@ def test_a_time_that_is_an_outcome_is_read_as_one(said):
 @pytest.mark.parametrize(
     "name", ["llama3-8b", "meta-llama/Meta-Llama-3-8B", "Llama-3-8B-Instruct", "LLAMA3 8B (run 4)", "llama3_8b"]
 )
-def test_owners_and_what_came_later_are_no_part_of_a_models_name(name):
+def test_publishers_and_suffixes_are_no_part_of_a_models_name(name):
     bare = dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab"), "")
     named = row_inputs(row(model_name=name, **bare)).model
     assert named.model_copy(update={"name": ""}) == row_inputs(row()).model.model_copy(update={"name": ""})
@@ -189,11 +189,11 @@ def test_owners_and_what_came_later_are_no_part_of_a_models_name(name):
         ("FSDP SHARD_GRAD_OP (ZeRO-2)", "z2", None),
     ],
 )
-def test_how_ranks_share_is_read_from_the_usual_words(words, zero, group):
+def test_sharding_is_read_from_the_usual_words(words, zero, group):
     assert parse_sharding(words) == Sharding(zero, group)
 
 
-def test_a_tilt_compares_layouts_that_differ_in_one_axis_alone():
+def test_an_axis_bias_compares_layouts_that_differ_in_one_axis_alone():
     """Layouts of tp 2 take twice as long as predicted, whatever else differs; the third and fourth have no partner."""
     layouts = [("1", "1", "10"), ("2", "1", "20"), ("4", "2", "10"), ("2", "2", "20"), ("1", "2", "10")]
     rows = [{"tp": tp, "dp": "", "micro_batch": mb, "value": value} for tp, mb, value in layouts]
@@ -214,14 +214,14 @@ def test_few_small_sweeps_are_shown_one_by_one():
 
 
 def test_a_row_becomes_a_plan():
-    setting = row_inputs(row())
-    plan = setting.cases[0].plan
+    inputs = row_inputs(row())
+    plan = inputs.cases[0].plan
     assert (plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp) == (1, 4, 2, 2)
     assert (plan.default_strategy.zero, plan.default_strategy.sp, plan.schedule) == ("z1", True, "1f1b")
-    assert setting.cluster.num_devices == 16
-    assert setting.cluster.device.name == "h100-sxm"
-    assert setting.model.num_parameters == 8_030_261_248
-    assert (setting.unstated, len(setting.cases)) == ((), 1)
+    assert inputs.cluster.num_devices == 16
+    assert inputs.cluster.device.name == "h100-sxm"
+    assert inputs.model.num_parameters == 8_030_261_248
+    assert (inputs.unstated, len(inputs.cases)) == ((), 1)
 
 
 @pytest.mark.parametrize(
@@ -234,19 +234,19 @@ def test_a_row_becomes_a_plan():
         ("1 (Megatron distributed optimizer)", 1, 4, "z1"),
     ],
 )
-def test_words_of_sharding(zero, replicate, shard, level):
+def test_sharding_becomes_degrees(zero, replicate, shard, level):
     plan = row_inputs(row(zero=zero)).cases[0].plan
     assert (plan.dp_replicate, plan.dp_shard, plan.default_strategy.zero) == (replicate, shard, level)
 
 
-def test_what_a_row_leaves_open_becomes_cases():
-    setting = row_inputs(row(recompute="", sp="", vpp="", schedule="", attn_kernel=""))
-    assert set(setting.unstated) == {"recompute", "sp", "vpp", "attn_kernel"}
-    assert len(setting.cases) == 16
-    assert len({case.plan.hash + repr(case.software) for case in setting.cases}) == 16
+def test_open_choices_become_cases():
+    inputs = row_inputs(row(recompute="", sp="", vpp="", schedule="", attn_kernel=""))
+    assert set(inputs.unstated) == {"recompute", "sp", "vpp", "attn_kernel"}
+    assert len(inputs.cases) == 16
+    assert len({case.plan.hash + repr(case.software) for case in inputs.cases}) == 16
 
 
-def test_what_says_nothing_is_not_open():
+def test_irrelevant_columns_are_not_open():
     """Sequence parallelism without tensor parallelism, chunks without a pipeline."""
     alone = row_inputs(row(tp="1", pp="1", dp="16", sp="", vpp="", schedule=""))
     assert alone.unstated == ()
@@ -314,7 +314,7 @@ def test_a_row_that_cannot_be_predicted_is_counted_and_named(changes, sentence):
         ("100 Gbps OPA", 4, 12.5e9, 4),
     ],
 )
-def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
+def test_networks_are_parsed(text, per_node, rate_bytes_per_s, count):
     changes = {"inter_link": text, "gpus_per_node": str(per_node)}
     nics = row_inputs(row(**changes)).cluster.groups[0].nics
     assert nics is not None
@@ -329,13 +329,13 @@ def test_words_of_networks(text, per_node, rate_bytes_per_s, count):
         {"source": "", "software": "Aleph Alpha scaling"},
     ],
 )
-def test_a_program_is_known_by_what_a_row_cites(changes):
+def test_a_program_is_known_by_a_rows_citation(changes):
     case = row_inputs(row(**changes)).cases[0]
     assert case.software.all_reduce_grads
     assert not row_inputs(row(source="my sheet")).cases[0].software.all_reduce_grads
 
 
-def test_the_name_of_a_source_goes_before_what_its_rows_cite():
+def test_the_name_of_a_source_wins_over_its_rows_citations():
     case = row_inputs(row(source="InternEvo", url_or_repo="github:Aleph-Alpha/scaling")).cases[0]
     assert case.software.broadcast_updates
     assert not case.software.all_reduce_grads
@@ -361,7 +361,7 @@ def test_omni_path_is_not_taken_for_infiniband(text):
         ("GB300", "gb300"),
     ],
 )
-def test_words_of_devices(gpu, name):
+def test_devices_are_parsed(gpu, name):
     assert row_inputs(row(gpu=gpu)).cluster.device.name == name
 
 
@@ -401,18 +401,18 @@ def test_flops_of_published_formulas():
     one_trillion = next(
         r for (source, model, _), r in by_model.items() if "Korthikanti" in source and model == "GPT 1T"
     )
-    setting = row_inputs(one_trillion)
-    per_s = korthikanti_flops(setting.model, setting.workload) / (71.49 * 512 * 312e12)
+    inputs = row_inputs(one_trillion)
+    per_s = korthikanti_flops(inputs.model, inputs.workload) / (71.49 * 512 * 312e12)
     assert per_s == pytest.approx(0.563, abs=0.002)  # MFU in the same table
     gpt3 = next(r for (source, _, _), r in by_model.items() if "GPT-3" in source)
-    setting = row_inputs(gpt3)
-    assert sc21_flops(setting.model, setting.workload) / (32 * 1024) == pytest.approx(138e12, rel=0.02)
+    inputs = row_inputs(gpt3)
+    assert sc21_flops(inputs.model, inputs.workload) / (32 * 1024) == pytest.approx(138e12, rel=0.02)
 
 
 def test_megatron_counts_as_its_logs_do():
     """Llama 3 8B at 8192: 12,273 tokens/s and 711 TFLOP/s in one line of NeMo's summary."""
-    setting = row_inputs(row())
-    per_token = megatron_flops(setting.model, setting.workload) / setting.workload.tokens_per_step
+    inputs = row_inputs(row())
+    per_token = megatron_flops(inputs.model, inputs.workload) / inputs.workload.tokens_per_step
     assert per_token * 12_273 == pytest.approx(711e12, rel=0.01)
 
 
@@ -422,16 +422,18 @@ def test_megatron_counts_as_its_logs_do():
 def test_errors_are_weighed_by_family():
     """Three releases of one configuration count as much as one other row."""
     releases = [{"software": release, "value": "10"} for release in ("1", "2", "3")]
-    found = summarize(scored(*releases, {"global_batch": "128", "value": "20"}, answer=lambda s, c: told(15.0))).overall
+    found = summarize(
+        scored(*releases, {"global_batch": "128", "value": "20"}, answer=lambda s, c: predicted(15.0))
+    ).overall
     assert (found.every.rows, found.every.predicted, found.every.families) == (4, 4, 2)
     assert found.every.mape == pytest.approx((50 + 25) / 2)
     assert found.every.bias == pytest.approx((50 - 25) / 2)
     assert found.every.median_ape == pytest.approx((50 + 25) / 2)
 
 
-def by_recompute(setting: RowInputs, case: RowCase) -> CasePrediction:
+def by_recompute(inputs: RowInputs, case: RowCase) -> CasePrediction:
     full = case.plan.default_strategy.recompute == "full"
-    return told(13.0, 40e9) if full else told(9.0, 120e9, fits=False)
+    return predicted(13.0, 40e9) if full else predicted(9.0, 120e9, fits=False)
 
 
 def test_an_interval_over_what_is_open_and_the_case_that_fits():
@@ -444,9 +446,9 @@ def test_an_interval_over_what_is_open_and_the_case_that_fits():
 
 
 def test_outcomes():
-    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
+    def answer(inputs: RowInputs, case: RowCase) -> CasePrediction:
         size = {1: 40e9, 2: 79e9, 4: 120e9}[case.plan.micro_batch_size]
-        return told(10.0, size, fits=size < 80e9)
+        return predicted(10.0, size, fits=size < 80e9)
 
     oom = {"metric": "outcome", "value": "OOM Error"}
     rows = [{}, {"micro_batch": "4"}, oom, oom | {"micro_batch": "4"}, oom | {"micro_batch": "2"}]
@@ -466,9 +468,9 @@ def test_sweeps():
     rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
     failed = {"metric": "outcome", "value": "OOM Error", "micro_batch": "4"}
 
-    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
+    def answer(inputs: RowInputs, case: RowCase) -> CasePrediction:
         tp, size = case.plan.tp, case.plan.micro_batch_size
-        return told({2: 12.0, 4: 11.0, 8: 13.0}[tp] + size / 10, fits=size < 4)
+        return predicted({2: 12.0, 4: 11.0, 8: 13.0}[tp] + size / 10, fits=size < 4)
 
     [sweep] = score_sweeps(scored(*rows, failed, answer=answer))
     assert (sweep.layouts, sweep.failed) == (6, 1)
@@ -479,7 +481,7 @@ def test_sweeps():
     assert score_sweeps(scored(*rows, failed, answer=answer), 2, 5) == []
     [small] = summarize(scored(*rows[:3], answer=answer)).small_sweeps
     assert small.layouts == 3
-    [hopeful] = score_sweeps(scored(*rows, failed, answer=lambda s, c: told(case_time(c))))
+    [hopeful] = score_sweeps(scored(*rows, failed, answer=lambda s, c: predicted(case_time(c))))
     assert hopeful.first_reaches == 0.0  # it ranks the one first that ran out of memory
 
 
@@ -487,9 +489,9 @@ def test_a_layout_that_nearly_fills_the_memory_is_ranked_after_those_that_do_not
     layouts = [{"tp": t, "dp": d, "micro_batch": m} for t, d in (("2", "4"), ("4", "2"), ("8", "1")) for m in "12"]
     rows = [layout | {"value": f"{10 + i}"} for i, layout in enumerate(layouts)]
 
-    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
+    def answer(inputs: RowInputs, case: RowCase) -> CasePrediction:
         slow = case.plan.tp == 2 and case.plan.micro_batch_size == 1
-        return told(12.0 if slow else 10.0 + case.plan.tp / 100, 40e9 if slow else 73e9)
+        return predicted(12.0 if slow else 10.0 + case.plan.tp / 100, 40e9 if slow else 73e9)
 
     [sweep] = score_sweeps(scored(*rows, answer=answer))
     assert sweep.first_reaches == 1.0
@@ -536,7 +538,7 @@ def test_every_shipped_row_can_be_read_or_says_why():
 
 def test_calculon_stands_beside_its_rows():
     rows = [one for one in shipped_rows() if "Korthikanti" in one.source]
-    overall = summarize(predict_rows(rows, lambda setting, case: told())).overall
+    overall = summarize(predict_rows(rows, lambda inputs, case: predicted())).overall
     assert overall.calculon.predicted == 9
     assert overall.calculon.mape == pytest.approx(4.5, abs=0.1)
 
@@ -575,9 +577,9 @@ def test_the_command(tmp_path: Path, capsys):
 
 @pytest.fixture(scope="module")
 def summary():
-    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
+    def answer(inputs: RowInputs, case: RowCase) -> CasePrediction:
         slow = case.plan.default_strategy.recompute == "full"
-        return told(13.0 if slow else 9.0, 40e9 if slow else 78e9)
+        return predicted(13.0 if slow else 9.0, 40e9 if slow else 78e9)
 
     oom = {"metric": "outcome", "value": "OOM Error", "micro_batch": "4"}
     rows = [{}, {"tp": "4", "dp": "2"}, {"recompute": ""}, {"source": "another | paper", "value": "4"}, oom]
@@ -632,9 +634,9 @@ def test_the_shipped_page_is_what_the_command_writes():
 def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():
     seen = []
 
-    def answer(setting: RowInputs, case: RowCase) -> CasePrediction:
-        seen.append(setting.cluster.device.matmul_efficiency["bf16"])
-        return told()
+    def answer(inputs: RowInputs, case: RowCase) -> CasePrediction:
+        seen.append(inputs.cluster.device.matmul_efficiency["bf16"])
+        return predicted()
 
     rows = [one for one in shipped_rows() if "Korthikanti" in one.source and one.metric == "iteration_time_s"]
     stated, without = predict_rows(rows, answer), predict_rows(rows, answer, uncalibrated=True)
