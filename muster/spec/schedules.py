@@ -115,17 +115,17 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         "breadth_first:breadth_first", "GPipe over v stages per rank, few gathers; bubble (p−1)(tF+tB)/v, memory m"
     ),
     "2bp-gpipe": ScheduleEntry(
-        "two_bp:two_bp_gpipe", "GPipe with W put off to the end; bubble (p−1)(tF+tI), memory m", 1, split_backward=True
+        "two_bp:two_bp_gpipe", "GPipe with W deferred to the end; bubble (p−1)(tF+tI), memory m", 1, split_backward=True
     ),
     "2bp-1f1b": ScheduleEntry(
         "two_bp:two_bp_1f1b",
-        "1F1B with W put off; bubble (p−1)(tF+tI), filled (p−1)(tF+tI−tW), memory m",
+        "1F1B with W deferred; bubble (p−1)(tF+tI), filled (p−1)(tF+tI−tW), memory m",
         1,
         split_backward=True,
     ),
     "zb-h1": ScheduleEntry(
         "zero_bubble:zb_h1",
-        "1F1B with W where a rank would wait; bubble (p−1)(tF+tI−tW), memory p",
+        "1F1B with W where a rank would idle; bubble (p−1)(tF+tI−tW), memory p",
         1,
         split_backward=True,
         planner=PlannerTraits(
