@@ -149,7 +149,8 @@ def _group(data: Any, place: KeyLocation) -> Any:
         return data
     if "device" not in data:
         raise ConfigError(f"{place.key('device')}: missing, expected a device such as h100")
-    device, at = data["device"], place.key("device")
+    device = data["device"]
+    at = place.key("device")
     device = _named(load_device, device, at) if isinstance(device, str) else _device(device, at)
     usual: dict[str, Any] = {}
     if isinstance(device, DeviceSpec) and device.node is not None:
@@ -159,10 +160,10 @@ def _group(data: Any, place: KeyLocation) -> Any:
 
 def _joined(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
     """Return the keys of a node, with its links loaded."""
-    own = {key: _link(value, place.key(key)) if key == "intra" else value for key, value in data.items()}
-    if isinstance(nics := own.get("nics"), dict) and "link" in nics:
-        own["nics"] = nics | {"link": _link(nics["link"], place.key("nics.link"))}
-    return own
+    keys = {key: _link(value, place.key(key)) if key == "intra" else value for key, value in data.items()}
+    if isinstance(nics := keys.get("nics"), dict) and "link" in nics:
+        keys["nics"] = nics | {"link": _link(nics["link"], place.key("nics.link"))}
+    return keys
 
 
 def _usual_node(node: NodeShape) -> dict[str, Any]:
@@ -224,5 +225,5 @@ def _validated(kind: Any, data: Any, place: KeyLocation) -> Any:
         return kind.model_validate(data)
     except ValidationError as error:
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        told = error_sentence(first, ConfigSchema(kind), {})
-        raise ConfigError(f"{place}{'.' if place.path and first['loc'] else ': '}{told}") from None
+        message = error_sentence(first, ConfigSchema(kind), {})
+        raise ConfigError(f"{place}{'.' if place.path and first['loc'] else ': '}{message}") from None

@@ -62,17 +62,18 @@ def looks_like_path(text: str) -> bool:
 
 def read_catalog_layer(kind: str, name: str) -> ConfigLayer:
     """Read a file of the catalogue: `kind` is `presets` or `models`. Raises ConfigError for an unknown name."""
-    what = "model" if kind == "models" else "preset"
+    noun = "model" if kind == "models" else "preset"
     known = names(kind) + (component_names("model") if kind == "models" else [])
     if name not in names(kind):
-        raise ConfigError(f"there is no {what} '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
-    layer = _parse(read(kind, name), f"{what} {name}", Path())
+        raise ConfigError(f"there is no {noun} '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
+    layer = _parse(read(kind, name), f"{noun} {name}", Path())
     return ConfigLayer(layer.name, layer.values, layer.base_dir)
 
 
 def _parse(text: str, name: str, folder: Path) -> ConfigLayer:
     try:
-        root, tree = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
         places = list(_lines(root)) if isinstance(root, yaml.MappingNode) else []
         values = dict(flatten(tree)) if isinstance(tree, dict) else {}
     except yaml.YAMLError as error:

@@ -118,7 +118,8 @@ def _chain(layer: ConfigLayer, seen: list[str]) -> list[ConfigLayer]:
 def with_steps_from_epochs(resolved: ResolvedConfig, num_samples: int) -> ResolvedConfig:
     """Return the configuration with the steps that `train.epochs` stands for, for data with so many training
     samples."""
-    config, train = resolved.config, resolved.config.train
+    config = resolved.config
+    train = resolved.config.train
     assert train.epochs is not None
     steps, origin = steps_from_epochs(train.epochs, num_samples, train.global_batch_size, train.steps)
     config = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})

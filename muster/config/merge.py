@@ -46,29 +46,29 @@ class MergedConfig:
     def add(self, layer: ConfigLayer) -> None:
         """Add a layer on top. Raises ConfigError."""
         layer = current_layer("run", layer)
-        said = {path: value for path, value in layer.values.items() if path != "extends"}
+        given = {path: value for path, value in layer.values.items() if path != "extends"}
         if (
-            named := said.pop("plugins", None)
+            named := given.pop("plugins", None)
         ) is not None:  # first, as they may register components that the layer names
             self._add_plugins(named, layer)
         for key in ("model", "model.preset"):
-            if isinstance(name := said.get(key), str):
-                del said[key]
+            if isinstance(name := given.get(key), str):
+                del given[key]
                 self._replace_model(name, layer.base_dir, layer.origin(key))
         for key in ("parallel", "parallel.plan"):
-            if isinstance(text := said.get(key), str):
-                del said[key]
+            if isinstance(text := given.get(key), str):
+                del given[key]
                 self._replace_plan(text, layer.base_dir, layer.origin(key))
-                if text == "auto" and (chosen := [path for path in said if _is_degree(path)]):
+                if text == "auto" and (chosen := [path for path in given if _is_degree(path)]):
                     raise ConfigError(
                         f"{chosen[0]}: 'auto' chooses it; give a plan's name instead of auto, such as dp2-pp2"
                         f" (from {layer.origin(chosen[0])})"
                     )
         for path, others in _INSTEAD.items():
-            if said.get(path):
+            if given.get(path):
                 for other in others:
                     self._drop(other)
-        for path, value in said.items():
+        for path, value in given.items():
             if value is None and run_schema().keys_of(run_schema().schema_at(path) or {}):
                 continue  # a section without any keys
             self.plan_is_auto = self.plan_is_auto and not _is_degree(path)
@@ -114,16 +114,16 @@ class MergedConfig:
         """Replace the plan so far by the one that a name, a path or `auto` stands for."""
         paths = {field: f"parallel.{field}" for field in _KEPT}
         kept = {field: (self.values[path], self.origins[path]) for field, path in paths.items() if path in self.values}
-        said: dict[str, tuple[Any, str]] = {}
+        given: dict[str, tuple[Any, str]] = {}
         if looks_like_path(text):
             layer = current_layer("plan", read_file_layer(folder / text))
-            said = {field: (value, layer.origin(field)) for field, value in layer.values.items()}
+            given = {field: (value, layer.origin(field)) for field, value in layer.values.items()}
         elif text != "auto":
-            said = {field: (value, origin) for field, value in self._named(text, origin).items()}
-            said |= {field: old for field, old in kept.items() if said[field][0] == old[0]}
+            given = {field: (value, origin) for field, value in self._named(text, origin).items()}
+            given |= {field: old for field, old in kept.items() if given[field][0] == old[0]}
         self._drop("parallel")
         self.plan_is_auto = text == "auto"
-        for field, (value, source) in (kept | said).items():
+        for field, (value, source) in (kept | given).items():
             self.put(f"parallel.{field}", value, source)
 
     def _named(self, name: str, origin: str) -> dict[str, Any]:

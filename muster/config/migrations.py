@@ -273,16 +273,16 @@ class _Migration:
             report_rename(source, f"{len(self.renames)} keys and values have new names; for example, {old}", new)
 
 
-def _version(file_format: Format, said: Any, source: str) -> int | None:
+def _version(file_format: Format, given: Any, source: str) -> int | None:
     """Return the schema version of a file: the first where it names none. Raises ConfigError for one of the future."""
     known = SCHEMAS.get(file_format)
-    if said is None or known is None or isinstance(said, bool) or not str(said).isdecimal():
-        return 1 if said is None else None
-    if int(said) > known:
+    if given is None or known is None or isinstance(given, bool) or not str(given).isdecimal():
+        return 1 if given is None else None
+    if int(given) > known:
         raise ConfigError(
-            f"{source}: version {said} is of a newer Muster; this one reads {file_format} files up to version {known}"
+            f"{source}: version {given} is of a newer Muster; this one reads {file_format} files up to version {known}"
         )
-    return int(said)
+    return int(given)
 
 
 def _filled(row: FormerKey, parts: list[str]) -> str:

@@ -48,7 +48,7 @@ def read_model_layer(name: str, folder: Path = Path()) -> ConfigLayer:
 
 def plugin_model_layer(name: str, values: Mapping[str, Any]) -> ConfigLayer:
     """Return the values of a plugin's model: those of the model that it is `like`, with its own over them."""
-    said = dict(values)
-    like = said.pop("like", None)
+    given = dict(values)
+    like = given.pop("like", None)
     base = {} if like is None else {k: v for k, v in read_model_layer(like).values.items() if k != "version"}
-    return ConfigLayer(f"model {name}", {**base, **dict(flatten(said)), "name": name, "architecture": name}, Path())
+    return ConfigLayer(f"model {name}", {**base, **dict(flatten(given)), "name": name, "architecture": name}, Path())

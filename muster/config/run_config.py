@@ -254,7 +254,8 @@ class RunConfig(Frozen):
             ("step", self.train.training_step),
         ]
         found: list[tuple[ComponentKind, str]] = [(kind, name) for kind, name in wanted if name is not None]
-        datasets, schedules = component_names("dataset"), component_names("schedule")
+        datasets = component_names("dataset")
+        schedules = component_names("schedule")
         used: tuple[tuple[ComponentKind, list[str]], ...] = (
             ("dataset", [name for name in self.data.sources if name in datasets]),
             ("schedule", [name for name in schedules if name == self.parallel.schedule]),

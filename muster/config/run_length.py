@@ -12,21 +12,21 @@ def steps_from_tokens(values: Mapping[str, Any]) -> tuple[int, str] | None:
 
     `values` are a run file's values by dotted key. Raises ConfigError where they contradict each other or are too few.
     """
-    said = {key: values.get(f"train.{key}") for key in ("steps", "tokens", "epochs")}
-    if said["tokens"] is not None and said["epochs"] is not None:
-        raise _both("tokens", said["tokens"], "epochs", said["epochs"])
-    if said["epochs"] is not None and said["steps"] is None:
+    given = {key: values.get(f"train.{key}") for key in ("steps", "tokens", "epochs")}
+    if given["tokens"] is not None and given["epochs"] is not None:
+        raise _both("tokens", given["tokens"], "epochs", given["epochs"])
+    if given["epochs"] is not None and given["steps"] is None:
         missing = [key for key in ("train.global_batch_size", "optim.lr") if values.get(key) is None]
         if missing:
             raise ConfigError(
                 f"train.epochs: {' and '.join(missing)} can't be derived from it, since its number of steps is known"
                 " only once the data are there; give a value, or train.steps or train.tokens instead of epochs"
             )
-    if said["tokens"] is None:
+    if given["tokens"] is None:
         return None
-    steps, origin = _steps_of_tokens(said["tokens"], values)
-    if said["steps"] not in (None, steps):
-        raise _both("steps", said["steps"], "tokens", f"{said['tokens']} ({steps} steps)")
+    steps, origin = _steps_of_tokens(given["tokens"], values)
+    if given["steps"] not in (None, steps):
+        raise _both("steps", given["steps"], "tokens", f"{given['tokens']} ({steps} steps)")
     return steps, origin
 
 
@@ -52,5 +52,5 @@ def _steps_of_tokens(tokens: object, values: Mapping[str, Any]) -> tuple[int, st
     return -(-tokens // (batch * seq_len)), f"train.tokens {tokens} / ({batch} sequences of {seq_len} tokens)"
 
 
-def _both(one: str, value: object, other: str, other_value: object) -> ConfigError:
-    return ConfigError(f"train.{one} {value} and train.{other} {other_value} are given, expected one of them")
+def _both(first: str, value: object, other: str, other_value: object) -> ConfigError:
+    return ConfigError(f"train.{first} {value} and train.{other} {other_value} are given, expected one of them")

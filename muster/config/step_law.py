@@ -18,7 +18,8 @@ PARAMS_RANGE = (60e6, 1e9)
 TOKENS_RANGE = (2e9, 100e9)
 """Approximate range of the fit; beyond it the law is an extrapolation."""
 
-_BATCH_FACTOR, _BATCH_POWER = 0.58, 0.571
+_BATCH_FACTOR = 0.58
+_BATCH_POWER = 0.571
 
 
 class StepLaw(NamedTuple):
@@ -56,7 +57,9 @@ def step_law_values(values: Mapping[str, Any]) -> dict[str, tuple[float | int, s
     can divide. A learning rate is derived for AdamW, and for Muon with updates as large as AdamW's. Nothing is derived
     where a required value is missing or wrong: validation names it.
     """
-    model, steps, seq_len = _model(values), _count(values, "train.steps"), _count(values, "train.seq_len")
+    model = _model(values)
+    steps = _count(values, "train.steps")
+    seq_len = _count(values, "train.seq_len")
     if model is None or steps is None or seq_len is None:
         return {}
     derived: dict[str, tuple[float | int, str]] = {}
@@ -70,7 +73,8 @@ def step_law_values(values: Mapping[str, Any]) -> dict[str, tuple[float | int, s
         )
         derived["train.global_batch_size"] = (batch, origin)
     if "optim.lr" not in values and batch is not None and _like_adamw(values):
-        num_params, num_tokens = non_embedding_parameters(model), steps * batch * seq_len
+        num_params = non_embedding_parameters(model)
+        num_tokens = steps * batch * seq_len
         origin = (
             f"{STEP_LAW_SOURCE}: for {_short(num_params)} parameters outside embedding and head and"
             f" {_short(num_tokens)} tokens"
@@ -86,9 +90,9 @@ def derived_value_line(path: str, value: float, origin: str) -> str:
 
 
 def _model(values: Mapping[str, Any]) -> ModelSpec | None:
-    own = {path.removeprefix("model."): value for path, value in values.items() if path.startswith("model.")}
+    fields = {path.removeprefix("model."): value for path, value in values.items() if path.startswith("model.")}
     try:
-        return ModelSpec.model_validate(own)
+        return ModelSpec.model_validate(fields)
     except ValidationError:
         return None
 
@@ -99,15 +103,16 @@ def _count(values: Mapping[str, Any], path: str) -> int | None:
 
 
 def _like_adamw(values: Mapping[str, Any]) -> bool:
-    name, scale = values.get("optim.name", "adamw"), values.get("optim.muon_scale", "match_rms")
+    name = values.get("optim.name", "adamw")
+    scale = values.get("optim.muon_scale", "match_rms")
     return name == "adamw" or (name == "muon" and scale == "match_rms")
 
 
 def _warning(params: float | None = None, tokens: float | None = None) -> str:
     """Return the end of a sentence about values outside the range of the fit."""
     outside = [
-        f"{_short(low)} to {_short(high)} {what}"
-        for value, (low, high), what in (
+        f"{_short(low)} to {_short(high)} {unit}"
+        for value, (low, high), unit in (
             (params, PARAMS_RANGE, "parameters"),
             (tokens, TOKENS_RANGE, "tokens"),
         )

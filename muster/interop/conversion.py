@@ -87,7 +87,7 @@ def infer_dp_size(found: ConfigConversion, world_size: int | None, others: int) 
     """
     if world_size is None:
         found.dropped.append(
-            DroppedOption("number of processes", None, "not said; taken as the fewest: give --nproc N")
+            DroppedOption("number of processes", None, "not given; taken as the fewest: give --nproc N")
         )
         return 1
     count, rest = divmod(world_size, others)

@@ -56,13 +56,14 @@ def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: missing, required by model_type {kind}") from None
     except ValidationError as error:
-        said = error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})
-        raise ConfigError(_in_words_of(said, FAMILIES[kind].keys)) from None
+        message = error_sentence(error.errors()[0], ConfigSchema(ModelSpec), {})
+        raise ConfigError(_in_words_of(message, FAMILIES[kind].keys)) from None
 
 
 def _unknown(config: Config) -> str:
     """Return the reason why a configuration of no known family is refused, and the nearest family."""
-    kind, part = config.get("model_type"), config.get("text_config")
+    kind = config.get("model_type")
+    part = config.get("text_config")
     inner = str(part.get("model_type")) if isinstance(part, Mapping) else ""
     if inner in FAMILIES:
         return (

@@ -69,11 +69,13 @@ def read_megatron(text: str, nproc: int | None) -> ConfigConversion:
 
 
 def _model(found: ConfigConversion) -> None:
-    put, carry = found.put, found.copy_number
+    put = found.put
+    carry = found.copy_number
     carry("model.num_layers", "num-layers")
     hidden = carry("model.hidden_size", "hidden-size")
     carry("model.num_heads", "num-attention-heads")
-    gated, inner = bool(found.take("swiglu")), found.number("ffn-hidden-size")
+    gated = bool(found.take("swiglu"))
+    inner = found.number("ffn-hidden-size")
     # With a gate a third of the width goes to it, in multiples of 64 (validate_args).
     put("model.intermediate_size", inner or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden), "ffn-hidden-size")
     put("model.gated", gated, "swiglu")
@@ -181,7 +183,8 @@ def _chunks(found: ConfigConversion, pp: int) -> None:
 def _recompute(found: ConfigConversion) -> None:
     granularity = "selective" if found.take("recompute-activations") else None
     granularity = found.take("recompute-granularity", granularity)
-    method, count = found.take("recompute-method", "uniform"), found.number("recompute-num-layers", 1)
+    method = found.take("recompute-method", "uniform")
+    count = found.number("recompute-num-layers", 1)
     if granularity == "selective":
         reason = "it recomputes attention scores, which Muster's attention never saves"
         for option in ("recompute-activations", "recompute-granularity", "recompute-modules"):
@@ -248,7 +251,8 @@ def _optim(found: ConfigConversion) -> None:
 
 
 def _schedule(found: ConfigConversion) -> None:
-    steps, style = found.values.get("train.steps"), str(found.take("lr-decay-style", "linear"))
+    steps = found.values.get("train.steps")
+    style = str(found.take("lr-decay-style", "linear"))
     batch = found.values["train.global_batch_size"]
     decay = found.number("lr-decay-iters", (found.number("lr-decay-samples") or 0) // batch or steps)
     if decay != steps:

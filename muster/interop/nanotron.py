@@ -13,8 +13,10 @@ from muster.spec.errors import ConfigError
 
 PROGRAM = "nanotron"
 _MODEL = "model.model_config."
-_PARALLEL, _TOKENS = "parallelism.", "tokens."
-_OPTIM, _RATE = "optimizer.", "optimizer.learning_rate_scheduler."
+_PARALLEL = "parallelism."
+_TOKENS = "tokens."
+_OPTIM = "optimizer."
+_RATE = "optimizer.learning_rate_scheduler."
 _READ = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _READ += ("intermediate_size", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
 _READ += ("tie_word_embeddings", "attention_bias", "is_llama_config", "is_qwen2_config")
@@ -79,7 +81,8 @@ def _plan(found: ConfigConversion) -> None:
         raise ConfigError("parallelism: expected dp, tp and pp")
     found.copy_number("parallel.cp", _PARALLEL + "context_parallel_size", 1)
     found.copy_number("parallel.ep", _PARALLEL + "expert_parallel_size", 1)
-    stage, ranks = found.number(_OPTIM + "zero_stage", 0), found.number(_PARALLEL + "dp", 1)
+    stage = found.number(_OPTIM + "zero_stage", 0)
+    ranks = found.number(_PARALLEL + "dp", 1)
     found.put("parallel.dp_shard" if stage else "parallel.dp_replicate", ranks, _PARALLEL + "dp")
     found.put("parallel.default_strategy.zero", f"z{stage or 1}", _OPTIM + "zero_stage")
     engine = str(found.take(_PARALLEL + "pp_engine", "afab"))
@@ -129,10 +132,8 @@ def _rate(found: ConfigConversion) -> None:
     rate = found.copy_number("optim.lr", _RATE + "learning_rate")
     if not rate:
         raise ConfigError(f"{_RATE}learning_rate: missing, expected a number above 0")
-    steps, warm_up = (
-        found.values.get("train.steps"),
-        found.copy_number("optim.warmup_steps", _RATE + "lr_warmup_steps", 0),
-    )
+    steps = found.values.get("train.steps")
+    warm_up = found.copy_number("optim.warmup_steps", _RATE + "lr_warmup_steps", 0)
     if found.take(_RATE + "lr_warmup_style", "linear") != "linear":
         found.drop(_RATE + "lr_warmup_style", "Muster's warm-up is linear")
     least = found.number(_RATE + "min_decay_lr", rate)

@@ -24,7 +24,8 @@ def parse_shell_options(text: str) -> dict[str, str | list[str] | bool]:
     flag = None
     for word in _words(text):
         if assigned := _NAME.fullmatch(word):
-            flag, value = None, _expanded(assigned[2], variables)
+            flag = None
+            value = _expanded(assigned[2], variables)
             if "--" in value:
                 found |= parse_shell_options(value)
             else:

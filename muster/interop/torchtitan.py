@@ -12,7 +12,10 @@ from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 
 PROGRAM = "torchtitan"
-_TRAIN, _PARALLEL, _RATE, _AC = "training.", "parallelism.", "lr_scheduler.", "activation_checkpoint."
+_TRAIN = "training."
+_PARALLEL = "parallelism."
+_RATE = "lr_scheduler."
+_AC = "activation_checkpoint."
 _SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved", "loopedbfs": "breadth-first"}
 _SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
 _MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
@@ -64,7 +67,8 @@ def read_torchtitan(
 
 def _model(found: ConfigConversion, load_model: Callable[[str], ModelSpec], model: str | None) -> int:
     """Convert the model; return its number of layers."""
-    name, flavor = found.take("model.name", "llama3"), found.take("model.flavor", "debugmodel")
+    name = found.take("model.name", "llama3")
+    flavor = found.take("model.flavor", "debugmodel")
     known = f"{name}-{flavor}".lower().replace("_", "-")
     try:
         spec = load_model(model or _MODELS.get(known, known))
@@ -102,8 +106,10 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
 
 
 def _pipeline(found: ConfigConversion, pp: int, layers: int) -> None:
-    option, each = _PARALLEL + "pipeline_parallel_schedule", _PARALLEL + "pipeline_parallel_layers_per_stage"
-    name, per_stage = str(found.take(option, "1F1B")), found.number(each)
+    option = _PARALLEL + "pipeline_parallel_schedule"
+    each = _PARALLEL + "pipeline_parallel_layers_per_stage"
+    name = str(found.take(option, "1F1B"))
+    per_stage = found.number(each)
     if pp == 1:
         return
     schedule = _SCHEDULES.get(name.lower())
@@ -116,7 +122,8 @@ def _pipeline(found: ConfigConversion, pp: int, layers: int) -> None:
 
 
 def _recompute(found: ConfigConversion, layers: int) -> None:
-    mode, which = str(found.take(_AC + "mode", "selective")), str(found.take(_AC + "selective_ac_option", "2"))
+    mode = str(found.take(_AC + "mode", "selective"))
+    which = str(found.take(_AC + "selective_ac_option", "2"))
     key = "parallel.default_strategy.recompute"
     if mode == "full" or (mode == "selective" and which == "1"):
         found.put(key, "full", _AC + "mode")
@@ -137,7 +144,8 @@ def _recompute(found: ConfigConversion, layers: int) -> None:
 def _train(found: ConfigConversion) -> None:
     ranks = found.values["parallel.dp_shard"] * found.values["parallel.dp_replicate"]
     option = _TRAIN + ("local_batch_size" if _TRAIN + "local_batch_size" in found.options else "batch_size")
-    local, whole = found.number(option, 8), found.number(_TRAIN + "global_batch_size", -1)
+    local = found.number(option, 8)
+    whole = found.number(_TRAIN + "global_batch_size", -1)
     found.put("train.global_batch_size", whole if whole > 0 else local * ranks, _TRAIN + "global_batch_size", option)
     # Without a pipeline the local batch is one micro-batch; with one it is split.
     cut = _PARALLEL + "pipeline_parallel_microbatch_size"
@@ -161,9 +169,11 @@ def _optim(found: ConfigConversion) -> None:
     for key, default in (("lr", 8e-4), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8), ("weight_decay", 0.1)):
         found.copy_number(f"optim.{key}", f"optimizer.{key}", default)
     found.copy_number("optim.clip_norm", _TRAIN + "max_norm", 1.0)
-    warm_up, steps = found.copy_number("optim.warmup_steps", _RATE + "warmup_steps", 200), found.values["train.steps"]
+    warm_up = found.copy_number("optim.warmup_steps", _RATE + "warmup_steps", 200)
+    steps = found.values["train.steps"]
     found.copy_number("optim.min_lr_ratio", _RATE + "min_lr_factor", 0.0)
-    shape, part = str(found.take(_RATE + "decay_type", "linear")), found.number(_RATE + "decay_ratio")
+    shape = str(found.take(_RATE + "decay_type", "linear"))
+    part = found.number(_RATE + "decay_ratio")
     if part is None and shape in ("linear", "cosine"):
         found.put("optim.schedule", shape, _RATE + "decay_type")
         return

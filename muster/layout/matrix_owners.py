@@ -43,7 +43,8 @@ def assign_owners(shapes: Mapping[str, tuple[int, ...]], members: int) -> list[d
     batch has at least one matrix per member while there are as many. A pure function, so that all members agree.
     """
     batches: list[dict[str, int]] = []
-    numel, load = 0, [0] * members
+    numel = 0
+    load = [0] * members
     for name in sorted(shapes, key=lambda name: (-newton_schulz_work(shapes[name]), name)):
         if not batches or (len(batches[-1]) >= members and numel >= members * BATCH_NUMEL):
             batches.append({})

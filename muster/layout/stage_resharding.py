@@ -30,7 +30,8 @@ def box_transfers(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> list[Bo
     holders: dict[Box, list[int]] = {}
     for rank, box in held.items():
         holders.setdefault(box, []).append(rank)
-    found, turns = [], dict.fromkeys(wanted.values(), 0)
+    found = []
+    turns = dict.fromkeys(wanted.values(), 0)
     for target, box in wanted.items():
         turn, turns[box] = turns[box], turns[box] + 1
         for whole, ranks in [(box, holders[box])] if box in holders else holders.items():
@@ -44,7 +45,8 @@ def hidden_state_box(spec: ModelSpec, plan: Plan, seq_len: int, stage: int, at: 
 
     Tensor-parallel ranks all have the same, or under sequence parallelism a part of the positions each.
     """
-    rows, tp = plan.local_micro_batch_size(stage), plan.mesh(stage).tp
+    rows = plan.local_micro_batch_size(stage)
+    tp = plan.mesh(stage).tp
     parts = tp if plan.strategy(plan.layers(stage, spec.num_layers).start).sp else 1
     length = seq_len // parts
     return Box((dp_index_of(plan, at) * rows, at.tp * length if parts > 1 else 0), (rows, length))

@@ -87,7 +87,8 @@ def tp_shard(spec: ModelSpec, name: str, shape: tuple[int, ...], tp: int, index:
     give the last ranks fewer.
     """
     module, _, leaf = name.rpartition(".")
-    kind, whole = module.rpartition(".")[2], Box((0,) * len(shape), shape)
+    kind = module.rpartition(".")[2]
+    whole = Box((0,) * len(shape), shape)
     if tp == 1:
         return whole, 1, 0
     if _is_whole(kind, leaf):
@@ -124,7 +125,8 @@ def stage_shards(
     Under vocab_parallel each pipeline rank's first stage has its shard of the vocabulary: rows as `chunk_bounds` cuts
     them.
     """
-    first, last = plan.is_first(stage), plan.is_last(stage)
+    first = plan.is_first(stage)
+    last = plan.is_last(stage)
     shapes = stage_parameter_shapes(spec, plan.layers(stage, spec.num_layers), first, last)
     for name, shape in shapes:
         if not (plan.vocab_parallel and name in VOCAB_PARAMETERS):
@@ -163,7 +165,8 @@ def tp_partial_grad_copies(spec: ModelSpec, names: Iterable[str], tp: int, sp: b
     """
     if tp == 1:
         return {}
-    kv_copies, found = tp // spec.num_kv_heads, {}
+    kv_copies = tp // spec.num_kv_heads
+    found = {}
     for name in names:
         module, _, leaf = name.rpartition(".")
         kind = module.rpartition(".")[2]
@@ -183,12 +186,14 @@ def stage_layouts(spec: ModelSpec, plan: Plan, stage: int, at: MeshCoordinates) 
     A tied embedding is on the first and on the last stage, which may shard it differently; the first stage's copies
     come first.
     """
-    mesh, last = plan.mesh(stage), plan.is_last(stage)
+    mesh = plan.mesh(stage)
+    last = plan.is_last(stage)
     replica = stage // plan.stages_per_replica
     layouts = []
     for name, shape, part, tp_copies, tp_copy in stage_shards(spec, plan, stage, at.tp):
         box = _cut(part, 0, *chunk_bounds(part.size[0], mesh.dp_shard, at.dp_shard))
-        copies, copy_index = tp_copies * mesh.dp_replicate, tp_copy * mesh.dp_replicate + at.dp_replicate
+        copies = tp_copies * mesh.dp_replicate
+        copy_index = tp_copy * mesh.dp_replicate + at.dp_replicate
         writers = copies
         if name == "embed.weight" and spec.tied_embeddings and plan.stages_per_replica > 1 and not plan.vocab_parallel:
             copy_index += plan.mesh(0).dp_replicate if last else 0

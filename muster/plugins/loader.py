@@ -23,16 +23,16 @@ class PluginFile(Frozen):
     """Hash of the file when the run was requested."""
 
 
-def resolve_plugin(said: object, folder: Path = Path()) -> PluginFile:
+def resolve_plugin(entry: object, folder: Path = Path()) -> PluginFile:
     """Return the plugin that a run file's entry means: a path relative to `folder`, a module's name, or both fields.
     Raises ConfigError where there is no such file."""
-    if isinstance(said, PluginFile):
-        return said
-    if isinstance(said, dict) and said.keys() == {"file", "sha256"}:
-        return PluginFile(**said)
-    if not isinstance(said, str) or not said:
-        raise ConfigError(f"plugins: expected Python files or modules, such as my_plugin.py, got {said!r}")
-    file = str((folder / Path(said).expanduser()).resolve()) if _is_file(said) else said
+    if isinstance(entry, PluginFile):
+        return entry
+    if isinstance(entry, dict) and entry.keys() == {"file", "sha256"}:
+        return PluginFile(**entry)
+    if not isinstance(entry, str) or not entry:
+        raise ConfigError(f"plugins: expected Python files or modules, such as my_plugin.py, got {entry!r}")
+    file = str((folder / Path(entry).expanduser()).resolve()) if _is_file(entry) else entry
     return PluginFile(file=file, sha256=plugin_sha256(file))
 
 

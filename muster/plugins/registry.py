@@ -32,14 +32,15 @@ LOADING: list[set[tuple[ComponentKind, str]]] = []
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def register_component(kind: ComponentKind, name: str, what: Any, builtin_names: Iterable[str] = ()) -> None:
+def register_component(kind: ComponentKind, name: str, target: Any, builtin_names: Iterable[str] = ()) -> None:
     """Register a component; `builtin_names` are Muster's names of that kind. A file that is imported again registers
     anew.
 
     Raises ConfigError for an invalid name and for one that is taken.
     """
     require_component_name(kind, name)
-    part, before = PluginComponent(kind, name, what, _caller()), _COMPONENTS.get((kind, name))
+    part = PluginComponent(kind, name, target, _caller())
+    before = _COMPONENTS.get((kind, name))
     if name in builtin_names:
         raise ConfigError(f"register_{kind}: '{name}' is a built-in {kind}; choose another name")
     if before is not None and before.file != part.file:
@@ -54,13 +55,13 @@ def register_component(kind: ComponentKind, name: str, what: Any, builtin_names:
             )
         LOADING[-1].add((kind, name))
     _COMPONENTS[kind, name] = part
-    if isinstance(what, PluginModel):
-        PLUGIN_MODELS[name] = what
+    if isinstance(target, PluginModel):
+        PLUGIN_MODELS[name] = target
 
 
 def require_component_name(kind: ComponentKind, name: object) -> None:
-    """Raise ConfigError for what can't be a component's name, such as the function itself where a decorator has no
-    name."""
+    """Raise ConfigError for anything that can't be a component's name, such as the function itself where a decorator
+    has no name."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(-[a-z0-9_]+)*", name):
         raise ConfigError(
             f"register_{kind}: expected a name of lowercase letters, digits and hyphens, got {name!r}: write"
@@ -68,10 +69,10 @@ def require_component_name(kind: ComponentKind, name: object) -> None:
         )
 
 
-def require_callable(kind: ComponentKind, name: str, what: object) -> None:
-    """Raise ConfigError for what is neither a function nor a class."""
-    if not callable(what):
-        raise ConfigError(f"register_{kind}: expected a function or a class for '{name}', got {what!r}")
+def require_callable(kind: ComponentKind, name: str, target: object) -> None:
+    """Raise ConfigError for an object that is neither a function nor a class."""
+    if not callable(target):
+        raise ConfigError(f"register_{kind}: expected a function or a class for '{name}', got {target!r}")
 
 
 def component_names(kind: ComponentKind) -> list[str]:

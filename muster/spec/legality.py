@@ -156,7 +156,8 @@ def _unequal(plan: Plan) -> Iterator[str]:
 
 def _shares(plan: Plan) -> Iterator[str]:
     """Check data-parallel ranks with unequal numbers of micro-batches."""
-    shares, ranks = plan.uneven_micro_batches, plan.mesh(0).dp_size
+    shares = plan.uneven_micro_batches
+    ranks = plan.mesh(0).dp_size
     if not shares:
         return
     if ranks % len(shares):
@@ -180,18 +181,18 @@ def _shares(plan: Plan) -> Iterator[str]:
 
 def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
     """Check a plugin's layers for what they don't declare to support."""
-    if (own := plugin_model(model)) is None:
+    if (plugin := plugin_model(model)) is None:
         return
-    if plan.uses_axis("tp") and not own.tensor_parallel:
+    if plan.uses_axis("tp") and not plugin.tensor_parallel:
         yield (
-            f"model {own.name} doesn't declare that tensor parallelism can shard its layers (tensor_parallel=True,"
+            f"model {plugin.name} doesn't declare that tensor parallelism can shard its layers (tensor_parallel=True,"
             " which needs `project_in` and `project_out` around their matmuls): legal is tp 1"
         )
     if plan.uses_axis("cp"):
-        yield f"cp shards sequences, which the layers of model {own.name} don't support: legal is cp 1"
+        yield f"cp shards sequences, which the layers of model {plugin.name} don't support: legal is cp 1"
     if others := {s.recompute for s in plan.strategies} - {"none", "full"}:
         yield (
-            f"recompute {others.pop()} supports Muster's own layers, not those of model {own.name}:"
+            f"recompute {others.pop()} supports Muster's own layers, not those of model {plugin.name}:"
             " legal are none, full"
         )
 

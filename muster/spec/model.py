@@ -185,8 +185,8 @@ def parameter_shapes(spec: ModelSpec) -> NamedShapes:
 
 
 def _layer(spec: ModelSpec, layer: int, prefix: str) -> NamedShapes:
-    if (own := plugin_model(spec)) is not None:
-        yield from ((prefix + name, shape) for name, shape in own.parameter_shapes(spec))
+    if (plugin := plugin_model(spec)) is not None:
+        yield from ((prefix + name, shape) for name, shape in plugin.parameter_shapes(spec))
         return
     yield from _norm(spec, prefix + "attn_norm")
     if spec.has_linear_attention(layer):
@@ -226,7 +226,8 @@ def _linear(name: str, bias: bool, *shape: int) -> NamedShapes:
 
 
 def _attention(spec: ModelSpec, prefix: str) -> NamedShapes:
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q_width = spec.num_heads * spec.head_dim
+    kv_width = spec.num_kv_heads * spec.head_dim
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         yield from _linear(prefix + name, spec.qkv_bias, width, spec.hidden_size)
     if spec.qk_norm:
@@ -259,8 +260,10 @@ def _linear_attention(spec: ModelSpec, prefix: str) -> NamedShapes:
     (arXiv:2412.06464)."""
     linear = spec.linear_attention
     assert linear is not None
-    heads, head_dim = linear.num_value_heads, linear.value_head_dim
-    k_width, v_width = linear.num_key_heads * linear.key_head_dim, heads * head_dim
+    heads = linear.num_value_heads
+    head_dim = linear.value_head_dim
+    k_width = linear.num_key_heads * linear.key_head_dim
+    v_width = heads * head_dim
     for name, width in (("q", k_width), ("k", k_width), ("v", v_width), ("gate", v_width), ("b", heads), ("a", heads)):
         yield f"{prefix}{name}.weight", (width, spec.hidden_size)
     yield prefix + "conv.weight", (2 * k_width + v_width, linear.conv_size)

@@ -316,8 +316,8 @@ class Plan(Frozen):
 
     def mesh(self, stage: int) -> Mesh:
         """Return the degrees of a stage."""
-        if self.stages and (own := self.stages[stage % self.stages_per_replica].mesh) is not None:
-            return own
+        if self.stages and (stage_mesh := self.stages[stage % self.stages_per_replica].mesh) is not None:
+            return stage_mesh
         return _default_mesh(*_MESH_DEGREES(self))
 
     @property
@@ -363,7 +363,8 @@ class Plan(Frozen):
 
         Raises InfeasibleError when the global batch can't be divided that way.
         """
-        ranks, shares = self.mesh(0).dp_size, self.uneven_micro_batches or (1,)
+        ranks = self.mesh(0).dp_size
+        shares = self.uneven_micro_batches or (1,)
         parts = max(1, ranks // len(shares)) * sum(shares)
         per_micro_batch = parts * self.micro_batch_size
         count, rest = divmod(workload.global_batch_size, per_micro_batch)
@@ -386,9 +387,9 @@ class Plan(Frozen):
         block = self.mesh(0).dp_size // len(shares)
         whole, within = divmod(dp_index, block)
         part = count // (block * sum(shares))
-        own = part * shares[min(whole, len(shares) - 1)]
-        start = part * block * sum(shares[:whole]) + within * own
-        return range(start, start + own)
+        count_here = part * shares[min(whole, len(shares) - 1)]
+        start = part * block * sum(shares[:whole]) + within * count_here
+        return range(start, start + count_here)
 
     def num_stage_micro_batches(self, stage: int, workload: Workload, dp_index: int | None = None) -> int:
         """Return the micro-batches that run through one stage in one step: replicas share them, the first takes the
@@ -409,7 +410,8 @@ def normalize_shares(shares: Sequence[int]) -> tuple[int, ...]:
     neighbouring ranks as possible, nothing where all are equal. (6, 6, 2, 2) becomes (3, 1)."""
     if len(set(shares)) < 2:
         return ()
-    common, run = gcd(*shares), gcd(*(len(list(alike)) for _, alike in groupby(shares)))
+    common = gcd(*shares)
+    run = gcd(*(len(list(alike)) for _, alike in groupby(shares)))
     return tuple(share // common for share in shares[::run])
 
 
@@ -423,8 +425,8 @@ def _default_mesh(*degrees: int) -> Mesh:
 
 def _complete_override(run: object, default: object) -> object:
     """Return an override as a file has it, on top of the default strategy as the file has that."""
-    if isinstance(run, dict) and isinstance(own := run.get("strategy"), dict) and isinstance(default, dict):
-        return run | {"strategy": default | own}
+    if isinstance(run, dict) and isinstance(strategy := run.get("strategy"), dict) and isinstance(default, dict):
+        return run | {"strategy": default | strategy}
     return run
 
 

@@ -101,10 +101,11 @@ def format_plan_name(plan: Plan) -> str:
 def settings_beyond_name(plan: Plan) -> list[str]:
     """Return the settings of a plan that its short name can't express, a few words each; empty where it expresses
     all."""
-    default, said = plan.default_strategy, []
+    default = plan.default_strategy
+    settings = []
     if plan.axis_order != _DEFAULTS.axis_order:
         used = [axis for axis in plan.axis_order if getattr(plan, axis) > 1]
-        said.append(f"axes, outermost first: {', '.join(used)}")
+        settings.append(f"axes, outermost first: {', '.join(used)}")
     layers: dict[str, list[str]] = {}
     for run in plan.overrides:
         end = run.start + run.count - 1
@@ -112,14 +113,14 @@ def settings_beyond_name(plan: Plan) -> list[str]:
             str(end) if run.count == 1 else f"{run.start}–{end}"
         )
     for words, runs in layers.items():
-        said.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
+        settings.append(f"{words} in layer{'' if len(runs) == 1 and runs[0].isdecimal() else 's'} {', '.join(runs)}")
     if shown := _differing_fields(default, LayerStrategy(), ("attention", "tp_overlap")):
-        said.append(shown)
+        settings.append(shown)
     known = {name: getattr(plan, name) for name in ("compile", "bucket_layers", "prefetch_buckets")}
-    said += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
+    settings += [f"{name} {value}" for name, value in known.items() if value != getattr(_DEFAULTS, name)]
     if any(stage.ranks or stage.mesh for stage in plan.stages):
-        said.append("stages with individual ranks or degrees")
-    return [*said, *(["a pinned schedule"] if plan.pinned_schedule else [])]
+        settings.append("stages with individual ranks or degrees")
+    return [*settings, *(["a pinned schedule"] if plan.pinned_schedule else [])]
 
 
 def _differing_fields(
@@ -147,11 +148,13 @@ def _format_parts(plan: Plan) -> list[str]:
         "pv": plan.post_validation,
         "vocab": plan.vocab_parallel,
         **{"r" + word: strategy.recompute == how for word, how in _RECOMPUTE.items()},
-        **{"o" + word: strategy.offload == what for word, what in _OFFLOAD.items()},
+        **{"o" + word: strategy.offload == how for word, how in _OFFLOAD.items()},
         plan.precision: True,
         "l" + ".".join(str(stage.layers) for stage in plan.stages): bool(plan.stages),
     }
-    return ([word for word, said in mesh.items() if said] or ["dp1"]) + [word for word, said in rest.items() if said]
+    return ([word for word, shown in mesh.items() if shown] or ["dp1"]) + [
+        word for word, shown in rest.items() if shown
+    ]
 
 
 def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
@@ -189,10 +192,10 @@ def _parse_parts(text: str) -> dict[str, Any]:
     for token in text.strip().split("-"):
         if (current := current_plan_part(token)) != token:
             report_rename("plan names", token, current)
-        said = _parse_part(current, text)
-        if fields.keys() & said.keys():
+        given = _parse_part(current, text)
+        if fields.keys() & given.keys():
             raise ConfigError(f"plan name '{text}': '{token}' repeats an earlier part")
-        fields |= said
+        fields |= given
     return fields
 
 
@@ -201,10 +204,10 @@ def _parse_part(token: str, text: str) -> dict[str, Any]:
         if word is _SCHEDULE_PART and token[1:] not in _schedule_names():
             continue
         if match := re.fullmatch(word.pattern, token, re.ASCII):
-            said = word.fields(*match.groups())
-            if 0 in said.values() or 0 in said.get("uneven_micro_batches", ()):
+            given = word.fields(*match.groups())
+            if 0 in given.values() or 0 in given.get("uneven_micro_batches", ()):
                 raise ConfigError(f"plan name '{text}': '{token}' is 0, but degrees and sizes start at 1")
-            return said
+            return given
     if re.search(r"\d{10}", token, re.ASCII):
         raise ConfigError(f"plan name '{text}': '{token}' has a number of more than 9 digits")
     shown = {_SCHEDULE_PART.shown: ", ".join("s" + word for word in _schedule_names())}

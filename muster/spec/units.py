@@ -9,7 +9,8 @@ _FACTORS = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 def parse_count(text: str, flag: str) -> float:
     """Parse `15T`, `300e9` or `70G`. Raises ConfigError, which names the flag."""
-    number, factor = text.strip(), 1.0
+    number = text.strip()
+    factor = 1.0
     if number and number[-1].upper() in _FACTORS:
         number, factor = number[:-1], _FACTORS[number[-1].upper()]
     try:

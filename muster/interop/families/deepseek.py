@@ -33,8 +33,8 @@ _ROUTING = {
     "n_group": "num_groups",
     "topk_group": "top_groups",
 }
-_UNSAID = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
-_UNSAID |= {"n_group": 1, "topk_group": 1}
+_DEFAULTS = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+_DEFAULTS |= {"n_group": 1, "topk_group": 1}
 """Defaults of DeepSeek-V2 and dots.llm1 for keys that they leave out."""
 _LATENT = {
     "q_lora_rank": "q_lora_rank",
@@ -66,14 +66,15 @@ def read_deepseek_v2(config: Config) -> dict[str, Any]:
             f"topk_method is {method!r} of scores by {config.get('scoring_func', 'softmax')!r}: nothing"
             " but greedy and group_limited_greedy by softmax is known"
         )
-    routing = {**_UNSAID, **config} | ({"n_group": 1, "topk_group": 1} if method == "greedy" else {})
+    routing = {**_DEFAULTS, **config} | ({"n_group": 1, "topk_group": 1} if method == "greedy" else {})
     return _latent(config) | {"moe": {field: routing[key] for key, field in _ROUTING.items()} | _shared(config)}
 
 
 def read_dots1(config: Config) -> dict[str, Any]:
-    said = {**_UNSAID, **config}
-    routing = {field: said[key] for key, field in _ROUTING.items()}
-    first, count = config.get("max_window_layers", 62), require_count(config, "num_hidden_layers")
+    given = {**_DEFAULTS, **config}
+    routing = {field: given[key] for key, field in _ROUTING.items()}
+    first = config.get("max_window_layers", 62)
+    count = require_count(config, "num_hidden_layers")
     windows = read_sliding_windows(config, [SLIDING_ATTENTION if layer >= first else "" for layer in range(count)])
     moe = routing | _shared(config) | {"router": "sigmoid", "router_bias": True}
     return read_llama(config) | {"qk_norm": True, "moe": moe} | windows

@@ -92,12 +92,12 @@ _ROPE_OF = {
 
 def read_rope(config: Config) -> dict[str, Any]:
     """Read `rope_parameters`, or its forms before transformers 5, `rope_theta` and `rope_scaling`."""
-    said = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    found = config.get(said) or {}
+    section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    found = config.get(section) or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise ConfigError(f"{said}: expected one mapping for all layers, got {found!r}")
+        raise ConfigError(f"{section}: expected one mapping for all layers, got {found!r}")
     if (part := found.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{said}.partial_rotary_factor is {part!r}, expected 1.0: nothing else is supported")
+        raise ConfigError(f"{section}.partial_rotary_factor is {part!r}, expected 1.0: nothing else is supported")
     theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
@@ -114,18 +114,21 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
     if (scaling := spec.rope_scaling) is None:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
     values = {key: getattr(scaling, _ROPE[key]) for key in _ROPE_OF[scaling.kind]}
-    said = {key: value for key, value in values.items() if value is not None}
-    return {"rope_theta": spec.rope_theta, "rope_scaling": {"rope_type": scaling.kind, **said}}
+    given = {key: value for key, value in values.items() if value is not None}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": {"rope_type": scaling.kind, **given}}
 
 
 def read_sliding_windows(config: Config, usual: list[str]) -> dict[str, Any]:
     """Read the window of the layers that `layer_types` lists; `usual` is its value where it is left out."""
     if config.get("sliding_window") is None:
         return {}
-    types, count = config.get("layer_types") or usual, require_count(config, "num_hidden_layers")
+    types = config.get("layer_types") or usual
+    count = require_count(config, "num_hidden_layers")
     if len(types) != count or (other := {*types} - {SLIDING_ATTENTION, "full_attention", ""}):
-        what = f"{len(types)} layers" if len(types) != count else f"a layer of {other.pop()}"
-        raise ConfigError(f"layer_types: expected {SLIDING_ATTENTION} or full_attention for {count} layers, got {what}")
+        problem = f"{len(types)} layers" if len(types) != count else f"a layer of {other.pop()}"
+        raise ConfigError(
+            f"layer_types: expected {SLIDING_ATTENTION} or full_attention for {count} layers, got {problem}"
+        )
     layers = [layer for layer, kind in enumerate(types) if kind == SLIDING_ATTENTION]
     if not layers:
         return {}

@@ -77,7 +77,8 @@ def weight_links(spec: ModelSpec) -> Iterator[WeightLink]:
             yield link_whole(name, f"transformer.{_NAMES[module]}.{leaf}", shape)
             continue
         _, layer, part = module.split(".", 2)
-        prefix, is_matrix = f"transformer.h.{layer}", len(shape) == 2
+        prefix = f"transformer.h.{layer}"
+        is_matrix = len(shape) == 2
         if part in ("attn.q", "attn.k", "attn.v"):
             start = "qkv".index(part[-1]) * shape[0]
             yield link_slice(name, f"{prefix}.attn.c_attn.{leaf}", shape, len(shape) - 1, start, transposed=is_matrix)

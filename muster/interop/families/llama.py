@@ -88,7 +88,8 @@ def _read_layer_types(config: Config) -> dict[str, Any]:
     """Read the layers with a window: a list, or all from `max_window_layers` on."""
     if not config.get("use_sliding_window"):
         return {}
-    count, first = require_count(config, "num_hidden_layers"), config.get("max_window_layers", 28)
+    count = require_count(config, "num_hidden_layers")
+    first = config.get("max_window_layers", 28)
     return read_sliding_windows(config, [SLIDING_ATTENTION if layer >= first else "" for layer in range(count)])
 
 
