@@ -26,6 +26,8 @@ from muster.model.generation import generate
 from muster.model.init import init_stage
 from muster.model.loss import plugin_loss_sums
 from muster.optim.build import build_optimizer
+from muster.parallel.tensor_parallel import apply_parallel_linears
+from muster.parallel.weight_grad_store import WeightGradStore
 from muster.plugins import registry
 from muster.plugins.loader import load_plugins, require_unchanged_plugins, resolve_plugin
 from muster.plugins.registry import find_component
@@ -494,7 +496,7 @@ def test_a_model_writes_without_a_cache():
         ({"parallel": "dp1-relem"}, "recompute elementwise supports Muster's own layers, not those of model plain"),
         (
             {"parallel": "dp1", "data": {"packing": "next_fit"}},
-            "packing next_fit wants layers that keep documents apart",
+            "packing next_fit needs layers that keep documents apart",
         ),
     ],
 )
@@ -598,3 +600,40 @@ def test_parity_of_parts_fails_on_a_seeded_bug(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "dp1-mb8-fp64 trains as one process does" in done.stdout
     assert "dp2-mb4-z1-fp64 differs in the update" in done.stdout
+
+
+# --- plugins for version 0.1 ---
+
+
+def test_a_plugin_for_version_0_1_still_works():
+    from muster.model import decoder
+
+    @muster.register_schedule("former-v", chunks=2, turns=True, splits=True)
+    def order(rank: int, setting: Any) -> list[str]:
+        return []
+
+    assert SCHEDULES["former-v"].v_shaped
+    assert SCHEDULES["former-v"].split_backward
+    assert muster.Setting is muster.ScheduleSpec
+    assert muster.Now is muster.StepContext
+
+    class Former(torch.nn.Module):
+        spread, join = staticmethod(decoder.spread), staticmethod(decoder.join)
+
+        def __init__(self, spec: ModelSpec, layer: int) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+            self.down = torch.nn.Linear(spec.hidden_size, spec.hidden_size, bias=False)
+
+        def forward(self, x_BSD: torch.Tensor, *_: Any) -> torch.Tensor:
+            (y,) = self.spread(x_BSD, self.up)
+            return x_BSD + self.join(y, self.down)
+
+    muster.register_model("former", like="tiny", tensor_parallel=True)(Former)
+    module = Decoder(spec_of("former"), range(2), first=True, last=True)
+    apply_parallel_linears(module, None, store := WeightGradStore())
+    with store.deferring(0):
+        module(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert module.layers["0"].up.weight.grad is None
+    store.flush(0)
+    assert module.layers["0"].up.weight.grad is not None

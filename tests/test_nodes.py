@@ -770,7 +770,7 @@ def test_doctor_finds_other_clocks_and_versions_and_a_closed_port(
     assert found["clocks"].level == "problem"
     assert f"the clocks of node 0 on {HOST} and node 1 on {HOST} differ by +100." in found["clocks"].sentence
     assert found["clocks"].sentence.endswith("s: start NTP on both")
-    assert found["ranks"].sentence == "without PyTorch on all nodes no ranks can be started"
+    assert found["ranks"].sentence == "ranks can't be started without PyTorch on all nodes"
     monkeypatch.setattr(doctor_nodes, "software_versions", lambda: {"torch": "none"})
     (alone,) = run_node_checks(DoctorRequest(tmp_path, limit_s=1), request(port, 1))
     assert (alone.check, alone.level) == ("nodes", "problem")

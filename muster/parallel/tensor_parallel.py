@@ -211,7 +211,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         max_N = axis.all_reduce(max_N, dist.ReduceOp.MAX).wait()
         exp_NV, sum_N, label_N = exp_and_sums(logits_NV, max_N, row_N, is_local_N)
         sum_N, label_N = axis.all_reduce(torch.stack((sum_N, label_N))).wait()
-        whole = whole_vocab_loss(max_N, sum_N, label_N, labels_N, z_loss_coefficient)
+        whole = whole_vocab_loss(max_N, sum_N, label_N, labels_N, z_loss_coefficient, shift_N=max_N)
         grad_NV = softmax_gradient_(exp_NV, whole.factor_N, row_N, is_local_N.to(exp_NV.dtype))
         ctx.save_for_backward(grad_NV.mul_(whole.valid_N.unsqueeze(1)).to(logits_NV.dtype))
         ctx.mark_non_differentiable(whole.losses.cross_entropy, whole.losses.z_loss)

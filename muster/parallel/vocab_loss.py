@@ -60,14 +60,23 @@ class WholeVocabLoss(NamedTuple):
 
 
 def whole_vocab_loss(
-    max_N: Tensor, sum_N: Tensor, label_N: Tensor, labels_N: Tensor, z_loss_coefficient: float
+    max_N: Tensor,
+    sum_N: Tensor,
+    label_N: Tensor,
+    labels_N: Tensor,
+    z_loss_coefficient: float,
+    shift_N: Tensor | None = None,
 ) -> WholeVocabLoss:
-    """Return the loss from values of the whole vocabulary: a common maximum (or any bound near it), the sum of
-    exp(x − max), and the label's logit."""
+    """Return the loss from values of the whole vocabulary: the maximum, the sum of exp(x − max), the label's logit.
+
+    `shift_N` is subtracted from the logits before log Z − x(label) is taken; None: nothing is.
+    """
     log_sum_N = sum_N.log()
     log_z_N = log_sum_N + max_N
+    shifted_log_z_N = log_z_N if shift_N is None else log_sum_N + (max_N - shift_N)
+    shifted_label_N = label_N if shift_N is None else label_N - shift_N
     valid_N = (labels_N != IGNORE_INDEX).to(sum_N.dtype)
-    cross_entropy, z_loss = masked_sums(log_sum_N - (label_N - max_N), log_z_N, valid_N, z_loss_coefficient)
+    cross_entropy, z_loss = masked_sums(shifted_log_z_N - shifted_label_N, log_z_N, valid_N, z_loss_coefficient)
     losses = LossSums(cross_entropy + z_loss, cross_entropy, z_loss)
     return WholeVocabLoss(losses, z_loss_factor(log_z_N, z_loss_coefficient) / sum_N, valid_N)
 
