@@ -41,14 +41,14 @@ NUM_WRITERS = 4
 
 
 def tensors(megabytes: int) -> dict[str, Tensor]:
-    """Matrices and a few vectors, fp32, of so many MB in all."""
+    """Return fp32 matrices and a few vectors of so many MB in all."""
     rows = 4096
     count = max(1, megabytes * 10**6 // (rows * WIDTH * 4))
     found = {f"model/layers.{i}.weight": torch.randn(rows, WIDTH) for i in range(count)}
     return found | {f"model/layers.{i}.norm": torch.randn(WIDTH) for i in range(count)}
 
 
-def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[LocalShard]:
+def make_shards(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bool = False) -> list[LocalShard]:
     """Return the local tensors of one of `parts` ranks: some rows of each tensor, or some columns of matrices in
     strips."""
     found = []
@@ -64,7 +64,7 @@ def pieces(values: dict[str, Tensor], part: int = 0, parts: int = 1, columns: bo
 
 
 def drop_cache(folder: Path) -> None:
-    """Makes the next read of the folder's files come from the disk."""
+    """Make the next read of the folder's files come from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -85,7 +85,7 @@ class Bench:
         self.folder = folder
         self.values = tensors(megabytes)
         self.nbytes = sum(value.nbytes for value in self.values.values())
-        self.shards = pieces(self.values)
+        self.shards = make_shards(self.values)
         # What dd copies: the same numbers, in memory, since a virtual disk may take zeros faster.
         self.memory = Path(tempfile.mkstemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)[1])
         with self.memory.open("wb") as file:
@@ -101,7 +101,7 @@ class Bench:
         self.memory.unlink()
 
     def clean(self, name: str) -> Path:
-        """An empty place; nothing of earlier writes is still on its way to the disk."""
+        """Return an empty folder, after all earlier writes have reached the disk."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         os.sync()
         return self.folder / name
@@ -147,12 +147,12 @@ class Bench:
         return self.rate(max(seconds, MIN_TIME_S))
 
     def passes(self) -> None:
-        """A step's, before it changes anything."""
+        """Run the passes of a step, before it changes anything."""
         for _ in range(PASSES):
             torch.mm(self.matrix, self.matrix, out=self.product)
 
     def blocked_at_once(self) -> float:
-        """A step without passes waits for all of the copy."""
+        """Measure a step without passes, which waits for all of the copy."""
         root = self.clean("muster")
 
         def run() -> None:
@@ -172,18 +172,18 @@ class Bench:
     def prepare_reads(self) -> None:
         """One checkpoint as one rank wrote it, one as four did, and the same for the peers."""
         save(self.folder / "same", 1, self.shards, INFO, 0, 1, single_rank_exchange)
-        save(self.folder / "columns", 1, pieces(self.values, columns=True), INFO, 0, 1, single_rank_exchange)
+        save(self.folder / "columns", 1, make_shards(self.values, columns=True), INFO, 0, 1, single_rank_exchange)
         other = self.folder / "other" / "step-00000001"
         other.mkdir(parents=True)
         for part in range(NUM_WRITERS):
-            write_local_shards(other, part, pieces(self.values, part, NUM_WRITERS))
+            write_local_shards(other, part, make_shards(self.values, part, NUM_WRITERS))
         write_manifest(other, 1, INFO, NUM_WRITERS)
         save_file(self.values, self.folder / "plain.safetensors")
         self.save_dcp()
         self.wanted = {name: torch.empty_like(value) for name, value in self.values.items()}
-        self.halves = [pieces(self.wanted, part, 2, columns=True) for part in range(2)]
-        self.right = [pieces(self.values, part, 2, columns=True) for part in range(2)]
-        self.goal = pieces(self.wanted)
+        self.halves = [make_shards(self.wanted, part, 2, columns=True) for part in range(2)]
+        self.right = [make_shards(self.values, part, 2, columns=True) for part in range(2)]
+        self.goal = make_shards(self.wanted)
         for piece in self.goal:
             self.wanted[piece.name] = piece.tensor
 
@@ -260,7 +260,7 @@ def measure_in_turn(contestants: dict[str, Callable[[], float]], rounds: int) ->
 
 
 def writing(bench: Bench, rounds: int) -> list[Comparison]:
-    """Saves, at once and beside the training."""
+    """Compare synchronous and asynchronous saves."""
     contestants = {
         "dd": bench.dd,
         "muster": bench.save,
@@ -282,7 +282,7 @@ def writing(bench: Bench, rounds: int) -> list[Comparison]:
 
 
 def reading(bench: Bench, rounds: int) -> list[Comparison]:
-    """Loads from the disk into memory that is there."""
+    """Compare loads from the disk into existing memory."""
     bench.prepare_reads()
     contestants = {
         "muster": lambda: bench.load("same"),

@@ -21,7 +21,7 @@ KINDS = ("model/{}", "optim/{}.exp_avg", "optim/{}.exp_avg_sq")
 
 
 def large_manifest(folder: Path) -> int:
-    """Writes the manifest of Llama-3-70B's weights and AdamW state under 10,000 ranks; the number of its pieces."""
+    """Write the manifest of Llama-3-70B's weights and AdamW state under 10,000 ranks; return its number of chunks."""
     spec, plan = load_model("llama3-70b"), parse_plan_name("dp125-tp8-pp10")
     columns: dict[str, list[tuple[int, int, int, Box]]] = {}
     shapes = {}

@@ -61,7 +61,7 @@ def write_text(folder: Path, size_bytes: int) -> Path:
 
 
 def read_speeds(store: TokenStore, rounds: int) -> dict[str, list[float]]:
-    """Millions of tokens per second; each batch somewhere else in the stream."""
+    """Measure millions of tokens per second; each batch is elsewhere in the stream."""
 
     def reader(packing: Packing) -> Any:
         dataset = Dataset(store, SEQ_LEN, packing=packing)
@@ -83,7 +83,7 @@ def read_speeds(store: TokenStore, rounds: int) -> dict[str, list[float]]:
 
 
 def prepare_speeds(folder: Path, rows: Path, rounds: int) -> dict[str, list[float]]:
-    """Megabytes of input per second, with one process: a text, and rows of JSON."""
+    """Measure megabytes of input per second with one process: a text, and rows of JSON."""
     text = folder / "text.txt"
     text.write_text("".join(json.loads(line)["text"] for line in rows.open()))
     made = 0
@@ -144,7 +144,7 @@ def tokenizer_speeds(folder: Path, rows: Path, rounds: int) -> None:
 
 
 def show_data_wait(run: Path) -> None:
-    """The part of a run's steps in which they waited for data."""
+    """Print the share of a run's steps spent waiting for data."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     part = sum(row["time/data"] for row in rows) / sum(row["time/step"] for row in rows)
     print(f"{run}: {part:.2%} of {len(rows)} steps was waiting for data (bar: 1 %)")

@@ -1,4 +1,4 @@
-"""What each of four ranks on three nodes does in the tests of copies in memory: a node is a folder of its own."""
+"""Four ranks on three nodes in the tests of in-memory checkpoints; each node is a folder."""
 
 import os
 import pickle
@@ -49,7 +49,7 @@ class Rank:
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def launch(self, run_id: str | None = None) -> None:
-        """Begins again, as after all processes were killed."""
+        """Launch again, as after all processes were killed."""
         if self._launches:
             self.saver.close()
             self.copies.close(delete=False)
@@ -61,7 +61,7 @@ class Rank:
         )
 
     def save(self, step: int, staged: bool = False) -> str | None:
-        """Saves in memory; `staged`: by the writer process, and the tensors change as soon as they may."""
+        """Save in memory; `staged`: by the writer process, and the tensors change as soon as they may."""
         shards = shards_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
         self.saver.start(SaveRequest(None, step, info, RetentionPolicy(), in_memory=True), shards, stage=staged)
@@ -74,7 +74,7 @@ class Rank:
         return self.saver.error
 
     def find(self) -> tuple[RecoverySearch, str | int | None]:
-        """What there is after another launch, and the step that all numbers are of, which each rank reads."""
+        """Search after another launch; return the result and the step of all elements that each rank reads."""
         self.launch()
         found = find_newest(self.copies, self.gather, FAR)
         read = None
@@ -97,7 +97,7 @@ class Rank:
         return int(values.pop()) if len(values) == 1 else f"mixed: {values}"
 
     def lose(self, *nodes: int) -> None:
-        """The memory of these nodes is gone."""
+        """Remove the memory of these nodes."""
         if self.copies.is_node_leader and NODE_OF[self.rank] in nodes:
             self.copies.directory.delete()
         self.gather(None)
@@ -118,7 +118,7 @@ def outcome(found: tuple[RecoverySearch, Any]) -> tuple[int | None, list, Any]:
 
 
 def lives_on(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, Any]:
-    """What is found of copies after one thing or another has happened to them."""
+    """Return the results of searches after various losses."""
     me, found = Rank(rank, size, store, Path(payload["root"])), {}
     me.launch()
     found["nothing"] = outcome(me.find())

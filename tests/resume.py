@@ -1,4 +1,4 @@
-"""What each rank does in the tests of going on under another plan: train, save, load under the next plan, compare."""
+"""Ranks of the tests of resuming under another plan: train, save, load under the next plan, compare."""
 
 import random
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ class Link:
         self.whole: dict[str, np.ndarray] = {}
 
     def go_on(self, world: World, plan: Plan) -> dict[str, Any] | None:
-        """Loads what was saved, trains STEPS steps, saves, and trains STEPS more for the next to compare with."""
+        """Load the checkpoint, train STEPS steps, saves, and trains STEPS more for the next to compare with."""
         saver = AsyncSaver(world.rank, world.size, world.store)
         hooks = StepHooks(before_update=saver.wait_staged)
         trainer = Trainer(self.config, plan, world, open_data(self.config, self.cache), hooks)

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of saving beside the training: it saves, and its writer is killed or refused."""
+"""Ranks of the tests of asynchronous saving: they save, and their writers are killed or refused."""
 
 import os
 import random
@@ -50,7 +50,7 @@ class Rank:
         self.store.wait([f"{key}/all"], timedelta(seconds=300))
 
     def begin(self, step: int, root: Path | None = None, keep: RetentionPolicy | None = None) -> list[LocalShard]:
-        """Begins a save; the tensors change at once, as they would in the next step."""
+        """Start a save; the tensors change at once, as they would in the next step."""
         shards = shards_of(self.rank, self.size, step)
         info = {"plan": {}, "model": {}, "counters": {"step": step}}
         self.saver.start(SaveRequest(root or self.root, step, info, keep or RetentionPolicy()), shards)
@@ -60,7 +60,7 @@ class Rank:
         return shards
 
     def save(self, step: int, **options: Any) -> str | None:
-        """Saves, waits, and returns what went wrong."""
+        """Save, wait, and return the error."""
         self.begin(step, **options)
         assert self.saver.wait(300)
         self.barrier()
@@ -80,7 +80,7 @@ def all_equal(folder: Path) -> int:
 
 
 def saves_beside_the_training(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, Any]:
-    """What becomes of saves that succeed, are killed, are refused and are overtaken."""
+    """Return the outcomes of saves that succeed, are killed, are refused and are overtaken."""
     root = Path(payload["root"])
     me, found = Rank(rank, size, store, root), {}
     me.saver.preallocate(shards_of(rank, size, 0))
@@ -150,7 +150,7 @@ def _in_the_way(place: Path) -> Any:
 
 
 def random_kills(rank: int, size: int, store: dist.Store, payload: dict) -> dict[str, int]:
-    """Saves again and again; each time some rank's writer is killed at a random moment.
+    """Save again and again; each time some rank's writer is killed at a random moment.
 
     After each, the last complete checkpoint is whole and no older than the last save that succeeded.
     """
@@ -189,7 +189,7 @@ def random_kills(rank: int, size: int, store: dist.Store, payload: dict) -> dict
 
 
 def saves_for_ever(rank: int, size: int, store: dist.Store, payload: dict) -> None:
-    """Goes on from the last checkpoint, saves every step, and says which are done, until it is killed."""
+    """Resume from the last checkpoint, save every step, and report each, until killed."""
     root = Path(payload["root"])
     latest = find_latest(root)
     me, step = Rank(rank, size, store, root), all_equal(latest) if latest else 0

@@ -60,7 +60,7 @@ class Ranks:
         self._barrier = threading.Barrier(count, timeout=120)
 
     def each(self, action: Callable[[int], Any]) -> list[Any]:
-        """Runs `action` on every rank at once; returns what it returned or raised."""
+        """Run `action` on every rank at once; return its results or exceptions."""
 
         def run(rank: int) -> Any:
             try:
@@ -88,13 +88,13 @@ class Ranks:
 
 
 def full_tensor(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers that are told apart by tensor and place."""
+    """Return elements that differ by tensor and index."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + math.prod(shape))
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
 def shards_of(plan: Plan, rank: int, fill: bool) -> list[LocalShard]:
-    """Parameters and optimizer state of one rank: the true numbers, or NaN to be filled."""
+    """Return parameters and optimizer state of one rank: the true elements, or NaN to be filled."""
     shards = []
     for layout in rank_layouts(SPEC, plan, rank):
         for kind in KINDS:
@@ -244,7 +244,7 @@ def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.dtype, list[list[Box]], list[list[Box]]]:
-    """A shape, a dtype, and two ways of dealing out its boxes to ranks."""
+    """Draw a shape, a dtype, and two assignments of its boxes to ranks."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
 
@@ -369,7 +369,7 @@ KILL_POINTS = ("fsync", "replace", "rename", "unlink", "mkdir")
 def test_a_kill_at_any_moment_of_a_save_leaves_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save is cut before each of its changes to the disk in turn."""
+    """Cut the save before each of its changes to the disk in turn."""
     calls_left = [0]
 
     def cutting(real: Callable[..., Any]) -> Callable[..., Any]:

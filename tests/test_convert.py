@@ -34,7 +34,7 @@ def run_muster(*arguments: object) -> int:
 
 
 def facts(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    """What the verb says in JSON, which is all that it says."""
+    """Return the command's JSON, which is all of its output."""
     capsys.readouterr()
     assert run_muster(*arguments, "--json") == code, capsys.readouterr().err
     said = json.loads(capsys.readouterr().out)
@@ -43,7 +43,7 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0)
 
 
 def error_message(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
-    """The one sentence with which the verb ends in `code`."""
+    """Return the one sentence with which the command ends in `code`."""
     capsys.readouterr()
     assert run_muster(*arguments) == code
     out, err = capsys.readouterr()

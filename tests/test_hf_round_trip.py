@@ -35,7 +35,7 @@ def their_logits(model: Any, tokens_BS: Tensor) -> Tensor:
 
 
 def opened(folder: Path) -> Any:
-    """As anybody would open it; eager attention has the windows of all families."""
+    """Open a directory as a user would; eager attention has the windows of all families."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

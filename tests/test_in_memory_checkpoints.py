@@ -1,4 +1,4 @@
-"""Copies in the memory of nodes: what was saved is found, whatever was lost, or it is said what is missing."""
+"""Checkpoints in the memory of nodes: found whatever was lost, or the lost parts are named."""
 
 import fcntl
 import shutil
@@ -28,7 +28,7 @@ NONE = [None, [], None]
 
 
 def whole(step: int) -> list:
-    """The copies of a step were found whole, and read."""
+    """Return the outcome of a complete in-memory checkpoint of a step that could be read."""
     return [step, [], step]
 
 
@@ -69,13 +69,13 @@ def test_who_keeps_whose_copy() -> None:
 
 
 def newest(pattern: str) -> int:
-    """The last step of which there are copies."""
+    """Return the last step with an in-memory checkpoint."""
     folders = [folder for place in candidate_directories(pattern) for folder in place.glob("muster-*")]
     return max((step_of(step) for folder in folders for step in list_checkpoints(folder)), default=0)
 
 
 def kill_after(step: int, pattern: str, *command: str | Path) -> None:
-    """Kills a run as soon as there are copies of this step, and before the second step after it."""
+    """Kill a run once there is an in-memory checkpoint of this step, before the second step after it."""
     with Command(*command, hold_after=[step + 1]) as job:
         while newest(pattern) < step:
             job.be_patient(f"no copies of step {step}")

@@ -35,7 +35,7 @@ PLANS = [
 
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
-    """The same weights in every kind of directory."""
+    """Write the same weights in every format of directory."""
     step = save_weights(tmp_path / "checkpoints", SPEC, Plan(dp_shard=2))
     for kind in ("hf", "dcp"):
         assert main(["checkpoint", "convert", str(step), str(tmp_path / kind), "--to", kind]) == 0

@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(name="root")
 def _root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the files, without the archives, as the working directory."""
+    """Copy the files, without the archives, as the working directory."""
     root = tmp_path / "files"
     shutil.copytree(OLDER, root, ignore=shutil.ignore_patterns("*.tar.gz"))
     _place(root)
@@ -28,21 +28,21 @@ def _root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _place(root: Path) -> None:
-    """Puts the root's path where the files name it."""
+    """Put the root's path where the files name it."""
     for path in root.rglob("*"):
         if path.suffix in (".yaml", ".json") and "@ROOT@" in (text := path.read_text()):
             path.write_text(text.replace("@ROOT@", str(root)))
 
 
 def unpack(root: Path, name: str) -> None:
-    """Unpacks an archive into the root."""
+    """Unpack an archive into the root."""
     with tarfile.open(OLDER / f"{name}.tar.gz") as archive:
         archive.extractall(root, filter="data")
     _place(root)
 
 
 def muster(*arguments: str) -> str:
-    """Runs a command, which must succeed, and returns its standard output."""
+    """Run a command, which must succeed, and return its standard output."""
     done = forks.run(*arguments)
     assert done.returncode == 0, f"{arguments}: {done.stderr}"
     return done.stdout

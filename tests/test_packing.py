@@ -275,7 +275,7 @@ def test_each_source_is_gone_through_without_a_gap_over_all_stages(first, count,
 
 
 def stream(dataset: SampleStream, plans: list[tuple[str, int, int]]) -> str:
-    """The hash of what the ranks of each plan are fed, which go on where the one before stopped."""
+    """Return the hash of the samples that ranks read under several plans, each resuming from the one before."""
     hash_, at = StreamHash(), 0
     for name, batch_size, num_steps in plans:
         plan: Plan = parse_plan_name(name)
@@ -324,7 +324,7 @@ def run_file(
     packing: str = "document_mask",
     **train: object,
 ) -> Path:
-    """A mixture of documents that changes its weights after 16 samples."""
+    """Write a run file with a blend whose weights change after 16 samples."""
     mix = [{"name": name, "source": str(store.directory), "weight": 1} for name, store in stores.items()]
     changes = [{"from_sample": 16, "weights": {"pairs": 1, "long": 1}}]
     data = {"blend": mix, "packing": packing, "weight_schedule": changes, "validation_split": 0.2, "hash_samples": True}

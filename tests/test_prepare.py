@@ -1,4 +1,4 @@
-"""From rows, tables and other programs' files to a token store, by several processes, and again after a kill."""
+"""Preparation of token stores from rows, tables and foreign files, on several processes, and after a kill."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def documents(store: TokenStore) -> list[str]:
 
 
 def counted(store: TokenStore) -> str:
-    """The text that is to be learnt, with | where a document ends."""
+    """Return the text that contributes to the loss, with | where a document ends."""
     learnt = store.read_loss_mask(0, store.header.num_tokens)
     assert learnt is not None
     return "".join("|" if i == END else chr(i) for i in store.tokens[learnt == 1].tolist())

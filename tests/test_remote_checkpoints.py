@@ -21,7 +21,7 @@ from tests.train_runs import AT_ONCE, train
 
 
 def mirrored(folder: Path, place: Path, step: int) -> RemoteCheckpoints:
-    """A checkpoint of `step` and its copy."""
+    """Save a checkpoint of `step` and its remote copy."""
     mirror = RemoteCheckpoints(place.as_uri())
     saved = save_one(folder, step)
     mirror.begin_upload(step)

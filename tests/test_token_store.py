@@ -1,4 +1,4 @@
-"""From text to a token store: sources, the byte tokenizer, and stores that are damaged, raced for or unwritable."""
+"""Token stores of texts: sources, the byte tokenizer, and stores that are damaged, raced for or unwritable."""
 
 import contextlib
 import fcntl
