@@ -113,7 +113,7 @@ def test_a_run_in_python_is_the_run_of_its_file(tmp_path):
 
 
 def test_every_section_of_a_run_file_is_an_argument():
-    """Those that have no argument of their own go through `others`, as the file says them."""
+    """Sections without an argument of their own go through `others`, as in the file."""
     arguments = set(muster.Run.__init__.__annotations__) - {"return", "unnamed", "others", "extends"}
     assert arguments <= set(RunConfig.model_fields)
     everything = muster.Run(extends="tiny").config.model_dump(mode="json")
@@ -135,7 +135,7 @@ def test_every_section_of_a_run_file_is_an_argument():
         ({"train": {"loss": "smoothed", "z_loss": 1e-4}}, "z_loss is added to cross-entropy, but loss is smoothed"),
     ],
 )
-def test_what_is_wrong_is_said_in_an_exception(keys, sentence):
+def test_errors_are_exceptions_with_one_sentence(keys, sentence):
     with pytest.raises(muster.ConfigError) as caught:
         muster.Run(extends="tiny", **keys)
     assert sentence in str(caught.value)
@@ -275,7 +275,7 @@ def test_a_changed_plugin_is_shown_when_the_run_goes_on(tmp_path, own):
 
 
 def test_a_run_knows_that_a_part_it_uses_has_changed(tmp_path, own):
-    """What its config.yaml says of the file counts, not what the file is now; so it does for what reads the run."""
+    """The hash in its config.yaml counts, not that of the file now; readers of the run compare with it, too."""
     path = plugin(tmp_path, "muster.register_loss('used')(len)\n")
     run = muster.Run(extends="tiny", plugins=[path], train={"loss": "used"})
     (tmp_path / "config.yaml").write_text(run.to_yaml())
@@ -500,7 +500,7 @@ def test_a_model_writes_without_a_cache():
         ),
     ],
 )
-def test_what_a_model_does_not_declare_is_refused(keys, sentence, own):
+def test_undeclared_abilities_of_a_model_are_refused(keys, sentence, own):
     muster.register_model("plain", like="tiny")(muster.DecoderLayer)
     with pytest.raises(muster.InfeasibleError) as caught:
         muster.Run(extends="tiny", model="plain", **keys).plan()

@@ -132,7 +132,7 @@ def test_a_dense_family_is_one_file_and_one_line_of_the_registry(monkeypatch, tm
         ({"num_attention_heads": 0}, "num_attention_heads: expected a whole number >= 1, got 0"),
     ],
 )
-def test_what_is_wrong_with_a_configuration(changes, sentence, tmp_path):
+def test_errors_in_a_configuration(changes, sentence, tmp_path):
     config = CONFIGS["llama"] | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=sentence) as refusal:

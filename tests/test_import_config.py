@@ -145,7 +145,7 @@ def test_nanotron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["refused"] == []
 
 
-def test_what_can_not_be_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "context_parallel_size: 2, dp: 4"))
     assert any("context parallelism" in reason for reason in said["refused"])
 

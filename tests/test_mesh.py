@@ -77,7 +77,7 @@ def test_the_last_axis_is_the_nearest():
 @settings(deadline=None)
 @given(plans, st.sampled_from([MODEL, TIED]))
 def test_the_copies_of_every_number_are_known(plan: Plan, model: ModelSpec):
-    """What divides a gradient's norm, and what checkpoints write once."""
+    """Copies divide a gradient's norm, and checkpoints write each element once."""
     held, written = Counter(), Counter()
     for rank in range(plan.world_size):
         for layout in rank_layouts(model, plan, rank):
@@ -91,7 +91,7 @@ def test_the_copies_of_every_number_are_known(plan: Plan, model: ModelSpec):
 
 
 def filled(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
-    """How often each number is in the boxes."""
+    """Return the number of boxes that hold each element."""
     count = np.zeros(shape, int)
     for box in boxes:
         count[box.slices] += 1

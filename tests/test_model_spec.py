@@ -86,7 +86,7 @@ def test_windows_are_for_the_layers_that_are_named():
         ({"model.activation": "gelutanh"}, "gelu_tanh"),
     ],
 )
-def test_what_a_model_cannot_be(fields, sentence):
+def test_impossible_models_are_refused(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_run_config("tiny", None, list(fields.items()))
 
@@ -99,7 +99,7 @@ def test_what_a_model_cannot_be(fields, sentence):
         ({"mtp_layers": 1, "attention_sinks": True}, "further tokens .* and attention sinks"),
     ],
 )
-def test_what_of_a_model_cannot_be_run_is_said_in_one_sentence(fields, sentence):
+def test_unsupported_parts_of_a_model_are_named_in_one_sentence(fields, sentence):
     with pytest.raises(InfeasibleError, match=f"can be planned and predicted, but not run yet.*{sentence}") as refusal:
         require_runnable(Plan(), changed(**fields), Workload(seq_len=8, global_batch_size=1), 1)
     assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""What an optimizer is asked for: learning rates, what goes together, and what the Step Law fills in."""
+"""Optimizer settings: learning rates, combinations, and values that the Step Law derives."""
 
 import pytest
 from hypothesis import given
@@ -127,7 +127,7 @@ GIVEN = {f"model.{key}": value for key, value in SPEC.model_dump().items()} | {
 }
 
 
-def test_what_a_run_file_leaves_out_is_derived():
+def test_values_left_out_of_a_run_file_are_derived():
     derived = derive(GIVEN)
     assert set(derived) == {"train.global_batch_size", "optim.lr"}
     batch, _ = derived["train.global_batch_size"]
@@ -142,7 +142,7 @@ def test_what_a_run_file_leaves_out_is_derived():
     )
 
 
-def test_what_a_run_file_says_is_not_derived():
+def test_values_of_a_run_file_are_not_derived():
     assert set(derive({**GIVEN, "train.global_batch_size": 8})) == {"optim.lr"}
     assert set(derive({**GIVEN, "optim.lr": 1e-3})) == {"train.global_batch_size"}
     assert derive({**GIVEN, "train.global_batch_size": 8, "optim.lr": 1e-3}) == {}
@@ -156,7 +156,7 @@ def test_nothing_is_derived_from_wrong_values(wrong):
     assert derive({**GIVEN, **wrong}) == {}
 
 
-def test_what_is_derived_is_told_before_training_and_where_it_does_not_fit(tmp_path, capsys):
+def test_derived_values_are_printed_before_training_with_warnings(tmp_path, capsys):
     (tmp_path / "text.md").write_text("What is read. " * 300)
     keys = {"model": "tiny", "data.source": str(tmp_path / "text.md"), "train.steps": "3", "train.seq_len": "64"}
     resolved = load_run_config(None, None, list(keys.items()))

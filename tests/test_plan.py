@@ -108,7 +108,7 @@ def test_names_are_written_in_one_order(name):
     assert format_plan_name(parse_plan_name("-".join(reversed(name.split("-"))))) == name
 
 
-def test_what_a_name_leaves_out():
+def test_fields_left_out_of_a_name_are_defaults():
     base = Plan(micro_batch_size=4, precision="fp32", dp_shard=8, schedule="gpipe")
     assert parse_plan_name("pp2", base) == Plan(pp=2, micro_batch_size=4, precision="fp32")
     assert parse_plan_name("pp2-mb1-bf16", base) == Plan(pp=2)
@@ -129,7 +129,7 @@ def test_a_single_process_is_dp1():
         Plan(pp=2, dp_shard=2, uneven_micro_batches=(1234567890, 1)),
     ],
 )
-def test_what_a_name_cannot_say_ends_in_the_hash(plan):
+def test_a_plan_beyond_names_ends_in_its_hash(plan):
     name = format_plan_name(plan)
     assert name.endswith("+" + plan.hash)
     with pytest.raises(ConfigError, match=r"no name expresses all of that plan; give its plan\.yaml"):
@@ -153,7 +153,7 @@ def test_what_a_name_cannot_say_ends_in_the_hash(plan):
         ("dp" + "9" * 5000, "more than 9 digits"),
     ],
 )
-def test_what_is_no_name(name, sentence):
+def test_invalid_names_are_refused(name, sentence):
     with pytest.raises(ConfigError) as caught:
         parse_plan_name(name)
     assert sentence in str(caught.value)
@@ -266,7 +266,7 @@ def test_unequal_stages(plan, sentence):
         check(build_program(plan, MODEL.model_copy(update={"tied_embeddings": True}), WORKLOAD))
 
 
-def test_what_an_override_leaves_out_is_as_in_the_default_strategy(tmp_path):
+def test_fields_left_out_of_an_override_are_those_of_the_default_strategy(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(
         "default_strategy: {zero: z1, recompute: full}\n"
@@ -344,7 +344,7 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
         ),
     ],
 )
-def test_what_cannot_be_run_yet_is_said(plan, sentence):
+def test_unsupported_plans_are_refused_with_a_sentence(plan, sentence):
     assert [said for said in unsupported_features(plan) if sentence in said]
     with pytest.raises(InfeasibleError, match="nearest"):
         require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
@@ -357,7 +357,7 @@ def test_what_cannot_be_run_yet_is_said(plan, sentence):
         "dp2-pp2v2-sinterleaved",
     ],
 )
-def test_what_can_be_run(name):
+def test_supported_plans(name):
     plan = parse_plan_name(name)
     assert unsupported_features(plan) == []
     require_runnable(plan, MODEL, WORKLOAD, plan.world_size)
@@ -433,7 +433,7 @@ def test_the_refusal_names_the_problem_and_the_nearest():
     assert caught.value.exit_code == 3
 
 
-def test_where_no_plan_uses_all_processes_the_nearest_use_fewer():
+def test_nearest_plans_use_fewer_processes_if_none_uses_all():
     with pytest.raises(InfeasibleError, match="nearest with 10 processes: dp2-pp5-mb1-bf16"):
         require_runnable(parse_plan_name("dp11"), MODEL, WORKLOAD, 11)
 
@@ -466,7 +466,7 @@ def test_each_copy_of_the_model_needs_a_micro_batch():
     assert plan_violations(parse_plan_name(name), MODEL, Workload(seq_len=8, global_batch_size=8), 2) == []
 
 
-def test_what_a_name_can_not_say_is_said_beside_it():
+def test_settings_beyond_a_name_are_listed():
     assert settings_beyond_name(parse_plan_name("dp2-tp2-pp4v2-mb2-z1-szbv-relem-bf16-l3.1.1.1.1.1.1.1")) == []
     full = LayerStrategy(recompute="full")
     runs = (LayerOverride(start=0, count=3, strategy=full), LayerOverride(start=5, count=1, strategy=full))
