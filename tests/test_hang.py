@@ -95,14 +95,15 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
         (
             [seen(0, "run", Action("GRAD_NORM")), seen(1, "run", Action("GRAD_NORM"), state="T", still_s=4.0)],
             1,
-            "never entered the sum over all ranks of step 7, where rank 0 waits; it is stopped (process 101, as by"
-            " SIGSTOP or a debugger) while it is in the sum over all ranks of step 7, for 4 s",
+            "never entered the all-reduce of the gradient norm of step 7, where rank 0 waits; it is stopped (process"
+            " 101, as by SIGSTOP or a debugger) while it is in the all-reduce of the gradient norm of step 7, for 4 s",
         ),
         (
             [seen(0, "run", Action("GRAD_NORM")), seen(1, "run", Action("RECV_F", 1, 0), waiting=True, step=5)],
             1,
             "waits in the receive of an activation of stage 1, micro-batch 0 of step 6, and all others wait, too:"
-            " rank 0 waits in the sum over all ranks of step 7; what one of them sent has not arrived",
+            " rank 0 waits in the all-reduce of the gradient norm of step 7; a message that one of them sent has"
+            " not arrived",
         ),
         (
             [
@@ -112,8 +113,9 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
                 seen(1, "run", Action("GRAD_NORM"), lost="there is no route to 10.0.0.1 any more"),
             ],
             1,
-            "waits in the sum over all ranks of step 7, and all others wait, too: rank 0 waits in the sum over all"
-            " ranks of step 7; its network connection is lost (there is no route to 10.0.0.1 any more)",
+            "waits in the all-reduce of the gradient norm of step 7, and all others wait, too: rank 0 waits in"
+            " the all-reduce of the gradient norm of step 7; its network connection is lost (there is"
+            " no route to 10.0.0.1 any more)",
         ),
     ],
 )
@@ -274,9 +276,9 @@ ON_NODE_B = {
     "data": FAULTS["data"][2],
     "compute": FAULTS["compute"][2],
     "stopped": r"never .* where rank 0 waits; it is stopped \(process \d+, as by SIGSTOP",
-    "dead": r"is gone without a word, as if killed, while it .* of step 3$",
+    "dead": r"ended without an error, as if killed, while it .* of step 3$",
     "plan": FAULTS["plan"][2],
-    "network": r"is gone with node 1 on node-b: its launcher has said nothing for 15 s",
+    "network": r"is gone with node 1 on node-b: its launcher has been silent for 15 s",
 }
 
 

@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_from_memory_and_leaves_nothing_there(
     ended = train(*command)
     assert (ended.code, ended.err) == (0, "")
     assert f"resuming {run} after step " in ended.out
-    assert " from copies in memory" in ended.out
+    assert " from memory" in ended.out
     assert "damaged" not in ended.out, "no checkpoint on disk was read"
     assert losses(run) == losses(whole), "to the bit"
     assert list(Path(memory).iterdir()) == []
@@ -261,5 +261,5 @@ def test_copies_open_under_another_plan_and_want_room(tmp_path: Path) -> None:
     )
     ended = train(*command, "--train.in_memory_checkpoint_dir", memory, "--parallel", "pp2-mb12")
     assert (ended.code, ended.err) == (0, "")
-    assert " from copies in memory" in ended.out
+    assert " from memory" in ended.out
     assert [path for place in candidate_directories(memory) for path in place.iterdir()] == []

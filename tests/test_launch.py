@@ -218,7 +218,7 @@ FAILURES = {
     "stalled": (
         1,
         1,
-        " stopped answering, says rank 0: lost touch with another rank"
+        " stopped responding, according to rank 0: lost the connection to another rank"
         " ([gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete)",
     ),
 }
@@ -325,7 +325,7 @@ def test_a_second_interrupt_kills(script: Path, tmp_path: Path, capfd: pytest.Ca
 
     when_ready(run, interrupt_twice)
     assert start(script, "deaf", run) == 1
-    assert capfd.readouterr().err == "error: killed on request: what came after the last checkpoint is lost\n"
+    assert capfd.readouterr().err == "error: killed on request: the steps since the last checkpoint are lost\n"
     assert_gone(numbers(run))
 
 

@@ -438,8 +438,7 @@ def test_who_says_nothing_any_more_is_gone(port: int, monkeypatch: pytest.Monkey
 
     found, _ = together(joined(request(port, 0), hub), joined(request(port, 1), mute))
     assert str(found) == (
-        f"node 1 on {HOST} is gone: its launcher has said nothing for 1 s, so its machine or the network between is"
-        " down"
+        f"node 1 on {HOST} is gone: its launcher has been silent for 1 s, so its machine or the network between is down"
     )
 
 
@@ -479,7 +478,7 @@ def test_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_path: Path) ->
     assert (first.code, second.code, first.err, second.err) == (0, 0, "", ""), (first, second)
     assert first.out.startswith(waiting)
     assert "nodes: node 0 on node-a, node 1 on node-b; ranks meet through 10.77.1.1 on cable" in first.out
-    assert second.out.splitlines() == ["node 1 on node-b has joined node 0 on node-a, which shows how the job goes on"]
+    assert second.out.splitlines() == ["node 1 on node-b has joined node 0 on node-a, which shows the job's progress"]
     assert losses(tmp_path / "run") == losses(tmp_path / "alone"), "bit for bit"
     assert len(losses(tmp_path / "run")) == 4
 
@@ -635,7 +634,7 @@ FAULTS = {
     kill_launcher: (1, "rank 1 on node-b is gone with node 1 on node-b: the connection to its launcher closed without"),
     kill_rank: (1, "rank 1 on node-b was killed by signal 9 (SIGKILL)"),
     stop_rank: (1, "rank 1 on node-b never entered "),
-    cut: (1, "rank 1 on node-b is gone with node 1 on node-b: its launcher has said nothing for 15 s"),
+    cut: (1, "rank 1 on node-b is gone with node 1 on node-b: its launcher has been silent for 15 s"),
     ask_to_stop: (75, "stopped on request; the same command continues the run"),
 }
 

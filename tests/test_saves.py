@@ -64,7 +64,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
 
 def test_the_end_says_what_is_on_disk_and_does_not_wait_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none = "there is no checkpoint, so all steps are lost"
-    full, uncopied, silent = (False, "full"), (True, "not copied"), "the disk or the mirror answers nothing"
+    full, uncopied, silent = (False, "full"), (True, "not copied"), "the disk or the remote directory doesn't respond"
     for outcomes, expected in (
         ([(True, *full), (True, True, None)], (None, 2)),
         ([(True, *full)] * 3, (f"error: full; {none}", 3)),

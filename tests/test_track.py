@@ -73,7 +73,7 @@ def test_a_tracker_that_fails_is_said_once_and_left_alone(tmp_path, capsys, monk
         trackers.log({"step": step, "train/loss": 1.0})
     trackers.close()
     said = capsys.readouterr().out
-    assert said == "tensorboard takes no more metrics (OSError: no space left); the training goes on without it\n"
+    assert said == "tensorboard gets no more metrics (OSError: no space left); training continues without it\n"
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:

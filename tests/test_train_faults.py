@@ -153,7 +153,7 @@ def other_data(run: Path) -> tuple:
 def only_damaged_checkpoints(run: Path) -> tuple:
     cut(tensor_file(run, 15))
     tensor_file(run, 20).unlink()
-    return (), 1, f"{run} has no checkpoint to go on from"
+    return (), 1, f"{run} has no checkpoint to resume from"
 
 
 def later_schema(run: Path) -> tuple:
@@ -233,7 +233,7 @@ def test_a_flipped_byte_is_noticed(whole: Path) -> None:
     before = contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()
     ended = train(*TINY, "--run", run)
     damage = f"{tensor_file(run, 20)} is damaged: the checksum of"
-    words = f"{run} has no checkpoint to go on from ({damage}"
+    words = f"{run} has no checkpoint to resume from ({damage}"
     assert_one_sentence(ended, 1, f"error: rank 0 on {HOST}: {words}", "--fresh starts anew")
     assert (contents(run / "checkpoints"), (run / "metrics.jsonl").read_bytes()) == before
 
@@ -241,7 +241,7 @@ def test_a_flipped_byte_is_noticed(whole: Path) -> None:
     ended = train(*TINY, "--run", run)
     assert (ended.code, ended.err) == (0, "")
     assert f"skipped a damaged checkpoint: {damage}" in ended.out
-    assert f"resuming {run} after step 15: steps 16 to 20 are done again" in ended.out
+    assert f"resuming {run} after step 15: steps 16 to 20 are repeated" in ended.out
     assert_same_training(run, whole)
 
 
@@ -295,7 +295,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_stops_nothing(whole: Path, sm
         "; the last checkpoint is that of step 2: the steps since are lost",
     )
     assert "the checkpoint of step 4 was not saved" in ended.out
-    assert "No space left on device (rank 0); the training goes on, and it is tried again after step 6" in ended.out
+    assert "No space left on device (rank 0); training continues, and the save is tried again after step 6" in ended.out
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000002"]
     assert find_damage(run / "checkpoints/step-00000002") is None
     assert steps(run) == list(range(1, 21)), "it trained to the end"
@@ -332,7 +332,7 @@ def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
         job.go_on(19)
         ended = job.wait()
     assert (ended.code, ended.err) == (0, "")
-    assert "; the training goes on, and it is tried again after step " in said
+    assert "; training continues, and the save is tried again after step " in said
     assert kept is None or find_damage(kept) is None, "what was saved before is untouched"
     assert find_damage(run / "checkpoints/step-00000020") is None
     assert_same_training(run, whole)
@@ -340,7 +340,7 @@ def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
 
 def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
     log = MetricsLog(Path("/dev/full"))
-    assert log.append({"step": 1}) == "can't write /dev/full (No space left on device); the training goes on"
+    assert log.append({"step": 1}) == "can't write /dev/full (No space left on device); training continues"
     assert log.append({"step": 2}) is None, "it is said once"
     with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\); when that is put right"):
         log.flush()

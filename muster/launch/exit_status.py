@@ -46,20 +46,22 @@ def collect_rank_exit(
     run_dir: Path, rank: int, code: int, killed: bool, last_alive: float, stop_requested: bool
 ) -> RankExit:
     """Return the end of a rank on this machine, which was last known to run at the time `last_alive`."""
-    said = read_rank_error(run_dir, rank)
+    reported = read_rank_error(run_dir, rank)
     failed_alone = code not in (0, EXIT_STOPPED) and not killed and not (code == -signal.SIGTERM and stop_requested)
-    seen = None
-    if failed_alone and said is None:
+    observed = None
+    if failed_alone and reported is None:
         if code < 0:
             name = next((known.name for known in signal.Signals if known == -code), signal.strsignal(-code))
             sentence = f"was killed by signal {-code} ({name})"
         else:
             log = f"; {log_path(run_dir, rank)} may say more" if rank else ""
             sentence = f"ended with exit code {code} and no reason{log}"
-        # It died after it was last seen alive and before any other rank could feel it. The C++ runtime aborts when a
-        # connection breaks at the wrong moment: seldom the first cause.
-        seen = make_observed_error(rank, socket.gethostname(), sentence, last_alive, code != -signal.SIGABRT)
-    return RankExit(rank, socket.gethostname(), code, killed, said if code not in (0, EXIT_STOPPED) else None, seen)
+        # It died after it was last known to run, and before any other rank could notice: that time orders the causes.
+        # An abort is seldom the first cause, since the C++ runtime aborts when a connection breaks at a bad moment.
+        observed = make_observed_error(rank, socket.gethostname(), sentence, last_alive, code != -signal.SIGABRT)
+    if code in (0, EXIT_STOPPED):
+        reported = None
+    return RankExit(rank, socket.gethostname(), code, killed, reported, observed)
 
 
 def make_observed_error(rank: int, host: str, sentence: str, at: float = 0.0, primary: bool = True) -> RankError:
@@ -76,14 +78,14 @@ def root_cause(
         return make_observed_error(hang_fault.rank, hang_fault.host, hang_fault.sentence)
     found = [error for end in rank_exits if (error := end.reported or end.observed) is not None]
     first = min(found, key=lambda error: (not error.primary, error.time), default=None)
-    # A rank that was asked to stop before it could listen is gone, and the others may have felt it.
+    # A rank that was asked to stop before it handled signals has died of it, and the others may have noticed.
     stopped_early = stop_requested and any(end.code == -signal.SIGTERM for end in rank_exits)
     if first is None or (stopped_early and not first.primary):
         return None
     silent = [end for end in rank_exits if end.killed and end.reported is None]
     if first.primary or len(silent) != 1:
         return first
-    sentence = f"stopped answering, says rank {first.rank}: {first.sentence}"
+    sentence = f"stopped responding, according to rank {first.rank}: {first.sentence}"
     return replace(first, rank=silent[0].rank, host=silent[0].host, kind=OBSERVED_BY_LAUNCHER, sentence=sentence)
 
 
@@ -112,7 +114,7 @@ def determine_exit_status(
 ) -> ExitStatus:
     """Determine the exit status of a job from the ends of its ranks."""
     if kill_requested and any(end.killed for end in rank_exits):
-        return ExitStatus(1, "killed on request: what came after the last checkpoint is lost")
+        return ExitStatus(1, "killed on request: the steps since the last checkpoint are lost")
     cause = root_cause(rank_exits, stop_requested, hang_fault)
     if cause is not None:
         joint = " " if cause.kind == OBSERVED_BY_LAUNCHER else ": "

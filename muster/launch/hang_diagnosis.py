@@ -1,5 +1,4 @@
-"""Diagnosis of a hang: finds, from snapshots of all ranks, the one that the others wait for. Pure functions, no
-torch."""
+"""Diagnosis of a hang: finds, from snapshots of all ranks, the one that the others wait for. Free of torch."""
 
 import re
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ _KIND_DESCRIPTIONS = {
     Kind.RECV_B: "the receive of a gradient",
     Kind.UNSHARD: "the all-gather of the parameters",
     Kind.REDUCE_GRAD: "the reduce-scatter of the gradients",
-    Kind.ALL_REDUCE_TP: "the sum of shared weights' gradients",
-    Kind.ALL_REDUCE_TIED: "the sum of the tied embedding's gradients",
-    Kind.ALL_REDUCE_REPLICAS: "the sum of the replicas' gradients",
-    Kind.GRAD_NORM: "the sum over all ranks",
-    Kind.GRAD_NORM_ASYNC: "the sum over all ranks",
+    Kind.ALL_REDUCE_TP: "the all-reduce of the tensor-parallel copies' gradients",
+    Kind.ALL_REDUCE_TIED: "the all-reduce of the tied embedding's gradients",
+    Kind.ALL_REDUCE_REPLICAS: "the all-reduce of the replicas' gradients",
+    Kind.GRAD_NORM: "the all-reduce of the gradient norm",
+    Kind.GRAD_NORM_ASYNC: "the all-reduce of the gradient norm",
     Kind.STEP: "the optimizer step",
 }
 _WAITS_IN = re.compile(
@@ -73,21 +72,19 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> RankFault:
     the others wait for it; else, when all wait, one that has lost its network connection or is furthest behind. Among
     several it is the one without progress for longest.
     """
-    stopped = [seen for seen in snapshots if seen.state in "Tt"]
-    alone = [seen for seen in snapshots if not is_waiting(seen)]
-    culprit = max(stopped or alone, key=lambda seen: seen.stalled_s, default=None)
+    stopped = [snapshot for snapshot in snapshots if snapshot.state in "Tt"]
+    independent = [snapshot for snapshot in snapshots if not is_waiting(snapshot)]
+    culprit = max(stopped or independent, key=lambda snapshot: snapshot.stalled_s, default=None)
     if culprit is None:
         return _diagnose_all_waiting(snapshots)
+    activity = describe_activity(culprit)
     if culprit in stopped:
-        cause = (
-            f"it is stopped (process {culprit.pid}, as by SIGSTOP or a debugger) while it {describe_activity(culprit)}"
-        )
+        cause = f"it is stopped (process {culprit.pid}, as by SIGSTOP or a debugger) while it {activity}"
     else:
-        cause = f"it {describe_activity(culprit)}"
-    others = [seen for seen in snapshots if seen is not culprit and is_waiting(seen)]
-    return RankFault(
-        culprit.rank, culprit.host, f"{_describe_missed_call(culprit, others)}; {cause}, for {culprit.stalled_s:.0f} s"
-    )
+        cause = f"it {activity}"
+    waiting = [snapshot for snapshot in snapshots if snapshot is not culprit and is_waiting(snapshot)]
+    sentence = f"{_describe_missed_call(culprit, waiting)}; {cause}, for {culprit.stalled_s:.0f} s"
+    return RankFault(culprit.rank, culprit.host, sentence)
 
 
 def is_waiting(snapshot: RankSnapshot) -> bool:
@@ -104,30 +101,32 @@ def is_waiting(snapshot: RankSnapshot) -> bool:
 
 def describe_activity(snapshot: RankSnapshot) -> str:
     """Describe a rank's activity as a verb with its object, and the place in its code where that is known."""
-    place = snapshot.status
-    if place is None:
+    status = snapshot.status
+    if status is None:
         return "has not begun"
-    if place.phase == "run" and place.action.kind:
-        verb = "waits in" if is_waiting(snapshot) else "computes" if _is_compute(place.action) else "is in"
-        said = f"{verb} {_describe_instruction(snapshot, place)}"
+    if status.phase == "run" and status.action.kind:
+        verb = "waits in" if is_waiting(snapshot) else "computes" if _is_compute(status.action) else "is in"
+        activity = f"{verb} {_describe_instruction(snapshot, status)}"
     else:
-        step = f" for step {place.step + 1}" if place.phase == "data" else ""
-        said = PHASES.get(place.phase, "is training") + step
+        step = f" for step {status.step + 1}" if status.phase == "data" else ""
+        activity = PHASES.get(status.phase, "is training") + step
     frames = [frame for frame in main_thread_frames(snapshot.stacks) if not _LIBRARY_FILE.search(frame[0])]
     if frames and not is_waiting(snapshot):
         file, line, function = frames[0]
-        said += f" (in {function}, {file.rpartition('/')[2]}:{line})"
-    return said
+        activity += f" (in {function}, {file.rpartition('/')[2]}:{line})"
+    return activity
 
 
 def describe_action(action: Action) -> str:
     """Describe an instruction: `the forward of stage 0, micro-batch 2`."""
-    said = _KIND_DESCRIPTIONS.get(
-        action.kind, f"{action.kind} ({KINDS[action.kind].explanation})" if action.kind in KINDS else "?"
-    )
+    traits = KINDS.get(action.kind)
+    default = "?" if traits is None else f"{action.kind} ({traits.explanation})"
+    text = _KIND_DESCRIPTIONS.get(action.kind, default)
     if action.stage >= 0:
-        said += f" of stage {action.stage}"
-    return said + (f", micro-batch {action.micro_batch}" if action.micro_batch >= 0 else "")
+        text += f" of stage {action.stage}"
+    if action.micro_batch >= 0:
+        text += f", micro-batch {action.micro_batch}"
+    return text
 
 
 def main_thread_frames(stacks: str) -> list[tuple[str, int, str]]:
@@ -145,10 +144,13 @@ def main_thread_frames(stacks: str) -> list[tuple[str, int, str]]:
 
 def format_snapshots(snapshots: Sequence[RankSnapshot]) -> str:
     """Return a line for each rank with its activity and the time without progress, then the stacks."""
-    lines = [
-        f"rank {seen.rank} on {seen.host}, {seen.stalled_s:.0f} s: {describe_activity(seen)}" for seen in snapshots
-    ]
-    stacks = [f"--- rank {seen.rank} on {seen.host} ---\n{seen.stacks}" for seen in snapshots if seen.stacks]
+    lines = []
+    stacks = []
+    for snapshot in snapshots:
+        rank = f"rank {snapshot.rank} on {snapshot.host}"
+        lines.append(f"{rank}, {snapshot.stalled_s:.0f} s: {describe_activity(snapshot)}")
+        if snapshot.stacks:
+            stacks.append(f"--- {rank} ---\n{snapshot.stacks}")
     return "\n".join([*lines, *stacks]) + "\n"
 
 
@@ -156,55 +158,50 @@ def _is_compute(action: Action) -> bool:
     return action.kind in KINDS and KINDS[action.kind].lane == "compute"
 
 
-def _describe_instruction(seen: RankSnapshot, place: RankStatus) -> str:
+def _describe_instruction(snapshot: RankSnapshot, status: RankStatus) -> str:
     """Describe the instruction that a rank is in, and the collective that it waits in within a pass."""
-    what = f"{describe_action(place.action)} of step {place.step + 1}"
-    if not is_waiting(seen) or not _is_compute(place.action) or place.waiting:
-        return what
-    functions = " ".join(function for _, _, function in main_thread_frames(seen.stacks))
-    found = "all_gather" if "unshard" in functions else next((name for name in _COLLECTIVES if name in functions), "")
-    return f"the {found.replace('_', '-')} in {what}" if found else what
+    instruction = f"{describe_action(status.action)} of step {status.step + 1}"
+    if not is_waiting(snapshot) or not _is_compute(status.action) or status.waiting:
+        return instruction
+    functions = " ".join(function for _, _, function in main_thread_frames(snapshot.stacks))
+    if "unshard" in functions:
+        collective = "all_gather"
+    else:
+        collective = next((name for name in _COLLECTIVES if name in functions), "")
+    return f"the {collective.replace('_', '-')} in {instruction}" if collective else instruction
 
 
-def _describe_missed_call(culprit: RankSnapshot, others: Sequence[RankSnapshot]) -> str:
+def _describe_missed_call(culprit: RankSnapshot, waiting: Sequence[RankSnapshot]) -> str:
     """Describe the instruction that the others wait in and the culprit never reached."""
-    places = [(seen, seen.status) for seen in others if seen.status is not None and seen.status.phase == "run"]
-    if not places:
-        return "stands still"
-    # Who waits in what all ranks take part in says most; then who waits first.
-    first, place = min(
-        places, key=lambda item: (item[1].action.kind not in (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC), item[1].step)
-    )
-    ranks = [seen.rank for seen, other in places if other.action == place.action]
-    word = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
-    entered = "never sent its part of" if place.action.kind in (Kind.RECV_F, Kind.RECV_B) else "never entered"
-    return f"{entered} {_describe_instruction(first, place)}, where {word}"
+    in_steps = [(one, one.status) for one in waiting if one.status is not None and one.status.phase == "run"]
+    if not in_steps:
+        return "stalls"
+    # A rank that waits in a collective of all ranks says most; after that, the rank in the earliest step.
+    global_kinds = (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC)
+    first, status = min(in_steps, key=lambda item: (item[1].action.kind not in global_kinds, item[1].step))
+    ranks = [snapshot.rank for snapshot, other in in_steps if other.action == status.action]
+    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
+    missed = "never sent its part of" if status.action.kind in (Kind.RECV_F, Kind.RECV_B) else "never entered"
+    return f"{missed} {_describe_instruction(first, status)}, where {who}"
 
 
-def _diagnose_all_waiting(sightings: Sequence[RankSnapshot]) -> RankFault:
+def _diagnose_all_waiting(snapshots: Sequence[RankSnapshot]) -> RankFault:
     """Diagnose a hang in which all ranks wait: a message that was sent has not arrived.
 
     A rank that has lost its route to another is named first, then one with unacknowledged data, then the one furthest
     behind.
     """
 
-    def guilt(seen: RankSnapshot) -> tuple[bool, bool, int]:
-        return (
-            "no route" not in seen.connection_problem,
-            not seen.connection_problem,
-            seen.status.step if seen.status else -1,
-        )
+    def order(snapshot: RankSnapshot) -> tuple[bool, bool, int]:
+        problem = snapshot.connection_problem
+        return "no route" not in problem, not problem, snapshot.status.step if snapshot.status else -1
 
-    last = min(sightings, key=guilt)
-    told = "; ".join(f"rank {seen.rank} {describe_activity(seen)}" for seen in sightings[:4] if seen is not last)
-    more = f", and {len(sightings) - 4} more" if len(sightings) > 4 else ""
-    why = f" ({last.connection_problem})" if last.connection_problem else ""
-    return RankFault(
-        last.rank,
-        last.host,
-        f"{describe_activity(last)}, and all others wait, too: {told}{more}; its network connection is lost{why}"
-        if last.connection_problem
-        else (
-            f"{describe_activity(last)}, and all others wait, too: {told}{more}; what one of them sent has not arrived"
-        ),
-    )
+    culprit = min(snapshots, key=order)
+    problem = culprit.connection_problem
+    others = "; ".join(f"rank {one.rank} {describe_activity(one)}" for one in snapshots[:4] if one is not culprit)
+    more = f", and {len(snapshots) - 4} more" if len(snapshots) > 4 else ""
+    cause = "a message that one of them sent has not arrived"
+    if problem:
+        cause = f"its network connection is lost ({problem})"
+    sentence = f"{describe_activity(culprit)}, and all others wait, too: {others}{more}; {cause}"
+    return RankFault(culprit.rank, culprit.host, sentence)

@@ -50,8 +50,10 @@ def launch(
     if group is None:
         _remove_previous_outcome(run_dir)
         store = open_store()
-        job, address = RankSupervisor(run_dir, grace_s, hang_timeout_s), format_endpoint(store.host, store.port)
-        ranks, environment = range(num_ranks), {}
+        address = format_endpoint(store.host, store.port)
+        supervisor = RankSupervisor(run_dir, grace_s, hang_timeout_s)
+        ranks = range(num_ranks)
+        environment = {}
     else:
         if group.is_coordinator:
             _remove_previous_outcome(run_dir)
@@ -60,21 +62,22 @@ def launch(
             group.send("start", store=address)
         else:
             address = group.wait_for("start", _STORE_TIMEOUT_S)[0]["store"]
-        job = NodeSupervisor(run_dir, grace_s, hang_timeout_s, group, num_ranks)
-        ranks, environment = job.local_ranks, rank_environment(group.config, group.interface)
-    with _forward_signals(job):
+        supervisor = NodeSupervisor(run_dir, grace_s, hang_timeout_s, group, num_ranks)
+        ranks = supervisor.local_ranks
+        environment = rank_environment(group.config, group.interface)
+    with _forward_signals(supervisor):
         try:
-            job.start(lambda rank: command_for_rank(rank, address), ranks, environment)
+            supervisor.start(lambda rank: command_for_rank(rank, address), ranks, environment)
             begin = time.monotonic()
-            while job.poll():
-                job.kill_requested |= timeout_s is not None and time.monotonic() - begin > timeout_s
+            while supervisor.poll():
+                supervisor.kill_requested |= timeout_s is not None and time.monotonic() - begin > timeout_s
                 time.sleep(POLL_INTERVAL_S)
         finally:
-            job.shut_down()
-    outcome = job.exit_status()
-    if job.writes_exit_file:
-        outcome.write(run_dir)
-    return outcome
+            supervisor.shut_down()
+    status = supervisor.exit_status()
+    if supervisor.writes_exit_file:
+        status.write(run_dir)
+    return status
 
 
 def rank_command(module: str, folder: Path, world_size: int) -> Callable[[int, str], list[str]]:
@@ -103,18 +106,18 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> dist.TCPStore:
 
 
 @contextlib.contextmanager
-def _forward_signals(job: RankSupervisor) -> Iterator[None]:
+def _forward_signals(supervisor: RankSupervisor) -> Iterator[None]:
     """Turn SIGTERM and SIGINT into requests to the supervisor."""
 
     def on_signal(number: int, _frame: object) -> None:
-        job.kill_requested |= job.stop_requested and number == signal.SIGINT
-        job.stop_requested = True
+        supervisor.kill_requested |= supervisor.stop_requested and number == signal.SIGINT
+        supervisor.stop_requested = True
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

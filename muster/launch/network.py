@@ -136,7 +136,9 @@ def named_interface(name: str, origin: str) -> Interface:
     if found := next((one for one in known if one.name == name), None):
         return found
     there = ", ".join(map(str, known))
-    raise ConfigError(f"{origin} {name}: there is no such interface with an address here, only {there}: choose of them")
+    raise ConfigError(
+        f"{origin} {name}: there is no such interface with an address here, only {there}: choose one of them"
+    )
 
 
 def address_family(address: str) -> socket.AddressFamily:

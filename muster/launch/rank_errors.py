@@ -68,7 +68,7 @@ def make_rank_error(error: BaseException, rank: int) -> RankError:
     if isinstance(error, MusterError):
         sentence = str(error)
     elif _is_peer_error(error):
-        sentence = f"lost touch with another rank ({first_line})"
+        sentence = f"lost the connection to another rank ({first_line})"
     else:
         what = f"{type(error).__name__}: {first_line}".removesuffix(": ")
         sentence = f"{what} (traceback in {log_path(Path(), rank)})"

@@ -23,7 +23,9 @@ class RankMonitor:
     """Monitor of one rank: its process and its heartbeat page."""
 
     def __init__(self, rank: int, page: HeartbeatPage | None = None, pid: int = 0) -> None:
-        self.rank, self.page, self.pid = rank, page or HeartbeatPage(), pid
+        self.rank = rank
+        self.page = page or HeartbeatPage()
+        self.pid = pid
         self._status: RankStatus | None = None
         self._since = self._last_snapshot = time.monotonic()
         self._stacks_requested = False
@@ -31,23 +33,27 @@ class RankMonitor:
     def snapshot(self, hang_timeout_s: float | None) -> RankSnapshot:
         """Take a snapshot of the rank. One without progress for half of `hang_timeout_s` is asked for its stacks,
         once."""
-        place, now = self.page.read(), time.monotonic()
+        status = self.page.read()
+        now = time.monotonic()
         self._since += max(0.0, now - self._last_snapshot - SUSPENSION_S)
         self._last_snapshot = now
-        if place != self._status:
-            self._status, self._since, self._stacks_requested = place, now, False
-        still_s, state = now - self._since, process_state(self.pid)
+        if status != self._status:
+            self._status = status
+            self._since = now
+            self._stacks_requested = False
+        stalled_s = now - self._since
+        state = process_state(self.pid)
         if (
-            place is not None
+            status is not None
             and hang_timeout_s is not None
-            and still_s > hang_timeout_s / 2
+            and stalled_s > hang_timeout_s / 2
             and not self._stacks_requested
             and state not in "TtX"
         ):
             self._request_stacks()
         stacks = self.page.read_stacks() if self._stacks_requested else ""
-        lost = find_connection_problem(self.pid) if self._stacks_requested else ""
-        return RankSnapshot(self.rank, socket.gethostname(), self.pid, state, still_s, place, stacks, lost)
+        problem = find_connection_problem(self.pid) if self._stacks_requested else ""
+        return RankSnapshot(self.rank, socket.gethostname(), self.pid, state, stalled_s, status, stacks, problem)
 
     def _request_stacks(self) -> None:
         self._stacks_requested = True
@@ -55,9 +61,9 @@ class RankMonitor:
             self.page.request_stacks(self.pid)
 
 
-def snapshot_to_json(seen: RankSnapshot) -> dict[str, Any]:
+def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
     """Return a snapshot as plain data, which `snapshot_from_json` reads."""
-    return asdict(seen)
+    return asdict(snapshot)
 
 
 def snapshot_from_json(row: dict[str, Any]) -> RankSnapshot:

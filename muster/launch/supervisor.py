@@ -50,7 +50,8 @@ class RankSupervisor:
 
     def __init__(self, run_dir: Path, grace_s: float, hang_timeout_s: float | None) -> None:
         self.ranks: list[_RankProcess] = []
-        self.run_dir, self.hang_timeout_s = run_dir, hang_timeout_s
+        self.run_dir = run_dir
+        self.hang_timeout_s = hang_timeout_s
         self.stop_requested = False
         self.kill_requested = False
         self.hang_fault: RankFault | None = None
@@ -58,7 +59,7 @@ class RankSupervisor:
         self._stop_sent = False
         self._grace_s = grace_s
         self._deadline: float | None = None
-        # Each rank's standard input: it never carries anything, but ends when this process does.
+        # Standard input of each rank: it never carries data, but reaches its end when this process ends.
         self._ranks_end, self._our_end = os.pipe()
 
     def start(
@@ -67,11 +68,12 @@ class RankSupervisor:
         """Start every rank in a session, and so a process group, of its own."""
         common = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         for local, rank in enumerate(ranks):
-            command, watched = command_for_rank(rank), RankMonitor(rank)
-            own = {
+            command = command_for_rank(rank)
+            monitor = RankMonitor(rank)
+            rank_variables = {
                 "LOCAL_RANK": str(local),
                 "LOCAL_WORLD_SIZE": str(len(ranks)),
-                HEARTBEAT_FD_VARIABLE: str(watched.page.fd),
+                HEARTBEAT_FD_VARIABLE: str(monitor.page.fd),
             }
             try:
                 with open(log_path(self.run_dir, rank) if rank else os.devnull, "ab") as log:
@@ -80,14 +82,14 @@ class RankSupervisor:
                         stdin=self._ranks_end,
                         stdout=log if rank else None,
                         stderr=log if rank else None,
-                        env={**common, **own},
-                        pass_fds=(watched.page.fd,),
+                        env={**common, **rank_variables},
+                        pass_fds=(monitor.page.fd,),
                         start_new_session=True,
                     )
             except OSError as error:
                 raise MusterError(f"could not start rank {rank} ({error.filename}: {error.strerror})") from error
-            watched.pid = process.pid
-            self.ranks.append(_RankProcess(rank, process, watched, time.time()))
+            monitor.pid = process.pid
+            self.ranks.append(_RankProcess(rank, process, monitor, time.time()))
 
     def poll(self) -> bool:
         """Notice ended ranks, requests and hangs, and act on them; False when no rank runs any more."""
@@ -120,16 +122,16 @@ class RankSupervisor:
         self._next_snapshot = time.monotonic() + SNAPSHOT_INTERVAL_S
         self.check_for_hang([rank.monitor.snapshot(self.hang_timeout_s) for rank in self.running()])
 
-    def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
+    def check_for_hang(self, snapshots: list[RankSnapshot]) -> None:
         """Check for a hang, from snapshots of this machine's ranks; a single machine has all ranks."""
-        self.diagnose_if_hung(sightings)
+        self.diagnose_if_hung(snapshots)
 
-    def diagnose_if_hung(self, sightings: list[RankSnapshot]) -> None:
+    def diagnose_if_hung(self, snapshots: list[RankSnapshot]) -> None:
         """Diagnose a hang if there is one, from snapshots of all ranks."""
-        if self.hang_timeout_s is not None and not self.failed and is_hung(sightings, self.hang_timeout_s):
-            self.hang_fault = diagnose(sightings)
+        if self.hang_timeout_s is not None and not self.failed and is_hung(snapshots, self.hang_timeout_s):
+            self.hang_fault = diagnose(snapshots)
             with contextlib.suppress(OSError):
-                hang_path(self.run_dir).write_text(format_snapshots(sightings))
+                hang_path(self.run_dir).write_text(format_snapshots(snapshots))
 
     def shut_down(self) -> None:
         """Kill the processes that still run and wait until they are gone."""
@@ -170,7 +172,8 @@ class RankSupervisor:
 
 def _poll_process(rank: _RankProcess) -> None:
     """Notice whether the process has ended; if so, kill the rest of its group, then reap it, which frees its number."""
-    pid, now = rank.process.pid, time.time()
+    pid = rank.process.pid
+    now = time.time()
     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if not _is_exiting(pid):
             rank.last_alive = now
@@ -188,7 +191,7 @@ def _is_exiting(pid: int) -> bool:
     """
     try:
         return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    except OSError:  # no Linux: a process that was not waited for is there
+    except OSError:  # without /proc: a process that has not been reaped counts as running
         return False
 
 

@@ -165,7 +165,7 @@ class Watchdog:
             if self._kill_ranks or rank.last_snapshot is None or place is None or place.phase not in _STOPPABLE_PHASES:
                 continue
             how = (
-                f"is gone without a word, as if killed, while it"
+                f"ended without an error, as if killed, while it"
                 f" {describe_activity(replace(rank.last_snapshot, status=place))}"
             )
             self._record_fault(RankFault(rank.rank, socket.gethostname(), how))
@@ -185,7 +185,7 @@ class Watchdog:
     def _handle(self, node: int, message: Message) -> None:
         assert self._group is not None
         match message["kind"]:
-            case "sightings":
+            case "snapshots":
                 self._remote_nodes.receive(node, message)
             case "kill":
                 self._kill_ranks = True
@@ -237,17 +237,17 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended already
                 ranks.append(_WatchedRank(*row))
     except OSError as error:
-        print(f"hangs can't be seen: can't look at the ranks of this node ({error.strerror})", flush=True)
+        print(f"hangs can't be detected: can't open the heartbeats of this node's ranks ({error.strerror})", flush=True)
         return
     if job.num_nodes == 1:
         Watchdog(job, ranks, None).run()
         return
     request = RendezvousConfig(job.num_nodes, job.node, job.host, job.port, timeout_s=_RENDEZVOUS_TIMEOUT_S)
     try:
-        with contextlib.redirect_stdout(open(os.devnull, "w")), rendezvous(request, {"job": "watch"}) as team:
-            Watchdog(job, ranks, team).run()
+        with contextlib.redirect_stdout(open(os.devnull, "w")), rendezvous(request, {"job": "watch"}) as group:
+            Watchdog(job, ranks, group).run()
     except (MusterError, JobEnded) as problem:
-        print(f"hangs can't be seen: {problem}", file=sys.stderr, flush=True)
+        print(f"hangs can't be detected: {problem}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class CheckpointManager:
         if result.save_failed:
             self._failures += 1
             self._retry_at = result.step + min(2 ** (self._failures - 1), MAX_RETRY_STEPS)
-            said = f"{self._failure}; the training goes on, and it is tried again after step {self._retry_at}"
+            said = f"{self._failure}; training continues, and the save is tried again after step {self._retry_at}"
             self._failure = None
         elif self._under_way and not result.is_saving:
             self._failures, self._retry_at = 0, 0
@@ -126,7 +126,7 @@ class CheckpointManager:
                 sleep(RETRY_PAUSE_S)
             self._begin(folder, info, copy=False)
             done = self._saver.wait(limit_s)
-            own = self._saver.error if done else "the disk or the mirror answers nothing"
+            own = self._saver.error if done else "the disk or the remote directory doesn't respond"
             said = self._exchange((done, self._saver.on_disk, own), limit_s)
             dones, on_disks, problems = zip(*said, strict=True)
             problem, on_disk = next((text for text in problems if text), ""), on_disk or all(on_disks)

@@ -78,11 +78,12 @@ def describe_data(config: RunConfig, dataset: SampleStream) -> list[str]:
 
 def describe_missing_validation(config: RunConfig, dataset: SampleStream) -> list[str]:
     """Return a line when there are too few validation samples for the validation loss that was asked for."""
-    held_out, batch = dataset.num_validation_samples, config.train.global_batch_size
-    if not config.eval.batches or not config.data.validation_split or held_out >= batch:
+    count = dataset.num_validation_samples
+    batch = config.train.global_batch_size
+    if not config.eval.batches or not config.data.validation_split or count >= batch:
         return []
     return [
-        f"eval: no validation loss, since {pluralize(held_out, 'held-out sample')} don't fill a batch of {batch}: give"
+        f"eval: no validation loss, since {pluralize(count, 'validation sample')} don't fill a batch of {batch}: give"
         " data.validation_split more, or set eval.batches to 0"
     ]
 

@@ -41,7 +41,7 @@ def print_plan(trainer: Trainer, predicted: Timeline) -> None:
     config, plan = trainer.config, trainer.plan
     print(plan_lines(plan, config.model, config.workload, plan.num_micro_batches(config.workload)))
     step, idle = format_seconds(predicted.makespan_s), breakdown(predicted).bubble_fraction
-    print(f"predicted step: {step}, {idle:.0%} of it idle, by passes timed here just now")
+    print(f"predicted step: {step}, {idle:.0%} of it idle, from passes timed on this machine")
     print(MFU_NOTE)
 
 

@@ -34,7 +34,7 @@ def run_generation(request: GenerationRequest) -> Sequence[str]:
     size = request.plan.world_size
     command = rank_command("muster.train.generate", folder, size)
     if launch(command, size, folder).report() != 0:
-        raise MusterError(f"no text was made; what the ranks said is in {folder}")
+        raise MusterError(f"no text was generated; the ranks' output is in {folder}")
     texts = json.loads((folder / TEXTS_FILE).read_text())
     shutil.rmtree(folder)
     return texts

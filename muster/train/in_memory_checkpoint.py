@@ -32,7 +32,7 @@ def open_in_memory_checkpoint(
     if not train.in_memory_checkpoint_every:
         return None
     if (identity := read_identity(run_dir)) is None:
-        raise MusterError(f"{run_dir} doesn't say which copies in memory are its own: start it by muster train")
+        raise MusterError(f"{run_dir} doesn't name its in-memory checkpoint: start it with muster train")
     place = Path(train.in_memory_checkpoint_dir.replace("{rank}", str(world.rank)))
     removed = remove_stale(place)
     folder = InMemoryDirectory(place, run_dir, identity.id)
@@ -41,9 +41,12 @@ def open_in_memory_checkpoint(
     )
     copies.require_capacity(sum(part.nbytes for part in write_items(pieces)), world.all_gather_object)
     for left in removed:
-        print(f"removed {left.path}, copies of {left.run_dir} that nobody can go on from", flush=True)
+        print(f"removed {left.path}, an in-memory checkpoint of {left.run_dir} that nobody can resume from", flush=True)
     if world.rank == 0:
-        print(f"copies every {_steps(train.in_memory_checkpoint_every)} {copies.describe_location()}", flush=True)
+        print(
+            f"in-memory checkpoint every {_steps(train.in_memory_checkpoint_every)} {copies.describe_location()}",
+            flush=True,
+        )
     return copies
 
 
@@ -62,7 +65,7 @@ def load_in_memory_checkpoint(
     if found.newest is not None and found.newest.step >= on_disk:
         manifest, problem = found.newest.manifest, _load(found.newest, pieces)
         if problems := [text for text in world.all_gather_object_via_store("recall", problem, LOAD_TIMEOUT) if text]:
-            manifest, lost = None, f"the copies of step {found.newest.step} in memory can't be read: {problems[0]}"
+            manifest, lost = None, f"the in-memory checkpoint of step {found.newest.step} can't be read: {problems[0]}"
             if not on_disk:  # parameters are partly filled, and nothing else would fill them
                 raise MusterError(f"{lost}; there is no checkpoint on disk: try again, or --fresh starts anew")
             said.append(lost)
@@ -71,9 +74,9 @@ def load_in_memory_checkpoint(
         if step > done:
             again = f"step {step} is" if step == done + 1 else f"steps {done + 1} to {step} are"
             lacking = format_ranks(ranks)
-            said.append(f"of the copies of step {step} in memory those of {lacking} are lost: {again} done again")
+            said.append(f"the in-memory checkpoint of step {step} has lost the parts of {lacking}: {again} repeated")
     if done:
-        source = "" if manifest is None else " from copies in memory"
+        source = "" if manifest is None else " from memory"
         said.append(f"resuming {run_dir} after step {done}{source}")
     if world.rank == 0 and said:
         print(*said, sep="\n", flush=True)

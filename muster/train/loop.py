@@ -137,7 +137,7 @@ class TrainingLoop:
                     display.print_line(problem)
                 if stopping and not at_end:
                     if self.is_main:
-                        print(f"stopped after step {trainer.step_count} as asked; the same command goes on from here")
+                        print(f"stopped after step {trainer.step_count} on request; the same command resumes here")
                     return EXIT_STOPPED
         return 0
 
@@ -259,7 +259,7 @@ class TrainingLoop:
             if problem is None:
                 if damaged and self.is_main:
                     step = step_of(latest)
-                    lost = f"steps {step + 1} to {step_of(damaged[0])} are done again"
+                    lost = f"steps {step + 1} to {step_of(damaged[0])} are repeated"
                     print(f"resuming {self.run_dir} after step {step}: {lost}", flush=True)
                 return manifest
             damaged.append(latest)
@@ -267,7 +267,7 @@ class TrainingLoop:
             if self.is_main:
                 print(f"skipped a damaged checkpoint: {problem}", flush=True)
         if damaged:
-            raise MusterError(f"{self.run_dir} has no checkpoint to go on from ({said}): --fresh starts anew")
+            raise MusterError(f"{self.run_dir} has no checkpoint to resume from ({said}): --fresh starts anew")
         return None
 
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:

@@ -62,7 +62,7 @@ class MetricsLog:
         try:
             self._write()
         except OSError as error:
-            return f"can't write {self.path} ({error.strerror}); the training goes on" if first else None
+            return f"can't write {self.path} ({error.strerror}); training continues" if first else None
         return None
 
     def flush(self) -> None:
@@ -96,6 +96,5 @@ def write_text(path: Path, text: str, mode: str = "w") -> None:
 
 def _cannot_write(path: Path, error: OSError) -> MusterError:
     return MusterError(
-        f"can't write {path} ({error.strerror}); when that is put right, the same command goes on from the last"
-        " checkpoint"
+        f"can't write {path} ({error.strerror}); when that is fixed, the same command resumes from the last checkpoint"
     )

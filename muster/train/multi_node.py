@@ -30,22 +30,22 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
     # Addresses without a name make PyTorch warn at each connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        with rendezvous(nodes, training_facts(resolved, ranks)) as team, ExitStack() as held:
-            if team.is_coordinator:
-                _check_nodes(team)
+        with rendezvous(nodes, training_facts(resolved, ranks)) as group, ExitStack() as held:
+            if group.is_coordinator:
+                _check_nodes(group)
                 held.enter_context(locked_run_dir(options.run_dir, resolved.config.train.remote_checkpoint_dir))
                 chosen = choose_plan(resolved, ranks * nodes.num_nodes, nodes.num_nodes)
                 if not prepare(resolved, chosen, options):
                     raise JobEnded(0, f"{options.run_dir} is finished")
-                team.send("prepared", mark=write_marker(options.run_dir))
-                team.wait_for("ready", _DATA_TIMEOUT.total_seconds())
+                group.send("prepared", mark=write_marker(options.run_dir))
+                group.wait_for("ready", _DATA_TIMEOUT.total_seconds())
             else:
-                _follow_node_0(team, resolved, options)
+                _follow_node_0(group, resolved, options)
             from muster.launch.launcher import launch, rank_command
 
             command = rank_command(WORKER, options.run_dir, ranks * nodes.num_nodes)
             hang_s = resolved.config.train.hang_timeout_s
-            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=team).report()
+            return launch(command, ranks, options.run_dir, hang_timeout_s=hang_s, group=group).report()
     except JobEnded as over:
         if over.code == 0:
             print(over.reason)
@@ -53,24 +53,24 @@ def train_on_nodes(resolved: ResolvedConfig, options: TrainOptions, nodes: Rende
         raise error_for_code(over.code, over.reason) from None
 
 
-def _check_nodes(team: LauncherGroup) -> None:
+def _check_nodes(group: LauncherGroup) -> None:
     """Raise, on node 0, where the nodes differ or don't reach each other."""
-    require_same(team)
-    team.send("agreed")
-    team.measure_clocks()
-    if problems := team.check_connectivity():
+    require_same(group)
+    group.send("agreed")
+    group.measure_clocks()
+    if problems := group.check_connectivity():
         raise error_for_code(1, problems[0])
-    hosts = ", ".join(dict.fromkeys(f"node {node} on {one.host}" for node, one in sorted(team.nodes.items())))
-    print(f"nodes: {hosts}; ranks meet through {team.interface}", flush=True)
+    hosts = ", ".join(dict.fromkeys(f"node {node} on {one.host}" for node, one in sorted(group.nodes.items())))
+    print(f"nodes: {hosts}; ranks meet through {group.interface}", flush=True)
 
 
-def _follow_node_0(team: LauncherGroup, resolved: ResolvedConfig, options: TrainOptions) -> None:
+def _follow_node_0(group: LauncherGroup, resolved: ResolvedConfig, options: TrainOptions) -> None:
     """Wait, on another node, for node 0, and check that the run directory, the device and the data are there."""
-    team.wait_for("agreed", PREPARE_TIMEOUT.total_seconds())
-    print(f"{team.local_node} has joined {team.nodes[0]}, which shows how the job goes on", flush=True)
-    team.check_connectivity()
-    mark = team.wait_for("prepared", PREPARE_TIMEOUT.total_seconds())[0]["mark"]
-    require_marker(options.run_dir, mark, str(team.local_node), str(team.nodes[0]))
+    group.wait_for("agreed", PREPARE_TIMEOUT.total_seconds())
+    print(f"{group.local_node} has joined {group.nodes[0]}, which shows the job's progress", flush=True)
+    group.check_connectivity()
+    mark = group.wait_for("prepared", PREPARE_TIMEOUT.total_seconds())[0]["mark"]
+    require_marker(options.run_dir, mark, str(group.local_node), str(group.nodes[0]))
     require_device(load_plan(options.run_dir / "plan.yaml"))
     open_dataset(resolved.config, options.run_dir)
-    team.send("ready")
+    group.send("ready")

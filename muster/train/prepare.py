@@ -110,10 +110,10 @@ def require_device(plan: Plan) -> None:
 def _plugin_notes(config: RunConfig) -> Iterator[str]:
     """Yield notes on plugin parts that the prediction leaves out."""
     if config.train.loss is not None:
-        yield f"loss: {config.train.loss} of a plugin; what it keeps is not in the memory forecast"
+        yield f"loss: {config.train.loss} of a plugin; its memory is not in the forecast"
     if config.train.training_step is not None:
         name = config.train.training_step
-        yield f"step: {name} of a plugin; what it does beside one round of passes is not predicted"
+        yield f"step: {name} of a plugin; only one forward and backward of each micro-batch is predicted"
 
 
 def _check_initial_weights(place: str, config: RunConfig) -> None:

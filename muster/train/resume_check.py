@@ -39,7 +39,7 @@ CHANGEABLE_KEYS = (
 )
 """Keys that may change on resuming: they affect neither the model, the sample stream nor the optimization."""
 
-RESUME_HINT = "use the same, another --run, --fresh to start anew, or --allow-changes to go on all the same"
+RESUME_HINT = "use the same, another --run, --fresh to start anew, or --allow-changes to resume all the same"
 
 
 def check_config_unchanged(run_dir: Path, config: RunConfig, steps_done: int, allow: bool = False) -> None:

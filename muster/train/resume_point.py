@@ -61,7 +61,7 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
     problems: list[str] = []
     latest = find_latest(run_dir / "checkpoints", problems.append)
     if problems and latest is None:
-        raise MusterError(f"{run_dir} has no checkpoint to go on from ({'; '.join(problems)}): --fresh starts anew")
+        raise MusterError(f"{run_dir} has no checkpoint to resume from ({'; '.join(problems)}): --fresh starts anew")
     for problem in problems:
         print(problem)
     return latest

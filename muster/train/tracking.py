@@ -113,7 +113,7 @@ class Trackers:
         except Exception as error:  # whatever another package may raise
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
-            print(f"{name} takes no more metrics ({reason}); the training goes on without it", flush=True)
+            print(f"{name} gets no more metrics ({reason}); training continues without it", flush=True)
 
 
 def _requested_trackers(tracking: TrackingConfig) -> Iterator[str]:

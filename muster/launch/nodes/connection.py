@@ -21,10 +21,12 @@ class LauncherConnection:
     other end has closed."""
 
     def __init__(self, connection: socket.socket, node: int, inbox: "queue.SimpleQueue[tuple[int, Message]]") -> None:
-        self.node, self.last_received = node, time.monotonic()
+        self.node = node
+        self.last_received = time.monotonic()
         """Time of the last message from the other end, on this machine's monotonic clock."""
-        self._connection, self._inbox = connection, inbox
-        # What is said waits here for a thread that sends it: where the network is cut, sending blocks.
+        self._connection = connection
+        self._inbox = inbox
+        # Messages wait here for a thread that sends them, since sending blocks when the network is cut.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -53,7 +55,9 @@ class LauncherConnection:
         with contextlib.suppress(OSError):
             while (data := self._outbox.get()) is not None:
                 self._connection.sendall(data)
-            self._connection.shutdown(socket.SHUT_WR)  # what comes is still read, or what was said could be lost
+            self._connection.shutdown(
+                socket.SHUT_WR
+            )  # keep reading: to close with unread data could drop what was sent
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
@@ -72,10 +76,10 @@ class LauncherConnection:
 def close_connections(connections: Collection[LauncherConnection]) -> None:
     """Close connections together, so that one whose network is cut takes no time from the others."""
     limit = time.monotonic() + CLOSE_TIMEOUT_S
-    for line in connections:
-        line.finish_sending()
-    for line in connections:
-        line.close(limit - time.monotonic())
+    for connection in connections:
+        connection.finish_sending()
+    for connection in connections:
+        connection.close(limit - time.monotonic())
 
 
 def read_first_message(connection: socket.socket, timeout_s: float) -> Message | None:

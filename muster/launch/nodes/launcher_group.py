@@ -49,7 +49,8 @@ class JobEnded(Exception):
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
-        self.code, self.reason = code, reason
+        self.code = code
+        self.reason = reason
 
 
 class LauncherGroup:
@@ -58,13 +59,12 @@ class LauncherGroup:
     def __init__(
         self, config: RendezvousConfig, local_node: NodeInfo, interface: Interface, probe_listener: ProbeListener
     ) -> None:
-        self.config, self.local_node, self.interface, self.probe_listener = (
-            config,
-            local_node,
-            interface,
-            probe_listener,
-        )
-        self.node_rank, self.num_nodes = config.node_rank, config.num_nodes
+        self.config = config
+        self.local_node = local_node
+        self.interface = interface
+        self.probe_listener = probe_listener
+        self.node_rank = config.node_rank
+        self.num_nodes = config.num_nodes
         self.nodes: dict[int, NodeInfo] = {local_node.node: local_node}
         self.connections: dict[int, LauncherConnection] = {}
         self.inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class LauncherGroup:
         self.clock_offset_s: dict[int, float] = {}
         """Offset of each other node's clock from this one's, positive when ahead; known to node 0 alone."""
         self._early: list[tuple[int, Message]] = []
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
@@ -83,8 +83,8 @@ class LauncherGroup:
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message: node 0 to all others, another node to node 0."""
-        for line in list(self.connections.values()):
-            line.send(kind, **content)
+        for connection in list(self.connections.values()):
+            connection.send(kind, **content)
 
     def receive(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
         """Return the messages received since the last call, as (node, message); waits for the first one if `timeout_s`
@@ -92,13 +92,13 @@ class LauncherGroup:
 
         The kind `gone` means that a node's launcher has closed its connection or is silent.
         """
-        found, self._early = self._early, []
+        messages, self._early = self._early, []
         with contextlib.suppress(queue.Empty):
-            if timeout_s and not found:
-                found.append(self.inbox.get(timeout=timeout_s))
+            if timeout_s and not messages:
+                messages.append(self.inbox.get(timeout=timeout_s))
             while True:
-                found.append(self.inbox.get_nowait())
-        return found + [(node, {"kind": "gone", "silent_s": SILENCE_TIMEOUT_S}) for node in self._silent_nodes()]
+                messages.append(self.inbox.get_nowait())
+        return messages + [(node, {"kind": "gone", "silent_s": SILENCE_TIMEOUT_S}) for node in self._silent_nodes()]
 
     def put_back(self, messages: Sequence[tuple[int, Message]]) -> None:
         """Return these messages first from the next `receive`."""
@@ -111,9 +111,10 @@ class LauncherGroup:
         """
         found: dict[int, Message] = {}
         later: list[tuple[int, Message]] = []
-        wanted, limit = set(self.connections if nodes is None else nodes), time.monotonic() + timeout_s
+        wanted = set(self.connections if nodes is None else nodes)
+        deadline = time.monotonic() + timeout_s
         while wanted - set(found):
-            if time.monotonic() > limit:
+            if time.monotonic() > deadline:
                 late = self.nodes[min(wanted - set(found))]
                 raise MusterError(f"{late} did not get ready within {timeout_s:.0f} s")
             for node, message in self.receive(0.2):
@@ -122,7 +123,7 @@ class LauncherGroup:
                 elif wanted - set(found):
                     self.raise_if_ended(node, message)
                     later.append((node, message))
-                else:  # what comes after the last that was waited for, even that its sender is gone
+                else:  # comes after the last awaited message, and may even say that its sender is gone
                     later.append((node, message))
         self.put_back(later)
         return found
@@ -177,19 +178,23 @@ class LauncherGroup:
         if message["kind"] == "over":
             raise JobEnded(message["code"], message["reason"])
         if message["kind"] == "failed":
-            said = message["reason"]
-            raise error_for_code(message["code"], said if said.startswith("node ") else f"{self.nodes[node]}: {said}")
+            reason = message["reason"]
+            if not reason.startswith("node "):
+                reason = f"{self.nodes[node]}: {reason}"
+            raise error_for_code(message["code"], reason)
         if message["kind"] == "gone":
             raise MusterError(f"{self.nodes[node]} is gone: {describe_disconnect(message)}")
 
     def _silent_nodes(self) -> list[int]:
         now = time.monotonic()
-        paused = now - self._looked
-        self._looked = now
+        paused = now - self._last_check
+        self._last_check = now
         if paused > SUSPENSION_S:
-            for line in self.connections.values():
-                line.last_received = min(now, line.last_received + paused)
-        return [node for node, line in self.connections.items() if now - line.last_received > SILENCE_TIMEOUT_S]
+            for connection in self.connections.values():
+                connection.last_received = min(now, connection.last_received + paused)
+        return [
+            node for node, connection in self.connections.items() if now - connection.last_received > SILENCE_TIMEOUT_S
+        ]
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_INTERVAL_S):
@@ -199,7 +204,7 @@ class LauncherGroup:
 def describe_disconnect(message: Message) -> str:
     """Describe why a node is gone, from the message about it."""
     if silent_s := message.get("silent_s"):
-        return f"its launcher has said nothing for {silent_s:.0f} s, so its machine or the network between is down"
+        return f"its launcher has been silent for {silent_s:.0f} s, so its machine or the network between is down"
     return "the connection to its launcher closed without a word"
 
 

@@ -28,7 +28,7 @@ class RemoteNodes:
         self._heard: dict[int, tuple[float, list[RankSnapshot]]] = {}
 
     def receive(self, node: int, message: Message) -> None:
-        """Take a message of kind `sightings`."""
+        """Take a message of kind `snapshots`."""
         self._heard[node] = time.monotonic(), [snapshot_from_json(row) for row in message["rows"]]
 
     def snapshots(self, nodes: Iterable[int]) -> list[RankSnapshot] | None:
@@ -44,7 +44,7 @@ class RemoteNodes:
 
 def send_snapshots(group: LauncherGroup, snapshots: Sequence[RankSnapshot]) -> None:
     """Send node 0 snapshots of the ranks here."""
-    group.send("sightings", rows=[snapshot_to_json(seen) for seen in snapshots])
+    group.send("snapshots", rows=[snapshot_to_json(snapshot) for snapshot in snapshots])
 
 
 class NodeSupervisor(RankSupervisor):
@@ -54,7 +54,8 @@ class NodeSupervisor(RankSupervisor):
         self, run_dir: Path, grace_s: float, hang_timeout_s: float | None, group: LauncherGroup, num_ranks: int
     ) -> None:
         super().__init__(run_dir, grace_s, hang_timeout_s)
-        self._group, self._num_ranks = group, num_ranks
+        self._group = group
+        self._num_ranks = num_ranks
         self.local_ranks = range(group.node_rank * num_ranks, (group.node_rank + 1) * num_ranks)
         self._remote_nodes = RemoteNodes()
         self._node_exits: dict[int, list[RankExit]] = {}
@@ -66,10 +67,10 @@ class NodeSupervisor(RankSupervisor):
     def poll(self) -> bool:
         """Poll as `RankSupervisor.poll`, and exchange messages with the other nodes. True until the ranks of all have
         ended."""
-        heard = self._group.receive()
-        while heard and self._final_status is None:
-            self._handle(*heard.pop(0))
-        self._group.put_back(heard)  # what follows the job's end isn't the job's
+        messages = self._group.receive()
+        while messages and self._final_status is None:
+            self._handle(*messages.pop(0))
+        self._group.put_back(messages)  # messages after the job's end belong to whatever follows it
         if self._failed_elsewhere:
             self.start_grace_period()
         if self._killed_elsewhere:
@@ -84,7 +85,7 @@ class NodeSupervisor(RankSupervisor):
 
     def _handle(self, node: int, message: Message) -> None:
         match message["kind"]:
-            case "sightings":
+            case "snapshots":
                 self._remote_nodes.receive(node, message)
             case "stop":
                 self.stop_requested = True
@@ -94,8 +95,8 @@ class NodeSupervisor(RankSupervisor):
                 self._killed_elsewhere = True
                 self.kill_requested |= message["requested"]
             case "ended":
-                off_s = self._group.clock_offset_s.get(node, 0.0)
-                self._node_exits.setdefault(node, [rank_exit_from_json(row, off_s) for row in message["ends"]])
+                offset_s = self._group.clock_offset_s.get(node, 0.0)
+                self._node_exits.setdefault(node, [rank_exit_from_json(row, offset_s) for row in message["ends"]])
             case "over":
                 self._final_status = ExitStatus(
                     message["code"], message["reason"], message.get("rank"), message.get("host")
@@ -107,14 +108,14 @@ class NodeSupervisor(RankSupervisor):
                 self._handle_lost_node(node, f"is gone with {self._group.nodes[node]}: {describe_disconnect(message)}")
 
     def _handle_lost_node(self, node: int, sentence: str) -> None:
-        if line := self._group.connections.pop(node, None):
-            line.close(timeout_s=0)  # nobody listens there, and the nodes that are left wait for this one's word
+        if connection := self._group.connections.pop(node, None):
+            connection.close(timeout_s=0)  # nobody listens there, and the other nodes wait for this one's status
         if node in self._node_exits or self._final_status is not None:
             return
-        member = self._group.nodes[node]
-        first = node * self._num_ranks
-        seen = make_observed_error(first, member.host, sentence, time.time())
-        self._node_exits[node] = [RankExit(first, member.host, 1, killed=False, reported=None, observed=seen)]
+        host = self._group.nodes[node].host
+        first_rank = node * self._num_ranks
+        error = make_observed_error(first_rank, host, sentence, time.time())
+        self._node_exits[node] = [RankExit(first_rank, host, 1, killed=False, reported=None, observed=error)]
         self._failed_elsewhere = True
 
     def _send_updates(self, running: bool) -> None:
@@ -133,24 +134,25 @@ class NodeSupervisor(RankSupervisor):
             self._sent.add(kind)
             self._group.send(kind, **content)
 
-    def check_for_hang(self, sightings: list[RankSnapshot]) -> None:
+    def check_for_hang(self, snapshots: list[RankSnapshot]) -> None:
         """Check for a hang on node 0, from snapshots of all nodes' ranks; other nodes send theirs."""
         if not self._group.is_coordinator:
-            send_snapshots(self._group, sightings)
+            send_snapshots(self._group, snapshots)
         elif not self._failed_elsewhere:
             others = self._remote_nodes.snapshots(set(range(1, self._group.num_nodes)) - set(self._node_exits))
             if others is not None:
-                self.diagnose_if_hung(sightings + others)
+                self.diagnose_if_hung(snapshots + others)
 
     def exit_status(self) -> ExitStatus:
         """Return the exit status that node 0 declares; on another node that never received it, its own view."""
         if self._final_status is not None:
-            self.writes = False
+            self.writes_exit_file = False
             return self._final_status
         ends = self.rank_exits() + [end for node in sorted(self._node_exits) for end in self._node_exits[node]]
-        # Node 0 writes, or any other when that is gone; where only the network between is, node 0 may have written.
-        self.writes = self._group.is_coordinator or not (self.run_dir / "exit.json").exists()
-        said = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
+        # Node 0 writes exit.json, or any other node when node 0 is gone. Where only the network between them is down,
+        # node 0 may have written it already.
+        self.writes_exit_file = self._group.is_coordinator or not (self.run_dir / "exit.json").exists()
+        status = determine_exit_status(ends, self.stop_requested, self.kill_requested, self.hang_fault)
         if self._group.is_coordinator:
-            self._group.send("over", code=said.code, reason=said.reason, rank=said.rank, host=said.host)
-        return said
+            self._group.send("over", code=status.code, reason=status.reason, rank=status.rank, host=status.host)
+        return status
