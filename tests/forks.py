@@ -65,7 +65,7 @@ def interpreter_words() -> list[str]:
 
 @functools.cache
 def _server() -> str:
-    """Where this test process's server listens."""
+    """Address of this test process's fork server."""
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     _KEPT.append(folder)
     place = str(Path(folder.name) / "socket")

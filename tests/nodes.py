@@ -26,7 +26,7 @@ class Network:
         self._spaces = [f"{name}-{node}" for node in range(2)]
 
     def make(self) -> bool:
-        """Whether they could be made."""
+        """Create the namespaces; False where that isn't allowed."""
         first, second = self._spaces
         made = ip("netns", "add", first) and ip("netns", "add", second)
         made = made and ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "cable", "netns", second)
@@ -52,7 +52,7 @@ class Network:
         assert ip("-n", self._spaces[node], "link", "set", "cable", "down")
 
     def inside(self, node: int) -> tuple[str, ...]:
-        """What makes a command run on a node."""
+        """Return the command prefix that runs a command on a node."""
         shell = f'hostname {HOSTS[node]} && exec "$@"'
         return ("ip", "netns", "exec", self._spaces[node], "unshare", "--uts", "sh", "-c", shell, "sh")
 

@@ -140,7 +140,7 @@ def test_prompts_that_do_not_fit_are_refused():
 
 
 def test_two_ranks_write_what_one_writes(whole: Path) -> None:
-    for found in run_ranks(2, "tests.generation:compare", {"run": str(whole)}):
+    for found in run_ranks(2, "tests.generation_ranks:compare", {"run": str(whole)}):
         assert found["difference"] < 1e-10 * found["largest"]
         assert found["texts"] == found["expected"]
         assert all(found["texts"])

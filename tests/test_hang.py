@@ -71,35 +71,38 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
         heartbeat.begin(Action(cast(Kind, "K" * 5000)))
 
 
+UNACKNOWLEDGED = "64 bytes that it sent to 10.0.0.2 have not been acknowledged"
+
+
 @pytest.mark.parametrize(
     ("sightings", "rank", "words"),
     [
         (
-            [seen(0, "run", Action("UNSHARD", 1)), seen(1, "data"), seen(2, "run", Action("UNSHARD", 1))],
+            [seen(0, "run", Action(Kind.UNSHARD, 1)), seen(1, "data"), seen(2, "run", Action(Kind.UNSHARD, 1))],
             1,
             "never entered the all-gather of the parameters of stage 1 of step 7, where ranks 0, 2 wait;"
             " it is loading data for step 7, for 5 s",
         ),
         (
-            [seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER), seen(1, "data", stacks=IN_READ)],
+            [seen(0, "run", Action(Kind.F, 0, 0), stacks=IN_GATHER), seen(1, "data", stacks=IN_READ)],
             1,
             "never entered the all-gather in the forward of stage 0, micro-batch 0 of step 7, where rank 0 waits;"
             " it is loading data for step 7 (in read, store.py:12), for 5 s",
         ),
         (
-            [seen(0, "run", Action("RECV_B", 0, 1), waiting=True), seen(1, "run", Action("F", 1, 1))],
+            [seen(0, "run", Action(Kind.RECV_B, 0, 1), waiting=True), seen(1, "run", Action(Kind.F, 1, 1))],
             1,
             "never sent its part of the receive of a gradient of stage 0, micro-batch 1 of step 7, where rank 0 waits;"
             " it computes the forward of stage 1, micro-batch 1 of step 7, for 5 s",
         ),
         (
-            [seen(0, "run", Action("GRAD_NORM")), seen(1, "run", Action("GRAD_NORM"), state="T", still_s=4.0)],
+            [seen(0, "run", Action(Kind.GRAD_NORM)), seen(1, "run", Action(Kind.GRAD_NORM), state="T", still_s=4.0)],
             1,
             "never entered the all-reduce of the gradient norm of step 7, where rank 0 waits; it is stopped (process"
             " 101, as by SIGSTOP or a debugger) while it is in the all-reduce of the gradient norm of step 7, for 4 s",
         ),
         (
-            [seen(0, "run", Action("GRAD_NORM")), seen(1, "run", Action("RECV_F", 1, 0), waiting=True, step=5)],
+            [seen(0, "run", Action(Kind.GRAD_NORM)), seen(1, "run", Action(Kind.RECV_F, 1, 0), waiting=True, step=5)],
             1,
             "waits in the receive of an activation of stage 1, micro-batch 0 of step 6, and all others wait, too:"
             " rank 0 waits in the all-reduce of the gradient norm of step 7; a message that one of them sent has"
@@ -108,9 +111,12 @@ def test_a_page_tells_what_its_rank_said_last() -> None:
         (
             [
                 seen(
-                    0, "run", Action("GRAD_NORM"), lost="64 bytes that it sent to 10.0.0.2 have not been acknowledged"
+                    0,
+                    "run",
+                    Action(Kind.GRAD_NORM),
+                    lost=UNACKNOWLEDGED,
                 ),
-                seen(1, "run", Action("GRAD_NORM"), lost="there is no route to 10.0.0.1 any more"),
+                seen(1, "run", Action(Kind.GRAD_NORM), lost="there is no route to 10.0.0.1 any more"),
             ],
             1,
             "waits in the all-reduce of the gradient norm of step 7, and all others wait, too: rank 0 waits in"
@@ -136,7 +142,7 @@ def test_the_files_where_a_rank_waits_are_there() -> None:
 
 
 def test_only_what_should_be_short_can_hang() -> None:
-    still, quick = seen(0, "run", Action("GRAD_NORM")), seen(1, "data", still_s=1.0)
+    still, quick = seen(0, "run", Action(Kind.GRAD_NORM)), seen(1, "data", still_s=1.0)
     assert is_hung([still, seen(1, "data")], 4)
     assert not is_hung([still, quick], 4)
     assert not is_hung([still, seen(1, "save")], 4)
@@ -156,8 +162,8 @@ def test_time_without_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_stack_tells_waiting_from_computing() -> None:
     assert main_thread_frames(IN_READ)[0] == ("/muster/data/store.py", 12, "read")
-    assert is_waiting(seen(0, "run", Action("F", 0, 0), stacks=IN_GATHER))
-    assert not is_waiting(seen(0, "run", Action("GRAD_NORM"), stacks=IN_READ))
+    assert is_waiting(seen(0, "run", Action(Kind.F, 0, 0), stacks=IN_GATHER))
+    assert not is_waiting(seen(0, "run", Action(Kind.GRAD_NORM), stacks=IN_READ))
     assert main_thread_frames("") == []
 
 

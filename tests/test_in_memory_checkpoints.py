@@ -127,16 +127,16 @@ def test_what_a_killed_run_has_left_is_named_and_pruned(
     def found() -> list[str]:
         return [finding.sentence for finding in doctor.CHECKS["copies"](doctor.DoctorRequest(run))]
 
-    assert found() == [f"no run that was killed has left copies in {memory}"]
+    assert found() == [f"no killed run has left in-memory checkpoints in {memory}"]
     leave(21)
     assert prune_run(run, 2)["removed"] == []
-    assert found()[0].endswith(f"copies of {run}, which does not run, and it goes on from them by its own command")
+    assert found()[0].endswith("start it again to resume from them")
     leave(20)
     folder.keep_only(20)
     assert prune_run(run, 2)["removed"] == [str(folder.path)], "a checkpoint is as new"
     leave(21)
     claim_run_id(run, "other settings", resumes=False)
-    assert found()[0].endswith("and nobody can go on from them: remove them")
+    assert found()[0].endswith("no run can resume from them: delete them")
     assert [left.path for left in remove_stale(memory)] == [folder.path]
 
 

@@ -214,7 +214,7 @@ def test_what_differs_is_told_with_the_node() -> None:
 
 
 def together(*bodies: Any) -> list[Any]:
-    """What the bodies gave or raised, each in a thread of its own."""
+    """Run the bodies in threads; returns what each returned or raised."""
 
     def run(body: Any) -> Any:
         try:
@@ -236,7 +236,7 @@ def joined(wanted: RendezvousConfig, use: Any = lambda team: None, **facts: obje
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
-    """What launchers print while they meet, as they do it."""
+    """Lines that launchers print while they meet."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(meeting, "print", lambda line, **_: lines.put(line), raising=False)
     return lines
@@ -712,7 +712,7 @@ def test_four_ranks_on_two_nodes_train_as_one_launcher_does(nodes: Network, tmp_
 
 
 def examined(nodes: Network, tmp_path: Path, *second: str, ranks: bool = True) -> list[dict[str, Any]]:
-    """What `muster doctor --json` says on both nodes, the second with some more words."""
+    """Run `muster doctor --json` on both nodes, on the second with more arguments; returns the outputs."""
     places = folders(tmp_path)
     words = ("--time-limit", "40", "--json", "--run", tmp_path)
     with (

@@ -27,7 +27,7 @@ WORKLOAD = Workload(seq_len=8, global_batch_size=8)
 def run(num_ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[list[dict[str, Any]]]:
     """Per case, what each rank found."""
     payload = {"cases": cases, "folder": str(folder)}
-    by_rank = run_ranks(num_ranks, "tests.post_validation:run_cases", payload)
+    by_rank = run_ranks(num_ranks, "tests.post_validation_ranks:run_cases", payload)
     return [[found[index] for found in by_rank] for index in range(len(cases))]
 
 

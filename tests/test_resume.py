@@ -9,7 +9,7 @@ from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
 from tests.parity import FAMILIES, open_data, small_run
 from tests.ranks import run_ranks
-from tests.resume import draw_plan
+from tests.resume_ranks import draw_plan
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, chains: list[dict], most: int) -> list[list[dict]]:
     cache = str(tmp_path / "cache")
     open_data(small_run(), cache)
     payload = {"chains": chains, "cache": cache, "root": str(tmp_path / "checkpoints")}
-    return run_ranks(most, "tests.resume:chains", payload)[0]
+    return run_ranks(most, "tests.resume_ranks:chains", payload)[0]
 
 
 def check(chains: list[dict], found: list[list[dict]]) -> int:

@@ -342,7 +342,7 @@ def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:
     log = MetricsLog(Path("/dev/full"))
     assert log.append({"step": 1}) == "can't write /dev/full (No space left on device); training continues"
     assert log.append({"step": 2}) is None, "it is said once"
-    with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\); when that is put right"):
+    with pytest.raises(MusterError, match=r"can't write /dev/full \(No space left on device\); when that is fixed"):
         log.flush()
     log.path = tmp_path / "metrics.jsonl"
     log.append({"step": 3})

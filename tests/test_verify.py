@@ -75,7 +75,7 @@ def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[ParityResult]:
-    """Of all cases, sound and sown, from one launch of two ranks."""
+    """Verdicts of all cases, sound and with a bug, from one launch of two ranks."""
     folder = tmp_path_factory.mktemp("verify")
     cases: list[dict[str, Any]] = [*SOUND, *SOWN]
     asked = []
@@ -151,7 +151,7 @@ def test_padded_samples_are_those_of_the_stream_with_fewer_labels(tmp_path: Path
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go; the current directory is beside it."""
+    """Folder of temporary files; the current directory is beside it."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

@@ -20,7 +20,7 @@ from tests.forks import interpreter_words, words_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600.0
-"""How long a command may take at most, on a slow machine with much else to do."""
+"""Longest time of a command on a slow, busy machine."""
 AT_ONCE = ("--train.async_save", "false")
 """A step that is fast may find the last save under way, and then saves later: with this, each saves where it should."""
 QUICK = ("--eval.batches", "1", "--train.sample_tokens", "0")
@@ -28,7 +28,7 @@ QUICK = ("--eval.batches", "1", "--train.sample_tokens", "0")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended and what it said."""
+    """End of a command: exit code, output, duration."""
 
     code: int
     out: str

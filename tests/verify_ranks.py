@@ -1,4 +1,4 @@
-"""What each rank does in the tests of `verify`: makes the steps of several plans, some with a bug sown on purpose."""
+"""Ranks in the tests of `verify`: run the steps of several plans, some with a bug planted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,7 +88,7 @@ def stale_tied_weight() -> Iterator[None]:
 
 
 def gradients_pile_up() -> AbstractContextManager:
-    """What one step leaves is added to the next."""
+    """Add the gradients of one step to the next."""
     return patch.object(DecoderStage, "zero_grad", lambda self: None)
 
 

@@ -26,7 +26,11 @@ class BatchLoader:
     def __init__(
         self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, stages: Mapping[int, DecoderStage]
     ) -> None:
-        self.config, self.plan, self.world, self.dataset, self.stages = config, plan, world, dataset, stages
+        self.config = config
+        self.plan = plan
+        self.world = world
+        self.dataset = dataset
+        self.stages = stages
         self.num_micro_batches = plan.num_micro_batches(config.workload, dp_index_of(plan, world.at))
         self.needs_data = config.data.packing != "concatenate" or plan.vocab_parallel
         """True when a stage of this rank needs data."""
@@ -43,25 +47,31 @@ class BatchLoader:
     def _read_training(self, first: int, count: int) -> LocalBatch:
         return self.read_batch(self.dataset, first, count)
 
-    def read_batch(self, dataset: SampleStream, first: int, count: int, held_out: bool = False) -> LocalBatch:
+    def read_batch(self, dataset: SampleStream, first: int, count: int, validation: bool = False) -> LocalBatch:
         """Read this rank's part of the global samples first … first + count, with the token counts of all of them."""
-        index, seq_len, arrangement = np.arange(first, first + count), self.config.train.seq_len, None
+        index = np.arange(first, first + count)
+        seq_len = self.config.train.seq_len
+        arrangement = None
         num_tokens = count * seq_len
-        if (lengths_B := dataset.lengths(index, held_out)) is not None:
+        if (lengths_B := dataset.lengths(index, validation)) is not None:
             arrangement = bucket_by_length(lengths_B, self.plan, self.config.model.num_layers, seq_len)
-            index, num_tokens = index[arrangement.samples_B], int(lengths_B.sum())
+            index = index[arrangement.samples_B]
+            num_tokens = int(lengths_B.sum())
 
         def read(place: int, size: int) -> Batch:
-            return dataset.rows(index[place : place + size], held_out)
+            return dataset.rows(index[place : place + size], validation)
 
         batch = read_dp_slice(read, self.plan, self.world.at, 0, count) if self.needs_data else None
-        # A batch in which nothing is to be learnt has a loss of 0.
-        num_valid = 1 if held_out else max(1, dataset.num_valid_tokens(first, count))
+        # A batch of ignored labels alone has a loss of 0, not 0 / 0.
+        num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)
 
     def feed_stages(self, share: LocalBatch, loss_scale: float = 1.0) -> None:
         """Give the stages their part of a batch."""
-        train, tokens_M, labels_M, documents = self.config.train, (), (), None
+        train = self.config.train
+        tokens_M: tuple[Tensor, ...] = ()
+        labels_M: tuple[Tensor, ...] = ()
+        documents = None
         loss = None if train.loss is None else get_component("loss", train.loss)
         if (batch := share.batch) is not None:
             shape = (self.num_micro_batches, -1, self.config.train.seq_len)

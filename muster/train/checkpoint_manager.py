@@ -26,7 +26,7 @@ RETRY_PAUSE_S = 1.0
 """Pause between the final attempts."""
 DISK_TIMEOUT_S = 600.0
 """Longest wait for an unresponsive disk at the end of a run."""
-MIRROR_TIMEOUT_S = 2400.0
+UPLOAD_TIMEOUT_S = 2400.0
 """Longest wait for a disk and a remote directory: longer than the ranks wait for one another's uploads."""
 
 
@@ -39,22 +39,29 @@ class CheckpointManager:
         trainer: Trainer,
         world: World,
         run_dir: Path,
-        copies: InMemoryCheckpointer | None = None,
+        in_memory_checkpoint: InMemoryCheckpointer | None = None,
     ) -> None:
-        self._train, self._trainer, self._world, self._run_dir = train, trainer, world, run_dir
-        self._copies = copies
-        self._saver = AsyncSaver(world.rank, world.size, world.store, copies)
+        self._train = train
+        self._trainer = trainer
+        self._world = world
+        self._run_dir = run_dir
+        self._in_memory = in_memory_checkpoint
+        self._saver = AsyncSaver(world.rank, world.size, world.store, in_memory_checkpoint)
         self._failure: str | None = None
-        self._under_way, self._due, self._copies_due = False, False, False
+        self._is_saving = False
+        self._disk_save_due = False
+        self._memory_save_due = False
         self._last_targets = (False, False)
         """(the last save went to disk, it went to memory)."""
-        self._failures, self._retry_at, self._exchanges = 0, 0, 0
+        self._num_failures = 0
+        self._retry_step = 0
+        self._num_exchanges = 0
 
     def status(self) -> tuple[bool, bool]:
         """Return whether this rank is still saving, and whether rank 0 knows of a failure since the step before."""
-        busy = self._saver.is_saving  # asked first: what has failed by then is told in the same step
+        is_saving = self._saver.is_saving  # read first: a save that has ended by now reports its failure in this step
         self._failure = self._saver.pop_error() or self._failure
-        return busy, self._failure is not None and self._world.rank == 0
+        return is_saving, self._failure is not None and self._world.rank == 0
 
     def wait_staged(self) -> None:
         """Wait until the tensors of a save under way have been copied, so that they may change."""
@@ -72,35 +79,44 @@ class CheckpointManager:
 
         `is_settled`: the trainer's state is that after this step, for good.
         """
-        said = None
+        sentence = None
         if result.save_failed:
-            self._failures += 1
-            self._retry_at = result.step + min(2 ** (self._failures - 1), MAX_RETRY_STEPS)
-            said = f"{self._failure}; training continues, and the save is tried again after step {self._retry_at}"
+            self._num_failures += 1
+            self._retry_step = result.step + min(2 ** (self._num_failures - 1), MAX_RETRY_STEPS)
+            sentence = f"{self._failure}; training continues, and the save is tried again after step {self._retry_step}"
             self._failure = None
-        elif self._under_way and not result.is_saving:
-            self._failures, self._retry_at = 0, 0
-        self._under_way = self._under_way and result.is_saving
-        self._due |= self._is_disk_save_due(result.step)
-        self._copies_due |= self._is_memory_save_due(result.step)
-        if (self._due or self._copies_due) and not result.is_saving and is_settled:
-            self._last_targets = self._due, self._copies_due
-            self._begin(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
+        elif self._is_saving and not result.is_saving:
+            self._num_failures = 0
+            self._retry_step = 0
+        self._is_saving = self._is_saving and result.is_saving
+        self._disk_save_due |= self._is_disk_save_due(result.step)
+        self._memory_save_due |= self._is_memory_save_due(result.step)
+        if (self._disk_save_due or self._memory_save_due) and not result.is_saving and is_settled:
+            self._last_targets = self._disk_save_due, self._memory_save_due
+            self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
             if not self._train.async_save:
                 self._saver.wait()
-            self._due, self._copies_due, self._under_way, self._retry_at = False, False, True, 0
-        return said
+            self._disk_save_due = False
+            self._memory_save_due = False
+            self._is_saving = True
+            self._retry_step = 0
+        return sentence
 
     def may_save_after(self, step: int) -> bool:
         """Return whether a save may start after a step to come."""
-        return self._due or self._copies_due or self._is_disk_save_due(step) or self._is_memory_save_due(step)
+        return (
+            self._disk_save_due
+            or self._memory_save_due
+            or self._is_disk_save_due(step)
+            or self._is_memory_save_due(step)
+        )
 
     def _is_memory_save_due(self, step: int) -> bool:
         every = self._train.in_memory_checkpoint_every
         return bool(every and step % every == 0) or (self._last_targets[1] and self._is_retry_due(step))
 
     def _is_retry_due(self, step: int) -> bool:
-        return bool(self._retry_at and step >= self._retry_at)
+        return bool(self._retry_step and step >= self._retry_step)
 
     def _is_disk_save_due(self, step: int) -> bool:
         train = self._train
@@ -115,46 +131,50 @@ class CheckpointManager:
         when it could not be saved.
         """
         self._world.heartbeat.update("save")
-        limit_s = MIRROR_TIMEOUT_S if self._train.remote_checkpoint_dir else DISK_TIMEOUT_S
-        if not all(self._exchange(self._saver.wait(limit_s), limit_s)):
+        timeout_s = UPLOAD_TIMEOUT_S if self._train.remote_checkpoint_dir else DISK_TIMEOUT_S
+        if not all(self._gather(self._saver.wait(timeout_s), timeout_s)):
             raise MusterError(
-                f"a checkpoint is still being written after {limit_s / 60:.0f} minutes; {self._describe_lost_steps()}"
+                f"a checkpoint is still being written after {timeout_s / 60:.0f} minutes; {self._describe_lost_steps()}"
             )
-        problem, on_disk = "", False
+        problem = ""
+        on_disk = False
         for attempt in range(FINAL_ATTEMPTS):
             if attempt:
                 sleep(RETRY_PAUSE_S)
-            self._begin(folder, info, copy=False)
-            done = self._saver.wait(limit_s)
-            own = self._saver.error if done else "the disk or the remote directory doesn't respond"
-            said = self._exchange((done, self._saver.on_disk, own), limit_s)
-            dones, on_disks, problems = zip(*said, strict=True)
-            problem, on_disk = next((text for text in problems if text), ""), on_disk or all(on_disks)
+            self._start_save(folder, info, copy=False)
+            done = self._saver.wait(timeout_s)
+            error = self._saver.error if done else "the disk or the remote directory doesn't respond"
+            statuses = self._gather((done, self._saver.on_disk, error), timeout_s)
+            all_done, all_on_disk, errors = zip(*statuses, strict=True)
+            problem = next((text for text in errors if text), "")
+            on_disk = on_disk or all(all_on_disk)
             if not problem:
                 return None
-            if not all(dones):  # another attempt would wait for this one
+            if not all(all_done):  # another attempt would wait for this one
                 break
         if on_disk:
             return f"{problem}; step {self._trainer.step_count} is complete in the run directory"
         raise MusterError(f"{problem}; {self._describe_lost_steps()}")
 
-    def _exchange(self, value: T, limit_s: float) -> list[T]:
+    def _gather(self, value: T, timeout_s: float) -> list[T]:
         """Gather every rank's value over the store, as one rank may have waited for its saver all this time and another
         not at all."""
-        self._exchanges += 1
-        limit = timedelta(seconds=limit_s) + COLLECTIVE_TIMEOUT
-        return self._world.all_gather_object_via_store(f"save {self._exchanges}", value, limit)
+        self._num_exchanges += 1
+        timeout = timedelta(seconds=timeout_s) + COLLECTIVE_TIMEOUT
+        return self._world.all_gather_object_via_store(f"save {self._num_exchanges}", value, timeout)
 
-    def _begin(
+    def _start_save(
         self, folder: str, info: dict[str, Any], copy: bool, to_disk: bool = True, to_memory: bool = False
     ) -> None:
         self._world.heartbeat.update("save")
-        step, train = self._trainer.step_count, self._train
-        regular = train.save_every if train.ephemeral_every else 0
-        keep = RetentionPolicy(train.keep_last, train.keep_every, regular)
-        mirror = train.remote_checkpoint_dir if folder == CHECKPOINTS_FOLDER else None
+        train = self._train
+        step = self._trainer.step_count
+        regular_every = train.save_every if train.ephemeral_every else 0
+        retention = RetentionPolicy(train.keep_last, train.keep_every, regular_every)
+        remote_dir = train.remote_checkpoint_dir if folder == CHECKPOINTS_FOLDER else None
         root = self._run_dir / folder if to_disk else None
-        self._saver.start(SaveRequest(root, step, info, keep, mirror, to_memory), self._trainer.local_shards(), copy)
+        request = SaveRequest(root, step, info, retention, remote_dir, to_memory)
+        self._saver.start(request, self._trainer.local_shards(), copy)
 
     def _describe_lost_steps(self) -> str:
         """Describe what is lost when the run ends here."""
@@ -167,5 +187,5 @@ class CheckpointManager:
         """End the saver's processes and delete in-memory checkpoints, at the end of a run whose last step is on
         disk."""
         self._saver.close()
-        if self._copies is not None:
-            self._copies.close(delete=True)
+        if self._in_memory is not None:
+            self._in_memory.close(delete=True)

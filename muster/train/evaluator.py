@@ -16,7 +16,8 @@ class Evaluator:
     """
 
     def __init__(self, batch_loader: BatchLoader, make_executor: Callable[[bool], Executor]) -> None:
-        self._batch_loader, self._make_executor = batch_loader, make_executor
+        self._batch_loader = batch_loader
+        self._make_executor = make_executor
         self._executor = make_executor(False)
         self._has_run = False
 
@@ -25,27 +26,29 @@ class Evaluator:
 
         None when there are too few validation samples for one batch. All ranks call it.
         """
-        feeder, world, stages = self._batch_loader, self._batch_loader.world, self._batch_loader.stages
-        dataset: SampleStream = feeder.dataset if source is None else feeder.dataset.sources[source]
-        batch_size = feeder.config.train.global_batch_size
+        loader = self._batch_loader
+        world = loader.world
+        stages = loader.stages
+        dataset: SampleStream = loader.dataset if source is None else loader.dataset.sources[source]
+        batch_size = loader.config.train.global_batch_size
         num_batches = min(num_batches, dataset.num_validation_samples // batch_size)
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         if not self._has_run:
             world.heartbeat.update("validate")
         with torch.no_grad():
             for index in range(num_batches):
-                share = feeder.read_batch(dataset, index * batch_size, batch_size, held_out=True)
-                feeder.feed_stages(share)
+                batch = loader.read_batch(dataset, index * batch_size, batch_size, validation=True)
+                loader.feed_stages(batch)
                 self._executor.run()
                 for stage in stages.values():
                     sums[0] += stage.pop_losses()[0]
-                    # Tensor-parallel neighbours have the same; a second replica is idle.
+                    # Ranks of one tensor-parallel group have the same samples; a second replica is idle.
                     if (
-                        stage.index == feeder.plan.stages_per_replica - 1
-                        and share.batch is not None
+                        stage.index == loader.plan.stages_per_replica - 1
+                        and batch.batch is not None
                         and world.at.tp == 0
                     ):
-                        sums[1] += share.batch.num_valid_tokens
+                        sums[1] += batch.batch.num_valid_tokens
         for stage in stages.values():
             stage.reshard()
         total, count = world.all_reduce(sums).tolist()

@@ -23,7 +23,7 @@ LOAD_TIMEOUT = timedelta(hours=6)
 
 
 def open_in_memory_checkpoint(
-    train: TrainConfig, world: World, run_dir: Path, pieces: Sequence[LocalShard]
+    train: TrainConfig, world: World, run_dir: Path, shards: Sequence[LocalShard]
 ) -> InMemoryCheckpointer | None:
     """Open this rank's part of the in-memory checkpoint; None for a run without one. All ranks call it.
 
@@ -33,25 +33,32 @@ def open_in_memory_checkpoint(
         return None
     if (identity := read_identity(run_dir)) is None:
         raise MusterError(f"{run_dir} doesn't name its in-memory checkpoint: start it with muster train")
-    place = Path(train.in_memory_checkpoint_dir.replace("{rank}", str(world.rank)))
-    removed = remove_stale(place)
-    folder = InMemoryDirectory(place, run_dir, identity.id)
-    copies = InMemoryCheckpointer(
-        world.rank, folder, _host_of(world.store), world.broadcast_object(secrets.token_hex(8)), world.all_gather_object
+    root = Path(train.in_memory_checkpoint_dir.replace("{rank}", str(world.rank)))
+    removed = remove_stale(root)
+    directory = InMemoryDirectory(root, run_dir, identity.id)
+    checkpointer = InMemoryCheckpointer(
+        world.rank,
+        directory,
+        _host_of(world.store),
+        world.broadcast_object(secrets.token_hex(8)),
+        world.all_gather_object,
     )
-    copies.require_capacity(sum(part.nbytes for part in write_items(pieces)), world.all_gather_object)
-    for left in removed:
-        print(f"removed {left.path}, an in-memory checkpoint of {left.run_dir} that nobody can resume from", flush=True)
-    if world.rank == 0:
+    checkpointer.require_capacity(sum(part.nbytes for part in write_items(shards)), world.all_gather_object)
+    for leftover in removed:
         print(
-            f"in-memory checkpoint every {_steps(train.in_memory_checkpoint_every)} {copies.describe_location()}",
+            f"removed {leftover.path}, an in-memory checkpoint of {leftover.run_dir} that nobody can resume from",
             flush=True,
         )
-    return copies
+    if world.rank == 0:
+        print(
+            f"in-memory checkpoint every {_steps(train.in_memory_checkpoint_every)} {checkpointer.describe_location()}",
+            flush=True,
+        )
+    return checkpointer
 
 
 def load_in_memory_checkpoint(
-    world: World, copies: InMemoryCheckpointer, run_dir: Path, pieces: Sequence[LocalShard], max_step: int
+    world: World, checkpointer: InMemoryCheckpointer, run_dir: Path, shards: Sequence[LocalShard], max_step: int
 ) -> Manifest | None:
     """Load the in-memory checkpoint of a step up to `max_step` if it is as new as the checkpoints on disk.
 
@@ -59,27 +66,30 @@ def load_in_memory_checkpoint(
     where it can't be read and there is no checkpoint on disk.
     """
     world.heartbeat.update("load")
-    found = find_newest(copies, world.all_gather_object, max_step)
+    found = find_newest(checkpointer, world.all_gather_object, max_step)
     on_disk = world.broadcast_object(_latest_step_on_disk(run_dir / "checkpoints", found.newest))
-    manifest, said = None, list[str]()
+    manifest = None
+    lines: list[str] = []
     if found.newest is not None and found.newest.step >= on_disk:
-        manifest, problem = found.newest.manifest, _load(found.newest, pieces)
+        manifest = found.newest.manifest
+        problem = _load(found.newest, shards)
         if problems := [text for text in world.all_gather_object_via_store("recall", problem, LOAD_TIMEOUT) if text]:
-            manifest, lost = None, f"the in-memory checkpoint of step {found.newest.step} can't be read: {problems[0]}"
+            manifest = None
+            lost = f"the in-memory checkpoint of step {found.newest.step} can't be read: {problems[0]}"
             if not on_disk:  # parameters are partly filled, and nothing else would fill them
                 raise MusterError(f"{lost}; there is no checkpoint on disk: try again, or --fresh starts anew")
-            said.append(lost)
-    done = on_disk if manifest is None else manifest.step
+            lines.append(lost)
+    steps_done = on_disk if manifest is None else manifest.step
     for step, ranks in found.incomplete[:1]:
-        if step > done:
-            again = f"step {step} is" if step == done + 1 else f"steps {done + 1} to {step} are"
-            lacking = format_ranks(ranks)
-            said.append(f"the in-memory checkpoint of step {step} has lost the parts of {lacking}: {again} repeated")
-    if done:
+        if step > steps_done:
+            lost_steps = f"step {step} is" if step == steps_done + 1 else f"steps {steps_done + 1} to {step} are"
+            lost = f"the in-memory checkpoint of step {step} has lost the parts of {format_ranks(ranks)}"
+            lines.append(f"{lost}: {lost_steps} repeated")
+    if steps_done:
         source = "" if manifest is None else " from memory"
-        said.append(f"resuming {run_dir} after step {done}{source}")
-    if world.rank == 0 and said:
-        print(*said, sep="\n", flush=True)
+        lines.append(f"resuming {run_dir} after step {steps_done}{source}")
+    if world.rank == 0 and lines:
+        print(*lines, sep="\n", flush=True)
     return manifest
 
 
@@ -95,10 +105,10 @@ def _latest_step_on_disk(root: Path, found: RecoveredCheckpoint | None) -> int:
     return step_of(latest) if latest is not None else 0
 
 
-def _load(newest: RecoveredCheckpoint, pieces: Sequence[LocalShard]) -> str | None:
+def _load(newest: RecoveredCheckpoint, shards: Sequence[LocalShard]) -> str | None:
     """Load the shards; returns the reason of a failure, or None."""
     try:
-        newest.load(pieces)
+        newest.load(shards)
     except MusterError as error:
         return str(error)
     return None

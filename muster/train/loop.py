@@ -54,7 +54,10 @@ class TrainingLoop:
     """One rank's way through a run: profile, resume, train, evaluate and report."""
 
     def __init__(self, config: RunConfig, plan: Plan, world: World, dataset: SampleStream, run_dir: Path) -> None:
-        self.config, self.plan, self.world, self.run_dir = config, plan, world, run_dir
+        self.config = config
+        self.plan = plan
+        self.world = world
+        self.run_dir = run_dir
         self.is_main = world.rank == 0
         self.stop_requested = False
         self.trainer = Trainer(config, plan, world, dataset, self._hooks())
@@ -93,7 +96,7 @@ class TrainingLoop:
                 write_atomically(self.run_dir / "plan.yaml", plan_yaml(self.plan))
         if self.plan.post_validation:
             self.post_validation = PostValidation(self.trainer)
-        # Of the ranks with most micro-batches, for which the others wait.
+        # The program of the ranks with most micro-batches, for which the others wait.
         predicted = simulate(build_program(self.plan, self.config.model, self.config.workload), profile.times)
         self._resume()
         self.checkpoint_manager.prepare()
@@ -112,7 +115,8 @@ class TrainingLoop:
         return code
 
     def _train(self) -> int:
-        trainer, train = self.trainer, self.config.train
+        trainer = self.trainer
+        train = self.config.train
         with TrainingDisplay(train.num_steps, trainer.step_count, visible=self.is_main) as display:
             while trainer.step_count < train.num_steps:
                 stopping = False
@@ -191,7 +195,8 @@ class TrainingLoop:
 
     def _epoch_after(self, step: int) -> float:
         """Return the number of passes over the training samples after a step."""
-        trainer, later = self.trainer, self.trainer.step_count - step
+        trainer = self.trainer
+        later = trainer.step_count - step
         return trainer.batch_loader.num_epochs(trainer.samples_consumed - later * self.config.train.global_batch_size)
 
     def _is_validation_step(self, step: int) -> bool:
@@ -201,13 +206,13 @@ class TrainingLoop:
 
     def _hash_samples(self) -> None:
         """Add the samples that the first stages were fed, in global order, to the hash of the stream."""
-        own: list[tuple[int, bytes]] = []
-        if self.world.at.tp == 0:  # its neighbours are fed the same
-            own = [(number, sample_digest(tokens)) for number, tokens in self.trainer.batch_loader.fed_samples()]
-        everyone = sorted(pair for pairs in self.world.all_gather_object(own) for pair in pairs)
+        digests: list[tuple[int, bytes]] = []
+        if self.world.at.tp == 0:  # the other ranks of its tensor-parallel group are fed the same
+            digests = [(number, sample_digest(tokens)) for number, tokens in self.trainer.batch_loader.fed_samples()]
+        everyone = sorted(pair for pairs in self.world.all_gather_object(digests) for pair in pairs)
         self.stream.update(digest for _, digest in everyone)
         if self.is_main:
-            with suppress(MusterError):  # as with metrics.jsonl, which says so
+            with suppress(MusterError):  # metrics.jsonl, on the same disk, reports the error
                 write_text(self.run_dir / "samples.sha256", self.stream.state + "\n")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -233,8 +238,9 @@ class TrainingLoop:
         if (manifest := self._load_in_memory_checkpoint() or self._load_latest()) is not None:
             self.trainer.restore(manifest.step, manifest.counters)
             self.stream.state = manifest.counters["stream_hash"]
-            before = manifest.step * self.config.workload.tokens_per_step  # of a checkpoint that doesn't say it
-            self.tokens_seen = manifest.counters.get("tokens_seen", before)
+            # Checkpoints of early versions don't have this counter.
+            default = manifest.step * self.config.workload.tokens_per_step
+            self.tokens_seen = manifest.counters.get("tokens_seen", default)
         elif (place := self.config.train.init_from) is not None:
             load_initial_weights(Path(place), self.config.model, self.trainer.local_shards())
             self.trainer.restore(0, {"samples_consumed": 0})
@@ -245,13 +251,15 @@ class TrainingLoop:
         """Load the in-memory checkpoint if it is the newest."""
         if self.in_memory_checkpoint is None:
             return None
-        pieces, most = self.trainer.local_shards(), self.config.train.num_steps
-        return load_in_memory_checkpoint(self.world, self.in_memory_checkpoint, self.run_dir, pieces, most)
+        shards = self.trainer.local_shards()
+        max_step = self.config.train.num_steps
+        return load_in_memory_checkpoint(self.world, self.in_memory_checkpoint, self.run_dir, shards, max_step)
 
     def _load_latest(self) -> Manifest | None:
         """Load the last checkpoint on disk; a damaged one is reported, and the one before it is taken."""
-        root, damaged = self.run_dir / CHECKPOINTS_FOLDER, list[Path]()
-        said = ""
+        root = self.run_dir / CHECKPOINTS_FOLDER
+        damaged: list[Path] = []
+        last_problem = ""
         while (latest := self.world.broadcast_object(find_latest(root, excluded=damaged))) is not None:
             manifest, problem = self._try_load(latest)
             everyone = self.world.all_gather_object_via_store(f"load {latest.name}", problem, LOAD_TIMEOUT)
@@ -263,11 +271,11 @@ class TrainingLoop:
                     print(f"resuming {self.run_dir} after step {step}: {lost}", flush=True)
                 return manifest
             damaged.append(latest)
-            said = problem
+            last_problem = problem
             if self.is_main:
                 print(f"skipped a damaged checkpoint: {problem}", flush=True)
         if damaged:
-            raise MusterError(f"{self.run_dir} has no checkpoint to resume from ({said}): --fresh starts anew")
+            raise MusterError(f"{self.run_dir} has no checkpoint to resume from ({last_problem}): --fresh starts anew")
         return None
 
     def _try_load(self, folder: Path) -> tuple[Manifest | None, str | None]:

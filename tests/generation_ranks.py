@@ -1,4 +1,4 @@
-"""What each rank does in the test of text from several ranks."""
+"""Ranks in the test of text generation on several ranks."""
 
 from pathlib import Path
 from typing import Any

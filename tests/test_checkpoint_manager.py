@@ -13,7 +13,7 @@ import torch.distributed as dist
 from muster.config.run_config import TrainConfig
 from muster.parallel.world import World
 from muster.spec.errors import MusterError
-from muster.train.checkpoint_manager import MIRROR_TIMEOUT_S, CheckpointManager
+from muster.train.checkpoint_manager import UPLOAD_TIMEOUT_S, CheckpointManager
 
 
 class ScriptedSaver:
@@ -38,7 +38,7 @@ class ScriptedSaver:
 
 
 def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkeypatch: Any) -> tuple[str | None, int]:
-    """What is said, or raised as `error: …`, and how many saves were begun."""
+    """Return the sentence, or `error: …` where it was raised, and the number of saves started."""
     said: list[str] = []
     saver = ScriptedSaver(outcomes, said)
     monkeypatch.setattr("muster.train.checkpoint_manager.AsyncSaver", lambda *_: saver)
@@ -47,7 +47,7 @@ def save_at_end(outcomes: list[tuple[bool, bool, str | None]], run: Path, monkey
 
     def alone(name: str, value: Any, limit: timedelta) -> list[Any]:
         assert name not in names, "a name twice would give the answer of the first time"
-        assert limit > timedelta(seconds=MIRROR_TIMEOUT_S), "a rank may wait for its disk so long before it comes"
+        assert limit > timedelta(seconds=UPLOAD_TIMEOUT_S), "a rank may wait for its disk so long before it comes"
         names.append(name)
         return [value]
 

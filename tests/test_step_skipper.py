@@ -58,7 +58,7 @@ def test_the_state_goes_through_json_without_loss() -> None:
 
 
 def test_two_ranks_skip_alike_go_on_and_end(tmp_path: Path) -> None:
-    """Of one rank's gradients those of step 4 become NaN, and those of step 9 so large that they are a spike."""
+    """One rank's gradients become NaN in step 4, and a spike in step 9."""
     spikes = {"spike_sigmas": 6.0, "spike_window": 8}
     poison = {"4": math.inf, "9": 1e4}
     attempts: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ def test_two_ranks_skip_alike_go_on_and_end(tmp_path: Path) -> None:
             "max_consecutive_skips": 2,
         },
     ]
-    said = run_ranks(2, "tests.skips:run_cases", {"attempts": attempts, "folder": str(tmp_path)})
+    said = run_ranks(2, "tests.step_skipper_ranks:run_cases", {"attempts": attempts, "folder": str(tmp_path)})
     assert said[0] == said[1]
     whole, parts, doomed = (tmp_path / name for name in ("whole", "parts", "doomed"))
     assert said[0][:4] == ["0", "75", "75", "0"]

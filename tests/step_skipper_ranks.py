@@ -1,4 +1,4 @@
-"""What each rank does in the tests of skipped steps: trains while gradients go wrong on the last rank alone."""
+"""Ranks in the tests of skipped steps: train while gradients go wrong on the last rank alone."""
 
 from pathlib import Path
 from typing import Any
