@@ -165,7 +165,7 @@ rank 1 compute: 1F0@p2p:0
 rank 1 p2p: 1RECV_F0<0
 """
     for cores in (None, 1):
-        with pytest.raises(ProgramError, match="the checker says why"):
+        with pytest.raises(ProgramError, match="check says why"):
             simulate(parse_program(text), times(cores=cores, F=1))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a round goes; the same sums for predicted and measured timelines."""
+"""Breakdown of a step's time, by the same rules for predicted and measured timelines."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,35 +13,35 @@ from muster.simulate.spans import BUBBLE, P2P, RankSpans, time_by_part
 from muster.simulate.timeline import Event, Timeline
 
 TimeSpan = tuple[float, float]
-"""From when to when, in seconds."""
+"""(begin, end) in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Means over the ranks, in seconds. The parts from `forward_s` to `bubble_s` add up to `step_s`.
+    """Means over the ranks, in seconds. The parts from `forward_s` to `bubble_s` sum to `step_s`.
 
-    While a rank computes, that is what its time goes to. While it doesn't, the time goes to the collective that it
-    takes part in (counted from when the last of its ranks has come), else to the transfer that its next pass waits for
-    (counted from when the sender has begun), else to the copy to or from the host's memory that it waits for, else to
-    the bubble: it waits for others to compute.
-    What runs beside the compute costs nothing.
+    Every moment of a rank counts once. While it computes, the moment belongs to that instruction. While it is idle, the
+    moment belongs to the first of these that applies: the collective that it takes part in (from the arrival of the
+    last rank), the transfer that its next pass waits for (from the begin of the send), the host copy that it waits for,
+    and otherwise the bubble: the rank waits for compute of other ranks. Communication that overlaps with compute
+    counts nothing.
     """
 
     step_s: float
-    """From the first start to the last end on any rank."""
+    """Time from the first start to the last end on any rank."""
     forward_s: float
     backward_s: float
     send_s: float
-    """Also to the host's memory and back."""
+    """Time of p2p transfers and of host copies."""
     gather_s: float
-    """Parameters gathered, gradients reduced and added up between stages."""
+    """Time of parameter gathers, gradient reductions, and all-reduces of tied embeddings and replicas."""
     optimizer_s: float
-    """The gradient norm and the optimizer step."""
+    """Time of the gradient norm and the optimizer step."""
     bubble_s: float
 
     @property
     def bubble_fraction(self) -> float:
-        """The bubble's part of the step."""
+        """Share of the bubble in the step."""
         return self.bubble_s / self.step_s if self.step_s else 0.0
 
 
@@ -53,68 +53,74 @@ _KINDS_BY_PART = {
     "optimizer": (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP),
     "bubble": (BUBBLE,),
 }
-"""What makes up each part of a step."""
+"""Part of a step → kinds of instructions that belong to it."""
 
 _READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
-    """Where the timeline's time goes, as a mean over its ranks."""
+    """Return the breakdown of a timeline, as means over its ranks."""
     if not timeline.events:
         return Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     first_s = min(event.start_s for event in timeline.events)
     last_s = max(event.end_s for event in timeline.events)
-    found_s = time_by_part(spans_of(timeline), first_s, last_s)
-    return Breakdown(
-        last_s - first_s, *(sum(found_s.get(one, 0.0) for one in kinds) for kinds in _KINDS_BY_PART.values())
-    )
+    by_kind_s = time_by_part(spans_of(timeline), first_s, last_s)
+    parts_s = (sum(by_kind_s.get(kind, 0.0) for kind in kinds) for kinds in _KINDS_BY_PART.values())
+    return Breakdown(last_s - first_s, *parts_s)
 
 
 def spans_of(timeline: Timeline) -> Iterator[RankSpans]:
-    """The ranks of a timeline, measured or predicted, as spans."""
+    """Yield the spans of each rank of a measured or predicted timeline."""
     compute: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         if event.lane == "compute":
             compute[event.rank].append(event)
     for events in compute:
         events.sort(key=lambda event: event.start_s)
-    collectives, flights = _collective_spans(timeline.events), _transfer_spans(timeline.events, compute)
+    collectives = _collective_spans(timeline.events)
+    transfers = _transfer_spans(timeline.events, compute)
     copies = _copy_spans(timeline, compute)
     for rank, events in enumerate(compute):
         compute_s: defaultdict[str, float] = defaultdict(float)
         for event in events:
             compute_s[event.action.kind] += event.duration_s
         begin_s, end_s = (np.array([event[edge] for event in events]) for edge in (3, 4))
-        waits = [*collectives[rank].items(), (P2P, flights[rank]), *copies[rank].items()]
+        waits = [*collectives[rank].items(), (P2P, transfers[rank]), *copies[rank].items()]
         columns = [(kind, np.array(spans, float).reshape(-1, 2)) for kind, spans in waits]
         yield RankSpans(compute_s, begin_s, end_s, [(kind, pairs[:, 0], pairs[:, 1]) for kind, pairs in columns])
 
 
 def _collective_spans(events: Iterable[Event]) -> defaultdict[int, dict[str, list[TimeSpan]]]:
-    """Rank → kind → when a collective was under way with all its ranks present.
+    """Return rank → kind → spans in which a collective ran with all its ranks present.
 
-    Ranks that take part in the same collective record the same action, but for those of words, which name a stage of
-    the rank, and TIE, which names its own stage: there the n-th of each rank, which is that of the n-th replica.
+    Ranks of one collective record the same action, with two exceptions. Collectives of the vocabulary-parallel layers
+    name a stage of the rank; the stage is ignored. ALL_REDUCE_TIED names its own stage; the n-th of each rank belong
+    together, which is that of the n-th replica.
     """
     together: defaultdict[tuple[Action, int], list[Event]] = defaultdict(list)
-    ties: Counter[int] = Counter()
+    num_tied: Counter[int] = Counter()
     for event in events:
         if event.lane == "collective":
-            tie = event.action.kind == Kind.ALL_REDUCE_TIED
-            name = event.action._replace(stage=-1) if tie or KINDS[event.action.kind].overlapped else event.action
-            together[name, ties[event.rank] if tie else 0].append(event)
-            ties[event.rank] += tie
+            is_tied = event.action.kind == Kind.ALL_REDUCE_TIED
+            action = event.action
+            if is_tied or KINDS[action.kind].overlapped:
+                action = action._replace(stage=-1)
+            together[action, num_tied[event.rank] if is_tied else 0].append(event)
+            num_tied[event.rank] += is_tied
     spans: defaultdict[int, dict[str, list[TimeSpan]]] = defaultdict(dict)
     for (action, _), group in together.items():
-        all_there_s = max(event.start_s for event in group)
+        last_arrival_s = max(event.start_s for event in group)
         for event in group:
-            spans[event.rank].setdefault(action.kind, []).append((all_there_s, event.end_s))
+            spans[event.rank].setdefault(action.kind, []).append((last_arrival_s, event.end_s))
     return spans
 
 
 def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[dict[str, list[TimeSpan]]]:
-    """By rank, kind → when a copy was under way while the rank stood still before the pass that waits for it; where the
-    rank itself copies, as it does on a CPU, a measured timeline shows it between its passes."""
+    """Return for each rank kind → spans in which a host copy ran while the rank was idle before the pass that waits for
+    it.
+
+    On a CPU the rank itself copies: a measured timeline shows the copy between its passes, and all of it counts.
+    """
     spans: list[dict[str, list[TimeSpan]]] = [{} for _ in compute]
     copying = [event for event in timeline.events if event.lane == "host_copy"]
     place = {(event.rank, event.action): n for passes in compute for n, event in enumerate(passes)} if copying else {}
@@ -131,10 +137,10 @@ def _copy_spans(timeline: Timeline, compute: Sequence[Sequence[Event]]) -> list[
 
 
 def _transfer_spans(events: Iterable[Event], compute: Sequence[Sequence[Event]]) -> defaultdict[int, list[TimeSpan]]:
-    """Rank → when a transfer was on its way to it while it stood still before the pass that takes it in.
+    """Return rank → spans in which a transfer to it ran while it was idle before the pass that reads the data.
 
-    On a measured timeline each of a stage's ranks sends the same action, to the receiver of the same place among its
-    stage's ranks. `compute` gives each rank's passes in order.
+    On a measured timeline all ranks of a stage record the same send; the n-th of them sends to the n-th rank of the
+    receiving stage. `compute`: each rank's passes in order.
     """
     idle_since_s = {
         (event.rank, event.action): before.end_s for passes in compute for before, event in pairwise(passes)

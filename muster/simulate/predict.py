@@ -1,4 +1,4 @@
-"""The prediction of a plan: how long a step takes, where its time goes, what each rank holds."""
+"""Prediction of a plan: step time, its breakdown, and the memory of each rank."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -49,17 +49,16 @@ _AXIS_BY_KIND |= {
     Kind.OFFLOAD: "host",
     Kind.RELOAD: "host",
 }
-"""What a rank waits for → the axis on which it travels."""
+"""Kind of communication → axis on which it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Where a step's seconds go, as means over the pipeline ranks; they add up to the step."""
+    """Breakdown of a step in seconds, as means over the pipeline ranks; the parts sum to the step time."""
 
     compute_s: float
     communication_s: Mapping[str, float]
-    """Axis (pp, dp, tp, cp, ep, world; host: the link to its memory) → the seconds in which ranks stand still for what
-    travels on it."""
+    """Axis (pp, dp, tp, cp, ep, world; host: the link to host memory) → exposed seconds of its communication."""
     bubble_s: float
     optimizer_s: float
     data_s: float
@@ -67,12 +66,12 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank holds at its peak: of those that hold a pipeline rank's stages the first with the least memory."""
+    """Peak memory of one rank: the first rank with the least device memory among those of a pipeline rank."""
 
     rank: int
     pp_rank: int
     terms: Mapping[str, int]
-    """Term → bytes."""
+    """Memory term → bytes."""
 
     @property
     def total(self) -> int:
@@ -81,7 +80,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of one optimizer step of a plan. None stands for what can't be known: a peak, a price."""
+    """Prediction of one optimizer step of a plan. None stands for unknown values, such as a device's peak or price."""
 
     model: ModelSpec
     plan: Plan
@@ -92,23 +91,23 @@ class Prediction:
     step_time_s: float
     parts: StepParts
     bubble_fraction: float
-    """Of the time of a round in which its ranks wait for others to compute."""
+    """Share of the step (without data loading) in which ranks wait for compute of other ranks."""
     memory: tuple[RankMemory, ...]
-    """By pipeline rank; none where the plan uses what there is no formula for."""
+    """Peak memory by pipeline rank."""
     forecast: MemoryForecast = field(repr=False)
     framework: FrameworkTraits | None
     fits: bool | None
-    """Whether every rank's memory suffices; None where a device's is unknown."""
+    """True if every rank fits; None if a device's memory is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each instruction runs, by pipeline rank; made when it is asked for."""
+        """Predicted timeline of all instructions, by pipeline rank; made on first access."""
         return self.make_timeline()
 
     @cached_property
     def memory_fixes(self) -> list[MemoryFix]:
-        """Where the plan doesn't fit: the three cheapest plans that do, by the time of their steps."""
+        """Up to three plans with few changes that fit, by step time; empty if this plan fits."""
         if self.fits is not False:
             return []
 
@@ -130,12 +129,12 @@ class Prediction:
 
     @property
     def tflops_per_device(self) -> float:
-        """10¹² model FLOPs per second: what is computed again doesn't count (see `train_flops_per_token`)."""
+        """Model TFLOP/s per device, without recomputation (see `train_flops_per_token`)."""
         return self.tokens_per_s_per_device * train_flops_per_token(self.model, self.workload.seq_len) / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs as a part of the devices' peak in the plan's precision."""
+        """Model FLOPs utilization: share of the devices' peak in the plan's precision."""
         groups = self.cluster.groups
         peaks = [(group.device.flops_per_s(self.plan.precision), group.num_devices) for group in groups]
         known = [peak * count for peak, count in peaks if peak is not None]
@@ -145,18 +144,18 @@ class Prediction:
 
     @property
     def usd_per_step(self) -> float | None:
-        """What all devices cost to rent for a step."""
+        """Rent of all devices for a step, in US dollars."""
         price = self.cluster.usd_per_hour
         return None if price is None else price * self.step_time_s / 3600
 
     @property
     def joules_per_step(self) -> float | None:
-        """What all devices take at most, at the power limit of their boards; hosts and cooling are not in it."""
+        """Upper bound of the devices' energy for a step, at their power limits; without hosts and cooling."""
         watts = self.cluster.watts
         return None if watts is None else watts * self.step_time_s
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; every key is there, null where a value is unknown."""
+        """Return plain data with every key; unknown values are null."""
         parts = self.parts
         return {
             "version": 1,
@@ -206,15 +205,16 @@ def predict(
     framework: FrameworkTraits | None = None,
     cache: CostCache | None = None,
 ) -> Prediction:
-    """Predict the time and the memory of a plan's step, by lowering its Program and simulating it.
+    """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
-    `framework` is the program that trains (default: Muster). Pass `program` (of `build_program`) and `times` (of
-    `plan_times`) where they are known from another call: plans with the same schedule, micro-batches and sharding
-    level have the same program. Calls with one `cache` share the costs of equal layers and stages. A call takes
-    one core about 4 µs for each instruction of the program, a third of it for lowering: 7 ms for 4 pipeline ranks and
-    32 micro-batches, 24 ms for 16 and 64, 0.6 s for 64 and 512, whatever the number of devices.
+    `framework`: the framework that trains (default: Muster). `program` (from `build_program`) and `times` (from
+    `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
+    have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
 
-    Raises InfeasibleError with the reasons why the plan can't hold for this model, batch and cluster.
+    A call takes about 4 µs per instruction of the Program on one core, a third of it for lowering: 7 ms for 4 pipeline
+    ranks and 32 micro-batches, 24 ms for 16 and 64, 0.6 s for 64 and 512, independent of the number of devices.
+
+    Raises InfeasibleError with the reasons if the plan is not legal for this model, batch and cluster.
     """
     require_legal(plan, model, workload, cluster)
     plan = resolve_schedule(plan, model, workload)
@@ -252,25 +252,25 @@ def _slowest_data_rank(
     framework: FrameworkTraits | None,
     cache: CostCache,
 ) -> tuple[Program, OpTimes]:
-    """Return the Program and the times of the data-parallel ranks that are done last, under uneven micro-batches.
+    """Return the Program and the times of the slowest data-parallel ranks under uneven micro-batches.
 
-    Their time is exact for the whole step: ranks with different numbers of micro-batches meet in the gradients'
-    reductions alone, at the end, and a maximum over ranks may be taken before the rest is added as well as after.
+    Their time is exact for the whole step: ranks with different numbers of micro-batches meet only in the gradient
+    reductions at the end, and max(a + r, b + r) = max(a, b) + r.
     """
     kinds = data_ranks_by_kind(place_plan(model, plan, workload, cluster, framework, cache=cache))
-    awaited: dict[tuple[int, int], tuple[Program, OpTimes]] = {}
+    candidates: dict[tuple[int, int], tuple[Program, OpTimes]] = {}
     for number, ranks in enumerate(kinds.values()):
-        for data in ranks:
-            key = number, plan.num_micro_batches(workload, data)
-            if key not in awaited:
-                program = build_program(plan, model, workload, data_rank=data)
-                awaited[key] = program, plan_times(model, plan, workload, cluster, framework, data, cache)
-    return max(awaited.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
+        for data_rank in ranks:
+            key = number, plan.num_micro_batches(workload, data_rank)
+            if key not in candidates:
+                program = build_program(plan, model, workload, data_rank=data_rank)
+                candidates[key] = program, plan_times(model, plan, workload, cluster, framework, data_rank, cache)
+    return max(candidates.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
 
 
 def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> None:
-    """Raises InfeasibleError with each reason why the plan can't hold; what the runtime can't do yet is no reason."""
-    # Measured cores are shared by as many ranks as there are.
+    """Raise InfeasibleError with all reasons why the plan is not legal; missing support in the runtime is no reason."""
+    # Cores of a measured machine are shared by any number of ranks.
     shared = cluster.device.rates is not None and cluster.device.shared_cores
     devices = required_world_size(plan) if shared else cluster.num_devices
     found = plan_violations(plan, model, workload, devices)
@@ -282,7 +282,7 @@ def require_legal(plan: Plan, model: ModelSpec, workload: Workload, cluster: Clu
 
 def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, world_size: int) -> StepParts:
     communication_s: defaultdict[str, float] = defaultdict(float)
-    if world_size == 1:  # the gradient norm waits for nobody: it is a part of the optimizer's work
+    if world_size == 1:  # without other ranks the gradient norm is compute of the optimizer
         norm_s = found_s.get(Kind.GRAD_NORM, 0.0)
         found_s = {**found_s, Kind.GRAD_NORM: 0.0, Kind.STEP: found_s.get(Kind.STEP, 0.0) + norm_s}
     for kind, time_s in found_s.items():
@@ -302,7 +302,8 @@ def _step_parts(found_s: Mapping[str, float], program: Program, times: OpTimes, 
 
 
 def _exposed_in_passes(program: Program, times: OpTimes) -> dict[tuple[str, str], float]:
-    """(kind, axis) → what ranks stand still for within their passes and the step, as a mean over the pipeline ranks."""
+    """Return (kind, axis) → exposed seconds of communication within passes and the optimizer step, as means over the
+    pipeline ranks."""
     total_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     if not times.exposed_s:
         return total_s

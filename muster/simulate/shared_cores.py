@@ -1,4 +1,14 @@
-"""Ranks that share the cores of their machine: a discrete-event run in the order of time."""
+"""Discrete-event simulation of ranks that share the CPU cores of their machine.
+
+All processes that want a core of a machine get the same share: with c cores and p processes every job runs at the rate
+min(1, c / p). Rates change whenever a job begins or ends. Example: 2 cores, four ranks of one process, each with a pass
+of 1 s. All four begin at once, at a rate of 1/2, and would end at 2 s. If two of the ranks have passes of 0.5 s
+instead, these end at 1 s (0.5 s of work at half the rate), the other two continue at the full rate with 0.5 s of work
+left, and end at 1.5 s.
+
+Since all jobs of a machine run at one rate, the order of their ends never changes once they have begun. So a machine
+needs a single clock, of the work done per job, and a heap of jobs by the value of that clock at their end.
+"""
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -10,15 +20,15 @@ from muster.schedule.program import Instruction, Program, ProgramError, particip
 from muster.simulate.timeline import Event, Timeline
 
 InstructionIndex = tuple[int, Lane, int]
-"""An instruction: pipeline rank, lane, index."""
+"""Pipeline rank, lane, and index in the lane of an instruction."""
 
 
 def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
-    """As `simulate`, for ranks that compete for `times.cores` cores of their machine (None: as many as they want).
+    """Return the timeline of `simulate` for ranks that share `times.cores` cores of their machine (None: unlimited).
 
-    Whatever computes or moves memory wants one core for each process that takes part: passes, the step, and UNSHARD,
-    REDUCE and TIE, which on a machine without network are copies and additions. All get the same share,
-    min(1, cores / processes). A hop and NORM are latency, and take no core; so do copies where cores aren't shared.
+    Passes, the optimizer step and collectives need a core for each process that takes part: on one machine collectives
+    are memory copies and additions. P2p transfers and GRAD_NORM are latency and need no core, nor do host copies
+    where cores aren't shared.
     """
     machine = _SharedCoreSimulation(program, times)
     machine.run()
@@ -27,30 +37,28 @@ def simulate_on_shared_cores(program: Program, times: OpTimes) -> Timeline:
 
 @dataclass(slots=True)
 class _CorePool:
-    """The cores of one machine, and who wants them.
-
-    Since all its jobs advance at one rate, a clock of work done per job (`work_s`) orders their ends for good, whatever
-    begins or ends meanwhile.
-    """
+    """Cores of one machine, and the jobs that run on them."""
 
     cores: int | None
     work_s: float = 0.0
+    """Clock of the machine: seconds of work that a job has done that runs since the begin."""
     running: int = 0
-    """Processes that want a core."""
+    """Number of processes that need a core."""
     jobs: list[tuple[float, int, int, list[InstructionIndex]]] = field(default_factory=list)
-    """(`work_s` at the end, order of beginning, processes, instructions that end)."""
+    """Heap of (`work_s` at the end, order of beginning, processes, instructions that end)."""
 
     @property
     def rate(self) -> float:
+        """Seconds of work per second of each job."""
         return 1.0 if self.cores is None or self.running <= self.cores else self.cores / self.running
 
     def end_s(self, now_s: float) -> float:
-        """When the next job ends; infinite where there is none."""
+        """Return the time at which the next job ends if none begins; infinite without jobs."""
         return now_s + (self.jobs[0][0] - self.work_s) / self.rate if self.jobs else inf
 
 
 class _SharedCoreSimulation:
-    """The state at `now_s`: all machines that ranks are on."""
+    """State of all machines and ranks at the time `now_s`."""
 
     def __init__(self, program: Program, times: OpTimes) -> None:
         self.times, self.num_ranks = times, program.num_ranks
@@ -64,21 +72,21 @@ class _SharedCoreSimulation:
         self.pool_of = times.machines or (0,) * program.num_ranks
         self.pools = {number: _CorePool(times.cores) for number in self.pool_of}
         self.timers: list[tuple[float, int, list[InstructionIndex]]] = []
-        """(time of the end, order of beginning, instructions that end)."""
+        """Heap of (time of the end, order of beginning, instructions that end), for instructions without cores."""
         self.num_started = 0
         self.arrived: dict[tuple, list[InstructionIndex]] = {}
-        """(kind, ranks) of a collective → the ranks' ends that have come."""
+        """(kind, ranks) of a collective → instructions of the ranks that have arrived."""
         self.out_free_s = [0.0] * program.num_ranks
-        """From when on each rank can send."""
+        """Time from which each rank can send again."""
         self.receives: dict[tuple[int, int], list[int]] = {}
-        """(source, target) → the places in the target's lane that receive from the source, last first."""
+        """(source, target) → indices in the target's p2p lane that receive from the source, last first."""
         for rank, lanes in enumerate(self.lanes):
             for index, instruction in reversed(list(enumerate(lanes["p2p"]))):
                 if instruction.action.kind in RECEIVES and instruction.peer is not None:
                     self.receives.setdefault((instruction.peer, rank), []).append(index)
 
     def run(self) -> None:
-        """Until all has ended. Raises ProgramError when something never begins."""
+        """Run all instructions. Raises ProgramError if one never begins."""
         for rank in range(self.num_ranks):
             self._start_ready(rank)
         while self.timers or any(pool.jobs for pool in self.pools.values()):
@@ -88,10 +96,10 @@ class _SharedCoreSimulation:
             for lane, instructions in lanes.items():
                 if self.cursor[rank][lane] < len(instructions):
                     action = instructions[self.cursor[rank][lane]].action
-                    raise ProgramError(f"{action} on rank {rank} never begins; the checker says why")
+                    raise ProgramError(f"{action} on rank {rank} never begins; muster.schedule.check.check says why")
 
     def events(self) -> list[Event]:
-        """By rank, lane and order in the lane."""
+        """Return all events by rank, lane and order in the lane."""
         return [
             Event(rank, lane, instruction.action, self.begin_s[rank, lane, index], self.end_s[rank, lane, index])
             for rank, lanes in enumerate(self.lanes)
@@ -100,7 +108,7 @@ class _SharedCoreSimulation:
         ]
 
     def _advance(self) -> list[InstructionIndex]:
-        """Moves on to the next end; returns what ends."""
+        """Advance the time to the next end, and return the instructions that end."""
         first = min(self.pools.values(), key=lambda pool: pool.end_s(self.now_s))
         job_s, timer_s = first.end_s(self.now_s), self.timers[0][0] if self.timers else inf
         time_s = min(timer_s, job_s)
@@ -136,11 +144,11 @@ class _SharedCoreSimulation:
             if instruction.action.kind in SENDS:
                 assert instruction.peer is not None
                 receive: InstructionIndex = (instruction.peer, lane, self.receives[rank, instruction.peer].pop())
-                hop = self.times.p2p_time(instruction.action.stage, matching_transfer(instruction.action).stage)
+                transfer = self.times.p2p_time(instruction.action.stage, matching_transfer(instruction.action).stage)
                 begin_s = max(self.now_s, self.out_free_s[rank])
                 self.begin_s[place] = self.begin_s[receive] = begin_s
-                self.out_free_s[rank] = begin_s + hop.send_busy_s
-                self._add_timer(begin_s - self.now_s + hop.total_s, [place, receive])
+                self.out_free_s[rank] = begin_s + transfer.send_busy_s
+                self._add_timer(begin_s - self.now_s + transfer.total_s, [place, receive])
             return
         self.begin_s[place] = self.now_s
         places = self._collective_members(place) if lane == "collective" else [place]
@@ -153,7 +161,7 @@ class _SharedCoreSimulation:
             self._add_job(duration_s, places)
 
     def _collective_members(self, place: InstructionIndex) -> list[InstructionIndex]:
-        """All ends of the collective that has come to `place`; none while a rank is missing."""
+        """Return the instructions of all ranks of the collective at `place`; none while a rank is missing."""
         rank, lane, index = place
         instruction = self.lanes[rank][lane][index]
         ranks = participants(instruction, rank, self.num_ranks)
@@ -170,7 +178,7 @@ class _SharedCoreSimulation:
         heappush(self.timers, (self.now_s + duration_s, self.num_started, places))
 
     def _add_job(self, duration_s: float, places: list[InstructionIndex]) -> None:
-        """On the cores of the first of its ranks, with those that share them."""
+        """Start a job on the machine of its first rank, with the processes of the ranks on that machine."""
         self.num_started += 1
         each, number = self.times.processes_per_rank, self.pool_of[places[0][0]]
         pool = self.pools[number]

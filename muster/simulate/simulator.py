@@ -1,4 +1,4 @@
-"""The simulator: how a Program runs if its instructions take given times."""
+"""Simulator: the timeline of a Program whose instructions take given times."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -18,18 +18,18 @@ from muster.simulate.transfers import NO_TRANSFER, SEVERAL_WAITS, Transfers
 
 
 def simulate(program: Program, times: OpTimes) -> Timeline:
-    """The predicted Timeline of one round of a Program that `check` has passed.
+    """Return the predicted Timeline of one step of a Program that `check` has passed.
 
-    * A compute instruction begins when the one before it and its waits are over.
-    * A send begins when its waits are over, the entry before it in its lane has begun and the rank's way out is free
-      (`Hop.wire_s`); the receiver has the data `Hop.total_s` later, and both events, the send's and the receive's, show
-      that flight.
-    * Copies to and from the host's memory run one after another beside the passes, each when its waits are over.
-    * Collectives of a rank run one after another. TIE and NORM end on all their ranks together, their longest
-      duration after the last of them has come; their events begin when each rank comes.
-    * Where `times.cores` is given, passes, the step and collectives share the cores (see `cores`).
+    * A compute instruction begins when the previous one and its waits have ended.
+    * A send begins when its waits have ended, the previous entry of its lane has begun and the rank's outgoing link is
+      free (`P2PTime.send_busy_s`). The receiver has the data `P2PTime.total_s` later; the events of the send and of the
+      receive both show that transfer.
+    * Host copies of a rank run one after another, overlapped with the passes, each when its waits have ended.
+    * Collectives of a rank run one after another. They end on all their ranks together, the longest of the ranks'
+      durations after the last rank has arrived; each rank's event begins at its arrival.
+    * With `times.cores` passes, the optimizer step and collectives share CPU cores (`muster.simulate.shared_cores`).
 
-    Deterministic. Raises ProgramError when the Program doesn't come to its end.
+    Deterministic. Raises ProgramError if the Program deadlocks.
     """
     if times.cores is not None or not _has_simple_waits(program):
         return simulate_on_shared_cores(program, times)
@@ -40,8 +40,10 @@ def simulate(program: Program, times: OpTimes) -> Timeline:
 
 
 def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], Callable[[], Timeline]]:
-    """`time_by_part` of `simulate(program, times)`, and a function that gives the timeline: of a large program that is
-    much faster than to make all events."""
+    """Return `time_by_part` of `simulate(program, times)`, and a function that makes the timeline.
+
+    For large Programs this is much faster than making all events.
+    """
     if times.cores is not None or not _has_simple_waits(program):
         timeline = simulate_on_shared_cores(program, times)
         return time_by_part(spans_of(timeline), 0.0, timeline.makespan_s), lambda: timeline
@@ -52,7 +54,7 @@ def simulate_parts(program: Program, times: OpTimes) -> tuple[dict[str, float], 
 
 
 def _has_simple_waits(program: Program) -> bool:
-    """Whether no wait joins transfers with each other or with collectives, nor copies with anything but passes."""
+    """Return True if transfers and host copies wait for compute alone, and collectives don't wait for transfers."""
     return all(
         all(lane == "compute" for _, _, waits in lanes.get("host_copy", ()) for lane, _ in waits)
         and all(lane == "compute" for _, _, waits in lanes.get("p2p", ()) for lane, _ in waits)
@@ -61,16 +63,19 @@ def _has_simple_waits(program: Program) -> bool:
     )
 
 
+_DEADLOCK = "the program deadlocks; muster.schedule.check.check says why"
+
 RankProcess = Iterator[int]
-"""Goes on until it needs a time that isn't known; yields the transfer that it waits for, NONE where it is another
-thing."""
+"""Generator that runs one lane until it needs an unknown time; yields the transfer that it waits for, or NO_TRANSFER if
+it waits for something else."""
 
 
 class _Simulation:
-    """Follows the data from rank to rank, not the clock.
+    """Dataflow simulation: follows dependencies from rank to rank instead of a global clock.
 
-    Ranks that each have a device of their own influence each other through transfers and collectives alone: each
-    one's walk goes on until it needs a time that isn't known yet, and the cost of an instruction is constant.
+    Ranks with a device each influence each other only through transfers and collectives. So each rank runs ahead until
+    it needs a time that isn't known yet, in constant time per instruction. Example: rank 0 runs F0 F1 of a pipeline and
+    knows when its sends begin; rank 1 then runs F0, B0, and rank 0 resumes at its B0.
     """
 
     def __init__(self, program: Program, times: OpTimes) -> None:
@@ -79,57 +84,61 @@ class _Simulation:
         self.end_s: list[dict[Lane, list[float]]] = [{lane: [] for lane in LANES} for _ in program.ranks]
         self.transfers = Transfers(program)
         self.sent_s = [-1.0] * self.transfers.count
-        """When each transfer begins; −1: not yet."""
+        """Begin of each transfer; −1 if unknown yet."""
         self.transfer_s, self.send_busy_s = self.transfers.durations_s(times)
         self.out_free_s = [0.0] * program.num_ranks
-        """From when on each rank can send."""
+        """Time from which each rank can send again."""
         self.waiting: dict[int, RankProcess] = {}
-        """Transfer → the walk that waits for it."""
+        """Transfer → process that waits for it."""
         self.collective_arrivals: dict[tuple, list[tuple[float, float]]] = {}
-        """(kind, ranks, how many before it) → when each rank came, and how long it takes the rank by itself."""
+        """(kind, ranks, number of earlier ones) → (arrival, duration) of each rank."""
         self.ready: list[RankProcess] = []
         self.awaited_transfers: list[list[int]] = [[] for _ in program.ranks]
         """Per rank and pass, the transfer that it waits for."""
         self.awaited_copies: list[list[tuple[int, int]]] = [[] for _ in program.ranks]
-        """Per rank, (pass, copy) where the one waits for the other."""
+        """Per rank, pairs (pass, host copy that it waits for)."""
         self.collective_spans_s: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
-        """Per rank and collective, from when to when all its ranks took part."""
+        """Per rank and collective, (begin, end) of the time with all ranks present."""
 
     def run(self) -> None:
-        """Raises ProgramError when a walk never comes to its end."""
+        """Run all lanes of all ranks. Raises ProgramError if a lane never ends."""
         for rank in range(self.program.num_ranks):
             self.ready += (self._run_compute(rank), self._run_collectives(rank))
-        others: list[RankProcess] = []
-        unfinished, known = len(self.ready), -1
+        blocked: list[RankProcess] = []
+        unfinished = len(self.ready)
+        num_ended = -1
         while unfinished:
             if not self.ready:
-                known, before = sum(len(times_s) for lanes in self.end_s for times_s in lanes.values()), known
-                if known == before:
-                    raise ProgramError("the program never comes to its end; the checker says why")
-                self.ready += others
-                others.clear()
+                # Resume all processes that wait for something else than a transfer, unless nothing has ended since.
+                before = num_ended
+                num_ended = sum(len(times_s) for lanes in self.end_s for times_s in lanes.values())
+                if num_ended == before:
+                    raise ProgramError(_DEADLOCK)
+                self.ready += blocked
+                blocked.clear()
                 continue
-            walk = self.ready.pop()
-            obstacle = next(walk, None)
-            if obstacle is None:
+            process = self.ready.pop()
+            awaited = next(process, None)
+            if awaited is None:
                 unfinished -= 1
-            elif obstacle == NO_TRANSFER:
-                others.append(walk)
+            elif awaited == NO_TRANSFER:
+                blocked.append(process)
             else:
-                self.waiting[obstacle] = walk
+                self.waiting[awaited] = process
 
     def timeline(self) -> Timeline:
-        """All that was done when."""
+        """Return the timeline of the finished simulation."""
         with gc_paused():
             return Timeline("predicted", self.program.num_ranks, tuple(self._events()))
 
     def last_s(self) -> float:
-        """When the last rank has ended."""
+        """Return the end of the last instruction on any rank."""
         return max((end_s[-1] for lanes in self.end_s for end_s in lanes.values() if end_s), default=0.0)
 
     def spans(self) -> Iterator[RankSpans]:
-        """The same by rank, as spans."""
-        sent_s, hop_s = np.array(self.sent_s), np.array(self.transfer_s)
+        """Yield the spans of each rank."""
+        sent_s = np.array(self.sent_s)
+        transfer_s = np.array(self.transfer_s)
         for rank, lanes in enumerate(self.program.ranks):
             compute = lanes.get("compute", ())
             begin_s, end_s = (np.array(times_s[rank]["compute"]) for times_s in (self.begin_s, self.end_s))
@@ -142,12 +151,12 @@ class _Simulation:
             ]
             readers, transfers = self._receives(rank)
             idle_since_s = np.append(0.0, end_s)[readers]
-            waits.append((P2P, np.maximum(sent_s[transfers], idle_since_s), (sent_s + hop_s)[transfers]))
+            waits.append((P2P, np.maximum(sent_s[transfers], idle_since_s), (sent_s + transfer_s)[transfers]))
             waits += self._copy_waits(rank, idle_since_s=np.append(0.0, end_s))
             yield RankSpans(compute_s, begin_s, end_s, waits)
 
     def _copy_waits(self, rank: int, idle_since_s: Column) -> Iterator[tuple[str, Column, Column]]:
-        """By kind, when a rank stood still before a pass for the copy that this waits for."""
+        """Yield by kind the spans in which a rank was idle before a pass that waits for a host copy."""
         copies = self.program.ranks[rank].get("host_copy", ())
         begin_s, end_s = (np.array(times_s[rank]["host_copy"]) for times_s in (self.begin_s, self.end_s))
         for kind in (Kind.OFFLOAD, Kind.RELOAD) if copies else ():
@@ -156,8 +165,7 @@ class _Simulation:
             yield kind, np.maximum(begin_s[own], idle_since_s[readers]), end_s[own]
 
     def _receives(self, rank: int) -> tuple[list[int], list[int]]:
-        """Which of a rank's passes wait for a transfer, and for which; one that waits for several stands there for each
-        of them."""
+        """Return (passes, transfers): the passes of a rank that wait for a transfer, one entry for each transfer."""
         readers, transfers = [], []
         for number, transfer in enumerate(self.awaited_transfers[rank]):
             if transfer >= 0:
@@ -174,8 +182,11 @@ class _Simulation:
         compute = self.program.ranks[rank].get("compute", ())
         begin, end = self.begin_s[rank]["compute"].append, self.end_s[rank]["compute"].append
         collective_end_s = self.end_s[rank]["collective"]
-        sent_s, hop_s, time_s = self.sent_s, self.transfer_s, 0.0
-        sends, next_send = self.transfers.sends[rank], 0
+        sent_s = self.sent_s
+        transfer_s = self.transfer_s
+        time_s = 0.0
+        sends = self.transfers.sends[rank]
+        next_send = 0
         sends_after = [*self.transfers.send_after[rank], len(compute)]
         while sends_after[next_send] < 0:
             self._send(rank, sends[next_send], time_s)
@@ -186,15 +197,15 @@ class _Simulation:
             if transfer >= 0:
                 while sent_s[transfer] < 0:
                     yield transfer
-                if sent_s[transfer] + hop_s[transfer] > time_s:
-                    time_s = sent_s[transfer] + hop_s[transfer]
+                if sent_s[transfer] + transfer_s[transfer] > time_s:
+                    time_s = sent_s[transfer] + transfer_s[transfer]
             elif transfer == SEVERAL_WAITS:
                 for lane, index in compute[number].waits:
                     if lane == "p2p":
                         transfer = int(self.transfers.numbers[rank][index])
                         while sent_s[transfer] < 0:
                             yield transfer
-                        time_s = max(time_s, sent_s[transfer] + hop_s[transfer])
+                        time_s = max(time_s, sent_s[transfer] + transfer_s[transfer])
                     elif lane == "collective":
                         while len(collective_end_s) <= index:
                             yield NO_TRANSFER
@@ -212,12 +223,12 @@ class _Simulation:
         self._run_copies(rank, len(self.program.ranks[rank].get("host_copy", ())))
 
     def _run_copies(self, rank: int, count: int) -> None:
-        """The first `count` copies of a rank, as far as they aren't done: they wait for passes that are over."""
+        """Run the remaining ones of a rank's first `count` host copies; the passes that they wait for have ended."""
         begin_s, end_s = self.begin_s[rank]["host_copy"], self.end_s[rank]["host_copy"]
         compute_end_s = self.end_s[rank]["compute"]
         for action, _, waits in self.program.ranks[rank].get("host_copy", ())[len(end_s) : count]:
             if any(index >= len(compute_end_s) for _, index in waits):
-                raise ProgramError("the program never comes to its end; the checker says why")
+                raise ProgramError(_DEADLOCK)
             begin_s.append(max([0.0, *end_s[-1:], *(compute_end_s[index] for _, index in waits)]))
             end_s.append(begin_s[-1] + self.times.duration_s(action))
 
@@ -245,9 +256,9 @@ class _Simulation:
             present.append((time_s, duration_s))
             while len(present) < len(ranks):
                 yield NO_TRANSFER
-            all_there_s = max(came_s for came_s, _ in present)
-            time_s = all_there_s + max(takes_s for _, takes_s in present)
-            self.collective_spans_s[rank].append((all_there_s, time_s))
+            last_arrival_s = max(arrival_s for arrival_s, _ in present)
+            time_s = last_arrival_s + max(rank_s for _, rank_s in present)
+            self.collective_spans_s[rank].append((last_arrival_s, time_s))
             end_s["collective"].append(time_s)
 
     def _durations_s(self, instructions: tuple[Instruction, ...]) -> list[float]:
@@ -256,10 +267,10 @@ class _Simulation:
         return [known_s[kind] for kind in kinds]
 
     def _events(self) -> Iterator[Event]:
-        """By rank, lane and order in the lane."""
+        """Yield all events by rank, lane and order in the lane."""
         sent_s = np.array(self.sent_s)
         arrive_s = sent_s + np.array(self.transfer_s)
-        make_event = tuple.__new__  # a third of the time that Event(…) takes, and there are very many
+        make_event = tuple.__new__  # three times as fast as Event(…), for a great number of events
         for rank, lanes in enumerate(self.program.ranks):
             numbers = self.transfers.numbers[rank]
             self.begin_s[rank]["p2p"] = sent_s[numbers].tolist()

@@ -1,4 +1,4 @@
-"""What each rank computed and what it may have waited for, as columns of spans, and how its time divides into them."""
+"""Spans of compute and of possible waits on each rank, as arrays, and the division of a rank's time among them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,22 +14,24 @@ P2P, BUBBLE = "hop", "bubble"
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """One rank's part of a round, in seconds."""
+    """Spans of one rank in a step, in seconds."""
 
     compute_s: Mapping[str, float]
-    """Kind → the sum of its durations."""
+    """Kind of compute instruction → sum of its durations."""
     begin_s: Column
-    """Of what it computed, in order; nothing overlaps."""
+    """Begins of the compute instructions in order; they don't overlap."""
     end_s: Column
+    """Ends of the compute instructions."""
     waits: Sequence[tuple[str, Column, Column]]
-    """(kind or HOP, begins, ends) of what it may have waited for; time that lies in several belongs to the first."""
+    """(kind or P2P, begins, ends) of possible waits; idle time that lies in several belongs to the first."""
 
 
 def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> dict[str, float]:
-    """Kind, HOP or BUBBLE → seconds, as a mean over the ranks; together they make last_s − first_s.
+    """Return kind, P2P or BUBBLE → seconds, as means over the ranks; they sum to last_s − first_s.
 
-    While a rank computes, that is what its time goes to. Else it goes to the first of its waits that it lies in, else
-    to the bubble.
+    A moment of a rank belongs to its compute instruction, else to the first of its waits that covers it, else to the
+    bubble. Example: with compute in [0, 2] and [5, 6] and a transfer in [1, 4], the transfer gets the 2 s from 2 to 4,
+    and the bubble the 1 s from 4 to 5.
     """
     total_s: defaultdict[str, float] = defaultdict(float)
     count = 0
@@ -40,7 +42,7 @@ def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> d
         edges = np.concatenate(([first_s], rank.begin_s, rank.end_s, [last_s]))
         edges.sort(kind="stable")
         idle = np.zeros(len(edges))
-        # Begins and ends take turns, so every second stretch between edges is idle.
+        # Begins and ends alternate, so every second interval between edges is idle.
         np.cumsum(np.where(np.arange(1, len(edges)) % 2, np.diff(edges), 0.0), out=idle[1:])
         begins_s, ends_s, covered_s = np.empty(0), np.empty(0), 0.0
         for kind, more_begin_s, more_end_s in rank.waits:
@@ -53,7 +55,7 @@ def time_by_part(ranks: Iterable[RankSpans], first_s: float, last_s: float) -> d
 
 
 def merge_spans(begin_s: Column, end_s: Column) -> tuple[Column, Column]:
-    """The same stretches of time as disjoint spans that ascend; spans that end before they begin are empty."""
+    """Return the union of spans as disjoint ascending spans; a span that ends before it begins is empty."""
     real = end_s > begin_s
     order = np.argsort(begin_s[real], kind="stable")
     begin_s, end_s = begin_s[real][order], np.maximum.accumulate(end_s[real][order])

@@ -1,4 +1,4 @@
-"""A Timeline: what each rank did when. The simulator and the executor both return one."""
+"""Timeline: the begin and end of each rank's instructions. The simulator and the executor both return one."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -13,7 +13,7 @@ VERSION = 2
 
 
 class Event(NamedTuple):
-    """One instruction's run on one rank, in seconds from the start of the round."""
+    """Run of one instruction on one rank, in seconds from the start of the step."""
 
     rank: int
     lane: Lane
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one round; `rank` counts the simulator's pipeline ranks or the executor's world ranks."""
+    """Events of one step; `rank` is a pipeline rank if the timeline is predicted, a world rank if it is measured."""
 
     source: Literal["predicted", "measured"]
     num_ranks: int
@@ -36,14 +36,14 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end on any rank."""
+        """Time from the first start to the last end on any rank."""
         if not self.events:
             return 0.0
         return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
 
 
 def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:
-    """The passes of a schedule when its timing says."""
+    """Return the timeline of a schedule's passes at the times of `timing`."""
     events = (
         Event(rank, "compute", *row)
         for rank, order in enumerate(schedule.ranks)
@@ -53,7 +53,7 @@ def schedule_timeline(schedule: Schedule, timing: Timing) -> Timeline:
 
 
 def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Plain data: events as [rank, lane, action, start_s, end_s]."""
+    """Return plain data, with events as [rank, lane, action, start_s, end_s]."""
     events = [[e.rank, e.lane, str(e.action), round(e.start_s, 9), round(e.end_s, 9)] for e in timeline.events]
     return {"version": VERSION, "source": timeline.source, "num_ranks": timeline.num_ranks, "events": events}
 

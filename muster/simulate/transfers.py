@@ -1,4 +1,4 @@
-"""What the ranks of a Program send and receive, by columns: every transfer has a number."""
+"""P2p transfers of a Program, numbered, as arrays."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -16,9 +16,9 @@ NO_TRANSFER, SEVERAL_WAITS = -1, -2
 
 
 class Transfers:
-    """Which transfer each entry of a p2p lane is, what each pass waits for, and when what is sent.
+    """Transfers of a Program: their stages, the entries of p2p lanes that belong to them, and the passes that wait.
 
-    The n-th send from one rank to another and the n-th receive there from it are the two ends of one transfer.
+    The n-th send from rank a to rank b and the n-th receive from a on b are the two ends of one transfer.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,20 +42,20 @@ class Transfers:
         self.sends: list[list[int]] = []
         """Per rank, the numbers of its sends in order."""
         self.send_after: list[list[int]] = []
-        """Per rank, the compute instruction at whose end each send begins; −1: at once."""
+        """Per rank, the compute instruction at whose end each send begins; −1: at the start."""
         for mine, own, begins in zip(self.numbers, np.split(sends, ends), np.split(after, ends), strict=True):
             self.sends.append(mine[own].tolist())
             self.send_after.append(np.maximum.accumulate(begins)[own].tolist())
 
     def durations_s(self, times: OpTimes) -> tuple[list[float], list[float]]:
-        """Of each transfer, how long it takes, and how long it keeps the way out of its sender."""
-        pairs, places = np.unique(self.stages, axis=0, return_inverse=True)
-        hops = np.array([times.p2p_time(*pair) for pair in pairs.tolist()]).reshape(-1, 2)[places.reshape(-1)]
-        return hops[:, 0].tolist(), hops[:, 1].tolist()
+        """Return for each transfer its duration, and the time for which it occupies its sender's outgoing link."""
+        pairs, inverse = np.unique(self.stages, axis=0, return_inverse=True)
+        durations = np.array([times.p2p_time(*pair) for pair in pairs.tolist()]).reshape(-1, 2)[inverse.reshape(-1)]
+        return durations[:, 0].tolist(), durations[:, 1].tolist()
 
     def awaited(self, rank: int, compute: Sequence[Instruction]) -> list[int]:
-        """For each compute instruction the number of the transfer that it waits for, NONE, or SEVERAL where it waits
-        for more or other things."""
+        """Return for each compute instruction the transfer that it waits for, NO_TRANSFER, or SEVERAL_WAITS if it waits
+        for several or for other instructions."""
         numbers = self.numbers[rank].tolist()
         awaited = []
         for _, _, waits in compute:
@@ -69,7 +69,10 @@ class Transfers:
 
 
 def _pair_transfers(pair: IndexColumn, sends: NDArray[np.bool_]) -> tuple[IndexColumn, int]:
-    """Numbers for the ends of transfers in the order of `pair`, so that both ends of one get the same; how many."""
+    """Return the transfer numbers of all p2p entries, equal for both ends of a transfer, and the number of transfers.
+
+    `pair`: source · ranks + target of each entry; `sends`: True for sends. Transfers of one pair are consecutive.
+    """
     size = int(pair.max(initial=-1)) + 1
     counts = np.maximum(np.bincount(pair[sends], minlength=size), np.bincount(pair[~sends], minlength=size))
     first = np.cumsum(counts) - counts
