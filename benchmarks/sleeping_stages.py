@@ -2,10 +2,10 @@
 
     python -m benchmarks.sleeping_stages [SCHEDULE …] [--ranks 4] [--micro-batches 8] [--rounds 3] [--no-wait]
 
-Sleeping passes need no core, so the bubbles of 4 ranks show on 2 cores too. How long a pass really sleeps and a hop
-takes is measured in the same run, one at a time. Prints, per schedule, simulated and measured makespan (median and
-spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with a norm of all ranks before
-each, and with that norm added up beside the next step (post-validation), in turn.
+Sleeping passes need no core, so the bubbles of 4 ranks show on 2 cores too. How long a pass really sleeps and a p2p
+transfer takes is measured in the same run, one at a time. Prints, per schedule, simulated and measured makespan
+(median and spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with a norm of all ranks before
+each, and with that norm all-reduced during the next step (post-validation), in turn.
 """
 
 import argparse
@@ -82,10 +82,10 @@ def measure_passes() -> dict[str, float]:
     return found
 
 
-def measure_hop(rank: int) -> float:
+def measure_p2p(rank: int) -> float:
     """Median seconds from the start of a send by rank 0 until rank 1 has it, as in a schedule: after a sleep, with the
     receive posted before. The clock is the machine's, which all its processes share."""
-    hops = []
+    times_s = []
     for _ in range(15):
         dist.barrier()
         if rank == 0:
@@ -98,10 +98,10 @@ def measure_hop(rank: int) -> float:
             dist.irecv(torch.empty_like(SleepingStage.result), 0).wait()
             end_s = time.perf_counter()
             dist.recv(begin, 0)
-            hops.append(end_s - begin.item())
-    hop = torch.tensor([median(hops[3:]) if hops else 0.0], dtype=torch.float64)
-    dist.broadcast(hop, 1)
-    return hop.item()
+            times_s.append(end_s - begin.item())
+    p2p_s = torch.tensor([median(times_s[3:]) if times_s else 0.0], dtype=torch.float64)
+    dist.broadcast(p2p_s, 1)
+    return p2p_s.item()
 
 
 def schedules(args: argparse.Namespace) -> list[Schedule]:
@@ -184,7 +184,7 @@ def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    passes, p2p_s = measure_passes(), measure_hop(rank)
+    passes, p2p_s = measure_passes(), measure_p2p(rank)
     if rank == 0:
         shown = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in passes.items())
         print(f"{args.ranks} ranks, {args.micro_batches} micro-batches, {shown}, p2p {p2p_s * 1e3:.2f} ms", flush=True)

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of executed schedules: real processes and messages, passes that move a clock."""
+"""Ranks in the tests of executed schedules: real processes and messages, passes that move a clock."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -26,14 +26,14 @@ from muster.spec.errors import InfeasibleError
 from muster.spec.schedules import SCHEDULES
 
 SECONDS = {"F": 1.0, "B": 2.25, "I": 1.25, "W": 0.75}
-"""By kind; a stage takes an eighth more than the stage before it. Sums of all of them are exact."""
-HOP_S = 0.125
+"""Seconds by kind; each stage takes an eighth more than the one before it. Sums of all of them are exact."""
+P2P_S = 0.125
 COPY_S = 0.375
 PASSES = ("F", "B", "I", "W")
 
 
 class Clock:
-    """A rank's time: what it has computed, and what it has waited for."""
+    """Time of a rank: what it has computed and waited for."""
 
     now_s = 0.0
     copied_s = 0.0
@@ -94,7 +94,7 @@ class LogicalStage:
 
 
 class LogicalExecutor(Executor):
-    """What is received arrives a hop after it was made."""
+    """Executor in which a message arrives a p2p time after it was made."""
 
     clock: Clock
 
@@ -102,7 +102,7 @@ class LogicalExecutor(Executor):
         super()._complete(wait)
         kind, stage, micro_batch, *_ = self.lanes[wait.lane][wait.index].action
         message = (self._inputs if kind == "RECV_F" else self._output_gradients)[stage, micro_batch]
-        self.clock.now_s = max(self.clock.now_s, message.item() + HOP_S)
+        self.clock.now_s = max(self.clock.now_s, message.item() + P2P_S)
 
 
 def seconds(kind: str, stage: int) -> float:
@@ -140,7 +140,7 @@ def _exact(setting: ScheduleSpec) -> Schedule:
 
 
 def setting_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int) -> ScheduleSpec:
-    return ScheduleSpec(num_ranks, num_micro_batches, chunks, p2p_s=HOP_S, replicas=SCHEDULES[name].default_replicas)
+    return ScheduleSpec(num_ranks, num_micro_batches, chunks, p2p_s=P2P_S, replicas=SCHEDULES[name].default_replicas)
 
 
 def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def run_case(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     ]
     known = {(k, s): seconds(k, s) for k in PASSES for s in range(program.num_stages)}
     known |= dict.fromkeys((("OFFLOAD", -1), ("RELOAD", -1)), COPY_S)
-    times = OpTimes(known, p2p_s=HOP_S)
+    times = OpTimes(known, p2p_s=P2P_S)
     simulated = [
         [str(event.action), event.start_s, event.end_s]
         for event in simulate(program, times).events

@@ -149,7 +149,7 @@ def check_any(setting: ScheduleSpec) -> None:
 
 
 def test_long_runs_are_never_behind_either():
-    """Where registered schedules are judged by shorter runs of theirs."""
+    """Long runs, for which registered schedules are judged by shorter runs."""
     setting = ScheduleSpec.uniform(16, 1300, (1, 1.2, 0.8), p2p_s=0.1, memory_limit=16)
     _, timing = auto(setting)
     assert timing.makespan_s <= time_schedule(make_schedule("zb-h1", setting), setting).makespan_s

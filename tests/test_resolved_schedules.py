@@ -50,7 +50,7 @@ def test_a_found_schedule_is_kept_in_the_plan_and_hashed_into_it(name: str, tmp_
     assert found(name) == plan
 
 
-def test_what_is_not_found_yet_is_not_run() -> None:
+def test_an_unresolved_schedule_is_not_run() -> None:
     plan = parse_plan_name("pp2v2-sauto")
     with pytest.raises(MusterError, match="schedule auto is yet to be found for the plan"):
         build_program(plan, MODEL, WORKLOAD)

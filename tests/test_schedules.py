@@ -122,7 +122,7 @@ def test_peaks_of_every_rank(name: str):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Closed forms, for unequal times and hops
+# Closed forms, for unequal times and p2p times
 
 
 @many
@@ -147,7 +147,7 @@ def test_closed_forms_hold(ranks: int, rounds: int, extra: int, chunks: int, tim
         assert cost("zb-h1", *size)[0] == pytest.approx(split - (ranks - 1) * weights)
 
 
-HOPS_AND_TIMES = [
+P2P_AND_TIMES = [
     ("gpipe", [9.6, 10.8, 9.0]),
     ("1f1b", [11.8, 17.4, 9.0]),
     ("interleaved", [5.9, 8.7, 4.5]),
@@ -158,9 +158,9 @@ HOPS_AND_TIMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bubbles"), HOPS_AND_TIMES)
-def test_what_hops_and_unequal_times_cost(name: str, bubbles: list[float]):
-    """At 4 ranks × 16 micro-batches: hops of 0.1 and of 0.3, and times of 1, 1.2 and 0.8."""
+@pytest.mark.parametrize(("name", "bubbles"), P2P_AND_TIMES)
+def test_costs_of_p2p_and_unequal_times(name: str, bubbles: list[float]):
+    """At 4 ranks × 16 micro-batches: p2p times of 0.1 and of 0.3, and times of 1, 1.2 and 0.8."""
     cases = ({"p2p_s": 0.1}, {"p2p_s": 0.3}, {"times": (1, 1.2, 0.8)})
     assert [cost(name, 4, 16, **more)[0] for more in cases] == bubbles
 
@@ -169,7 +169,7 @@ def test_what_hops_and_unequal_times_cost(name: str, bubbles: list[float]):
     ("name", "static"), [("v-half", [8.9, 17.7, 5.9]), ("v-min", [12.9, 27.1, 15.2]), ("v-zb", [3.0, 6.3, 2.0])]
 )
 def test_orders_made_for_the_times_lose_less(name: str, static: list[float]):
-    """In the cases of `HOPS_AND_TIMES`, against orders made for equal times and no hops."""
+    """Lose less than orders made for equal times and no p2p time, in the cases of `P2P_AND_TIMES`."""
     cases = ({"p2p_s": 0.1}, {"p2p_s": 0.3}, {"times": (1, 1.2, 0.8)})
     assert all(cost(name, 4, 16, **more)[0] < bubble for more, bubble in zip(cases, static, strict=True))
 
@@ -232,7 +232,7 @@ def test_units_get_smaller_until_they_fit_in_memory():
         cost("zeropp", 4, 16, memory_limit=0.5)
 
 
-def test_what_a_schedule_needs():
+def test_requirements_of_schedules():
     for name in ("dualpipe", "bitpipe"):
         with pytest.raises(
             InfeasibleError, match="an even number of pipeline ranks, got 3; the nearest that runs is 4"
@@ -250,7 +250,7 @@ def test_what_a_schedule_needs():
 # What the page says
 
 
-def test_the_page_says_what_hops_and_unequal_times_cost():
+def test_the_page_lists_costs_of_p2p_and_unequal_times():
     rows = {
         row[1]: [float(cell) for cell in row[2].split("|")]
         for row in re.finditer(r"^\| `(\S+)` \|([\d.| ]*)\|$", PAGE, re.M)

@@ -1,4 +1,4 @@
-"""When a rank lets go of what it has sent: never before the receiver has it, and soon after."""
+"""Completion of sends: never before the receiver has the message, and soon after."""
 
 import pytest
 
@@ -19,15 +19,15 @@ def program(name: str, ranks: int, micro_batches: int) -> Program:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SCHEDULES.items() if not entry.searched])
-def test_what_is_let_go_has_been_read(name: str) -> None:
+def test_completed_sends_have_been_read(name: str) -> None:
     lowered = program(name, 4, 8)
-    gone = [completed_sends(lowered, rank) for rank in range(4)]
+    completed = [completed_sends(lowered, rank) for rank in range(4)]
     begun: set[tuple[int, str, int, int]] = set()
 
     def observe(rank: int, instruction: Instruction, over: bool) -> None:
         action, p2p = instruction.action, lowered.ranks[rank].get("p2p", ())
         if over and action.kind[0] == "R":
-            for place in gone[rank].get(p2p.index(instruction), ()):
+            for place in completed[rank].get(p2p.index(instruction), ()):
                 read, peer = matching_transfer(p2p[place].action), p2p[place].peer
                 assert peer is not None
                 kinds = ("F",) if read.kind == "RECV_F" else ("B", "I")
@@ -42,8 +42,8 @@ def test_a_long_round_holds_few_messages() -> None:
     for rank in range(4):
         lowered = program("1f1b", 4, 64)
         held = most = 0
-        gone = completed_sends(lowered, rank)
+        completed = completed_sends(lowered, rank)
         for place, item in enumerate(lowered.ranks[rank]["p2p"]):
-            held += 1 if item.action.kind[0] == "S" else -len(gone.get(place, ()))
+            held += 1 if item.action.kind[0] == "S" else -len(completed.get(place, ()))
             most = max(most, held)
         assert most <= 5

@@ -1,4 +1,4 @@
-"""A vocabulary that is spread over the pipeline ranks: its mathematics, its order of work, what it costs."""
+"""Vocabulary parallelism: its mathematics, its order of work, its cost."""
 
 import re
 
@@ -35,7 +35,7 @@ WORKLOAD = Workload(seq_len=1024, global_batch_size=16)
 
 
 def test_loss_and_gradients_equal_the_whole_ones() -> None:
-    """In float64 to 1e-12, for vocabularies that the ranks divide and that they don't."""
+    """Equality in float64 to 1e-12, for vocabularies that the ranks divide evenly or not."""
     for num_ranks, words in ((2, [2, 3, 64]), (4, [4, 7, 10, 257])):
         payload = {"words": words, "z_loss": 0.1, "fault": False}
         for found in run_ranks(num_ranks, "tests.vocab_parallel_ranks:errors", payload):
@@ -105,7 +105,8 @@ def test_missing_words_are_refused() -> None:
 
 
 def test_busiest_rank_is_near_the_mean() -> None:
-    """By the numbers that its products go through; without, the last rank has twice the others' work."""
+    """Imbalance by the sizes of matmuls; without vocabulary parallelism the last rank has twice the work of the
+    others."""
     spread, plain = (_imbalance(parse_plan_name(name, Plan())) for name in ("pp4-mb1-vocab", "pp4-mb1"))
     assert spread < 1.05 < 1.5 < plain
 
@@ -130,7 +131,7 @@ def _work(program: Program, times: OpTimes) -> list[float]:
     return [sum(event.end_s - event.start_s for event in events if event.rank == rank) for rank in ranks]
 
 
-def test_what_can_not_be_spread_is_refused() -> None:
+def test_unsupported_vocabulary_parallelism_is_refused() -> None:
     for name, reason in (
         ("tp2-pp2-vocab", "tensor parallelism"),
         ("dp2-pp2-vocab", "under z3"),

@@ -30,6 +30,7 @@ from muster.spec.nearest_plans import require_runnable
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.plugin_model import plugin_model
+from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.supported import require_supported_model
 from muster.spec.units import pluralize
 
@@ -174,7 +175,7 @@ def request_of_config(resolved: ResolvedConfig, cluster: ClusterSpec) -> PlanReq
     if config.train.loss is not None:
         fixed["tp"] = 1  # its logits must be whole
     if plan.schedule_entry.searched:
-        fixed["schedule"] = "1f1b"  # its order is found for the plan that is chosen
+        fixed["schedule"] = DEFAULT_SCHEDULE  # its order is found for the plan that is chosen
     if plan.overrides:  # which say all of a strategy
         fixed |= {name: getattr(plan.default_strategy, name) for name in ("zero", "sp", "recompute", "offload")}
     return PlanRequest(

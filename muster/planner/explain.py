@@ -25,7 +25,7 @@ from muster.spec.cluster import NodeGroup
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
 from muster.spec.plan_name import format_plan_name
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 from muster.spec.units import pluralize
 
@@ -152,13 +152,17 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
     cut = prod(fields.get(axis, 1) for axis in ("tp", "pp", "cp", "dp_replicate"))
     if world % cut and cut < world:
         return f"with {required}, {world} devices are not a multiple of {cut}"
-    schedule = fields.get("schedule", "1f1b")
-    if fields.get("pp") == 1 and schedule != "1f1b":
+    schedule = fields.get("schedule", DEFAULT_SCHEDULE)
+    if fields.get("pp") == 1 and schedule != DEFAULT_SCHEDULE:
         return f"with {required}, schedule {schedule} needs a pipeline of 2 ranks or more, which pp 1 is not"
     plan = request.base.model_copy(
         update={
             "dp_shard": max(1, world // cut),
-            **({"pp": 2, "dp_shard": max(1, world // cut // 2)} if schedule != "1f1b" and "pp" not in fields else {}),
+            **(
+                {"pp": 2, "dp_shard": max(1, world // cut // 2)}
+                if schedule != DEFAULT_SCHEDULE and "pp" not in fields
+                else {}
+            ),
             "vpp": SCHEDULES[schedule].default_chunks,
             **fields,
             "default_strategy": request.base.default_strategy.model_copy(update=strategy),

@@ -15,7 +15,7 @@ from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import LayerOverride, Plan
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 
 NOT_EVALUATED = "not looked at within --time-limit"
@@ -148,7 +148,7 @@ def _with_degrees(plan: Plan, degrees: dict[str, int], request: PlanRequest) -> 
     if pp != plan.pp:
         update["stages"] = ()
     if pp == 1:
-        update |= {"schedule": "1f1b", "vpp": 1}
+        update |= {"schedule": DEFAULT_SCHEDULE, "vpp": 1}
     changed = plan.model_copy(update=update)
     strategy: dict[str, object] = {}
     if changed.tp == 1 or request.workload.seq_len % (changed.tp * changed.cp):

@@ -15,7 +15,7 @@ from muster.spec.legality import divisors, plan_violations
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 
 MIN_POSITIONS_PER_CP_RANK = 1024
@@ -279,7 +279,7 @@ def schedule_options(request: PlanRequest, pp: int) -> list[tuple[str, int]]:
         entry = SCHEDULES[required]
         return [(required, count) for count in counts if entry.supports_chunks(count) and pp * count <= num_layers]
     if pp == 1:
-        return [("1f1b", 1)]
+        return [(DEFAULT_SCHEDULE, 1)]
     counts = [count for count in CHUNK_COUNTS if pp * count <= num_layers]
     hides_slow_links = is_heterogeneous(request.cluster)
     single: list[tuple[str, int]] = []

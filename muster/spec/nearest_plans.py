@@ -10,6 +10,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name
 from muster.spec.rules import as_by_default, repaired
+from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.supported import RUNTIME_RULES, require_supported_model, unsupported_features
 from muster.spec.units import pluralize
 from muster.spec.workload import Workload
@@ -85,7 +86,7 @@ def _nearest_schedule(plan: Plan, vpp: int) -> str:
     schedules = schedules_for_vpp(vpp)
     if plan.schedule in schedules or plan.schedule_entry.searched:
         return plan.schedule
-    return "1f1b" if vpp == 1 else schedules[0]
+    return DEFAULT_SCHEDULE if vpp == 1 else schedules[0]
 
 
 def _carried_over(strategy: LayerStrategy) -> LayerStrategy:

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError, MusterError
 from muster.spec.mesh_axes import BATCH_AXES, GRAD_SUM_AXES, MESH_AXES, SEQUENCE_AXES, STAGE_AXES, STATE_SHARD_AXES
-from muster.spec.schedules import SCHEDULES, ScheduleEntry, stage_placement
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
 
@@ -166,7 +166,7 @@ class Plan(Frozen):
     """Expert-parallel ranks, over which experts are distributed."""
     etp: PositiveInt = 1
     """Ranks over which each expert is sharded."""
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
     pinned_schedule: PinnedSchedule | None = None
     """Result of a schedule search (auto, exact); None until it has run (`muster.schedule.resolve`), and before that the

@@ -9,7 +9,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.former_names import current_plan_part, report_rename
 from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
-from muster.spec.schedules import SCHEDULES
+from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.suggest import did_you_mean
 
 _RECOMPUTE: dict[str, Recompute] = {
@@ -143,7 +143,7 @@ def _format_parts(plan: Plan) -> list[str]:
         f"mb{plan.micro_batch_size}": True,
         "uneven" + ".".join(map(str, plan.uneven_micro_batches)): bool(plan.uneven_micro_batches),
         strategy.zero: strategy.zero != "z3",
-        "s" + plan.schedule.replace("-", ""): plan.schedule != "1f1b",
+        "s" + plan.schedule.replace("-", ""): plan.schedule != DEFAULT_SCHEDULE,
         f"inflight{plan.max_in_flight_micro_batches or 0:g}": plan.max_in_flight_micro_batches is not None,
         "pv": plan.post_validation,
         "vocab": plan.vocab_parallel,

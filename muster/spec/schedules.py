@@ -93,6 +93,9 @@ class ScheduleEntry:
         return chunks == self.chunks if self.chunks else chunks % self.min_chunks == 0
 
 
+DEFAULT_SCHEDULE = "1f1b"
+"""Schedule of a plan that names none; with one pipeline rank it is plain gradient accumulation."""
+
 SCHEDULES: dict[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry("gpipe:gpipe", "all forwards, then all backwards; bubble (p−1)(tF+tB), memory m", 1),
     "1f1b": ScheduleEntry(

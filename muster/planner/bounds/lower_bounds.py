@@ -23,6 +23,7 @@ from muster.planner.request import PlanRequest
 from muster.planner.space import DataSharding, MeshShape, ScheduleChoice, axis_orders, plan_of_choice, recompute_modes
 from muster.planner.uneven_batch import BatchSplitter
 from muster.spec.plan import Plan, StageSpec, split_evenly
+from muster.spec.schedules import DEFAULT_SCHEDULE
 
 
 class LowerBounds:
@@ -91,7 +92,7 @@ class LowerBounds:
             return 0.0
         key = shape.tp, shape.pp, shape.cp, shape.ep, *sharding
         if key not in self._comm_s:
-            plans = self._plans_by_axis_order(ScheduleChoice(shape, "1f1b", 1, False), sharding)
+            plans = self._plans_by_axis_order(ScheduleChoice(shape, DEFAULT_SCHEDULE, 1, False), sharding)
             examples = [times for plan in plans for times in example_stage_times(self.costs.placed(plan))]
             self._comm_s[key] = min(map(self._all_layers_comm_s, examples))
         return self._value(self._micro_batches(shape) * self._comm_s[key] / shape.pp)
@@ -163,7 +164,7 @@ class LowerBounds:
         key = shape.tp, shape.pp, shape.cp, shape.ep, shape.micro_batch_size, shape.data
         if key not in self._busiest_rank_s:
             num_layers = self.request.model.num_layers
-            plans = self._plans_by_axis_order(ScheduleChoice(shape, "1f1b", 1, False), (1, shape.data, "z1"))
+            plans = self._plans_by_axis_order(ScheduleChoice(shape, DEFAULT_SCHEDULE, 1, False), (1, shape.data, "z1"))
             loads = (rank_loads(plan, num_layers, self.costs.pass_times) for plan in plans)
             self._busiest_rank_s[key] = min(min_busiest_rank_s(ranks, num_layers) for ranks in loads)
         return self._busiest_rank_s[key]
