@@ -4,8 +4,8 @@
 
 Sleeping passes need no core, so the bubbles of 4 ranks show on 2 cores too. How long a pass really sleeps and a p2p
 transfer takes is measured in the same run, one at a time. Prints, per schedule, simulated and measured makespan
-(median and spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with a norm of all ranks before
-each, and with that norm all-reduced during the next step (post-validation), in turn.
+(median and spread over rounds) and their ratio. With --no-wait instead: six steps of each schedule with
+a norm of all ranks before each, and with that norm all-reduced during the next step (post-validation), in turn.
 """
 
 import argparse
