@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.flops import train_flops_per_token
 from muster.cost.memory.forecast import MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
@@ -99,6 +100,8 @@ class Prediction:
     fits: bool | None
     """True if every rank fits; None if a device's memory is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
+    optim: OptimConfig | None = None
+    """Optimizer; None: AdamW."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -112,12 +115,13 @@ class Prediction:
             return []
 
         def step_time_s(plan: Plan) -> float:
-            prediction = predict(self.model, plan, self.workload, self.cluster, framework=self.framework, cache=cache)
-            return prediction.step_time_s
+            own = self.model, plan, self.workload, self.cluster
+            return predict(*own, framework=self.framework, cache=cache, optim=self.optim).step_time_s
 
         cache = CostCache()
 
-        return memory_fixes(self.model, self.plan, self.workload, self.cluster, self.framework, step_time_s)
+        own = self.model, self.plan, self.workload, self.cluster
+        return memory_fixes(*own, self.framework, step_time_s, optim=self.optim)
 
     @property
     def tokens_per_s(self) -> float:
@@ -204,10 +208,12 @@ def predict(
     times: OpTimes | None = None,
     framework: FrameworkTraits | None = None,
     cache: CostCache | None = None,
+    optim: OptimConfig | None = None,
 ) -> Prediction:
     """Predict the time and memory of a plan's step: lower the plan to its Program and simulate it.
 
-    `framework`: the framework that trains (default: Muster). `program` (from `build_program`) and `times` (from
+    `framework`: the framework that trains (default: Muster). `optim`: its optimizer (default: AdamW).
+    `program` (from `build_program`) and `times` (from
     `plan_times`) may be passed in to save their computation: plans with the same schedule, micro-batches and ZeRO level
     have the same Program. Calls that share a `cache` share the costs of equal layers and stages.
 
@@ -220,12 +226,13 @@ def predict(
     plan = resolve_schedule(plan, model, workload)
     longest = program or build_program(plan, model, workload)
     if plan.uneven_micro_batches:
-        program, times = _slowest_data_rank(model, plan, workload, cluster, framework, cache or CostCache())
+        program, times = _slowest_data_rank(model, plan, workload, cluster, framework, cache or CostCache(), optim)
     else:
-        program, times = longest, times or plan_times(model, plan, workload, cluster, framework, cache=cache)
+        program = longest
+        times = times or plan_times(model, plan, workload, cluster, framework, cache=cache, optim=optim)
     found_s, make_timeline = simulate_parts(program, times)
     round_s = sum(found_s.values())
-    found = forecast_memory(model, plan, workload, cluster, longest, framework)
+    found = forecast_memory(model, plan, workload, cluster, longest, framework, optim=optim)
     return Prediction(
         model,
         plan,
@@ -241,6 +248,7 @@ def predict(
         framework,
         found.fits,
         make_timeline,
+        optim,
     )
 
 
@@ -251,6 +259,7 @@ def _slowest_data_rank(
     cluster: ClusterSpec,
     framework: FrameworkTraits | None,
     cache: CostCache,
+    optim: OptimConfig | None,
 ) -> tuple[Program, OpTimes]:
     """Return the Program and the times of the slowest data-parallel ranks under uneven micro-batches.
 
@@ -264,7 +273,8 @@ def _slowest_data_rank(
             key = number, plan.num_micro_batches(workload, data_rank)
             if key not in candidates:
                 program = build_program(plan, model, workload, data_rank=data_rank)
-                candidates[key] = program, plan_times(model, plan, workload, cluster, framework, data_rank, cache)
+                times = plan_times(model, plan, workload, cluster, framework, data_rank, cache, optim)
+                candidates[key] = program, times
     return max(candidates.values(), key=lambda pair: sum(simulate_parts(*pair)[0].values()))
 
 

@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.memory.device_overhead import device_overhead
 from muster.cost.memory.liveness import (
     AllocationOrder,
@@ -111,11 +112,12 @@ def forecast_memory(
     program: Program,
     framework: FrameworkTraits | None = None,
     kernel_workspace: KernelWorkspace | None = None,
+    optim: OptimConfig | None = None,
 ) -> MemoryForecast:
     """Forecast the peak memory of each rank as it runs the Program.
 
     `framework`: the framework whose storage is modelled (default: Muster). `kernel_workspace`: the temporary memory of
-    kernels (default: that of the cluster's first device).
+    kernels (default: that of the cluster's first device). `optim`: the optimizer in native storage (default: AdamW).
     """
     found = []
     cache: InstructionMemoryCache = {}
@@ -123,7 +125,7 @@ def forecast_memory(
     tightest = _tightest_ranks(plan, cluster)
     shares = host_shares_bytes(plan, cluster)
     for pp_rank, stages in enumerate(
-        _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, kernel_workspace)
+        _stage_memory_by_pp_rank(model, plan, workload, cluster, framework, kernel_workspace, optim=optim)
     ):
         peak_instruction, terms = peak_terms(orders[pp_rank], stages, cache)
         rank = tightest[pp_rank]
@@ -213,6 +215,7 @@ def _stage_memory_by_pp_rank(
     framework: FrameworkTraits | None = None,
     kernel_workspace: KernelWorkspace | None = None,
     cache: StageMemoryCache | None = None,
+    optim: OptimConfig | None = None,
 ) -> list[dict[int, StageMemory]]:
     """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
     framework = framework or FrameworkTraits()
@@ -225,7 +228,7 @@ def _stage_memory_by_pp_rank(
             cache[key] = (
                 megatron_stage_memory(model, plan, workload, stage, framework)
                 if framework.storage == "megatron"
-                else native_stage_memory(model, plan, workload, stage, kernel_workspace)
+                else native_stage_memory(model, plan, workload, stage, kernel_workspace, optim)
             )
         found[pp_rank][stage] = cache[key]
     return found

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.memory.forecast import MemoryForecast, forecast_memory
 from muster.schedule.build import build_program
 from muster.spec.cluster import ClusterSpec
@@ -52,6 +53,7 @@ def memory_fixes(
     framework: FrameworkTraits | None,
     evaluate: Callable[[Plan], float],
     max_fixes: int = 3,
+    optim: OptimConfig | None = None,
 ) -> list[MemoryFix]:
     """Return the cheapest plans that fit and differ from `plan` in as few changes as needed, cheapest first.
 
@@ -74,7 +76,7 @@ def memory_fixes(
             if plan_violations(other, model, workload, plan.world_size):
                 continue
             tried += 1
-            found = _forecast(model, other, workload, cluster, framework)
+            found = _forecast(model, other, workload, cluster, framework, optim)
             if found is not None and found.fits:
                 fitting.append((tuple(name for name, _ in chosen), other, found))
         if len(fitting) >= max_fixes:
@@ -88,10 +90,16 @@ def memory_fixes(
 
 
 def _forecast(
-    model: ModelSpec, plan: Plan, workload: Workload, cluster: ClusterSpec, framework: FrameworkTraits | None
+    model: ModelSpec,
+    plan: Plan,
+    workload: Workload,
+    cluster: ClusterSpec,
+    framework: FrameworkTraits | None,
+    optim: OptimConfig | None,
 ) -> MemoryForecast | None:
     try:
-        return forecast_memory(model, plan, workload, cluster, build_program(plan, model, workload), framework)
+        program = build_program(plan, model, workload)
+        return forecast_memory(model, plan, workload, cluster, program, framework, optim=optim)
     except InfeasibleError:  # there is no time for its offload
         return None
 

@@ -9,13 +9,14 @@ layer frees as much as the one before. Follows the runtime buffer by buffer, as 
 
 from dataclasses import dataclass
 
+from muster.config.optim_config import OptimConfig
 from muster.cost.activations import (
     mlp_activation_bytes,
     mlp_inner_bytes,
     offloaded_activation_bytes,
     vocab_parallel_bytes,
 )
-from muster.cost.memory.native_storage import ADAMW_STATE_PER_PARAM, NativeStorage
+from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
 from muster.cost.precision_bytes import MemoryTerms
@@ -54,10 +55,10 @@ def native_stage_memory(
     workload: Workload,
     stage: int,
     kernel_workspace: KernelWorkspace,
-    state_numbers: float = ADAMW_STATE_PER_PARAM,
+    optim: OptimConfig | None = None,
 ) -> StageMemory:
-    """Return the memory of a stage in native storage. `state_numbers`: elements of optimizer state per parameter."""
-    own = NativeStorage(spec, plan, workload, stage, state_numbers)
+    """Return the memory of a stage in native storage. The optimizer is AdamW if `optim` is None."""
+    own = NativeStorage(spec, plan, workload, stage, optim)
     moments = _StagePeaks(own, kernel_workspace)
     # Each receive is posted ahead of its use, and one gradient is being sent to the stage before.
     buffers = 2 * plan.receives_activations(stage) + plan.sends_activations(stage)

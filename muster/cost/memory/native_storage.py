@@ -6,6 +6,8 @@ buffer by buffer; `muster memory-check` compares it with PyTorch's accounting of
 
 from dataclasses import dataclass
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import mean_state_bytes
 from muster.cost.activations import (
     PassSizes,
     layer_activation_bytes,
@@ -16,7 +18,7 @@ from muster.cost.activations import (
 )
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
 from muster.cost.precision_bytes import MemoryTerms, compute_bytes, master_bytes
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload
 
@@ -28,11 +30,17 @@ class NativeStorage:
     """One stage on its first rank; all quantities in bytes."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, state_numbers: float = ADAMW_STATE_PER_PARAM
+        self, spec: ModelSpec, plan: Plan, workload: Workload, stage: int, optim: OptimConfig | None = None
     ) -> None:
-        """Compute the sizes of a stage. `state_numbers`: elements of optimizer state per parameter."""
-        self.spec, self.plan, self.index, self.state_numbers = spec, plan, stage, state_numbers
+        """Compute the sizes of a stage. The optimizer is AdamW if `optim` is None."""
+        self.spec = spec
+        self.plan = plan
+        self.index = stage
         self.compute_size, self.master_size = compute_bytes(plan.precision), master_bytes(plan.precision)
+        self.state_per_param = ADAMW_STATE_PER_PARAM
+        if optim is not None:
+            state_bytes = mean_state_bytes(optim, dict(parameter_shapes(spec)), self.master_size)
+            self.state_per_param = state_bytes / self.master_size
         self.sizes: PassSizes = pass_sizes(spec, plan, workload, stage)
         self.param_shards: StageParamShards = stage_param_shards(spec, plan, stage)
         self.layers = list(plan.layers(stage, spec.num_layers))
@@ -65,7 +73,7 @@ class NativeStorage:
     def optimizer(self) -> int:
         """Bytes of the optimizer's state; 0 if it is offloaded to host memory (arXiv:2101.06840)."""
         offloaded = self.plan.default_strategy.offload in ("optimizer", "all")
-        return 0 if offloaded else int(self.parameters * self.state_numbers)
+        return 0 if offloaded else int(self.parameters * self.state_per_param)
 
     @property
     def gradients(self) -> int:
@@ -81,7 +89,7 @@ class NativeStorage:
 
         Parameters, optimizer state, gradients, and gathered parameters if these are kept between passes.
         """
-        sharded = held.shard_numel * self.master_size * (1 + (self.optimizer > 0) * self.state_numbers)
+        sharded = held.shard_numel * self.master_size * (1 + (self.optimizer > 0) * self.state_per_param)
         gathered = 0 if self.is_unsharded or self.zero == "z3" else held.unsharded_numel * self.compute_size
         return int(sharded) + self.gradients_of(held) + gathered
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.precision_bytes import compute_bytes
 from muster.cost.time.collectives import CommGroup, all_reduce_s, p2p_s
@@ -21,7 +23,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Mesh, Plan
 from muster.spec.workload import Workload
 
@@ -45,16 +47,19 @@ def plan_times(
     framework: FrameworkTraits | None = None,
     data_rank: int | None = None,
     cache: CostCache | None = None,
+    optim: OptimConfig | None = None,
 ) -> OpTimes:
     """Return the seconds of each (kind, stage) of the plan's Program, and of each p2p transfer between stages.
 
     The plan's ranks are laid on the cluster's devices in order. The times are those of the pipeline of `data_rank`, or
     of the slowest device and link of each stage where it is None. On a measured machine they are those of Muster's own
     kernels (`profiled_times`). Calls with one `cache` share the costs of equal layers and stages.
+    The optimizer is AdamW if `optim` is None.
+
     Raises InfeasibleError where the cluster has fewer devices, ConfigError where a device's rates are unknown.
     """
     if cluster.device.rates is not None:
-        return profiled_times(model, plan, workload, cluster.device.rates)
+        return profiled_times(model, plan, workload, cluster.device.rates, optim)
     setting = place_plan(model, plan, workload, cluster, framework, data_rank, cache)
     examples = example_stage_times(setting)
     stages = [examples[kind] for kind in setting.stage_kinds.kind_by_stage.tolist()]
@@ -67,7 +72,7 @@ def plan_times(
         seconds.update(_vocab_parallel_times(setting))
     whole = setting if data_rank is None else replace(setting, data_rank=None)  # all wait for the slowest
     seconds[Kind.GRAD_NORM, -1], seconds[Kind.STEP, -1] = per_step_s(
-        whole, examples if data_rank is None else example_stage_times(whole)
+        whole, examples if data_rank is None else example_stage_times(whole), optim
     )
     hops = {}
     for stage, pair in enumerate(stage_p2p_times(setting)):
@@ -139,8 +144,14 @@ def data_ranks_by_kind(setting: PlacedPlan, links: bool = True) -> dict[Hashable
     return found
 
 
-def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[float, float]:
-    """Return the seconds of gradient norm and optimizer step on the slowest rank, from `example_stage_times`."""
+def per_step_s(
+    setting: PlacedPlan, examples: Sequence[StageTimes], optim: OptimConfig | None = None
+) -> tuple[float, float]:
+    """Return the seconds of gradient norm and optimizer step on the slowest rank, from `example_stage_times`.
+
+    The update streams the bytes that the optimizer's entry in `muster.config.optimizers` declares; None: AdamW.
+    """
+    update_bytes = _update_bytes(setting.model, optim)
     owned = np.array([at.param_communication.shard_numel for at in examples])[setting.stage_kinds.kind_by_stage]
     held = np.bincount(setting.placement, owned, setting.plan.pp)
     if setting.cluster.is_uniform:
@@ -151,7 +162,12 @@ def per_step_s(setting: PlacedPlan, examples: Sequence[StageTimes]) -> tuple[flo
         most = [(device, float(held[rank])) for rank, device in devices.items()]
     norm_s = all_reduce_s(setting.group(0, ((1, setting.world_size),)), 32)
     norm_s += max(stream_s(device, GRAD_NORM_BYTES * count) for device, count in most)
-    return norm_s, STEP_HOST_S + max(stream_s(device, ADAMW_UPDATE_BYTES * count) for device, count in most)
+    return norm_s, STEP_HOST_S + max(stream_s(device, update_bytes * count) for device, count in most)
+
+
+def _update_bytes(model: ModelSpec, optim: OptimConfig | None) -> float:
+    """Return the bytes that an update moves per element, counted for fp32 master weights and bf16 passes."""
+    return ADAMW_UPDATE_BYTES if optim is None else mean_update_bytes(optim, dict(parameter_shapes(model)), 4, 2)
 
 
 def _stages_with_step_sums(setting: PlacedPlan) -> Iterable[int]:

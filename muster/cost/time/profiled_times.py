@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+from muster.config.optim_config import OptimConfig
+from muster.config.optimizer_state import mean_update_bytes
 from muster.cost.activations import offloaded_activation_bytes
 from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.cost.time.op_times import OpTimes, P2PTime
@@ -19,15 +21,19 @@ from muster.layout.tensor_layout import chunk_bounds, stage_shards, stages_on
 from muster.schedule.action import Kind
 from muster.spec.errors import InfeasibleError
 from muster.spec.machine_rates import MachineRates
-from muster.spec.model import ModelSpec
+from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
 
 _STEP_REPORT_BYTES = 32
 
 
-def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates) -> OpTimes:
+def profiled_times(
+    model: ModelSpec, plan: Plan, workload: Workload, machine: MachineRates, optim: OptimConfig | None = None
+) -> OpTimes:
     """Return the seconds of every instruction of the plan, on the busiest rank of each stage.
+
+    An optimizer other than AdamW (None) takes AdamW's profiled time, scaled by the bytes that it declares per element.
 
     Raises InfeasibleError for plans whose kernels a profile doesn't have, ConfigError for a precision without
     measurements.
@@ -43,8 +49,9 @@ def profiled_times(model: ModelSpec, plan: Plan, workload: Workload, machine: Ma
             seconds[kind, stage] = contention * (time_s + sum(within_s.values()))
             if within_s:
                 exposed_s[kind, stage] = {axis: contention * axis_s for axis, axis_s in within_s.items()}
+    per_step = [_per_step_times(rates, model, plan, pp_rank, optim) for pp_rank in range(plan.pp)]
     for kind in (Kind.GRAD_NORM, Kind.STEP):
-        seconds[kind, -1] = max(_per_step_times(rates, model, plan, pp_rank)[kind] for pp_rank in range(plan.pp))
+        seconds[kind, -1] = max(times_s[kind] for times_s in per_step)
     cores = machine.cores or None
     processes = tuple(plan.mesh(pp_rank).num_ranks for pp_rank in range(plan.pp))
     return OpTimes(
@@ -304,7 +311,9 @@ def _p2p_times(
     return found
 
 
-def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int) -> dict[str, float]:
+def _per_step_times(
+    rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_rank: int, optim: OptimConfig | None
+) -> dict[str, float]:
     """Return the seconds of gradient norm and optimizer step on one pipeline rank."""
     stages = stages_on(plan, pp_rank)
     mesh, level = plan.mesh(pp_rank), storage_level(plan, stages[0])
@@ -318,9 +327,13 @@ def _per_step_times(rates: RateInterpolator, model: ModelSpec, plan: Plan, pp_ra
         base, layer = (rates.overhead(overhead_name(level, kind, part)) for part in ("base", "layer"))
         return max(0.0, base + layer * layers)
 
-    add_up_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
+    updated = total
+    if optim is not None:
+        shapes = dict(parameter_shapes(model))
+        updated = round(total * mean_update_bytes(optim, shapes, 4, 2) / mean_update_bytes(None, shapes, 4, 2))
+    all_reduce_s = rates.collective("all_reduce", plan.world_size, _STEP_REPORT_BYTES)
     contention = rates.contention(level)
     return {
-        Kind.GRAD_NORM: contention * (add_up_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
-        Kind.STEP: contention * (rates.kernel("scale", total) + rates.kernel("adamw", total) + overhead(Kind.STEP)),
+        Kind.GRAD_NORM: contention * (all_reduce_s + rates.kernel("gradient norm", total) + overhead(Kind.GRAD_NORM)),
+        Kind.STEP: contention * (rates.kernel("scale", total) + rates.kernel("adamw", updated) + overhead(Kind.STEP)),
     }
