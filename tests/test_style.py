@@ -1,0 +1,63 @@
+"""The style of the code: docstrings that stand by themselves, files and functions of readable length."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import muster
+
+PACKAGE = Path(muster.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FORBIDDEN = {"What", "Whether", "How", "Where", "Of", "Those", "By", "Why", "Which", "Who", "That", "Such"}
+"""First words of sentences that need the name or the line above them."""
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring: of modules, classes, functions, and of the names above a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    if isinstance(statement.value.value, str):
+                        yield statement.lineno, statement.value.value
+
+
+def first_word(text: str) -> str:
+    words = text.split()
+    return words[0].strip(",.:;") if words else ""
+
+
+@pytest.mark.parametrize("text", ["What a plan holds.", "Of the best, how many.", "\n    Whether it fits."])
+def test_docstrings_that_need_another_line_are_found(text):
+    (found,) = docstrings(ast.parse(f'"""{text}"""'))
+    assert first_word(found[1]) in FORBIDDEN
+
+
+def test_docstrings_stand_by_themselves():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
+        for path in FILES
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if first_word(text) in FORBIDDEN
+    ]
+    assert not found
+
+
+def test_files_and_functions_are_short():
+    long = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > MAX_FILE_LINES:
+            long.append(f"{path.relative_to(PACKAGE)}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}: {lines} lines")
+    assert not long
