@@ -19,13 +19,13 @@ MAX_FUNCTION_LINES = 80
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every docstring: of modules, classes, functions, and of the names above a string."""
+    """Yield the line and the text of every docstring of modules, classes and functions, and of names above a string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in node.body:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                    if isinstance(statement.value.value, str):
-                        yield statement.lineno, statement.value.value
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield statement.lineno, value.value
 
 
 def first_word(text: str) -> str:
