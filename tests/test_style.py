@@ -49,6 +49,45 @@ def test_docstrings_stand_by_themselves():
     assert not found
 
 
+def runtime_imports(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports when it runs, wherever in it, without imports for type checkers."""
+    stack: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        stack += ast.iter_child_nodes(node)
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves through others, found by dropping modules without open imports."""
+    left = {module: set(names) for module, names in imports.items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    while free := [module for module in left if not any(module in names for names in left.values())]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_module_imports_itself_through_others():
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
+    modules = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    imports = {name: {other for other in runtime_imports(path) if other in modules} for name, path in modules.items()}
+    assert not circles(imports)
+
+
 def test_files_and_functions_are_short():
     long = []
     for path in FILES:
