@@ -1,4 +1,13 @@
-"""Placement of weight backwards: an order of F and I is given, and W goes where it costs least."""
+"""Placement of weight backwards: an order of F and I is given, and W goes where it costs least.
+
+F and I carry data to other ranks, so that delaying them delays others; W only has to be done by the end, and frees its
+micro-batch's activations. So the order of F and I is kept, and W fills the gaps (zero bubble, Qi et al. 2023,
+arXiv:2401.10241, §3.1). The run is event-driven: an event is a moment at which a rank becomes free or an input arrives.
+
+A waiting rank begins a W unless the W delays the next pass by more than it gains: `patience` weighs the two. With a W
+of 1 s and the next input in 0.6 s, W fills 0.6 s of idle time and delays the pass by 0.4 s: the rank runs W if
+0.6 ≥ patience · 0.4.
+"""
 
 from heapq import heappop, heappush
 from math import inf
@@ -13,15 +22,8 @@ def place_weight_grads(
 ) -> TimedPasses | None:
     """Run a given order of F and I, and place each W while its rank waits or where an F needs the memory.
 
-    Idea: F and I carry data to other ranks, so that delaying them delays others; W only has to be done by the end and
-    frees its micro-batch's activations. So the order of F and I is kept, and W fills the gaps (zero bubble, Qi et al.
-    2023, arXiv:2401.10241, §3.1). The run is event-driven: an event is a moment at which a rank becomes free or an
-    input arrives.
-
-    A waiting rank begins a W unless the W delays the next pass by more than it gains: `patience` weighs the two. With a
-    W of 1 s and the next input in 0.6 s, W fills 0.6 s of idle time and delays the pass by 0.4 s: the rank runs W if
-    0.6 ≥ patience · 0.4. An I may overtake up to `overtake` passes whose inputs are missing. `orders` holds only codes
-    of F and I, per rank. Returns None if the order gets stuck (for memory or at all) or can't end by `deadline_s`.
+    `orders` holds the codes of F and I, per rank. An I may overtake up to `overtake` passes whose inputs are missing.
+    Returns None if the order gets stuck (for memory or at all) or can't end by `deadline_s`.
     """
     count, times_s, placement, p2p_s = problem.num_micro_batches, problem.times_s, problem.placement, problem.p2p_s
     last = problem.num_stages - 1
@@ -55,10 +57,8 @@ def place_weight_grads(
             else:
                 urgent = True
             if code < 0 and overtake:
-                for place in range(2, min(overtake + 1, len(order)) + 1):
-                    if order[-place] >= num_passes and come_s[order[-place]] <= now_s + _EPSILON_S:
-                        code = order[-place]
-                        break
+                place = _overtaking_place(order[-overtake - 1 : -1], num_passes, come_s, now_s)
+                code = order[-place] if place else -1
         if code < 0:
             if begun[rank] == len(weights[rank]):
                 continue
@@ -97,3 +97,11 @@ def place_weight_grads(
         if to >= 0 and to != rank and free_s[to] <= arrival_s:
             heappush(events, (arrival_s, to))
     return TimedPasses(max(free_s), passes) if len(passes) == problem.num_passes else None
+
+
+def _overtaking_place(waiting: list[int], num_passes: int, come_s: list[float], now_s: float) -> int:
+    """Return the place from the end of the order of the first I behind its head that could run now, or 0."""
+    for place, code in enumerate(reversed(waiting), 2):
+        if code >= num_passes and come_s[code] <= now_s + _EPSILON_S:
+            return place
+    return 0
