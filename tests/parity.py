@@ -141,7 +141,7 @@ def short_documents() -> str:
 def reference(
     config_json: str, cache: str, precision: str, steps: int, start: Callable[..., Tensor] = initial_value
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of `steps` steps and of a held-out batch after them, and the first step's gradients before clipping."""
+    """Losses of `steps` steps and of a validation batch after them, and the first step's gradients before clipping."""
     config = RunConfig.model_validate_json(config_json)
     dataset, spec = open_data(config, cache), config.model
     model = Decoder(spec, range(spec.num_layers), first=True, last=True)

@@ -171,7 +171,7 @@ def stop(run: Path, command: list, at_step: int, victim: int) -> None:
     assert (ended.code, ended.err) == (75, "")
     assert exit_of(run)["code"] == 75
     last = steps(run)[-1]
-    assert f"stopped after step {last} as asked" in ended.out
+    assert f"stopped after step {last} on request" in ended.out
     latest = find_latest(run / "checkpoints")
     assert latest is not None
     assert read_manifest(latest).step == last < 20
