@@ -275,6 +275,9 @@ def test_each_wrong_value_gets_its_own_line():
     [
         ("extends: tiny\ntrain:\n  stepz: 3\n", "train.stepz: unknown key; did you mean 'steps'? (from {file}:3)"),
         ("extends: tiny\nseed: -3\n", "seed: expected a whole number >= 0, got -3 (from {file}:2)"),
+        ("extends: tiny\nversion: two\n", "{file}:2: version: expected 1 or 2, got 'two'"),
+        ("extends: tiny\nversion: 0\n", "{file}:2: version: expected 1 or 2, got 0"),
+        ("extends: tiny\nversion: 3\n", "version 3 is of a newer Muster"),
         ("extends: tiny\nseed: 1\nseed: 2\n", "{file}:3: seed is given twice, first in line 2"),
         ("extends: tiny\ntrain: [1]\n", "train: expected a mapping"),
         ("extends: tinny\n", "there is no preset 'tinny'; did you mean 'tiny'?"),

@@ -63,6 +63,16 @@ def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer(capsys, *runs)["differences"] == []
 
 
+def test_former_names_of_keys_are_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, metrics(3)) for name in "ab"]
+    file = runs[1] / "config.yaml"
+    text = file.read_text()
+    assert "hang_timeout_s:" in text
+    assert "version: 2" in text
+    file.write_text(text.replace("hang_timeout_s:", "hang_s:").replace("version: 2", "version: 1", 1))
+    assert answer(capsys, *runs)["differences"] == []
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

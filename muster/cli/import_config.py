@@ -50,7 +50,7 @@ def _show(found: "ImportedConfig", output: Path | None) -> None:
     if output is None:
         print(found.yaml())
     carried = found.conversion
-    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.dropped)} options not")
+    print(f"{carried.program}: {len(carried.values)} values carried over, {len(carried.dropped)} options left out")
     for one in carried.dropped:
         value = "" if one.value is True or one.value is None else f" {one.value}"
         print(f"not carried over: {one.option}{value}: {one.reason}")

@@ -290,4 +290,4 @@ def _compare(request: "CompareRequest") -> None:
     made, refused = compare_schedules(request)
     table_console().print(schedule_comparison(made), soft_wrap=True)
     for name, reason in refused:
-        print(f"{name} is not possible: {reason}")
+        print(f"{name} is left out: {reason}")

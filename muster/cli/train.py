@@ -104,7 +104,7 @@ def _show(resolved: "ResolvedConfig", nproc: int | None, run_dir: Path, nodes: "
         f" instructions: {', '.join(f'{count} {lane}' for lane, count in lanes.items())}"
     )
     if plan.uneven_micro_batches:
-        print("         that number of micro-batches is of the data-parallel ranks with the most")
+        print("         the number of micro-batches is that of the data-parallel ranks with the most")
     print(f"         can be run; peak activations by pipeline rank, in micro-batches: {peaks}")
     for line in (*chosen.lines, *filter(None, [chosen.step_line])):
         print(line)

@@ -274,10 +274,16 @@ class _Migration:
 
 
 def _version(file_format: Format, given: Any, source: str) -> int | None:
-    """Return the schema version of a file: the first where it names none. Raises ConfigError for one of the future."""
+    """Return the schema version of a file: the first where it names none.
+
+    Raises ConfigError for a later version, and for a value that is no version.
+    """
     known = SCHEMAS.get(file_format)
-    if given is None or known is None or isinstance(given, bool) or not str(given).isdecimal():
+    if given is None or known is None:
         return 1 if given is None else None
+    if isinstance(given, bool) or not str(given).isdecimal() or int(given) < 1:
+        choices = " or ".join(str(version) for version in range(1, known + 1))
+        raise ConfigError(f"{source}: version: expected {choices}, got {given!r}")
     if int(given) > known:
         raise ConfigError(
             f"{source}: version {given} is of a newer Muster; this one reads {file_format} files up to version {known}"

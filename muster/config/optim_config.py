@@ -38,9 +38,10 @@ class OptimConfig(Frozen):
     muon_lr_ratio: Positive = 1.0
     """The learning rate of muon's matrices as a multiple of that of all else."""
     muon_precision: Literal["fp32", "bf16"] = "fp32"
-    """In which muon's matrices are sent and made orthogonal; fp32 stands for that of the master weights."""
+    """Precision in which Muon sends and orthogonalizes matrices; fp32 means that of the master weights."""
     weight_decay: NonNegative = 0.1
-    """Times the learning rate: what matrices lose per step. Norms, biases and embeddings lose nothing."""
+    """Decoupled weight decay of matrices: each step subtracts learning rate · weight_decay · weight. Norms, biases and
+    embeddings have none."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to its highest."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"

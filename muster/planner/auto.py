@@ -92,8 +92,8 @@ def _choose(resolved: ResolvedConfig, world_size: int | None, nodes: int) -> Cho
     evaluated, machine = _search_process_counts(resolved, world_size, nodes)
     step_ms = evaluated.prediction.step_time_s * 1e3
     step_line = (
-        f"      {step_ms:,.4g} ms a step by these times; a run times its passes anew before it begins, and prints the"
-        " step time that follows"
+        f"      {step_ms:,.4g} ms a step by these times; a run measures its passes again before it starts, and prints"
+        " the resulting step time"
     )
     plan = _with_requested_schedule(evaluated.plan, config.parallel)
     return ChosenPlan(plan, tuple(_lines(evaluated, machine)), step_line)

@@ -29,7 +29,7 @@ def converted_lines(facts: Facts) -> list[str]:
         f" {format_bytes(facts['bytes'])}, {facts['dtype']}, from {source['path']}{step}"
     ]
     if target["format"] == "hf":
-        came = {None: "none: --tokenizer DIR takes them from a directory", "bytes": "of single bytes, as the run's"}
+        came = {None: "none: --tokenizer DIR takes them from a directory", "bytes": "bytes, as in the run"}
         lines.append(f"tokenizer: {came.get(facts['tokenizer'], 'from ' + str(facts['tokenizer']))}")
     return lines
 

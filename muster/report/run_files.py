@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from muster.config.load_config import load_plan
+from muster.config.migrations import migrate
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
 from muster.spec.plan import Plan
@@ -69,7 +70,7 @@ def _read(directory: Path, name: str) -> RunRecord:
         raise ConfigError(
             f"{directory} has no steps: its metrics.jsonl is empty or missing, so nothing can be compared"
         )
-    tree = _yaml(directory / "config.yaml")
+    tree = migrate("run", _yaml(directory / "config.yaml"), str(directory / "config.yaml"))
     config = {key: value for key, value in flatten(tree) if not key.startswith("parallel.")}
     return RunRecord(name, directory, load_plan(directory / "plan.yaml"), config, metrics, _result(directory))
 

@@ -61,7 +61,9 @@ def check_collectives(program: Program) -> None:
         if busy - synced:
             stage = min(busy - synced)
             rank = program.placement[stage]
-            raise ProgramError(f"{stage}SYNC is missing on rank {rank}, though other stages have theirs")
+            raise ProgramError(
+                f"{stage}{Kind.ALL_REDUCE_TP} is missing on rank {rank}, though other stages have theirs"
+            )
     _check_pairwise_collectives(program)
     for action in sorted(
         {one for actions in found for one in actions if one.kind in (Kind.GRAD_NORM, Kind.GRAD_NORM_ASYNC, Kind.STEP)}

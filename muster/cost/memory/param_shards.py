@@ -123,7 +123,7 @@ def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...])
 
 
 def _shard_by_tp(spec: ModelSpec, name: str, size: list[int], tp: int) -> None:
-    """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tensor_slice` does."""
+    """Change `size` to that on the first of `tp` ranks, as `muster.layout.tensor_layout.tp_shard` does."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     is_bias = name.endswith(".bias")
     if tp == 1 or (kind in _ROW_PARALLEL and is_bias) or ".shared_gate" in name or "join" in name:

@@ -1,6 +1,6 @@
 """Llama 2 to 3.2, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, Seed-OSS and Phi-3: nearly the same keys and tensors.
 
-The rotary pairs of these weights are in the order that `muster.model.kernels.rotate` expects.
+The rotary pairs of these weights are in the order that `muster.model.kernels.apply_rotary` expects.
 """
 
 from collections.abc import Iterator
