@@ -21,10 +21,13 @@ MIN_OFFLOAD_GAP = 2 * PASSES_FOR_COPY + 2
 def offload_intervals(order: Sequence[Action], stages: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield the index of each forward of `stages` whose activations can be offloaded, and of its first backward."""
     forwards: dict[tuple[int, int], int] = {}
+    # Looking up a member of an enumeration costs more than the rest of the loop.
+    forward = Kind.F
+    backwards = (Kind.B, Kind.I)
     for place, (kind, stage, micro_batch, *_) in enumerate(order):
-        if kind == Kind.F and stage in stages:
+        if kind == forward and stage in stages:
             forwards[stage, micro_batch] = place
-        elif kind in (Kind.B, Kind.I):
+        elif kind in backwards:
             first = forwards.get((stage, micro_batch), place)
             if place - first >= MIN_OFFLOAD_GAP:
                 yield first, place

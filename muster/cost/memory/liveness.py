@@ -120,10 +120,14 @@ class AllocationOrder:
         if not any(kind == Kind.OFFLOAD for kind, _ in self.keys):
             return 0
         change = np.zeros(len(self.codes) + 1, np.int64)
-        offloaded = {action[1:3] for action in self.actions if action.kind == Kind.OFFLOAD}
+        # Looking up a member of an enumeration costs more than the rest of the loop.
+        offload = Kind.OFFLOAD
+        forward = Kind.F
+        passes = (Kind.F, Kind.B, Kind.I)
+        offloaded = {action[1:3] for action in self.actions if action[0] == offload}
         for position, (kind, stage, micro_batch, *_) in enumerate(self.actions):
-            if (stage, micro_batch) in offloaded and kind in (Kind.F, Kind.B, Kind.I):
-                change[position] += sizes.get(stage, 0) * (1 if kind == Kind.F else -1)
+            if (stage, micro_batch) in offloaded and kind in passes:
+                change[position] += sizes.get(stage, 0) * (1 if kind == forward else -1)
         return int(np.cumsum(change).max(initial=0))
 
 
