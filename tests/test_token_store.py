@@ -160,7 +160,10 @@ def _edit_header(directory: Path, **change: object) -> None:
         ),
         (lambda d: (d / "tokens-00000.bin").unlink(), "tokens-00000.bin has 0 bytes"),
         (lambda d: os.truncate(d / "documents.bin", 8), "documents.bin has 8 bytes, but store.json says 24; delete"),
-        (lambda d: (d / "store.json").unlink(), "it has no store.json; delete"),
+        (
+            lambda d: (d / "store.json").unlink(),
+            "expected a directory with store.json, which 'muster data prepare' writes",
+        ),
         (lambda d: (d / "store.json").write_text('{"version": 1'), "store.json is damaged; delete"),
         (lambda d: (d / "store.json").write_text("[]"), "store.json is damaged; delete"),
         (lambda d: _edit_header(d, num_tokens=-3), "store.json is damaged; delete"),

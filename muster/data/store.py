@@ -172,7 +172,10 @@ def read_header(directory: Path) -> StoreHeader:
     """Return the header of a store. Raises ConfigError if it is missing, damaged or of a later schema."""
     path = directory / HEADER_FILE
     if not path.is_file():
-        raise ConfigError(f"{directory} is not a token store: it has no store.json; {_REBUILD_HINT}")
+        raise ConfigError(
+            f"{directory} is not a token store: expected a directory with {HEADER_FILE}, which 'muster data prepare'"
+            " writes"
+        )
     try:
         data = json.loads(path.read_bytes())
         version = int(data["version"])
