@@ -40,7 +40,7 @@ soak: $(DEV)
 	failed=
 	for part in $(or $(PART),$$(.venv/bin/python -c 'from tests.soak_parts import PARTS; print(*PARTS)')); do
 	  echo "== soak part $$part"
-	  $(PYTEST) -m soak --soak-part "$$part" -n $(JOBS) --timeout 3600 $(PYTEST_ARGS) || failed="$$failed $$part"
+	  $(PYTEST) -m soak --soak-part="$$part" -n $(JOBS) --timeout 3600 $(PYTEST_ARGS) || failed="$$failed $$part"
 	done
 	[ -z "$$failed" ] || { echo "soak parts that failed:$$failed" >&2; exit 1; }
 
