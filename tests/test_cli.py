@@ -258,6 +258,11 @@ def test_a_former_flag_is_read_and_says_its_new_name(arguments, old, new, capsys
     assert former[1].err == f"muster {verb}: {old} is called {new} now\n" + current[1].err
 
 
+def test_a_flag_under_both_names_is_refused(capsys):
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--comm=0.5", "--p2p-time", "1"]) == 2
+    assert "--p2p-time is given twice, also as --comm, its former name: leave --comm out" in capsys.readouterr().err
+
+
 def test_output_that_nobody_reads_is_no_error():
     nobody, output = os.pipe()
     os.close(nobody)

@@ -19,7 +19,7 @@ from muster.cost.memory.megatron_memory import megatron_stage_memory
 from muster.cost.memory.native_memory import native_stage_memory
 from muster.cost.memory.param_shards import stage_param_shards
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 from muster.layout.tensor_layout import stages_on
 from muster.report.prediction import prediction_lines
 from muster.schedule.build import build_program

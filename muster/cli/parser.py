@@ -49,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Iterable[str], keys: Callable[[], list[str]] = list) -> argparse.Namespace:
         """Parse arguments, all of which must be known; `keys` returns dotted keys for suggestions."""
+        arguments = list(arguments)
+        self._refuse_both_names(arguments)
         args, unknown = self.parse_known_args(self._joined(map(self._renamed, arguments)))
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -73,10 +75,17 @@ class Parser(argparse.ArgumentParser):
         today = self._former_flags().get(flag)
         if today is None:
             return argument
-        from muster.config.migrations import report_rename
+        from muster.config.migrations import report_renames
 
-        report_rename(self.prog, flag, today)
+        report_renames(self.prog, [(flag, today)])
         return f"{today}{equals}{value}"
+
+    def _refuse_both_names(self, arguments: Sequence[str]) -> None:
+        """Raise ConfigError for a flag that is given under its former name and under today's."""
+        given = {argument.partition("=")[0] for argument in arguments}
+        for old, new in self._former_flags().items():
+            if old in given and new in given:
+                self.error(f"{new} is given twice, also as {old}, its former name: leave {old} out")
 
     def _former_flags(self) -> dict[str, str]:
         """Return the former flags of this verb, which are still read, with today's names."""

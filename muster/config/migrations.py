@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from muster.spec.errors import ConfigError
-from muster.spec.former_names import PLAN_PARTS, report_rename
+from muster.spec.former_names import PLAN_PARTS, report_renames
 
 __all__ = [
     "FLAGS",
@@ -32,7 +32,7 @@ __all__ = [
     "FormerValue",
     "migrate",
     "migrate_values",
-    "report_rename",
+    "report_renames",
 ]
 
 Format = Literal["run", "plan", "cluster", "manifest", "profile", "store", "timeline"]
@@ -264,13 +264,13 @@ class _Migration:
         return found
 
     def report(self, source: str) -> None:
-        """Print the renames of a file, or their number where they are many."""
-        if len(self.renames) <= MAX_REPORTED_RENAMES:
-            for place, old, new in self.renames:
-                report_rename(place, old, new)
-        else:
+        """Print the renames of a file in one line, or their number where they are many."""
+        if len(self.renames) > MAX_REPORTED_RENAMES:
             _, old, new = self.renames[0]
-            report_rename(source, f"{len(self.renames)} keys and values have new names; for example, {old}", new)
+            report_renames(source, [(f"{len(self.renames)} keys and values have new names; for example, {old}", new)])
+        else:
+            for place in dict.fromkeys(place for place, _, _ in self.renames):
+                report_renames(place, [(old, new) for at, old, new in self.renames if at == place])
 
 
 def _version(file_format: Format, given: Any, source: str) -> int | None:

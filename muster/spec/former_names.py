@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterable
 
 PLAN_PARTS = {"rsel": "relem", "rattn": "rcore", "ralt": "rmm2", "share": "uneven", "keep": "inflight"}
 """Former part of a plan's short name, or its letters before a number → today's."""
@@ -17,11 +18,13 @@ def current_plan_part(part: str) -> str:
     return PLAN_PARTS[head] + tail
 
 
-def report_rename(source: str, old: str, new: str) -> None:
-    """Print once per process, on stderr, that something in `source` has a new name."""
-    if (source, old) not in _REPORTED:
-        _REPORTED.add((source, old))
-        print(f"{source}: {old} is called {new} now", file=sys.stderr)
+def report_renames(source: str, renames: Iterable[tuple[str, str]]) -> None:
+    """Print on stderr, in one line and once per process, the pairs (former name, today's) found in `source`."""
+    unreported = [(old, new) for old, new in renames if (source, old) not in _REPORTED]
+    _REPORTED.update((source, old) for old, _ in unreported)
+    if unreported:
+        print(f"{source}: {'; '.join(f'{old} is called {new} now' for old, new in unreported)}", file=sys.stderr)
 
 
 _REPORTED: set[tuple[str, str]] = set()
+"""Pairs (source, former name) that have been reported."""

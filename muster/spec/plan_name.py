@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from muster.spec.errors import ConfigError
-from muster.spec.former_names import current_plan_part, report_rename
+from muster.spec.former_names import current_plan_part, report_renames
 from muster.spec.mesh_axes import DEGREE_FIELDS
 from muster.spec.plan import LayerStrategy, Offload, Plan, Precision, Recompute, StageSpec
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -191,7 +191,7 @@ def _parse_parts(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for token in text.strip().split("-"):
         if (current := current_plan_part(token)) != token:
-            report_rename("plan names", token, current)
+            report_renames("plan names", [(token, current)])
         given = _parse_part(current, text)
         if fields.keys() & given.keys():
             raise ConfigError(f"plan name '{text}': '{token}' repeats an earlier part")

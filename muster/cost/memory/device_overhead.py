@@ -1,6 +1,6 @@
 """Device memory besides tensors: context (driver, kernels, libraries), communicators, and fragmentation."""
 
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 from muster.spec.device import DeviceSpec
 from muster.spec.plan import Plan
 

@@ -26,7 +26,7 @@ from muster.cost.memory.native_memory import (
 )
 from muster.cost.memory.param_shards import layer_type
 from muster.cost.memory.stage_memory import StageMemory
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 from muster.layout.mesh import axis_sizes
 from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.program import Program

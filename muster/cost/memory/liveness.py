@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 from muster.schedule.action import BACKWARDS, Action, Kind, Lane
 from muster.schedule.offload import order_with_copies
 from muster.schedule.program import Instruction, Program

@@ -17,7 +17,8 @@ from muster.cost.activations import (
 from muster.cost.memory.fp8_activations import fp8_layer_activation_bytes
 from muster.cost.memory.param_shards import stage_param_shards
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
-from muster.cost.precision_bytes import MemoryTerms, compute_bytes
+from muster.cost.memory.terms import MemoryTerms
+from muster.cost.precision_bytes import compute_bytes
 from muster.schedule.action import Kind
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.model import ModelSpec

@@ -19,7 +19,7 @@ from muster.cost.activations import (
 from muster.cost.memory.native_storage import NativeStorage
 from muster.cost.memory.param_shards import ParamShard
 from muster.cost.memory.stage_memory import PeakCandidate, StageMemory
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 from muster.layout.tensor_layout import chunk_bounds, has_vocab_shard
 from muster.schedule.action import Kind
 from muster.spec.model import ModelSpec

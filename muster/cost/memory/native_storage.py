@@ -17,7 +17,8 @@ from muster.cost.activations import (
     pass_sizes,
 )
 from muster.cost.memory.param_shards import ParamShard, StageParamShards, stage_param_shards
-from muster.cost.precision_bytes import MemoryTerms, compute_bytes, master_bytes
+from muster.cost.memory.terms import MemoryTerms
+from muster.cost.precision_bytes import compute_bytes, master_bytes
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Plan, Recompute
 from muster.spec.workload import Workload

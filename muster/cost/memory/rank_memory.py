@@ -16,7 +16,8 @@ from muster.cost.activations import (
     pass_sizes,
     vocab_parallel_bytes,
 )
-from muster.cost.precision_bytes import MemoryTerms, master_bytes
+from muster.cost.memory.terms import MemoryTerms
+from muster.cost.precision_bytes import master_bytes
 from muster.layout.mesh import MeshCoordinates, coordinates_of
 from muster.layout.tensor_layout import stage_layouts, stage_shards, stages_on
 from muster.spec.errors import InfeasibleError

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muster.cost.precision_bytes import MemoryTerms
+from muster.cost.memory.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True)
