@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from muster.train.verify.sketch import Sketches
 from tests import forks
 from tests.parity import small_run
 from tests.ranks import ROOT, run_ranks
+from tests.verify_ranks import frozen_parameters
 
 SOUND = [
     {"plan": "dp2-z1"},
@@ -49,6 +51,9 @@ SOUND = [
     {"plan": "tp2-sp", "family": "gpt2", "tied": True},
     {"plan": "pp2-szbh1", "family": "gpt2", "precision": "bf16"},
     {"plan": "tp2-sp", "family": "qwen3", "precision": "fp64"},
+    {"plan": "dp2-z1", "frozen": True},
+    {"plan": "tp2-sp", "frozen": True},
+    {"plan": "pp2-szbh1", "frozen": True},
 ]
 SOWN = [
     {"plan": "dp2-z2", "bug": "padding_in_the_loss", "found": ("loss", "loss")},
@@ -84,16 +89,17 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[ParityResult]:
         plan = parse_plan_name(case["plan"], Plan(precision=case.get("precision", "fp32")))
         open_dataset(config, place)
         write_run_files(ResolvedConfig(config.model_copy(update={"parallel": plan}), {}, False), plan, place)
-        asked.append({"folder": str(place), "bug": case.get("bug")})
+        asked.append({"folder": str(place), "bug": case.get("bug"), "frozen": "frozen" in case})
     run_ranks(2, "tests.verify_ranks:run_cases", {"cases": asked})
     found, references = [], {}
     for index, case in enumerate(cases):
         config, precision = config_of(case, folder), case.get("precision", "fp32")
         asked = config, precision, parse_plan_name(case["plan"]).micro_batch_size
-        key = config.model_dump_json(), *asked[1:]
-        if key not in references:
-            references[key] = Reference(*asked, PaddedDataset(open_dataset(config, folder)))
-        found.append(compare(case["plan"], folder / str(index), references[key], TOLERANCES[precision]))
+        key = config.model_dump_json(), *asked[1:], "frozen" in case
+        with frozen_parameters() if "frozen" in case else nullcontext():
+            if key not in references:
+                references[key] = Reference(*asked, PaddedDataset(open_dataset(config, folder)))
+            found.append(compare(case["plan"], folder / str(index), references[key], TOLERANCES[precision]))
     return found
 
 
@@ -163,7 +169,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_command_prints_one_object_and_leaves_nothing(temporary: Path) -> None:
     strict = ["--tolerance", "1e-30", "--precision", "fp64", "--steps", "1", "--json"]
-    plans = ["--parallel.micro_batch_size", "12", "--against", "pp2-sauto", "dp1"]
+    plans = ["--parallel.micro_batch_size", "12", "--against", "pp2-sauto", "--against", "dp1"]
     done = forks.run("verify", "--preset", "tiny", *plans, *strict)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

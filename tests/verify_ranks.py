@@ -1,5 +1,6 @@
 """Ranks in the tests of `verify`: run the steps of several plans, some with a bug planted."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from muster.model.decoder import Decoder
 from muster.parallel import stage, tensor_parallel
 from muster.parallel.stage import DecoderStage
 from muster.train.trainer import Trainer
@@ -19,7 +21,7 @@ from muster.train.verify.rank import verify_rank
 def run_cases(rank: int, world_size: int, store: dist.Store, payload: dict[str, Any]) -> None:
     """Each case in its folder, one after the other."""
     for case in payload["cases"]:
-        with BUGS[case["bug"]]():
+        with BUGS[case["bug"]](), frozen_parameters() if case["frozen"] else nullcontext():
             verify_rank(Path(case["folder"]), dist.PrefixStore(case["folder"], store), rank, world_size)
 
 
@@ -28,12 +30,22 @@ def _after(owner: type, method: str, change: Callable[..., None]) -> Iterator[No
     """Calls `change` with the method's own arguments after each call."""
     original = getattr(owner, method)
 
-    def faulty(self: Any, *arguments: Any) -> None:
-        original(self, *arguments)
+    def faulty(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         change(self, *arguments)
 
     with patch.object(owner, method, faulty):
         yield
+
+
+def frozen_parameters() -> AbstractContextManager:
+    """The embedding, the first layer's matrices and all norms stay as they are."""
+
+    def freeze(self: Decoder, *_: Any) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not re.search(r"embed|layers\.0\.|norm", name))
+
+    return _after(Decoder, "__init__", freeze)
 
 
 def padding_in_the_loss() -> AbstractContextManager:

@@ -44,7 +44,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     parser.add_argument("file", nargs="?", type=Path, metavar="RUN.yaml", help="a run file or a run directory")
     parser.add_argument("--preset", metavar="NAME", help="a run file that comes with Muster: demo or tiny")
     parser.add_argument(
-        "--against", nargs="+", default=[], metavar="PLAN", help="further plans: names such as dp2-pp2, or files"
+        "--against",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PLAN",
+        help="further plans: names such as dp2-pp2, or files",
     )
     parser.add_argument("--steps", type=positive_int, default=3, metavar="N", help="steps to compare (default: 3)")
     parser.add_argument("--tolerance", type=_tolerance, metavar="X", help="allowed relative difference")

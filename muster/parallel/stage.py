@@ -292,7 +292,8 @@ def shard_weights(module: Decoder, spec: ModelSpec, axis: TensorAxis) -> int:
     for name, parameter in list(module.named_parameters()):
         box, *_ = tp_shard(spec, name, tuple(parameter.shape), axis.size, axis.index)
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(parameter.new_empty(box.size)))
+        shard = torch.nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)
+        setattr(module.get_submodule(owner), leaf, shard)
         if name in ("embed.weight", "head.weight"):
             vocab_start = box.start[0]
     return vocab_start

@@ -49,11 +49,12 @@ class WeightGradStore:
         return None, None
 
     def flush(self, micro_batch: int) -> None:
-        """Compute the deferred gradients of a micro-batch and add them to the parameters' `.grad`."""
+        """Compute the deferred gradients of a micro-batch and add them to the `.grad` of unfrozen parameters."""
         for weight_OI, bias_O, x_NI, grad_NO in self._deferred.pop(micro_batch):
-            if weight_OI.grad is None:
-                weight_OI.grad = grad_NO.t() @ x_NI
-            else:
-                weight_OI.grad.addmm_(grad_NO.t(), x_NI)
-            if bias_O is not None:
+            if weight_OI.requires_grad:
+                if weight_OI.grad is None:
+                    weight_OI.grad = grad_NO.t() @ x_NI
+                else:
+                    weight_OI.grad.addmm_(grad_NO.t(), x_NI)
+            if bias_O is not None and bias_O.requires_grad:
                 bias_O.grad = grad_NO.sum(0) if bias_O.grad is None else bias_O.grad.add_(grad_NO.sum(0))

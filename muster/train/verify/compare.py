@@ -31,7 +31,7 @@ def compare(plan: str, folder: Path, reference: Reference, tolerance: float) -> 
         name: kept.differences(name, tensor, least=_norm(reference.gradients[idle[name]]) if name in idle else 0.0)
         for name, tensor in reference.gradients.items()
     }
-    working = {name: tensor for name, tensor in reference.gradients.items() if name not in idle}
+    working = {name: g for name, g in reference.gradients.items() if name not in idle and name not in reference.frozen}
     factor = _common_factor(kept, working) if min(map(_worst, gradients.values())) > tolerance else None
     updated = reference.updated_parameters(
         {name: kept.first_copy(name, tensor) for name, tensor in reference.gradients.items()}

@@ -44,14 +44,16 @@ class Reference:
         self._dataset = dataset
         self._device = pick_device(0, 1)
         self.gradients: dict[str, Tensor] = {}
-        """Gradients of the first step, before clipping, on the CPU."""
+        """Gradients of the first step, before clipping, on the CPU; zeros for `frozen` parameters."""
+        self.frozen: set[str] = set()
+        """Parameters that have no gradient, because they don't require one or no layer uses them."""
         self.trace = self._run()
 
     def updated_parameters(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters after a first step with these gradients, which are clipped in place; on the CPU."""
         model = self._new_model(torch.device("cpu"))
         for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
+            parameter.grad = None if name in self.frozen else gradients[name]
         self._clip_and_step(model, self._new_optimizer(model), 0)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -66,7 +68,11 @@ class Reference:
             losses.append(self._gradients_of(model, step, step_sketches))
             sketches.append(step_sketches.values.cpu())
             if step == 0:
-                self.gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
+                self.frozen = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+                self.gradients = {
+                    name: torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.cpu().clone()
+                    for name, parameter in model.named_parameters()
+                }
             grad_norms.append(self._clip_and_step(model, optimizer, step))
             model.zero_grad()
         return Trace(losses, grad_norms, torch.stack(sketches).numpy())
