@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -170,8 +171,9 @@ def random_kills(rank: int, size: int, store: dist.Store, payload: dict) -> dict
             while (pid := me.writer_pid()) is None and me.saver.is_saving:
                 time.sleep(0.001)  # it is being started anew
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-                kills += 1
+                with suppress(ProcessLookupError):  # it ended by itself at this moment
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
         assert me.saver.wait(300), "a killed writer must not hang the save"
         if me.saver.error is None:
             saved = step

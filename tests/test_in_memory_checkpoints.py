@@ -229,7 +229,7 @@ def test_nodes_may_be_lost_with_their_memory(tmp_path: Path) -> None:
         path.unlink()
     ended = train(*command)
     assert (ended.code, ended.err) == (0, "")
-    assert "in memory those of rank 0 are lost: step" in ended.out
+    assert "has lost the parts of rank 0: step" in ended.out
     assert f"resuming {run} after step {step_of(latest)}\n" in ended.out
     assert losses(run) == losses(tmp_path / "whole"), "to the bit"
     assert [path for place in candidate_directories(memory) for path in place.iterdir()] == []

@@ -156,7 +156,8 @@ def test_a_run_goes_on_where_it_has_never_been(tmp_path: Path) -> None:
     name = "step-00000002"
     assert contents(tmp_path / "two/checkpoints" / name) == contents(tmp_path / "one/checkpoints" / name)
     (tmp_path / "there").rename(tmp_path / "gone")
-    (tmp_path / "there").write_text("no folder")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/step-00000003").write_text("no folder")
     third = train(*command, "--run", tmp_path / "one", "--train.steps", "3", "--parallel", "dp1-mb24")
     assert third.code == 0, third.err
     assert "was saved, but not uploaded" in third.out
