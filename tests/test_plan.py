@@ -10,11 +10,13 @@ from muster.schedule.check import check
 from muster.schedule.registry import make_schedule
 from muster.schedule.schedule_spec import ScheduleSpec
 from muster.spec.errors import ConfigError, InfeasibleError
-from muster.spec.legality import plan_violations
+from muster.spec.legality import LEGAL_RULES, plan_violations
 from muster.spec.model import ModelSpec
+from muster.spec.model_components import LinearAttentionSpec, MoeSpec
 from muster.spec.nearest_plans import nearest_plans, require_runnable
 from muster.spec.plan import LayerOverride, LayerStrategy, Mesh, Plan, StageSpec
 from muster.spec.plan_name import format_plan_name, parse_plan_name, settings_beyond_name
+from muster.spec.rules import repaired
 from muster.spec.schedules import SCHEDULES, stage_placement
 from muster.spec.supported import SUPPORTED_RECOMPUTE, unsupported_features
 from muster.spec.workload import Workload
@@ -229,6 +231,7 @@ def test_a_plan_names_a_schedule_that_exists(tmp_path):
         ("dp2-pp2-z1-uneven3.1-sauto", 4, "but schedule auto finds one"),
         ("pp2v2", 2, "schedule 1f1b runs 1 stage on each pipeline rank; schedules for vpp 2 is interleaved"),
         ("pp1v2-sinterleaved", 1, "with pp 1 there is nothing to overlap"),
+        ("tp3-sp", 3, "seq_len 64 is not a multiple of tp 3 × cp 1, over which sp shards it"),
     ],
 )
 def test_problems_explain_themselves(name, world_size, sentence):
@@ -279,6 +282,88 @@ def test_fields_left_out_of_an_override_are_those_of_the_default_strategy(tmp_pa
     path.write_text("default_strategy: {zero: z1}\noverrides:\n- {start: 0, count: 2, strategy: {recomput: full}}\n")
     with pytest.raises(ConfigError, match=r"strategy.recomput: unknown key; did you mean 'recompute'"):
         load_plan(path)
+
+
+MOE = MODEL.model_copy(update={"moe": MoeSpec(num_experts=16, top_k=2, expert_size=24)})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "dp8-ep16",
+            "ep 16 doesn't divide the 8 ranks of a copy of a layer's experts (dp_shard 8): legal are ep 1, 2, 4, 8",
+        ),
+        (
+            "dp2x4-ep8",
+            "ep 8 doesn't divide the 4 ranks of a copy of a layer's experts (dp_shard 4): legal are ep 1, 2, 4",
+        ),
+        (
+            "dp2-tp2-ep4-etp2",
+            "ep 4 × etp 2 doesn't divide the 4 ranks of a copy of a layer's experts (dp_shard 2 × tp 2)",
+        ),
+        ("dp3-ep2", "ep 2 doesn't divide the 3 ranks"),
+        ("dp4-etp5", "etp 5 doesn't divide the 4 ranks of a copy of a layer's experts (dp_shard 4): legal is etp 1"),
+        ("ep2", "the 1 rank of a copy of a layer's experts (tp 1): legal are ep 1"),
+        ("dp32-ep32", "ep 32 doesn't divide the model's 16 experts"),
+        ("dp16-etp16", "etp 16 doesn't divide the experts' inner width 24"),
+    ],
+)
+def test_experts_need_a_home(name, sentence):
+    plan = parse_plan_name(name)
+    assert any(sentence in problem for problem in plan_violations(plan, MOE, WORKLOAD, plan.world_size))
+
+
+@pytest.mark.parametrize("name", ["dp8-ep8", "dp8-ep4-etp2", "dp2x4-ep4", "dp2-cp2-tp2-ep8", "dp3-tp2-ep2", "dp8-etp8"])
+def test_experts_may_lie_on_all_ranks_of_a_replica(name):
+    plan = parse_plan_name(name)
+    assert not plan_violations(plan, MOE, WORKLOAD, plan.world_size)
+
+
+def test_the_repair_of_homeless_experts_keeps_what_it_can():
+    assert repaired(LEGAL_RULES, parse_plan_name("dp8-ep16")) == parse_plan_name("dp8-ep8")
+    assert repaired(LEGAL_RULES, parse_plan_name("dp4-ep4-etp2")) == parse_plan_name("dp4-ep2-etp2")
+    unequal = Plan(pp=2, stages=stages(Mesh(dp_shard=4, ep=8), Mesh(dp_shard=2, ep=2)))
+    assert [stage.mesh and stage.mesh.ep for stage in repaired(LEGAL_RULES, unequal).stages] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (((0, 1), None), "stage 1 lists no ranks, but stage 0 does"),
+        (((0, 1), (2,)), "stage 1 lists 1 rank, but its mesh has 2"),
+        (((0, 1), (1, 2)), "must have each of 0 to 3 once"),
+    ],
+)
+def test_listed_ranks_are_each_rank_once(ranks, sentence):
+    plan = Plan(pp=2, dp_shard=2, stages=tuple(StageSpec(layers=4, ranks=own) for own in ranks))
+    assert any(sentence in problem for problem in plan_violations(plan, MODEL, WORKLOAD, 4))
+
+
+def test_stages_of_one_pipeline_rank_list_the_same_ranks():
+    ranks = ((0,), (1,), (1,), (0,))
+    plan = Plan(pp=2, vpp=2, schedule="interleaved", stages=tuple(StageSpec(layers=2, ranks=own) for own in ranks))
+    assert "stage 2 lists other ranks than stage 0, but shares its pipeline rank" in plan_violations(
+        plan, MODEL, WORKLOAD, 2
+    )
+
+
+def test_sequence_parallelism_of_some_layers_needs_what_that_of_all_needs():
+    sp = LayerOverride(start=0, count=1, strategy=LayerStrategy(sp=True))
+    assert "sp shards sequences over the tp ranks, but tp is 1" in plan_violations(
+        Plan(overrides=(sp,)), MODEL, WORKLOAD, 1
+    )
+    short = Workload(seq_len=63, global_batch_size=24)
+    assert "over which sp shards it" in plan_violations(Plan(tp=2, overrides=(sp,)), MODEL, short, 2)[0]
+
+
+def test_linear_attention_has_heads_of_its_own():
+    linear = LinearAttentionSpec(layers=(0,), num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
+    model = MODEL.model_copy(update={"linear_attention": linear})
+    assert not plan_violations(Plan(tp=2), model, WORKLOAD, 2)
+    assert plan_violations(Plan(tp=4), model, WORKLOAD, 4) == [
+        "tp 4 doesn't divide the 2 key heads and 4 value heads of linear attention"
+    ]
 
 
 def test_an_override_past_the_last_layer_is_a_problem():
@@ -333,7 +418,7 @@ def test_a_plan_without_problems_covers_ranks_batch_and_layers(plan, world_size)
             Plan(tp=2, overrides=(LayerOverride(start=0, count=1, strategy=LayerStrategy(sp=True)),)),
             "another sp or tp_overlap for some layers",
         ),
-        (Plan(pp=2, stages=(StageSpec(layers=4, ranks=(0,)), StageSpec(layers=4))), "a list of its own ranks"),
+        (Plan(pp=2, stages=tuple(StageSpec(layers=4, ranks=(n,)) for n in (1, 0))), "a list of its own ranks"),
         (Plan(pp=2, schedule="zb-h1", compile=True), "compile with a schedule whose backward is split"),
         (Plan(precision="fp8"), "torchao"),
         (Plan(default_strategy=LayerStrategy(recompute="core_attention")), "recompute of attention alone"),

@@ -5,12 +5,16 @@ import pytest
 from muster.config.cluster_files import load_cluster, load_device
 from muster.cost.time.collectives import all_gather_s, all_reduce_s, all_to_all_s, make_comm_group
 from muster.cost.time.kernels import matmul_s
-from muster.cost.time.plan_times import plan_times
+from muster.cost.time.plan_times import place_plan, plan_times
+from muster.cost.time.rank_placement import PlacedPlan
+from muster.layout.mesh import coordinates_of
+from muster.planner.space import PIPELINE_INNER_AXES
 from muster.schedule.action import KINDS
 from muster.schedule.build import build_program
 from muster.spec.cluster import NetworkTier
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.model_components import LinearAttentionSpec, MlaSpec, MoeSpec
 from muster.spec.plan import LayerStrategy, Plan
@@ -97,6 +101,32 @@ def test_tokens_that_travel_beside_other_passes_or_once_for_each_node_wait_less(
     assert waits(dispatch_once_per_node=True) < 0.5 * waits()  # to two nodes, not to eight experts
     assert waits(overlap_expert_comm=True) < waits()
     assert waits(overlap_expert_comm=True, dispatch_once_per_node=True) < 0.3 * waits()
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "ranks"),
+    [
+        (MESH_AXES, "dp4-tp2-pp2-ep4", [0, 1, 2, 3]),
+        (MESH_AXES, "dp4-tp2-pp2-ep2-etp2", [0, 2]),
+        (PIPELINE_INNER_AXES, "dp4-tp2-pp2-ep4", [0, 1, 4, 5]),
+        (PIPELINE_INNER_AXES, "dp4-tp2-pp2-ep2-etp2", [0, 4]),
+        (MESH_AXES, "dp2-cp2-tp2-pp2-ep8", list(range(8))),
+    ],
+)
+def test_experts_are_exchanged_among_ranks_of_one_stage(order, name, ranks, monkeypatch):
+    def spanned(_, first: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+        found = [first]
+        for stride, size in steps:
+            found = [rank + stride * index for index in range(size) for rank in found]
+        return found
+
+    monkeypatch.setattr(PlacedPlan, "group", spanned)
+    plan = parse_plan_name(name).model_copy(update={"axis_order": order})
+    placed = place_plan(LLAMA, plan, WORKLOAD, load_cluster("16xh100"))
+    for stage in range(plan.pp):
+        group = placed.expert_group(stage)
+        assert group == [placed.first_rank(stage) + rank for rank in ranks]
+        assert {coordinates_of(plan, rank).pp for rank in group} == {stage}
 
 
 def test_a_plan_larger_than_the_cluster_is_refused():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from math import lcm
 
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import place_plan, plan_times
@@ -60,7 +61,7 @@ class PlanCosts:
         key = shape.tp, shape.cp, shape.ep, shape.micro_batch_size
         if key not in self._layer_times:
             request = self.request
-            data = max(1, shape.ep // (shape.tp * shape.cp))
+            data = lcm(shape.ep, shape.tp * shape.cp) // (shape.tp * shape.cp)
             single_stage = replace(shape, data=data, pp=1)
             plan = make_plan(request, single_stage, (1, data, "z1"), recompute=recompute_modes(request)[0])
             forward_s, backward_s = self._first_stage_s(plan)

@@ -11,8 +11,9 @@ from typing import Any
 
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.request import PlanRequest
-from muster.spec.legality import divisors, plan_violations
+from muster.spec.legality import plan_violations
 from muster.spec.mesh_axes import MESH_AXES
+from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -320,7 +321,9 @@ def data_shardings(request: PlanRequest, shape: MeshShape) -> list[DataSharding]
     if replicate * shard == data and (replicate, shard) not in [sharding[:2] for sharding in found]:
         required: list[DataSharding] = [(replicate, shard, "z1"), (replicate, shard, "z2"), (replicate, shard, "z3")]
         found += required
-    return [sharding for sharding in found if _admits_sharding(request, sharding)]
+    # The experts of a layer lie on the ranks of one replica.
+    expert_ranks = {sharding: sharding[1] * shape.cp * shape.tp for sharding in found}
+    return [one for one in found if expert_ranks[one] % shape.ep == 0 and _admits_sharding(request, one)]
 
 
 def _admits_sharding(request: PlanRequest, sharding: DataSharding) -> bool:

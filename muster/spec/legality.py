@@ -1,10 +1,10 @@
 """Legality: reasons why a plan can't hold for a model, a batch and a number of processes, one sentence each."""
 
 from collections.abc import Iterator
-from math import isqrt
 
 from muster.spec.errors import InfeasibleError
-from muster.spec.mesh_axes import MESH_AXES
+from muster.spec.mesh_axes import MESH_AXES, SEQUENCE_AXES
+from muster.spec.mesh_cuts import cut_violations, homeless_experts, with_placed_experts
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Offload, Plan
 from muster.spec.plugin_model import plugin_model
@@ -30,7 +30,8 @@ def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size
         _unequal(plan),
         _shares(plan),
         _replicas(plan, workload),
-        _cuts(plan, model, workload),
+        cut_violations(plan, model, workload),
+        _listed_ranks(plan),
         broken_rules(LEGAL_RULES, plan),
         _plugin(plan, model),
     )
@@ -154,6 +155,28 @@ def _unequal(plan: Plan) -> Iterator[str]:
             )
 
 
+def _listed_ranks(plan: Plan) -> Iterator[str]:
+    """Check stages that list their own ranks: together they have each rank of the world once."""
+    listed = {stage: one.ranks for stage, one in enumerate(plan.stages) if one.ranks is not None}
+    if not listed:
+        return
+    if len(listed) < len(plan.stages):
+        missing = next(stage for stage in range(len(plan.stages)) if stage not in listed)
+        yield f"stage {missing} lists no ranks, but stage {next(iter(listed))} does: list them for all stages or none"
+        return
+    if plan.schedule_entry.searched and plan.pinned_schedule is None and plan.vpp > 1:
+        return  # `_unequal` says that the stages have no place yet
+    for stage, ranks in listed.items():
+        expected, first = plan.mesh(stage).num_ranks, listed[plan.pp_rank(stage)]
+        if len(ranks) != expected:
+            yield f"stage {stage} lists {pluralize(len(ranks), 'rank')}, but its mesh has {expected}"
+        if ranks != first:
+            yield f"stage {stage} lists other ranks than stage {plan.pp_rank(stage)}, but shares its pipeline rank"
+    together = sorted(rank for pp_rank in range(plan.pp) for rank in listed[pp_rank] or ())
+    if together != list(range(plan.world_size)):
+        yield f"its stages' lists of ranks must have each of 0 to {plan.world_size - 1} once"
+
+
 def _shares(plan: Plan) -> Iterator[str]:
     """Check data-parallel ranks with unequal numbers of micro-batches."""
     shares = plan.uneven_micro_batches
@@ -188,8 +211,9 @@ def _plugin(plan: Plan, model: ModelSpec) -> Iterator[str]:
             f"model {plugin.name} doesn't declare that tensor parallelism can shard its layers (tensor_parallel=True,"
             " which needs `project_in` and `project_out` around their matmuls): legal is tp 1"
         )
-    if plan.uses_axis("cp"):
-        yield f"cp shards sequences, which the layers of model {plugin.name} don't support: legal is cp 1"
+    for axis in SEQUENCE_AXES:
+        if plan.uses_axis(axis):
+            yield f"{axis} shards sequences, which the layers of model {plugin.name} don't support: legal is {axis} 1"
     if others := {s.recompute for s in plan.strategies} - {"none", "full"}:
         yield (
             f"recompute {others.pop()} supports Muster's own layers, not those of model {plugin.name}:"
@@ -207,38 +231,6 @@ def _replicas(plan: Plan, workload: Workload) -> Iterator[str]:
             f" global_batch_size {workload.global_batch_size} gives data-parallel ranks fewer than"
             f" {plan.pipeline_replicas} of"
             f" {plan.micro_batch_size}"
-        )
-
-
-def _cuts(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
-    """Check that widths, heads and sequences divide by the axes that shard them."""
-    for mesh in plan.distinct_meshes:
-        legal = [
-            tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)
-        ]
-        if mesh.tp not in legal:
-            heads = f"{pluralize(model.num_heads, 'head')} and {pluralize(model.num_kv_heads, 'key/value head')}"
-            yield f"tp {mesh.tp} doesn't divide the model's {heads}: legal are {', '.join(map(str, legal))}"
-        if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
-            yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} vocabulary entries"
-        # Each cp rank takes an early and a late chunk, so that all have equal work under the causal mask.
-        chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
-        if workload.seq_len % chunks:
-            yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each of {mesh.cp} cp ranks)"
-        if mesh.ep * mesh.etp > 1 and model.moe is None:
-            yield f"ep {mesh.ep} × etp {mesh.etp} distribute experts, but the model has none"
-        if model.moe is not None and model.moe.num_experts % mesh.ep:
-            yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
-        if mesh.tp > 1 and plan.default_strategy.sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
-            yield (
-                f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × cp {mesh.cp}, over which sp shards it"
-            )
-    if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
-        yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
-    if plan.vocab_parallel and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
-        yield (
-            f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size}"
-            " vocabulary entries"
         )
 
 
@@ -274,9 +266,14 @@ LEGAL_RULES: tuple[Rule, ...] = (
         in_every_layer(lambda s: s if s.sp else s.model_copy(update={"tp_overlap": "none"})),
     ),
     Rule(
-        lambda plan: plan.default_strategy.sp and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
+        lambda plan: any(s.sp for s in plan.strategies) and all(mesh.tp == 1 for mesh in plan.distinct_meshes),
         "sp shards sequences over the tp ranks, but tp is 1",
         in_every_layer(lambda strategy: strategy.model_copy(update={"sp": False, "tp_overlap": "none"})),
+    ),
+    Rule(
+        lambda plan: any(mesh.expert_ranks % (mesh.ep * mesh.etp) for mesh in plan.distinct_meshes),
+        homeless_experts,
+        with_placed_experts,
     ),
 )
 """Combinations within a plan that no runtime could give a meaning; checks against model and batch are functions."""
@@ -287,12 +284,6 @@ _WITHOUT_ACTIVATIONS: dict[Offload, Offload] = {
     "activations": "none",
     "all": "optimizer",
 }
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors in rising order, 1 and the number included."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _are(number: int) -> str:

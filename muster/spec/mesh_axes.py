@@ -127,3 +127,7 @@ GRAD_SUM_AXES = tuple(axis.name for axis in MESH_AXIS_TABLE if axis.sums_grads)
 """Axes that every parameter's gradient is summed over."""
 STATE_SHARD_AXES = tuple(axis.name for axis in MESH_AXIS_TABLE if axis.shards_state)
 """Axes that optimizer state is sharded over."""
+REPLICA_AXES = tuple(axis.name for axis in MESH_AXIS_TABLE if axis.sums_grads and not axis.shards_state)
+"""Axes each of whose ranks stands for a group with a complete copy of a stage's parameters."""
+EXPERT_RANK_AXES = tuple(name for name in STAGE_AXES if name not in REPLICA_AXES)
+"""Axes that the experts' mesh folds into: their ranks share one copy of a stage's experts."""

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from math import log2
 
 from muster.spec.errors import InfeasibleError
-from muster.spec.legality import LEGAL_RULES, divisors, layer_violations, plan_violations, schedules_for_vpp
+from muster.spec.legality import LEGAL_RULES, layer_violations, plan_violations, schedules_for_vpp
 from muster.spec.mesh_axes import DEGREE_FIELDS, MESH_AXES, SUPPORTED_AXES
+from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
 from muster.spec.plan_name import format_plan_name

@@ -13,7 +13,15 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from muster.spec.base import Frozen
 from muster.spec.errors import InfeasibleError, MusterError
-from muster.spec.mesh_axes import BATCH_AXES, GRAD_SUM_AXES, MESH_AXES, SEQUENCE_AXES, STAGE_AXES, STATE_SHARD_AXES
+from muster.spec.mesh_axes import (
+    BATCH_AXES,
+    EXPERT_RANK_AXES,
+    GRAD_SUM_AXES,
+    MESH_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    STATE_SHARD_AXES,
+)
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleEntry, stage_placement
 from muster.spec.suggest import did_you_mean
 from muster.spec.workload import Workload
@@ -66,6 +74,11 @@ class Mesh(Frozen):
         """Parts that optimizer state is sharded into."""
         return prod(_STATE_SHARD_DEGREES(self))
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share one copy of a layer's experts; ep × etp divides them."""
+        return prod(_EXPERT_RANK_DEGREES(self))
+
 
 def _degrees_of(axes: Sequence[str]) -> Callable[[Mesh], tuple[int, ...]]:
     first, *others = axes
@@ -77,6 +90,7 @@ _BATCH_DEGREES = _degrees_of(BATCH_AXES)
 _SEQUENCE_DEGREES = _degrees_of(SEQUENCE_AXES)
 _GRAD_SUM_DEGREES = _degrees_of(GRAD_SUM_AXES)
 _STATE_SHARD_DEGREES = _degrees_of(STATE_SHARD_AXES)
+_EXPERT_RANK_DEGREES = _degrees_of(EXPERT_RANK_AXES)
 
 
 class LayerStrategy(Frozen):
@@ -163,9 +177,9 @@ class Plan(Frozen):
     cp: PositiveInt = 1
     """Context-parallel ranks, over which each sequence is sharded."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks, over which experts are distributed."""
+    """Expert-parallel ranks, over which experts are distributed. They are ranks of dp_shard, cp and tp."""
     etp: PositiveInt = 1
-    """Ranks over which each expert is sharded."""
+    """Ranks over which each expert is sharded; neighbours among the same ranks."""
     schedule: str = DEFAULT_SCHEDULE
     """Pipeline schedule."""
     pinned_schedule: PinnedSchedule | None = None

@@ -15,7 +15,8 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import AttentionKernel
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
-from muster.spec.legality import divisors, plan_violations
+from muster.spec.legality import plan_violations
+from muster.spec.mesh_cuts import divisors
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan, StageSpec
 from muster.spec.workload import Workload

@@ -113,8 +113,9 @@ def _param_shard(spec: ModelSpec, mesh: Mesh, name: str, shape: tuple[int, ...])
     sharded over dp_shard and cp (torchtitan's `dp_shard_cp`, Megatron-LM's distributed optimizer).
     """
     if ".experts." in name:
-        numel = prod(shape) // (mesh.ep * mesh.etp)
-        ranks = max(1, mesh.state_shards * mesh.tp // (mesh.ep * mesh.etp))
+        is_whole = name.endswith("down.bias")  # added to the sum over the ranks of etp
+        numel = prod(shape) // (mesh.ep * (1 if is_whole else mesh.etp))
+        ranks = mesh.expert_ranks // (mesh.ep * mesh.etp)
         return ParamShard(numel, ceil(numel / ranks), numel)
     size = list(shape)
     _shard_by_tp(spec, name, size, mesh.tp)

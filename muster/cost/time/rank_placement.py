@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from muster.layout.mesh import axis_sizes
 from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.mesh_axes import EXPERT_RANK_AXES
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan
 from muster.spec.workload import Workload
@@ -323,11 +325,24 @@ class PlacedPlan:
     def expert_group(self, stage: int) -> CommGroup:
         """Return the expert-parallel group of a stage.
 
-        Expert parallelism folds into the ranks of a stage: neighbours, beyond those that share an expert's tensors
-        (arXiv:2504.14960).
+        Expert parallelism folds into the ranks of a stage that share its experts: neighbours, beyond those that share
+        an expert's tensors (arXiv:2504.14960).
         """
-        mesh = self.mesh(stage)
-        return self.group(self.first_rank(stage), ((mesh.etp, mesh.ep),))
+        sizes, strides = self._axis_sizes_and_strides[self.placement[stage]]
+        return self.group(self.first_rank(stage), _expert_steps(sizes, strides, self.mesh(stage)))
+
+
+def _expert_steps(sizes: dict[str, int], strides: dict[str, int], mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """Return (stride, size) of the axes that expert parallelism takes its ranks of, innermost first."""
+    steps, etp, ep = [], mesh.etp, mesh.ep
+    for axis in reversed(sizes):
+        if axis in EXPERT_RANK_AXES:
+            shared = gcd(etp, sizes[axis])
+            etp //= shared
+            taken = gcd(ep, sizes[axis] // shared)
+            ep //= taken
+            steps.append((strides[axis] * shared, taken))
+    return tuple(step for step in steps if step[1] > 1)
 
 
 class StageGroups(NamedTuple):

@@ -1,0 +1,91 @@
+"""Divisions of a model and its sequences over a mesh: reasons why an axis can't cut what it has to."""
+
+from collections.abc import Iterator
+from math import gcd, isqrt
+
+from muster.spec.mesh_axes import EXPERT_RANK_AXES, SEQUENCE_AXES
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Mesh, Plan
+from muster.spec.units import pluralize
+from muster.spec.workload import Workload
+
+
+def cut_violations(plan: Plan, model: ModelSpec, workload: Workload) -> Iterator[str]:
+    """Yield a sentence for each width, number of heads or experts, or length that an axis doesn't divide."""
+    for mesh in plan.distinct_meshes:
+        yield from _width(mesh, model)
+        yield from _positions(mesh, workload, any(strategy.sp for strategy in plan.strategies))
+        yield from _experts(mesh, model)
+    if model.position == "learned" and (model.max_positions or 0) < workload.seq_len:
+        yield f"seq_len {workload.seq_len} is longer than the model's {model.max_positions} learned positions"
+    if plan.vocab_parallel and -(-model.vocab_size // plan.pp) * (plan.pp - 1) >= model.vocab_size:
+        yield (
+            f"vocab_parallel over pp {plan.pp} leaves a rank without any of the model's {model.vocab_size}"
+            " vocabulary entries"
+        )
+
+
+def _width(mesh: Mesh, model: ModelSpec) -> Iterator[str]:
+    legal = [tp for tp in divisors(model.num_heads) if not max(tp, model.num_kv_heads) % min(tp, model.num_kv_heads)]
+    if mesh.tp not in legal:
+        heads = f"{pluralize(model.num_heads, 'head')} and {pluralize(model.num_kv_heads, 'key/value head')}"
+        yield f"tp {mesh.tp} doesn't divide the model's {heads}: legal are {', '.join(map(str, legal))}"
+    if (linear := model.linear_attention) is not None and gcd(linear.num_key_heads, linear.num_value_heads) % mesh.tp:
+        heads = f"{pluralize(linear.num_key_heads, 'key head')} and {pluralize(linear.num_value_heads, 'value head')}"
+        yield f"tp {mesh.tp} doesn't divide the {heads} of linear attention"
+    if -(-model.vocab_size // mesh.tp) * (mesh.tp - 1) >= model.vocab_size:
+        yield f"tp {mesh.tp} leaves a rank without any of the model's {model.vocab_size} vocabulary entries"
+
+
+def _positions(mesh: Mesh, workload: Workload, sp: bool) -> Iterator[str]:
+    degrees = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in SEQUENCE_AXES)
+    # Each rank takes an early and a late chunk, so that all have equal work under the causal mask.
+    chunks = mesh.sequence_shards * (2 if mesh.sequence_shards > 1 else 1)
+    if workload.seq_len % chunks:
+        yield f"seq_len {workload.seq_len} is not a multiple of {chunks} (two for each rank of {degrees})"
+    if mesh.tp > 1 and sp and workload.seq_len % (mesh.tp * mesh.sequence_shards):
+        yield f"seq_len {workload.seq_len} is not a multiple of tp {mesh.tp} × {degrees}, over which sp shards it"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def _experts(mesh: Mesh, model: ModelSpec) -> Iterator[str]:
+    if mesh.ep * mesh.etp > 1 and model.moe is None:
+        yield f"ep {mesh.ep} × etp {mesh.etp} distribute experts, but the model has none"
+    if model.moe is not None and model.moe.num_experts % mesh.ep:
+        yield f"ep {mesh.ep} doesn't divide the model's {model.moe.num_experts} experts"
+    if model.moe is not None and model.moe.expert_size % mesh.etp:
+        yield f"etp {mesh.etp} doesn't divide the experts' inner width {model.moe.expert_size}"
+
+
+def homeless_experts(plan: Plan) -> str:
+    """Return the sentence about a plan whose experts would need more ranks than share them, or other ones."""
+    mesh = next(mesh for mesh in plan.distinct_meshes if mesh.expert_ranks % (mesh.ep * mesh.etp))
+    degrees = " × ".join(f"{axis} {n}" for axis in EXPERT_RANK_AXES if (n := getattr(mesh, axis)) > 1) or "tp 1"
+    ranks = pluralize(mesh.expert_ranks, "rank")
+    needed = f"ep {mesh.ep}" + (f" × etp {mesh.etp}" if mesh.etp > 1 else "")
+    legal = [ep for ep in divisors(mesh.expert_ranks) if mesh.expert_ranks % (ep * mesh.etp) == 0]
+    choices = f"legal are ep {', '.join(map(str, legal))}" if legal else f"legal is etp {_placed(mesh).etp}"
+    return f"{needed} doesn't divide the {ranks} of a copy of a layer's experts ({degrees}): {choices}"
+
+
+def with_placed_experts(plan: Plan) -> Plan:
+    """Return the plan with the largest degrees of its experts' mesh that divide the ranks that share the experts."""
+    stages = tuple(
+        stage if stage.mesh is None else stage.model_copy(update={"mesh": _placed(stage.mesh)}) for stage in plan.stages
+    )
+    default = _placed(plan.model_copy(update={"stages": ()}).mesh(0))
+    return plan.model_copy(update={"stages": stages, "ep": default.ep, "etp": default.etp})
+
+
+def _placed(mesh: Mesh) -> Mesh:
+    etp = gcd(mesh.etp, mesh.expert_ranks)
+    return mesh.model_copy(update={"etp": etp, "ep": gcd(mesh.ep, mesh.expert_ranks // etp)})
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in rising order, 1 and the number included."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
