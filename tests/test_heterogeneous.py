@@ -1,7 +1,5 @@
 """Unlike devices and links: uneven batches, pipelines over slow links, and the search for both."""
 
-import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, product
@@ -19,7 +17,6 @@ from muster.layout.mesh import coordinates_of
 from muster.planner.bounds.latency_bound import latency_bound_s
 from muster.planner.bounds.step_bound import step_bound_s
 from muster.planner.heterogeneous import find_best_plans
-from muster.planner.launch_files import LAUNCHERS, launch_spec_of, render_launch_files
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
@@ -285,24 +282,6 @@ def test_tied_gradients_that_are_reduced_before_are_added_up_in_parts(storage: S
 
 
 # --- from plan to run ---
-
-
-def test_launch_files_give_nodes_the_ranks_that_the_plan_wants() -> None:
-    order, words = (2, 0, 3, 1), ("big", "run.yaml", "plan.yaml")
-    job = launch_spec_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, order)
-    text = render_launch_files("slurm", job)["big.sbatch"]
-    (rank,) = re.findall(r"--node-rank (.*) --rendezvous", text)
-    assert f"sed -n {order[0] + 1}p" in text
-    for node in range(4):
-        shown = subprocess.run(["bash", "-c", f"SLURM_NODEID={node}; echo {rank}"], capture_output=True, text=True)
-        assert int(shown.stdout) == order.index(node)
-    for kind in LAUNCHERS:
-        ((_, text),) = render_launch_files(kind, job).items()
-        assert kind == "slurm" or "in this order of those listed: 2 0 3 1." in text
-    as_listed = launch_spec_of(Plan(dp_shard=32), load_cluster("32xh100"), *words, range(4))
-    assert "$(echo" not in render_launch_files("slurm", as_listed)["big.sbatch"]
-    assert "in this order of those listed: 0 1 2 3." in render_launch_files("kubernetes", as_listed)["big.yaml"]
-    assert '--node-rank "$2"' in render_launch_files("torchrun", job)["start.sh"]
 
 
 def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:

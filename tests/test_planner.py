@@ -1,8 +1,6 @@
 """The search for plans: it finds what looking at everything finds, and its bounds hold."""
 
 import json
-import re
-import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +26,6 @@ from muster.planner.bounds.lower_bounds import LowerBounds
 from muster.planner.bounds.step_bound import max_warmup_forwards
 from muster.planner.frontier import _evenly_spread
 from muster.planner.heterogeneous import find_best_plans
-from muster.planner.launch_files import LAUNCHERS, LaunchSpec, check_launch, launch_spec_of, render_launch_files
 from muster.planner.memory.budget import PendingFit
 from muster.planner.memory.deferred_weight_grads import deferred_micro_batches, min_fullest_rank_bytes
 from muster.planner.memory.fitter import LayerPolicy, with_policy
@@ -563,78 +560,6 @@ def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tm
     message = capsys.readouterr().err
     assert said in message
     assert message.startswith("muster: ")
-
-
-def test_launch_files_name_the_nodes_and_the_plan() -> None:
-    job = LaunchSpec("big", 4, 8, "h100-sxm", "run.yaml", "plan.yaml")
-    for kind in LAUNCHERS:
-        ((name, text),) = render_launch_files(kind, job).items()
-        assert "muster train run.yaml --parallel plan.yaml" in text
-        assert "--nproc-per-node 8" in text if kind == "torchrun" else "--nproc 8" in text
-        assert name.startswith(("big", "start"))
-    assert "--nodes=4" in render_launch_files("slurm", job)["big.sbatch"]
-    service, batch = yaml.safe_load_all(render_launch_files("kubernetes", job)["big.yaml"])
-    assert (service["kind"], batch["kind"], batch["spec"]["completions"]) == ("Service", "Job", 4)
-    assert yaml.safe_load(render_launch_files("skypilot", job)["big.sky.yaml"])["resources"]["accelerators"] == "H100:8"
-
-
-def test_launch_files_hold_odd_paths_together_and_names_that_are_hosts() -> None:
-    odd = "my run's file.yaml"
-    job = launch_spec_of(
-        Plan(dp_shard=32), load_cluster("32xh100"), "muster-Llama_3.1 8B'" + "x" * 60, odd, "a b/plan.yaml"
-    )
-    assert re.fullmatch("[a-z][a-z0-9-]{0,49}", job.name)
-    wanted = ["muster", "train", odd, "--parallel", "a b/plan.yaml"]
-    for kind in LAUNCHERS:
-        ((_, text),) = render_launch_files(kind, job).items()
-        if kind == "kubernetes":
-            _, batch = yaml.safe_load_all(text)
-            text = batch["spec"]["template"]["spec"]["containers"][0]["command"][2]
-        elif kind == "skypilot":
-            text = yaml.safe_load(text)["run"]
-        elif kind == "slurm":
-            (line,) = (line for line in text.splitlines() if line.startswith("srun"))
-            text = shlex.split(line)[4]
-        else:
-            text = text.splitlines()[-1]
-        words = shlex.split(text)
-        begin = words.index("muster")
-        assert words[begin : begin + 5] == wanted
-
-
-def test_launch_files_ask_for_what_the_nodes_have() -> None:
-    cores, amd = (
-        LaunchSpec("big", 2, 4, name, "run.yaml", "plan.yaml", has_gpus=name != "cpu") for name in ("cpu", "mi300x")
-    )
-    assert "amd.com/gpu: 4" in render_launch_files("kubernetes", amd)["big.yaml"]
-    for kind in LAUNCHERS:
-        ((_, text),) = render_launch_files(kind, cores).items()
-        assert "gpu" not in text.lower()
-    with pytest.raises(InfeasibleError, match="but these have a100-80-sxm and h100-sxm"):
-        check_launch("skypilot", load_cluster("8xh100+8xa100"))
-
-
-@pytest.mark.parametrize("num_nodes", [1, 4])
-def test_the_commands_of_launch_files_are_those_that_train_takes(num_nodes: int) -> None:
-    from muster.cli import train
-    from muster.cli.node_flags import nodes_request
-
-    job = LaunchSpec("big", num_nodes, 8, "h100-sxm", "run.yaml", "plan.yaml")
-    for kind in ("slurm", "kubernetes", "skypilot"):
-        ((_, text),) = render_launch_files(kind, job).items()
-        found = re.search(r"muster (train run.yaml [^'\n]*)", text)
-        assert found is not None, text
-        words = re.sub(r"\$\(.*?\)|\$first_node", "node-0", found[1])
-        words = re.sub(r"\$(SLURM_NODEID|JOB_COMPLETION_INDEX|SKYPILOT_NODE_RANK)\b", "3", words)
-        args, _ = train._parse(shlex.split(words)[1:])
-        place = nodes_request(args)
-        assert (str(args.file), args.parallel, str(args.run), args.nproc) == ("run.yaml", "plan.yaml", "runs/big", 8)
-        if num_nodes == 1:
-            assert place is None
-        else:
-            assert place is not None
-            assert (place.num_nodes, place.node_rank, place.port) == (4, 3, 29400)
-            assert place.host in ("node-0", "big-0.big")
 
 
 def test_a_search_ends_at_its_limit_before_all_orders_have_a_bound(monkeypatch) -> None:

@@ -219,7 +219,8 @@ def _write_plan(path: Path, plan: "Plan") -> None:
 
 def _launch(args: argparse.Namespace, answer: "PlanAnswer") -> list[Path]:
     """Write the launch files beside the plan."""
-    from muster.planner.launch_files import launch_spec_of, write_launch_files
+    from muster.planner.launch_files import write_launch_files
+    from muster.planner.launch_spec import launch_spec_of
 
     plan_file = args.output or Path("plan.yaml")
     plan = answer.result.best[0].plan
