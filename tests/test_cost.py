@@ -231,6 +231,20 @@ def test_flops_count_the_experts_that_a_token_goes_to():
     assert train_flops_per_token(spec, 4096) == 6 * active + scores
 
 
+def test_causal_flops_count_the_scores_that_masks_leave():
+    spec = ModelSpec(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, intermediate_size=64)
+    seq = 24
+    score = 4 * spec.num_heads * spec.head_dim
+    masked = spec.num_layers * score * sum(min(i, seq) for i in range(1, seq + 1))
+    unmasked = spec.num_layers * score * seq * seq
+    difference = seq * (forward_flops_per_token(spec, seq) - forward_flops_per_token(spec, seq, causal=True))
+    assert difference == unmasked - masked
+    windowed = spec.model_copy(update={"sliding_window": 5, "window_layers": (1,)})
+    less = sum(i - min(i, 5) for i in range(1, seq + 1))
+    fewer = forward_flops_per_token(spec, seq, causal=True) - forward_flops_per_token(windowed, seq, causal=True)
+    assert fewer == pytest.approx(score * less / seq, abs=1)
+
+
 def test_flops_of_a_published_model():
     """Llama 2 7B: 6 FLOPs per non-embedding parameter and 12 · layers · hidden · seq_len (PaLM, appendix B)."""
     spec = ModelSpec(vocab_size=32000, hidden_size=4096, num_layers=32, num_heads=32, intermediate_size=11008)

@@ -11,11 +11,13 @@ import pytest
 
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
+from muster.config.named_model import load_model
 from muster.cost.time.op_times import OpTimes, P2PTime
 from muster.cost.time.plan_times import plan_times
 from muster.schedule.build import build_program
 from muster.simulate.breakdown import breakdown
 from muster.simulate.predict import predict
+from muster.spec.device import LinkSpec, Nics
 from muster.spec.errors import InfeasibleError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Plan
@@ -55,6 +57,21 @@ def test_each_axis_gets_what_ranks_wait_for_on_it():
     assert parts.communication_s == pytest.approx({"dp": 2 + 1 / 2, "pp": 1, "tp": 0.5, "world": 0.25})
     assert (parts.compute_s, parts.optimizer_s, parts.data_s) == pytest.approx((5 - 0.5 - 0.5, 1, 0.125))
     assert parts.bubble_s == pytest.approx(6)
+
+
+@pytest.mark.parametrize("name", ["dp8-tp2-pp4", "dp8-tp2-pp4-z1", "dp8-tp2-sp-pp4-z2-relem"])
+def test_a_slow_network_makes_no_compute_slower(name: str):
+    """Nodes over a line of 100 kbit/s: what ranks lose to the slowest of them is a share of waits, too."""
+    model, workload = load_model("llama3-8b"), Workload(seq_len=2048, global_batch_size=64)
+    fast = load_cluster("64xh100")
+    link = LinkSpec(name="line", kind="ethernet", bandwidth_bytes_per_s=12_500, latency_s=1e-3)
+    group = fast.groups[0].model_copy(update={"nics": Nics(link=link)})
+    plan = parse_plan_name(name)
+    near = predict(model, plan, workload, fast)
+    far = predict(model, plan, workload, fast.model_copy(update={"groups": (group,)}))
+    assert far.step_time_s > 1000 * near.step_time_s
+    assert far.parts.compute_s == pytest.approx(near.parts.compute_s, rel=1e-6)
+    assert far.parts.optimizer_s == pytest.approx(near.parts.optimizer_s)
 
 
 def test_one_device_waits_for_no_world(capsys):
@@ -101,6 +118,11 @@ def test_json_has_every_key(capsys):
         assert 0 <= pp_rank < 4
         assert total == sum(terms.values())
     assert found["fits"] is True
+    assert found["memory_reserve_bytes"] == int(0.12 * found["memory_capacity_bytes"])
+    assert found["mfu_causal"] < found["mfu"]
+    interval = found["step_time_interval"]
+    assert interval["low_s"] < found["step_time_s"] < interval["high_s"]
+    assert (interval["coverage"], "configurations of h100-sxm" in interval["source"]) == (0.8, True)
     assert 0.1 < found["mfu"] < 1
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from muster.config.cluster_files import load_link
+from muster.cost.uncertainty import measured_errors
 from muster.report.accuracy_markdown import accuracy_markdown
 from muster.report.accuracy_page import write_accuracy_page
 from muster.report.accuracy_rows import sections
@@ -19,6 +20,7 @@ from muster.spec.errors import ConfigError
 from muster.validate.axis_bias import axis_biases
 from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.comparison import CasePrediction, RowResult, predict_rows
+from muster.validate.error_table import error_table
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import korthikanti_flops, megatron_flops, sc21_flops
 from muster.validate.summary import shipped_rows, summarize, to_json, validate_table
@@ -627,8 +629,16 @@ def test_terminal_and_documentation_have_the_same_tables(summary):
 
 @pytest.mark.soak
 def test_the_shipped_page_is_what_the_command_writes():
-    text = accuracy_markdown(validate_table())
+    summary = validate_table()
+    text = accuracy_markdown(summary)
     assert (Path(__file__).resolve().parents[1] / "docs/accuracy.md").read_text() == text, "run it again"
+    kept = {(row.source, row.device, row.fp8, row.experts): row for row in measured_errors()}
+    for row in error_table(summary):
+        found = kept.pop((row["source"], row["device"], row["fp8"], row["experts"]))
+        assert found.most_devices == row["most_devices"]
+        for column in ("errors", "uncalibrated"):
+            assert getattr(found, column) == pytest.approx(row[column], abs=0.0021), "muster validate --errors"
+    assert not kept
 
 
 def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():

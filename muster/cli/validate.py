@@ -29,6 +29,7 @@ def run(arguments: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page that plots predicted against measured")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page of documentation")
+    add("--errors", type=Path, metavar="FILE", help="write the errors from which predictions take their uncertainty")
     add(
         "--recipes",
         action="store_true",
@@ -36,8 +37,8 @@ def run(arguments: list[str]) -> int:
     )
     args = parser.parse(arguments)
     if args.recipes:
-        if args.csv or args.html:
-            raise ConfigError("--recipes takes neither --csv nor --html: expected --json, --markdown FILE or nothing")
+        if args.csv or args.html or args.errors:
+            raise ConfigError("--recipes takes no --csv, --html or --errors: expected --json, --markdown FILE or none")
         return _recipes(args.json, args.markdown)
     from muster.validate.summary import to_json, validate_table
 
@@ -51,6 +52,10 @@ def run(arguments: list[str]) -> int:
         from muster.report.accuracy_markdown import write_markdown
 
         write_markdown(args.markdown, summary)
+    if args.errors is not None:
+        from muster.validate.error_table import write_error_table
+
+        write_error_table(args.errors, summary)
     if args.json:
         print(json.dumps(to_json(summary), indent=1))
         return 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from muster.cost.uncertainty import COVERAGE
 from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element
@@ -36,6 +37,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         "step",
         f"{format_seconds(prediction.step_time_s)}, {format_fraction(prediction.bubble_fraction)} of it bubble",
     )
+    yield "range", _range_text(prediction)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{prediction.tflops_per_device:.1f} per device, MFU {_mfu_text(prediction)}"
     if prediction.model.architecture is not None:
@@ -45,10 +47,21 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "cost", _cost(prediction)
 
 
+def _range_text(prediction: Prediction) -> str:
+    """Return the interval of the step time, and the measurements that say so."""
+    found = prediction.interval
+    if found is None:
+        return "N/A (no measurement of such a device; 'muster profile' measures this machine)"
+    ends = (format_seconds(factor * prediction.step_time_s) for factor in (found.low, found.high))
+    return f"{' to '.join(ends)} in {10 * COVERAGE:.0f} of 10 cases: {found.source}"
+
+
 def _mfu_text(prediction: Prediction) -> str:
-    if prediction.mfu is not None:
-        return format_fraction(prediction.mfu)
-    return f"N/A ({prediction.cluster.device.why_unknown})"
+    if prediction.mfu is None:
+        return f"N/A ({prediction.cluster.device.why_unknown})"
+    causal = prediction.mfu_causal
+    without_mask = "" if causal is None else f", {format_fraction(causal)} with causal"
+    return f"{format_fraction(prediction.mfu)} with full attention{without_mask}"
 
 
 def _fits(prediction: Prediction) -> str:
@@ -67,7 +80,9 @@ def _fits(prediction: Prediction) -> str:
     if too_much is not None:
         share = format_bytes(int(too_much.host_capacity_bytes or 0))
         host = f"; rank {too_much.rank} offloads {format_bytes(too_much.host_bytes)}, its share of its host is {share}"
-    return f"{answer}: the fullest rank, {fullest.rank}, holds {_size(fullest)} of {format_bytes(limit)}{host}"
+    reserve = f"the reserve of plans is {format_bytes(prediction.memory_reserve_bytes)}"
+    held = f"holds {_size(fullest)} of {format_bytes(limit)} ({reserve})"
+    return f"{answer}: the fullest rank, {fullest.rank}, {held}{host}"
 
 
 def _memory_fixes(prediction: Prediction) -> Iterator[tuple[str, str]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from muster.config.optim_config import OptimConfig
 from muster.cost.flops import train_flops_per_token
-from muster.cost.memory.forecast import MemoryForecast, forecast_memory
+from muster.cost.memory.forecast import MEMORY_HEADROOM, MemoryForecast, forecast_memory
 from muster.cost.memory.memory_fixes import MemoryFix, memory_fixes
 from muster.cost.time.cost_cache import CostCache
 from muster.cost.time.op_times import OpTimes
 from muster.cost.time.plan_times import data_ranks_by_kind, place_plan, plan_times
+from muster.cost.uncertainty import COVERAGE, ErrorInterval, step_time_interval
 from muster.schedule.action import Action, Kind
 from muster.schedule.build import build_program
 from muster.schedule.program import Program
@@ -123,6 +124,11 @@ class Prediction:
         own = self.model, self.plan, self.workload, self.cluster
         return memory_fixes(*own, self.framework, step_time_s, optim=self.optim)
 
+    @cached_property
+    def interval(self) -> ErrorInterval | None:
+        """Interval of the true step time, as factors of `step_time_s`; None where nothing like it was measured."""
+        return step_time_interval(self.model, self.plan, self.cluster)
+
     @property
     def tokens_per_s(self) -> float:
         return self.workload.tokens_per_step / self.step_time_s
@@ -138,13 +144,21 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: share of the devices' peak in the plan's precision."""
+        """Model FLOPs utilization: share of the peak in the plan's precision; attention scores count in full."""
         groups = self.cluster.groups
         peaks = [(group.device.flops_per_s(self.plan.precision), group.num_devices) for group in groups]
         known = [peak * count for peak, count in peaks if peak is not None]
         if len(known) < len(peaks):
             return None
         return self.tflops_per_device * 1e12 * self.plan.world_size / sum(known)
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """MFU where only the attention scores count that the causal mask leaves; None for a plugin's layers."""
+        if self.mfu is None or self.model.architecture is not None:
+            return None
+        full, causal = (train_flops_per_token(self.model, self.workload.seq_len, mask) for mask in (False, True))
+        return self.mfu * causal / full
 
     @property
     def usd_per_step(self) -> float | None:
@@ -158,6 +172,19 @@ class Prediction:
         watts = self.cluster.watts
         return None if watts is None else watts * self.step_time_s
 
+    @property
+    def memory_reserve_bytes(self) -> int | None:
+        """Memory of the fullest rank's device that `muster plan` leaves free where it can; None where it is unknown."""
+        capacity = self.forecast.fullest.capacity_bytes if self.memory else None
+        return None if capacity is None else int(MEMORY_HEADROOM * capacity)
+
+    def _interval_json(self) -> dict[str, Any] | None:
+        found = self.interval
+        if found is None:
+            return None
+        low_s, high_s = found.low * self.step_time_s, found.high * self.step_time_s
+        return {"low_s": low_s, "high_s": high_s, "coverage": COVERAGE, "source": found.source}
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data with every key; unknown values are null."""
         parts = self.parts
@@ -170,10 +197,12 @@ class Prediction:
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
             "step_time_s": self.step_time_s,
+            "step_time_interval": self._interval_json(),
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.mfu,
+            "mfu_causal": self.mfu_causal,
             "bubble_fraction": self.bubble_fraction,
             "breakdown": {
                 "compute_s": parts.compute_s,
@@ -184,6 +213,8 @@ class Prediction:
             },
             "memory": {str(one.rank): {"pp_rank": one.pp_rank, **one.terms, "total": one.total} for one in self.memory},
             "fits": self.fits,
+            "memory_capacity_bytes": self.forecast.fullest.capacity_bytes if self.memory else None,
+            "memory_reserve_bytes": self.memory_reserve_bytes,
             "largest_terms": dict(self.forecast.fullest.largest_terms),
             "changes": [
                 {

@@ -67,6 +67,8 @@ class Summary:
     """Sweeps with fewer layouts than a full sweep needs."""
     axis_biases: tuple[AxisBias, ...]
     worst: tuple[RowResult, ...]
+    uncalibrated: tuple[RowResult, ...] = ()
+    """Rows of calibration sources, predicted without their contribution."""
 
     @property
     def unpredicted(self) -> list[RowResult]:
@@ -111,7 +113,7 @@ def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = 
     wrong = worst_results(results, _WORST)
     sweeps = tuple(score_sweeps(results))
     tilts = tuple(axis_biases(results))
-    return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong))
+    return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong), tuple(uncalibrated))
 
 
 def _of_source(results: Sequence[RowResult], name: str) -> list[RowResult]:

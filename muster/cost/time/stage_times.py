@@ -107,7 +107,7 @@ class StageTimes:
         slowdown = 1 + share * log2(self.placed.num_nodes)
         costs = dict(self._pass_costs())
         seconds = {kind: slowdown * cost.total_s(self.launch_s) for kind, cost in costs.items()}
-        exposed_s = {kind: cost.exposed_s for kind, cost in costs.items()}
+        exposed_s = {kind: (cost * slowdown).exposed_s for kind, cost in costs.items()}
         is_alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._layer_counts) == 1
         has_mtp = self.placed.plan.is_last(self.stage) and self.placed.model.mtp_layers > 0
         is_device_bound = all(costs[kind].compute_s >= costs[kind].kernels * self.launch_s for kind in ("B", "I"))

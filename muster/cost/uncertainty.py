@@ -1,0 +1,146 @@
+"""Uncertainty of a predicted step time: the interval in which 8 of 10 published measurements lay."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import log2
+
+import numpy as np
+
+from muster.spec.cluster import ClusterSpec
+from muster.spec.device import DeviceSpec
+from muster.spec.model import ModelSpec
+from muster.spec.plan import Plan
+from muster.spec.units import pluralize
+
+COVERAGE = 0.8
+"""Share of the measured configurations whose error lies within the interval."""
+MIN_CONFIGURATIONS = 20
+"""Fewest measured configurations of which quantiles are taken; below, a wider class of them is used."""
+GROWTH_PER_DOUBLING = (-0.005, 0.015)
+"""Largest errors per doubling of devices beyond the measured number: plans lose 0 to 2.5 % per doubling
+(`muster.cost.time.stage_times.STRAGGLER_SHARE` has the sources), of which predictions assume 0.5 to 1 %."""
+PROFILED_ERRORS = (0.11, 0.08, -0.07, -0.1, 0.06, 0.22, 0.14, 0.13, 0.13, -0.05, -0.35, -0.16, -0.3, -0.03, -0.09)
+"""Errors on a machine that `muster profile` measured: benchmarks/predict_here.py and plan_here.py, in
+docs/performance.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredErrors:
+    """Errors of predictions on measured configurations of one source, device, precision and kind of model."""
+
+    source: str
+    device: str
+    fp8: bool
+    experts: bool
+    """True for mixture-of-experts models."""
+    most_devices: int
+    errors: Sequence[float]
+    """(predicted − measured) / measured step time of each configuration."""
+    uncalibrated: Sequence[float]
+    """The same, with devices' constants as they would be without this source's contribution to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInterval:
+    """Interval of the true step time, relative to the predicted one."""
+
+    low: float
+    """Factor of the predicted step time, such as 0.93."""
+    high: float
+    source: str
+    """Measurements that the interval is taken from, and anything that goes beyond them."""
+
+
+def step_time_interval(model: ModelSpec, plan: Plan, cluster: ClusterSpec) -> ErrorInterval | None:
+    """Return the interval in which the step takes place in 8 of 10 cases; None where nothing like it was measured.
+
+    The errors are those of `muster validate` on the shipped tables (`muster/catalog/measurements/errors.json`), of the
+    first of these classes that has at least 20 configurations: the same device, precision (fp8 or not) and kind of
+    model (with experts or not); all devices, as they would be predicted without their own calibration; any precision;
+    any model. Sources weigh alike, since the errors of one have causes in common. The interval runs from the 10 % to
+    the 90 % quantile of the errors e, and the step takes predicted / (1 + e). Where devices differ, the widest of
+    their intervals counts. More devices than were measured widen it (`GROWTH_PER_DOUBLING`).
+
+    Tested by leaving out one source after the other: 76 % of its configurations lie in the intervals of the rest.
+    """
+    devices = {group.device.name: group.device for group in cluster.groups}
+    found = [_device_interval(device, model, plan) for device in devices.values()]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    sources = dict.fromkeys(one.source for one in known)
+    return ErrorInterval(min(one.low for one in known), max(one.high for one in known), "; ".join(sources))
+
+
+def _device_interval(device: DeviceSpec, model: ModelSpec, plan: Plan) -> ErrorInterval | None:
+    if device.rates is not None:
+        return _interval(PROFILED_ERRORS, [1.0] * len(PROFILED_ERRORS), "15 plans on profiled machines of 2 CPU cores")
+    if device.kind == "cpu":
+        return None
+    classes, kind = _classes(device, model, plan), "mixture-of-experts" if model.moe else "dense"
+    precision = "fp8" if plan.precision == "fp8" else "16-bit"
+    said = (
+        f"{precision} {kind} configurations of {device.name}",
+        f"{precision} {kind} configurations of all devices",
+        f"{kind} configurations of all devices and precisions",
+        "configurations of all devices, precisions and models",
+    )
+    alike = 0
+    for number, (rows, words) in enumerate(zip(classes, said, strict=True)):
+        count = sum(len(row.errors) for row in rows)
+        if count >= MIN_CONFIGURATIONS:
+            few = f" without their calibration ({alike or 'none'} of {said[0]})" if number else ""
+            return _interval_of(rows, number > 0, words + few, plan.world_size)
+        alike = count if number == 0 else alike
+    return None
+
+
+def _classes(device: DeviceSpec, model: ModelSpec, plan: Plan) -> Iterable[list[MeasuredErrors]]:
+    """Yield the measured errors of ever wider classes of configurations."""
+    fp8, experts = plan.precision == "fp8", model.moe is not None
+    belongs: tuple[Callable[[MeasuredErrors], bool], ...] = (
+        lambda row: (row.device, row.fp8, row.experts) == (device.name, fp8, experts),
+        lambda row: (row.fp8, row.experts) == (fp8, experts),
+        lambda row: row.experts == experts,
+        lambda row: True,
+    )
+    return ([row for row in measured_errors() if test(row)] for test in belongs)
+
+
+def _interval_of(rows: Sequence[MeasuredErrors], elsewhere: bool, words: str, num_devices: int) -> ErrorInterval:
+    """Return the interval of a class of configurations; `elsewhere`: most are of other devices."""
+    errors: list[float] = []
+    weights: list[float] = []
+    columns = [(row.source, row.uncalibrated if elsewhere else row.errors) for row in rows]
+    of_source = Counter[str]()
+    for source, values in columns:
+        of_source[source] += len(values)
+    for source, values in columns:
+        errors += values
+        weights += [1 / of_source[source]] * len(values)
+    found = _interval(errors, weights, f"errors on {len(errors)} {words}, of {pluralize(len(of_source), 'source')}")
+    most = max(row.most_devices for row in rows)
+    if num_devices <= most:
+        return found
+    low, high = (1 + share * log2(num_devices / most) for share in GROWTH_PER_DOUBLING)
+    return ErrorInterval(found.low * low, found.high * high, f"{found.source}; more than the {most:,} devices measured")
+
+
+def _interval(errors: Sequence[float], weights: Sequence[float], source: str) -> ErrorInterval:
+    """Return the interval between the weighted quantiles of the errors."""
+    order = np.argsort(errors, kind="stable")
+    mass = np.array(weights)[order]
+    middle = (np.cumsum(mass) - mass / 2) / mass.sum()
+    low, high = np.interp(((1 - COVERAGE) / 2, (1 + COVERAGE) / 2), middle, np.array(errors)[order])
+    return ErrorInterval(float(1 / (1 + high)), float(1 / (1 + low)), source)
+
+
+@cache
+def measured_errors() -> tuple[MeasuredErrors, ...]:
+    """Return the errors on the shipped tables of measurements, as `muster validate --errors` wrote them."""
+    text = (files("muster.catalog") / "measurements" / "errors.json").read_text(encoding="utf-8")
+    return tuple(MeasuredErrors(**row) for row in json.loads(text)["errors"])
