@@ -22,7 +22,7 @@ LONGEST = (
     "test_verify.py",
     "test_planner.py",
     "test_pareto.py",
-    "test_traffic.py",
+    "test_comm_volume.py",
     "test_train_faults.py",
     "test_in_memory_checkpoints.py",
     "test_packing.py",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_measured import machine
+from test_profiled_times import machine
 
 from muster.catalog import names
 from muster.cli.main import main

@@ -11,10 +11,10 @@ which the runtime lacks, follow the same rule.
 from dataclasses import dataclass
 
 from muster.cost.precision_bytes import compute_bytes, master_bytes
-from muster.cost.time.plugin_layer import plugin_largest_tensor_bytes, plugin_layer_bytes
 from muster.layout.tensor_layout import chunk_bounds, tp_shard
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Mesh, Plan, Precision, Recompute
+from muster.spec.plugin_model import LayerTrace, plugin_model
 from muster.spec.workload import Workload
 
 
@@ -89,10 +89,10 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     input, the output of every second matmul, the output of attention.
     """
     own, tokens, precision = sizes.local_model, sizes.tokens, sizes.precision
-    if (kept := _plugin_layer_bytes(sizes, recompute)) is not None:
-        return kept
     if recompute == "full":
         return sizes.hidden_bytes
+    if (trace := _plugin_layer_trace(sizes)) is not None:
+        return trace.saved_activation_bytes * sizes.tokens // sizes.seq_len
     if recompute == "every_second_matmul":
         return sizes.hidden_bytes + _every_second_matmul_bytes(sizes, layer)
     scores = attention_score_bytes(sizes) if attention_kernel != "flash" else 0
@@ -105,10 +105,10 @@ def layer_activation_bytes(sizes: PassSizes, layer: int, recompute: Recompute, a
     return total + scores
 
 
-def _plugin_layer_bytes(sizes: PassSizes, recompute: Recompute) -> int | None:
-    """Return the bytes that a plugin's layer saves; None for native models."""
-    tp, tokens = sizes.mesh.tp, sizes.tokens
-    return plugin_layer_bytes(sizes.model, tp, tokens, sizes.hidden_bytes, sizes.seq_len, sizes.precision, recompute)
+def _plugin_layer_trace(sizes: PassSizes) -> LayerTrace | None:
+    """Return the trace of one sequence through a plugin's layer; None for native models."""
+    plugin = plugin_model(sizes.model)
+    return None if plugin is None else plugin.layer_trace(sizes.model, sizes.seq_len, sizes.mesh.tp, sizes.precision)
 
 
 def offloaded_activation_bytes(spec: ModelSpec, plan: Plan, workload: Workload, stage: int) -> int:
@@ -159,8 +159,8 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
     that are combined.
     """
     own, size = sizes.local_model, compute_bytes(sizes.precision)
-    if (kept := _plugin_layer_bytes(sizes, "none")) is not None:
-        return kept
+    if (trace := _plugin_layer_trace(sizes)) is not None:
+        return trace.saved_activation_bytes * sizes.tokens // sizes.seq_len
     if not own.has_experts(layer):
         return dense_mlp_saved_bytes(own, sizes.tokens, sizes.precision)
     moe, inner = own.moe, 2 + own.gated
@@ -174,9 +174,8 @@ def mlp_activation_bytes(sizes: PassSizes, layer: int) -> int:
 def mlp_inner_bytes(sizes: PassSizes, layer: int) -> int:
     """Return the bytes of the input of the MLP's last matmul: the output of the (gated) activation."""
     size = compute_bytes(sizes.precision)
-    largest = plugin_largest_tensor_bytes(sizes.model, sizes.mesh.tp, sizes.tokens, sizes.seq_len, sizes.precision)
-    if largest is not None:
-        return largest
+    if (trace := _plugin_layer_trace(sizes)) is not None:
+        return trace.largest_tensor_bytes * sizes.tokens // sizes.seq_len
     if not sizes.local_model.has_experts(layer):
         return sizes.tokens * sizes.local_model.intermediate_size * size
     moe = sizes.local_model.moe

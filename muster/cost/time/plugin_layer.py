@@ -1,23 +1,21 @@
-"""Times and memory of a plugin's layers, from a trace of their forward."""
+"""Times of a plugin's layers, from a trace of their forward."""
 
 from muster.cost.time.kernels import matmul_s, memory_s, stream_s, sustained_flops_per_s
 from muster.cost.time.pass_cost import PassCost
 from muster.cost.time.sublayer import LayerContext, LayerPasses, SublayerCost, add_tp_entry, add_tp_exit
-from muster.spec.model import ModelSpec
-from muster.spec.plan import Precision, Recompute
-from muster.spec.plugin_model import PluginModel, plugin_model
+from muster.spec.plugin_model import PluginModel
 
 PLUGIN_ATTENTION_RATE = 0.5
 """Assumed rate of a plugin's fused attention, relative to that of matmuls."""
 
 
-def plugin_layer_passes(own: PluginModel, at: LayerContext) -> LayerPasses:
+def plugin_layer_passes(plugin: PluginModel, at: LayerContext) -> LayerPasses:
     """Return the costs of the passes of one layer.
 
     Each matmul of the forward has two in the backward, attention takes two and a half times its forward
     (arXiv:2205.14135 §3.1), and everything else moves twice the bytes.
     """
-    facts, part, device = own.layer_trace(at.model, at.seq_len, at.tp.size, at.precision), SublayerCost(), at.device
+    facts, part, device = plugin.layer_trace(at.model, at.seq_len, at.tp.size, at.precision), SublayerCost(), at.device
     sequences = at.sequences / at.cp.size
     for one in facts.matmuls:
         seconds = matmul_s(device, one.m * sequences, one.n, one.k, at.matmul_precision, batch=one.batch)
@@ -42,23 +40,3 @@ def plugin_layer_passes(own: PluginModel, at: LayerContext) -> LayerPasses:
         add_tp_exit(at, part)
     again = part.forward if at.strategy.recompute == "full" else PassCost()
     return LayerPasses(part.forward, part.input_grads, part.weight_grads, again)
-
-
-def plugin_layer_bytes(
-    spec: ModelSpec, tp: int, tokens: int, hidden_bytes: int, seq_len: int, precision: Precision, recompute: Recompute
-) -> int | None:
-    """Return the activation bytes that a plugin's layer saves for `tokens` tokens; None for native layers."""
-    own = plugin_model(spec)
-    if own is None or recompute == "full":
-        return None if own is None else hidden_bytes
-    return own.layer_trace(spec, seq_len, tp, precision).saved_activation_bytes * tokens // seq_len
-
-
-def plugin_largest_tensor_bytes(
-    spec: ModelSpec, tp: int, tokens: int, seq_len: int, precision: Precision
-) -> int | None:
-    """Return the bytes of the largest tensor within the layer; None for native layers."""
-    own = plugin_model(spec)
-    return (
-        None if own is None else own.layer_trace(spec, seq_len, tp, precision).largest_tensor_bytes * tokens // seq_len
-    )

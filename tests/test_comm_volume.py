@@ -80,7 +80,7 @@ def test_step_bytes_of_every_plan_of_4_ranks_equal_the_formula(tmp_path: Path) -
 
 def assert_bytes_equal(num_ranks: int, cases: list[tuple[Any, ...]], tmp_path: Path) -> None:
     payload = {"cases": cases, "cache": str(tmp_path)}
-    for rank in run_ranks(num_ranks, "tests.traffic:count", payload):
+    for rank in run_ranks(num_ranks, "tests.comm_volume_ranks:count", payload):
         for case in rank:
             assert case["counted"] == case["predicted"], case["plan"]
             assert sum(case["counted"].get("world", {}).values()) > 0
@@ -89,7 +89,7 @@ def assert_bytes_equal(num_ranks: int, cases: list[tuple[Any, ...]], tmp_path: P
 def test_buckets_gather_and_reduce_layers_together(tmp_path: Path) -> None:
     """Four layers and what belongs to none, four micro-batches: fewer collectives with the same bytes."""
     cases = [(plan, False, {"bucket_layers": size}) for plan in ("dp2", "dp2-z2", "dp2-z1") for size in (1, 3, 4)]
-    (found, _) = run_ranks(2, "tests.traffic:count", {"cases": cases, "cache": str(tmp_path)})
+    (found, _) = run_ranks(2, "tests.comm_volume_ranks:count", {"cases": cases, "cache": str(tmp_path)})
     calls = [(case["calls"]["all_gather"], case["calls"]["reduce_scatter"]) for case in found]
     in_passes = [(4 * (2 * buckets + 1), 4 * (buckets + 1)) for buckets in (4, 2, 1)]
     assert calls[:3] == in_passes
@@ -101,7 +101,7 @@ def test_buckets_gather_and_reduce_layers_together(tmp_path: Path) -> None:
 def test_buckets_are_gathered_ahead(tmp_path: Path) -> None:
     """When a layer begins, what belongs to no layer, its own bucket and those ahead have been asked for."""
     cases = [("dp2", False, {"bucket_layers": size, "prefetch_buckets": n}) for size, n in ((1, 1), (1, 2), (2, 1))]
-    (found, _) = run_ranks(2, "tests.traffic:count", {"cases": cases, "cache": str(tmp_path)})
+    (found, _) = run_ranks(2, "tests.comm_volume_ranks:count", {"cases": cases, "cache": str(tmp_path)})
     assert [case["begun"][:4] for case in found] == [[3, 4, 5, 5], [4, 5, 5, 5], [3, 3, 3, 3]]
 
 

@@ -1,4 +1,4 @@
-"""What each rank does in the traffic test: counts what it gives to its collectives and sends in a step."""
+"""Ranks of the communication volume test, which count what they give to their collectives and sends in a step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
