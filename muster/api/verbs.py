@@ -16,6 +16,7 @@ from muster.api.inputs import (
 )
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
+from muster.planner.training_cost import DEVICE_MTBF_HOURS, BatchRamp, TrainingConditions
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
@@ -60,6 +61,8 @@ def plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     tokens: float | str | None = None,
+    mtbf_hours: float | None = None,
+    batch_ramp: str | None = None,
     objective: Objective = "time",
     precision: str | None = None,
     fix: str = "",
@@ -80,6 +83,8 @@ def plan(
         seq_len=seq_len,
         global_batch=global_batch,
         tokens=tokens,
+        mtbf_hours=mtbf_hours,
+        batch_ramp=batch_ramp,
         objective=objective,
         precision=precision,
         fix=fix,
@@ -96,6 +101,8 @@ def plan_request(
     seq_len: int | None,
     global_batch: int | None,
     tokens: float | str | None,
+    mtbf_hours: float | None,
+    batch_ramp: str | None,
     objective: Objective,
     precision: str | None,
     fix: str,
@@ -116,12 +123,33 @@ def plan_request(
         default_seq_len(seq_len, spec),
         require_positive_int("global_batch", global_batch),
         tokens=None if tokens is None else parse_count(str(tokens), "--tokens"),
+        conditions=training_conditions(tokens, mtbf_hours, batch_ramp),
         objective=objective,
         precision=precision,
         fix=fix,
         memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory-limit"),
         runnable=runnable,
     )
+
+
+def training_conditions(
+    tokens: float | str | None, mtbf_hours: float | None, batch_ramp: str | None
+) -> TrainingConditions:
+    """Return the conditions of a whole training; `batch_ramp` is `START,STEP,SAMPLES`. Raises ConfigError."""
+    for flag, value in (("--mtbf", mtbf_hours), ("--batch-ramp", batch_ramp)):
+        if value is not None and tokens is None:
+            raise ConfigError(f"{flag} {value} is of a whole training: add its --tokens, such as --tokens 15T")
+    if mtbf_hours is not None and not mtbf_hours > 0:
+        raise ConfigError(f"--mtbf {mtbf_hours:g}: expected hours above 0, such as 50000")
+    ramp = None
+    if batch_ramp is not None:
+        parts = batch_ramp.split(",")
+        if len(parts) != 3:
+            raise ConfigError(f"--batch-ramp {batch_ramp}: expected START,STEP,SAMPLES in sequences, such as 32,32,1M")
+        ramp = BatchRamp(*(int(parse_count(part, "--batch-ramp")) for part in parts))
+        if min(ramp.start, ramp.increment, ramp.samples) < 1:
+            raise ConfigError(f"--batch-ramp {batch_ramp}: expected whole sequences, at least 1 each")
+    return TrainingConditions(DEVICE_MTBF_HOURS if mtbf_hours is None else mtbf_hours, ramp)
 
 
 def predict(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_TIME_LIMIT_S
 from muster.cli.parser import Parser, positive_int
-from muster.cli.planning_flags import add_planning_flags, require_flags
+from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
 from muster.spec.errors import ConfigError, MusterError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add_planning_flags(parser, "4 Mi tokens, or the Step Law")
-    add("--tokens", metavar="T", help="tokens of the whole training, such as 15T; shows its days, cost, energy and CO₂")
+    add_training_flags(parser)
     add(
         "--objective",
         choices=("time", "cost", "energy", "memory"),
@@ -179,6 +179,8 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         tokens=args.tokens,
+        mtbf_hours=args.mtbf,
+        batch_ramp=args.batch_ramp,
         objective=args.objective,
         precision=args.precision,
         fix="-".join(args.require or ()),

@@ -30,6 +30,24 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
     add("--global-batch", type=positive_int, metavar="B", help=f"sequences per step (default: {default_batch})")
 
 
+def add_training_flags(parser: Parser) -> None:
+    """Add the flags of a whole training."""
+    add = parser.add_argument
+    add("--tokens", metavar="T", help="tokens of the whole training, such as 15T; shows its days, cost, energy and CO₂")
+    add(
+        "--mtbf",
+        type=float,
+        metavar="HOURS",
+        help="with --tokens: mean time between failures of one device, its share of node and network included"
+        " (default: 50,000, that of Llama 3's H100)",
+    )
+    add(
+        "--batch-ramp",
+        metavar="START,STEP,SAMPLES",
+        help="with --tokens: grow the batch from START sequences by STEP over the first SAMPLES sequences",
+    )
+
+
 def require_flags(args: argparse.Namespace, examples: Mapping[str, str]) -> None:
     """Raise ConfigError for the first missing flag, with its example."""
     for flag, example in examples.items():

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser
-from muster.cli.planning_flags import add_planning_flags, require_flags
+from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
+    from muster.planner.training_cost import TrainingCost
     from muster.simulate.predict import Prediction
 
 MAX_DRAWN_EVENTS = 20_000
@@ -21,6 +22,7 @@ def run(arguments: list[str]) -> int:
     """Predict. Returns the exit code: 3, for infeasible, where the plan doesn't fit in memory."""
     args = _parse(arguments)
     prediction = _predict(args)
+    training = _training_cost(args, prediction)
     if args.trace:
         _write_trace(args.trace, prediction)
     if args.html:
@@ -29,9 +31,11 @@ def run(arguments: list[str]) -> int:
 
         write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}"))
     if args.json:
-        print(json.dumps(prediction.to_json(), indent=2))
+        from muster.report.prediction import prediction_json
+
+        print(json.dumps(prediction_json(prediction, training), indent=2))
     else:
-        _show(prediction)
+        _show(prediction, training)
     return InfeasibleError.exit_code if prediction.fits is False else 0
 
 
@@ -45,6 +49,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--plan", metavar="PLAN", help="plan: a name such as dp8-tp4-pp2, a plan file or a run file")
     add_planning_flags(parser, f"{MICRO_BATCHES_PER_PIPELINE_RANK} micro-batches per pipeline rank")
+    add_training_flags(parser)
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto or chrome://tracing")
     add("--html", type=Path, metavar="FILE", help="write the prediction as a page")
@@ -59,6 +64,16 @@ def _predict(args: argparse.Namespace) -> "Prediction":
     return predict(args.model, args.cluster, args.plan, seq_len=args.seq_len, global_batch=args.global_batch)
 
 
+def _training_cost(args: argparse.Namespace, prediction: "Prediction") -> "TrainingCost | None":
+    """Return the cost of the whole training where its tokens are given."""
+    from muster.api.verbs import training_conditions
+    from muster.planner.training_cost import training_cost
+    from muster.spec.units import parse_count
+
+    conditions = training_conditions(args.tokens, args.mtbf, args.batch_ramp)
+    return training_cost(prediction, parse_count(args.tokens, "--tokens"), conditions) if args.tokens else None
+
+
 def _write_trace(path: Path, prediction: "Prediction") -> None:
     from muster.report.trace import chrome_trace
     from muster.spec.plan_name import format_plan_name
@@ -70,7 +85,7 @@ def _write_trace(path: Path, prediction: "Prediction") -> None:
         raise MusterError(f"the trace can't be written to {path}: {error.strerror}") from None
 
 
-def _show(prediction: "Prediction") -> None:
+def _show(prediction: "Prediction", training: "TrainingCost | None") -> None:
     """Print plan, prediction and, for small programs, a picture of the step."""
     from muster.report.console import table_console, text_width
     from muster.report.prediction import prediction_lines
@@ -81,7 +96,7 @@ def _show(prediction: "Prediction") -> None:
     num_micro_batches = plan.num_micro_batches(prediction.workload)
     print(plan_lines(plan, prediction.model, prediction.workload, num_micro_batches))
     print(f"cluster   {cluster.name or cluster.device.name}")
-    print("\n".join(prediction_lines(prediction)))
+    print("\n".join(prediction_lines(prediction, training)))
     if sum(len(lane) for lanes in prediction.program.ranks for lane in lanes.values()) <= MAX_DRAWN_EVENTS:
         print()
         table_console().print(gantt_text(prediction.timeline, text_width()))

@@ -58,7 +58,9 @@ def answer_request(request: PlanRequest, top: int, limit_s: float) -> PlanAnswer
     search = replace(search, result=_adopt_better_neighbours(search.result, top))
     costs = None
     if request.tokens is not None:
-        costs = [training_cost(evaluated.prediction, request.tokens) for evaluated in search.result.best]
+        costs = [
+            training_cost(evaluated.prediction, request.tokens, request.conditions) for evaluated in search.result.best
+        ]
     return PlanAnswer(search, costs, limit_s)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, step_law
 from muster.cost.time.cost_cache import CostCache
+from muster.planner.training_cost import TrainingConditions
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
@@ -47,6 +48,8 @@ class PlanRequest:
     """Plan with all fields that aren't searched, such as compile and buckets."""
     tokens: float | None = None
     """Tokens of the whole training, where they are known: its cost is shown then."""
+    conditions: TrainingConditions = TrainingConditions()
+    """Conditions of the whole training, such as failures."""
     derived_lines: tuple[str, ...] = ()
     """Line for each value that was left out and derived from others."""
     cost_cache: CostCache = field(default_factory=CostCache, compare=False, repr=False)
@@ -85,6 +88,7 @@ def build_request(
     global_batch: int | None = None,
     *,
     tokens: float | None = None,
+    conditions: TrainingConditions | None = None,
     objective: Objective = "time",
     precision: str | None = None,
     fix: str = "",
@@ -119,6 +123,7 @@ def build_request(
         runnable=runnable,
         template=_template(fixed, kind),
         tokens=tokens,
+        conditions=conditions or TrainingConditions(),
         derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
     )
 

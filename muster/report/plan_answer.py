@@ -11,6 +11,7 @@ from muster.planner.search_result import COUNTERS, SearchResult
 from muster.report.console import table_console
 from muster.report.formatting import format_count, format_seconds
 from muster.report.plans import footprint_table, plan_json, plan_names, plan_table
+from muster.report.training import price_json, training_lines
 from muster.spec.units import pluralize
 
 
@@ -36,6 +37,8 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     if answer.training_costs:
         print()
         console.print(footprint_table(answer.training_costs))
+        print("\nThe whole training under the first:")
+        print("\n".join(f"  {line}" for line in training_lines(answer.training_costs[0], request.cluster)))
     if any(verdict.unsupported for verdict in result.best):
         print("\n* " + "; ".join(sorted({line for one in result.best for line in one.unsupported})))
     print("\nWhy the first, and the effect of single changes to it:")
@@ -104,6 +107,7 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "seq_len": request.workload.seq_len,
         "global_batch_size": request.workload.global_batch_size,
         "objective": request.objective,
+        "prices": price_json(request.cluster),
         "derived": list(request.derived_lines),
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
         "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],

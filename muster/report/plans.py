@@ -8,6 +8,7 @@ from rich.table import Table
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.training_cost import TrainingCost
 from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
+from muster.report.training import format_days, training_json
 from muster.simulate.predict import Prediction
 from muster.spec.plan import Plan
 from muster.spec.plan_name import settings_beyond_name
@@ -54,17 +55,12 @@ def footprint_table(footprints: Sequence[TrainingCost]) -> Table:
         table.add_row(
             str(number),
             f"{whole.steps:,}",
-            _days(whole.days),
+            format_days(whole.days),
             "n/a" if whole.usd is None else f"${format_count(whole.usd)}",
             "n/a" if whole.kwh is None else f"{format_count(whole.kwh)} kWh",
             "n/a" if whole.co2_kg is None else f"{format_count(whole.co2_kg / 1000)} t",
         )
     return table
-
-
-def _days(days: float) -> str:
-    """Format days as `0.012`, `3.4` or `1,930`."""
-    return f"{days:,.0f}" if days >= 99.5 else f"{days:.3g}" if days >= 0.01 else "< 0.01"
 
 
 def _table(*heads: str) -> Table:
@@ -93,16 +89,11 @@ def exposed_communication_s(prediction: Prediction) -> float:
 def plan_json(number: int, verdict: EvaluatedPlan, footprint: TrainingCost | None) -> dict[str, Any]:
     """Return plain data for JSON; null where a value is unknown."""
     one = verdict.prediction
+    training = None if footprint is None else training_json(footprint)
     whole: Mapping[str, Any] = (
         {}
-        if footprint is None
-        else {
-            "steps": footprint.steps,
-            "days": footprint.days,
-            "usd": footprint.usd,
-            "kwh": footprint.kwh,
-            "co2_kg": footprint.co2_kg,
-        }
+        if training is None
+        else {name: training[name] for name in ("steps", "days", "usd", "kwh", "co2_kg")} | {"training": training}
     )
     return {
         "rank": number,
@@ -110,10 +101,12 @@ def plan_json(number: int, verdict: EvaluatedPlan, footprint: TrainingCost | Non
         "hash": verdict.plan.hash,
         "value": verdict.value,
         "step_time_s": one.step_time_s,
+        "step_time_interval": one.interval_json(),
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_s_per_device": one.tokens_per_s_per_device,
         "tflops_per_device": one.tflops_per_device,
         "mfu": one.mfu,
+        "mfu_causal": one.mfu_causal,
         "bubble_fraction": one.bubble_fraction,
         "exposed_communication_s": dict(one.parts.communication_s),
         "memory_bytes": verdict.peak_bytes,

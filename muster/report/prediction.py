@@ -1,13 +1,16 @@
 """Prediction for people, in the terminal and as a page."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from muster.cost.uncertainty import COVERAGE
+from muster.planner.training_cost import TrainingCost, energy_kwh
 from muster.report.formatting import format_bytes, format_count, format_fraction, format_seconds
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element
 from muster.report.page import description_list, page, section
 from muster.report.timeline_rows import evenly_spaced
+from muster.report.training import format_kwh, price_json, price_note, training_json, training_lines
 from muster.simulate.predict import Prediction, RankMemory
 from muster.spec.plan_name import format_plan_name
 
@@ -20,14 +23,26 @@ TableRow = tuple[str, ...]
 """Texts of a table row."""
 
 
-def prediction_lines(prediction: Prediction) -> list[str]:
+def prediction_json(prediction: Prediction, training: TrainingCost | None) -> dict[str, Any]:
+    """Return the prediction as plain data, with prices and the cost of a whole training."""
+    whole = None if training is None else training_json(training)
+    return {
+        **prediction.to_json(),
+        "kwh_per_1b_tokens": energy_kwh(prediction, 1e9 / prediction.tokens_per_s),
+        "prices": price_json(prediction.cluster),
+        "training": whole,
+    }
+
+
+def prediction_lines(prediction: Prediction, training: TrainingCost | None = None) -> list[str]:
     """Return step, breakdown, memory and cost as aligned lines."""
     figures = [f"{name:9} {text}" for name, text in headline_figures(prediction)]
     rows = [("", "time", "of the step"), *time_breakdown_rows(prediction)]
     shares = ["", *(f"{_bar(share)}" for *_, share in _shares(prediction))]
     parts = [f"{line}  {bar}".rstrip() for line, bar in zip(align_columns(rows), shares, strict=True)]
     memory = align_columns(memory_rows(prediction)) if prediction.memory else []
-    return [*figures, "", *parts, "", *memory]
+    whole = [] if training is None else ["", "The whole training:", *training_lines(training, prediction.cluster)]
+    return [*figures, "", *parts, "", *memory, *whole]
 
 
 def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
@@ -104,12 +119,10 @@ def _memory_fixes(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def _cost(prediction: Prediction) -> str:
     """Return dollars and energy per 10⁹ tokens."""
-    tokens = prediction.workload.tokens_per_step
-    usd = "N/A" if prediction.usd_per_step is None else f"${prediction.usd_per_step / tokens * 1e9:,.2f}"
-    energy = (
-        "N/A" if prediction.joules_per_step is None else f"{prediction.joules_per_step / tokens / 3.6e6 * 1e9:,.1f} kWh"
-    )
-    return f"{usd} and {energy} for 10⁹ tokens"
+    per_step = 1e9 / prediction.workload.tokens_per_step
+    usd = "N/A" if prediction.usd_per_step is None else f"${prediction.usd_per_step * per_step:,.2f}"
+    kwh = energy_kwh(prediction, prediction.step_time_s * per_step)
+    return f"{usd}{price_note(prediction.cluster)} and {format_kwh(kwh)} for 10⁹ tokens"
 
 
 def time_breakdown_rows(prediction: Prediction) -> list[TableRow]:

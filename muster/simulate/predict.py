@@ -178,7 +178,8 @@ class Prediction:
         capacity = self.forecast.fullest.capacity_bytes if self.memory else None
         return None if capacity is None else int(MEMORY_HEADROOM * capacity)
 
-    def _interval_json(self) -> dict[str, Any] | None:
+    def interval_json(self) -> dict[str, Any] | None:
+        """Return the interval of the step time as plain data."""
         found = self.interval
         if found is None:
             return None
@@ -197,7 +198,7 @@ class Prediction:
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
             "step_time_s": self.step_time_s,
-            "step_time_interval": self._interval_json(),
+            "step_time_interval": self.interval_json(),
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "tflops_per_device": self.tflops_per_device,
