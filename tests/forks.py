@@ -165,6 +165,7 @@ def _run(program: str, words: Sequence[str], environment: Mapping[str, str], kee
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter does when it starts
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115

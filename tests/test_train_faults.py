@@ -21,10 +21,12 @@ from muster.spec.errors import MusterError
 from muster.spec.plan import Plan
 from muster.train.config_consistency import require_same_config
 from muster.train.metrics import MetricsLog
+from tests.forks import words_of
 from tests.parity import small_run
 from tests.test_checkpoint import save_one
 from tests.train_runs import (
     AT_ONCE,
+    LIMIT_S,
     QUICK,
     Command,
     assert_one_sentence,
@@ -336,6 +338,20 @@ def test_a_folder_that_vanishes_stops_nothing(whole: Path) -> None:
     assert kept is None or find_damage(kept) is None, "what was saved before is untouched"
     assert find_damage(run / "checkpoints/step-00000020") is None
     assert_same_training(run, whole)
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+def test_a_lost_output_stops_nothing(lost: str, tmp_path: Path) -> None:
+    """A reader that has gone (`| head`) on one stream, a full disk under the other."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*words_of(), "train", *TINY, "--run", str(tmp_path), "--train.steps", "3", "--train.log_every", "1"]
+    with os.fdopen(writer, "wb") as pipe, open("/dev/full", "wb") as full:
+        streams = {"stdout": pipe, "stderr": full} if lost == "stdout" else {"stdout": full, "stderr": pipe}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=LIMIT_S, **streams)
+    assert done.returncode == 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "report.html").exists()
 
 
 def test_metrics_wait_for_a_full_disk(tmp_path: Path) -> None:

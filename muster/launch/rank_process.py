@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import die_with_parent, run_guarded
 
 
@@ -29,7 +30,8 @@ def rank_main(body: Callable[[Path, dist.Store, int, int], int]) -> int:
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False)
         return body(args.run_dir, store, args.rank, args.world_size)
 
-    return run_guarded(args.run_dir, args.rank, join_and_run)
+    with ignore_output_errors():
+        return run_guarded(args.run_dir, args.rank, join_and_run)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from muster.config.load_config import ResolvedConfig
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
+from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import EXIT_STOPPED
 from muster.planner.auto import choose_plan
 from muster.spec.errors import ConfigError
@@ -20,8 +21,13 @@ if find_spec("torch") is None:
 def train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     """Start or resume the run in `options.run_dir`; returns the exit code.
 
-    Under torchrun this process becomes one of the ranks; otherwise it starts them.
+    Under torchrun this process becomes one of the ranks; otherwise it starts them. A lost output stops neither.
     """
+    with ignore_output_errors():
+        return _train(resolved, options)
+
+
+def _train(resolved: ResolvedConfig, options: TrainOptions) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from muster.train.torchrun import train_under_torchrun
 
