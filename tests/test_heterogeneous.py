@@ -231,7 +231,7 @@ def test_bounds_of_shares_hold_where_links_differ() -> None:
     cluster = cluster.model_copy(update={"node_bandwidth_bytes_per_s": matrix})
     plan = parse_plan_name("dp2-pp4-z1-uneven15.1").model_copy(update={"axis_order": INSIDE})
     evaluator = PlanEvaluator(PlanRequest(MODEL, cluster, Workload(seq_len=2048, global_batch_size=64)))
-    assert evaluator.bounds.of_plan(plan) <= evaluator.evaluate(plan).prediction.step_time_s
+    assert evaluator.bounds.of_plan(plan) <= evaluator.evaluate(plan).prediction.step_time_s * (1 + 1e-12)
 
 
 def test_bounds_of_shares_hold_for_devices_of_one_name() -> None:

@@ -57,7 +57,7 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
             assert "doesn't fit" in one.sentence
         else:
             assert alone.step_time_s / best.prediction.step_time_s - 1 == pytest.approx(one.slowdown)
-            assert one.slowdown > -1e-9, one.sentence
+            assert one.slowdown > -1e-9 or one.sentence.endswith("not as asked"), one.sentence
 
 
 def test_another_schedule_keeps_the_layers_where_they_suit_it():

@@ -44,7 +44,7 @@ def test_every_instruction_of_a_program_is_timed(name):
 
 
 def test_a_pass_takes_what_its_products_take_and_more():
-    times = plan_times(LLAMA, Plan(), WORKLOAD, load_cluster("1xh100"))
+    times = plan_times(LLAMA, Plan(compile=True), WORKLOAD, load_cluster("1xh100"))
     numbers = LLAMA.num_parameters - LLAMA.vocab_size * LLAMA.hidden_size
     ideal_s = 2 * numbers * 4096 / 989.4e12
     assert 1.2 < times.seconds["F", 0] / ideal_s < 2.0

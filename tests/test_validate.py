@@ -283,6 +283,10 @@ def test_irrelevant_columns_are_not_open():
             {"inter_link": "infinband"},
             "inter_link 'infinband' is not known; did you mean 'infiniband'? expected a rate",
         ),
+        ({"inter_link": "400Gb/s carrier pigeon"}, "inter_link '400Gb/s carrier pigeon' is not known: expected a rate"),
+        ({"inter_link": "8x400Gb infinbend per node"}, "is not known; did you mean 'infiniband'? expected a rate"),
+        ({"intra_link": "string"}, "intra_link 'string' is not known: expected one of nvlink, nvlink3"),
+        ({"intra_link": "nvlunk"}, "intra_link 'nvlunk' is not known; did you mean 'nvlink'? expected one of nvlink"),
         ({"schedule": "GA=3"}, "schedule says 3 micro-batches, but global_batch 64 makes 16"),
         ({"tp": "3", "n_gpus": "24"}, "tp 3 doesn't divide"),
         ({"n_gpus": "12", "dp": "3"}, "n_gpus 12 is not a multiple of gpus_per_node 8"),
@@ -321,6 +325,40 @@ def test_networks_are_parsed(text, per_node, rate_bytes_per_s, count):
     nics = row_inputs(row(**changes)).cluster.groups[0].nics
     assert nics is not None
     assert (nics.link.bandwidth_bytes_per_s, nics.count) == (rate_bytes_per_s, count)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("", "nvlink4"),
+        ("NVLink/NVSwitch", "nvlink4"),
+        ("NVLink 3", "nvlink3"),
+        ("NVLink5", "nvlink5"),
+        ("NVLINK Gen4 900 GB/s + NVSWITCH Gen3", "nvlink4"),
+        ("nvlink4-h800", "nvlink4-h800"),
+        ("PCIe", "pcie4"),
+        ("PCIe Gen 5 x16", "pcie5"),
+        ("PCI Express", "pcie4"),
+    ],
+)
+def test_the_link_within_a_node_is_read(text, name):
+    """The row's device is an H100 SXM."""
+    assert row_inputs(row(intra_link=text)).cluster.groups[0].intra.name == name
+
+
+@pytest.mark.parametrize(
+    ("said", "succeeded"), [("OOM", False), ("CUDA out of memory", False), ("ok", True), ("Success", True)]
+)
+def test_an_outcome_is_a_failure_of_memory_or_a_success(said, succeeded):
+    [result] = scored({"metric": "outcome", "value": said})
+    assert result.succeeded is succeeded
+
+
+@pytest.mark.parametrize("said", ["NCCL error", "", "crashed", "not ok"])
+def test_an_outcome_of_other_words_is_left_out(said):
+    [result] = scored({"metric": "outcome", "value": said})
+    assert f"value: found '{said}', expected OOM, or ok" in result.reason
+    assert result.succeeded is None
 
 
 @pytest.mark.parametrize(

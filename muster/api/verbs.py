@@ -21,6 +21,8 @@ from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER, framework_named
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.suggest import did_you_mean
@@ -68,6 +70,8 @@ def plan(
     fix: str = "",
     memory: int | str | None = None,
     runnable: bool = False,
+    framework: str | FrameworkTraits = MUSTER.name,
+    compile: bool = False,
     top: int = 5,
     limit_s: float = SEARCH_TIME_LIMIT_S,
 ) -> PlanResults:
@@ -90,6 +94,8 @@ def plan(
         fix=fix,
         memory=memory,
         runnable=runnable,
+        framework=framework,
+        compile=compile,
     )
     return PlanResults(answer_request(asked, top, limit_s))
 
@@ -108,6 +114,8 @@ def plan_request(
     fix: str,
     memory: int | str | None,
     runnable: bool,
+    framework: str | FrameworkTraits = MUSTER.name,
+    compile: bool = False,
 ) -> PlanRequest:
     """Return the request that `plan` searches for. Raises ConfigError."""
     if objective not in OBJECTIVES:
@@ -116,10 +124,10 @@ def plan_request(
     require_text("fix", fix, "parts of a plan's name such as tp2-z1")
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
-    spec = resolve_model(model)
+    spec, devices = resolve_model(model), resolve_cluster(cluster)
     return build_request(
         spec,
-        resolve_cluster(cluster),
+        devices,
         default_seq_len(seq_len, spec),
         require_positive_int("global_batch", global_batch),
         tokens=None if tokens is None else parse_count(str(tokens), "--tokens"),
@@ -129,6 +137,8 @@ def plan_request(
         fix=fix,
         memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory-limit"),
         runnable=runnable,
+        framework=_resolve_framework(framework, devices),
+        compile=compile,
     )
 
 
@@ -152,6 +162,18 @@ def training_conditions(
     return TrainingConditions(DEVICE_MTBF_HOURS if mtbf_hours is None else mtbf_hours, ramp)
 
 
+def _resolve_framework(framework: str | FrameworkTraits, cluster: ClusterSpec) -> FrameworkTraits:
+    """Return the framework's traits. Raises ConfigError for an unknown one, or another than Muster on a profiled
+    machine."""
+    found = framework_named(framework)
+    if cluster.device.rates is not None and found != MUSTER:
+        raise ConfigError(
+            f"--framework {found.name}: {cluster.name or 'the cluster'} is a profile of Muster's own kernels; expected"
+            " muster, or a cluster of the catalogue such as 8xh100"
+        )
+    return found
+
+
 def predict(
     model: str | Path | ModelSpec,
     cluster: str | Path | ClusterSpec,
@@ -159,13 +181,18 @@ def predict(
     *,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    framework: str | FrameworkTraits = MUSTER.name,
+    compile: bool | None = None,
 ) -> Prediction:
     """Predict a plan's step: its time, where the time goes, and each rank's memory; the arguments are the flags of
     `muster predict`.
 
-    `.to_json()` is the verb's JSON. If the plan doesn't fit in memory, `.fits` is False. Raises ConfigError,
-    InfeasibleError.
+    `compile`: as the plan says where it is None. `.to_json()` is the verb's JSON. If the plan doesn't fit in memory,
+    `.fits` is False. Raises ConfigError, InfeasibleError.
     """
     spec, spread = resolve_model(model), resolve_plan_input(plan)
+    if compile is not None:
+        spread = spread.model_copy(update={"compile": compile})
     workload = default_workload(spread, default_seq_len(seq_len, spec), global_batch)
-    return predict_plan(spec, spread, workload, resolve_cluster(cluster))
+    devices = resolve_cluster(cluster)
+    return predict_plan(spec, spread, workload, devices, framework=_resolve_framework(framework, devices))

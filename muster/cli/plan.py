@@ -186,6 +186,8 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
         fix="-".join(args.require or ()),
         memory=args.memory_limit,
         runnable=args.runnable,
+        framework=args.framework,
+        compile=args.compile,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from muster.api.defaults import SEQ_LEN
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
+from muster.spec.frameworks import FRAMEWORKS, MUSTER
 
 
 def add_planning_flags(parser: Parser, default_batch: str) -> None:
@@ -28,6 +29,13 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
         help=f"tokens per sequence (default: {SEQ_LEN}, or the model's maximum)",
     )
     add("--global-batch", type=positive_int, metavar="B", help=f"sequences per step (default: {default_batch})")
+    add(
+        "--framework",
+        metavar="F",
+        default=MUSTER.name,
+        help=f"program that trains, {', '.join(FRAMEWORKS)}: what it overlaps and fuses (default: %(default)s)",
+    )
+    add("--compile", action="store_true", help="torch.compile each decoder block, as parallel.compile does")
 
 
 def add_training_flags(parser: Parser) -> None:

@@ -61,7 +61,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _predict(args: argparse.Namespace) -> "Prediction":
     from muster.api.verbs import predict
 
-    return predict(args.model, args.cluster, args.plan, seq_len=args.seq_len, global_batch=args.global_batch)
+    return predict(
+        args.model,
+        args.cluster,
+        args.plan,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        framework=args.framework,
+        compile=args.compile or None,
+    )
 
 
 def _training_cost(args: argparse.Namespace, prediction: "Prediction") -> "TrainingCost | None":

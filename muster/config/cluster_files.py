@@ -61,9 +61,20 @@ def load_device(name: str) -> DeviceSpec:
 
 
 @cache
+def _links() -> dict[str, Any]:
+    """Return the links of the catalogue, as written."""
+    return _mapping(read("links", "links"), "links")
+
+
+def link_names() -> list[str]:
+    """Return the names of the catalogue's links."""
+    return list(_links())
+
+
+@cache
 def load_link(name: str) -> LinkSpec:
     """Load a link of the catalogue. Raises ConfigError with the nearest name."""
-    links = _mapping(read("links", "links"), "links")
+    links = _links()
     if name not in links:
         raise ConfigError(f"there is no link '{name}'{did_you_mean(name, links)} (there are {', '.join(links)})")
     return _validated(LinkSpec, {"name": name, **links[name]}, KeyLocation(f"link {name}"))

@@ -215,7 +215,8 @@ class _LocalSearch:
         passes = 3 * plan.num_stages * plan.num_micro_batches(request.workload)
         if passes > MAX_PASSES or plan_violations(plan, request.model, request.workload, request.cluster.num_devices):
             return
-        times = plan_times(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
+        own = request.model, plan, request.workload, request.cluster, request.framework
+        times = plan_times(*own, cache=request.cost_cache)
         stages = range(plan.num_stages)
         forward_s, inputs_s, weights_s = (
             tuple(times.seconds[kind, stage] for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)

@@ -30,9 +30,8 @@ class PlanCosts:
         """Return the times of all instructions of a plan."""
         if plan not in self._op_times:
             request = self.request
-            self._op_times[plan] = plan_times(
-                request.model, plan, request.workload, request.cluster, cache=request.cost_cache
-            )
+            own = request.model, plan, request.workload, request.cluster, request.framework
+            self._op_times[plan] = plan_times(*own, cache=request.cost_cache)
         return self._op_times[plan]
 
     def pass_times(self, plan: Plan) -> PassTimes:
@@ -44,7 +43,8 @@ class PlanCosts:
     def placed(self, plan: Plan) -> PlacedPlan:
         """Return a plan with its ranks laid on the cluster."""
         request = self.request
-        return place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
+        own = request.model, plan, request.workload, request.cluster, request.framework
+        return place_plan(*own, cache=request.cost_cache)
 
     @cached_property
     def has_uniform_layers(self) -> bool:

@@ -41,9 +41,8 @@ class PlanEvaluator:
         request = self.request
         program = self.costs.program(plan)
         times = None if plan.uneven_micro_batches else self.costs.op_times(plan)
-        prediction = predict(
-            request.model, plan, request.workload, request.cluster, program, times, cache=request.cost_cache
-        )
+        own = request.model, plan, request.workload, request.cluster, program, times, request.framework
+        prediction = predict(*own, cache=request.cost_cache)
         if request.objective == "memory":
             value = float(max(rank.total for rank in prediction.memory))
         else:

@@ -11,6 +11,8 @@ from muster.cost.time.cost_cache import CostCache
 from muster.planner.training_cost import TrainingConditions
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
 from muster.spec.plan import PRECISIONS, LayerStrategy, Plan, Precision
 from muster.spec.plan_name import parse_name_parts
@@ -42,6 +44,8 @@ class PlanRequest:
     """Memory of each device that may be used; None: all of it, less the head-room."""
     axes: frozenset[str] | None = None
     """Axes among tp, pp, cp and ep that must be used, and no others; None: any."""
+    framework: FrameworkTraits = MUSTER
+    """Framework that trains, whose traits the predictions take."""
     runnable: bool = False
     """True if only plans are wanted that `muster train` runs today."""
     template: Plan | None = None
@@ -94,6 +98,8 @@ def build_request(
     fix: str = "",
     memory_limit_bytes: int | None = None,
     runnable: bool = False,
+    framework: FrameworkTraits = MUSTER,
+    compile: bool = False,
 ) -> PlanRequest:
     """Build a request, and derive what is left out: the batch from the tokens of the training by the Step Law, the
     precision from the devices.
@@ -120,8 +126,9 @@ def build_request(
         fixed,
         fix,
         memory_limit_bytes,
+        framework=framework,
         runnable=runnable,
-        template=_template(fixed, kind),
+        template=_template(fixed, kind).model_copy(update={"compile": compile}),
         tokens=tokens,
         conditions=conditions or TrainingConditions(),
         derived_lines=(*derived, *_substituted_peaks(cluster, kind)),
@@ -167,7 +174,8 @@ def refix_request(request: PlanRequest, name_parts: str) -> PlanRequest:
     """Return the request with other fixed parts of a plan's name."""
     fixed = fixed_fields(name_parts)
     kind = fixed.get("precision", "bf16" if "precision" in request.fixed else request.precision)
-    return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=_template(fixed, kind))
+    template = _template(fixed, kind).model_copy(update={"compile": request.base.compile})
+    return replace(request, fixed=fixed, fixed_text=name_parts, precision=kind, template=template)
 
 
 def round_batch(target: float, num_devices: int) -> int:

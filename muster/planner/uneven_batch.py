@@ -113,7 +113,8 @@ class BatchSplitter:
         """Return groups of data-parallel ranks on alike devices, and with `links` over alike links: the times of the
         first rank's pipeline, and the ranks."""
         request = self.request
-        placed = place_plan(request.model, plan, request.workload, request.cluster, cache=request.cost_cache)
+        own = request.model, plan, request.workload, request.cluster, request.framework
+        placed = place_plan(*own, cache=request.cost_cache)
         groups = self._groups_of(placed, links)
         if len(groups) == 1:
             return [(pass_times_of_placed(placed), ranks) for ranks in groups]

@@ -26,6 +26,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
     print(f"step      {pluralize(workload.global_batch_size, 'sequence')} of {pluralize(workload.seq_len, 'token')}")
     for line in request.derived_lines:
         print(f"          {line}")
+    print(f"framework {request.framework.label(request.base.compile)}")
     print(f"searched  {_search_text(result)}")
     for line in _node_order_lines(answer.search):
         print(line)
@@ -108,6 +109,8 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
         "global_batch_size": request.workload.global_batch_size,
         "objective": request.objective,
         "prices": price_json(request.cluster),
+        "framework": request.framework.name,
+        "compile": request.base.compile,
         "derived": list(request.derived_lines),
         "plans": [plan_json(number, *both) for number, both in enumerate(zip(result.best, footprints, strict=True), 1)],
         "why": [{"change": one.change, "slower": one.slowdown, "sentence": one.sentence} for one in answer.neighbours],

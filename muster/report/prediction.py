@@ -53,6 +53,7 @@ def headline_figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
         f"{format_seconds(prediction.step_time_s)}, {format_fraction(prediction.bubble_fraction)} of it bubble",
     )
     yield "range", _range_text(prediction)
+    yield "framework", prediction.framework.label(prediction.plan.compile)
     yield "tokens/s", f"{format_count(prediction.tokens_per_s)}, {per_device}"
     yield "TFLOP/s", f"{prediction.tflops_per_device:.1f} per device, MFU {_mfu_text(prediction)}"
     if prediction.model.architecture is not None:

@@ -24,6 +24,7 @@ from muster.simulate.timeline import Timeline
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
 from muster.spec.legality import plan_violations, required_world_size
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
@@ -97,7 +98,7 @@ class Prediction:
     memory: tuple[RankMemory, ...]
     """Peak memory by pipeline rank."""
     forecast: MemoryForecast = field(repr=False)
-    framework: FrameworkTraits | None
+    framework: FrameworkTraits
     fits: bool | None
     """True if every rank fits; None if a device's memory is unknown."""
     make_timeline: Callable[[], Timeline] = field(repr=False)
@@ -194,6 +195,8 @@ class Prediction:
             "model": self.model.name,
             "plan": format_plan_name(self.plan),
             "cluster": self.cluster.name,
+            "framework": self.framework.name,
+            "compile": self.plan.compile,
             "devices": self.plan.world_size,
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
@@ -255,7 +258,7 @@ def predict(
     Raises InfeasibleError with the reasons if the plan is not legal for this model, batch and cluster.
     """
     require_legal(plan, model, workload, cluster)
-    plan = resolve_schedule(plan, model, workload)
+    plan, framework = resolve_schedule(plan, model, workload), framework or MUSTER
     longest = program or build_program(plan, model, workload)
     if plan.uneven_micro_batches:
         program, times = _slowest_data_rank(model, plan, workload, cluster, framework, cache or CostCache(), optim)

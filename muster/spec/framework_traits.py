@@ -15,19 +15,25 @@ ZeRO-1)."""
 
 
 class FrameworkTraits(Frozen):
-    """Stated traits of a training framework. The defaults are those of a current one on GPUs."""
+    """Stated traits of a training framework. The defaults are those of a current one on GPUs; `muster.spec.frameworks`
+    has those of named frameworks."""
 
+    name: str = ""
+    """Name shown to people; empty for one described by its traits alone."""
     storage: StateStorage = "muster"
     """Storage of a rank's part of the model."""
     attention: AttentionKernel | None = None
     """Attention kernel; None: the fastest that the device has a rate for."""
-    fused_elementwise: bool = True
+    fused_elementwise: bool | None = True
     """Activations, rotary positions and norms take one pass over memory each, as with torch.compile or hand-written
-    kernels; otherwise each of their operations is a pass."""
+    kernels; otherwise each of their operations is a pass. None: as the plan's `compile` says."""
     fused_norms: bool | None = None
     """The same for norms alone, where it differs; None: as `fused_elementwise`."""
-    fused_loss: bool = True
-    """The cross-entropy reads logits and writes their gradient, without float32 copies of them."""
+    norm_casts: bool = True
+    """In eager code the fused norm stands between casts to float32 and back; otherwise it casts in its registers."""
+    fused_loss: bool | None = True
+    """The cross-entropy reads logits and writes their gradient, without float32 copies of them. None: as the plan's
+    `compile` says."""
     early_stop_recompute: bool = True
     """Full recompute stops once the backward has all that it needs: a layer's last matmul isn't repeated, as with
     torch's non-reentrant checkpoint; otherwise the whole layer is."""
@@ -78,3 +84,13 @@ class FrameworkTraits(Frozen):
     """Tensor-parallel collectives are split and overlap the matmuls (asynchronous tensor parallelism)."""
     cuda_graphs: bool = False
     """Kernels are replayed from graphs, without host time between them."""
+
+    def label(self, compiled: bool) -> str:
+        """Return its name for people, and `compiled` or `eager` where that makes a difference."""
+        name = self.name or "custom"
+        return name if self.for_plan(compiled) is self else f"{name}, {'compiled' if compiled else 'eager'}"
+
+    def for_plan(self, compiled: bool) -> "FrameworkTraits":
+        """Return the traits of a plan's passes: what is left to the plan's `compile` is decided."""
+        open_fields = {name: compiled for name in ("fused_elementwise", "fused_loss") if getattr(self, name) is None}
+        return self.model_copy(update=open_fields) if open_fields else self

@@ -2,7 +2,7 @@
 
 import re
 
-from muster.config.cluster_files import load_device, load_link
+from muster.config.cluster_files import link_names, load_device, load_link
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.device import DeviceSpec, LinkSpec, Nics
 from muster.spec.errors import ConfigError
@@ -22,6 +22,12 @@ _NETWORK_NAMES = ("infiniband", "roce", "omni-path", "ethernet")
 """Networks suggested in error messages."""
 _NETWORKS = r"infiniband|\bib\b|[hnex]dr\b|cx-?\d|roce|rdma|omni|\bopa\b|eth|efa|slingshot|tcp|nvlink|^(none|n/?a|-)$"
 """Networks that a cell may name without a rate; the device's default rate applies then."""
+_NO_NETWORK_NAME = r"\bper\b|/|\b(each|every|nodes?|gpus?|devices?|cards?|nics?|x|gb/s|gbps|gbit/s)\b|[\d\W_]"
+"""Words and signs beside a rate that name no network."""
+_FABRICS = {"nvlink": r"nv.?link|nv.?switch", "pcie": r"pci(e|[ -]?express)\b|pcie\d", "xgmi": r"xgmi|infinity.?fabric"}
+"""Fabrics within a node by their kind, with patterns of their names in an `intra_link` cell."""
+_FABRIC_NAMES = ("nvlink", "nvlink3", "nvlink4", "nvlink5", "pcie4", "pcie5", "xgmi")
+"""Fabrics suggested in error messages."""
 _BY_RATE = {
     "infiniband": {100: "ib-edr", 200: "ib-hdr", 400: "ib-ndr", 800: "ib-xdr"},
     "roce": {100: "roce-100g", 200: "roce-200g", 400: "roce-400g"},
@@ -46,7 +52,7 @@ def cluster_from_row(row: MeasurementRow, usual_device: str | None = None) -> Cl
     nodes, rest = divmod(row.n_gpus, per_node)
     if rest:
         raise UnpredictableRowError(f"n_gpus {row.n_gpus} is not a multiple of gpus_per_node {per_node}")
-    intra = shape.intra if shape else load_link("pcie4")
+    intra = parse_intra(row.intra_link, shape.intra if shape else load_link("pcie4"))
     nics = parse_nics(row.inter_link, per_node, _usual_nics(device, row.gpus_per_node or per_node))
     group = NodeGroup(
         num_nodes=nodes,
@@ -89,6 +95,31 @@ def _names(text: str) -> list[str]:
     return [*whole, f"{name}-{form}", *([f"{name}-80-{form}"] if name == "a100" and not size else []), name]
 
 
+def parse_intra(text: str, usual: LinkSpec) -> LinkSpec:
+    """Return the link between the devices of a node for a text such as `NVLink`, `PCIe` or `nvlink4-h800`; `usual`
+    where the cell is empty.
+
+    Without a generation it is the device's own link of that kind, for PCIe the fourth generation. Raises
+    UnpredictableRowError.
+    """
+    name = text.strip().lower()
+    if not name or name == usual.name:
+        return usual
+    kind = next((kind for kind, pattern in _FABRICS.items() if re.search(pattern, name)), None)
+    generation = re.search(r"(?:nv.?link|pcie|pci.?express|xgmi)[ -]*(?:gen(?:eration)?)?[ -.]*(\d)(?!\d)", name)
+    if kind == usual.kind and (not generation or generation[1] in usual.name) and name not in link_names():
+        return usual
+    own = f"{kind}{generation[1] if generation else '4' if kind == 'pcie' else ''}"
+    found = next((candidate for candidate in (name, own) if candidate in link_names()), None)
+    if found is None:
+        hint = did_you_mean(name, _FABRIC_NAMES)
+        raise UnpredictableRowError(
+            f"intra_link '{text}' is not known{hint or ':'} expected one of {', '.join(_FABRIC_NAMES)},"
+            " or a link of the catalogue"
+        )
+    return load_link(found)
+
+
 def _usual_nics(device: DeviceSpec, per_node: int) -> Nics | None:
     """Return the network cards of the device's default node, with as many cards per device in a node of `per_node`."""
     if device.node is None or device.node.nics is None:
@@ -103,8 +134,8 @@ def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
     A rate without a count holds for a whole node if the text says so, otherwise for each device.
     """
     found = _RATE.search(text)
+    _require_network(text, bool(found))
     if not found:
-        _require_network(text)
         return usual
     is_bytes = found[3] in ("GB/s", "GBytes/s")  # Gb is bits, GB bytes
     rate = float(found[2]) * (8 if is_bytes else 1)
@@ -114,11 +145,13 @@ def parse_nics(text: str, per_node: int, usual: Nics | None) -> Nics | None:
     return Nics(link=_network(text.lower(), rate, usual), count=count)
 
 
-def _require_network(text: str) -> None:
-    """Raise UnpredictableRowError for an inter_link cell that names neither a rate nor a kind of network."""
-    if not text or re.search(_NETWORKS, text, re.IGNORECASE):
+def _require_network(text: str, has_rate: bool) -> None:
+    """Raise UnpredictableRowError for an inter_link cell that names neither a rate nor a kind of network, or a rate of
+    an unknown network."""
+    rest = re.sub(_NO_NETWORK_NAME, " ", _RATE.sub(" ", text), flags=re.IGNORECASE) if has_rate else text
+    if not rest.strip() or re.search(_NETWORKS, text, re.IGNORECASE):
         return
-    hint = did_you_mean(text.lower(), _NETWORK_NAMES)
+    hint = did_you_mean(rest.strip().lower(), _NETWORK_NAMES)
     raise UnpredictableRowError(
         f"inter_link '{text}' is not known{hint or ':'} expected a rate and a network, such as '8x200Gb IB per node'"
         f" (networks: {', '.join(_NETWORK_NAMES)})"

@@ -16,7 +16,7 @@ from muster.validate.case import RowCase, RowInputs, row_inputs
 from muster.validate.errors import UnpredictableRowError
 from muster.validate.formulas import FLOP_METRICS, OTHER_METRICS, TIME_METRICS, UNTIMED_METRICS, step_time_s
 from muster.validate.sources import MeasurementSource, source_of_row, with_facts
-from muster.validate.table import MeasurementRow
+from muster.validate.table import OUT_OF_MEMORY, MeasurementRow
 
 NEAR_CAPACITY = 0.05
 """Relative distance from the memory capacity within which the outcome is open: details beyond the plan decide."""
@@ -99,7 +99,7 @@ class RowResult:
     def succeeded(self) -> bool | None:
         """True if the run worked (a row with a time did), False if it failed, None if unknown."""
         if self.row.metric == "outcome":
-            return "oom" not in self.row.outcome.lower() and "memory" not in self.row.outcome.lower()
+            return None if self.row.problem else not OUT_OF_MEMORY.search(self.row.outcome)
         return True if self.is_timed and self.row.value is not None else None
 
 

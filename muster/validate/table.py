@@ -33,8 +33,13 @@ COLUMNS = (
 )
 """Columns that a header may have, in their usual order; others are ignored."""
 
-_OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"oom|out.?of.?memory|memory", re.IGNORECASE)
 """Values that mean an out-of-memory failure."""
+SUCCESS = re.compile(
+    r"ok|success(ful|fully|ed)?|succeeded|works?|worked|ran|runs|fits?|fitted|completed?|done|pass(ed)?|yes|true",
+    re.IGNORECASE,
+)
+"""Values of an outcome that mean a run that worked, as a whole."""
 
 MAX_VALUE = 10**9
 """Largest degree, width or batch in a table."""
@@ -186,8 +191,10 @@ def _row(cells: dict[str, str], file: str, line: int, number: int) -> Measuremen
     fields["ffn_hidden"] = number_in("ffn_hidden", cells["ffn_hidden"].split(" per ")[0], _whole)
     fields["source"] = cells["source"] or file
     said = cells["value"]
-    if cells["metric"] == "outcome" or _OUT_OF_MEMORY.search(said):
+    if cells["metric"] == "outcome" or OUT_OF_MEMORY.search(said):
         fields |= {"metric": "outcome", "value": None, "outcome": said}
+        if not (OUT_OF_MEMORY.search(said) or SUCCESS.fullmatch(said)):
+            problems.append(f"row {number}, value: found '{said}', expected OOM, or ok for a run that worked")
     else:
         fields |= {"value": number_in("value", said), "outcome": ""}
     return MeasurementRow(file=file, line=line, number=number, problem="; ".join(problems), **fields)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from muster.layout.tensor_layout import has_vocab_shard
 from muster.schedule.program import Program
 from muster.spec.cluster import ClusterSpec
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.workload import Workload
@@ -155,16 +156,17 @@ def peak_bytes_by_pp_rank(
     cluster: ClusterSpec,
     orders: Sequence[AllocationOrder],
     cache: StageMemoryCache | None = None,
+    framework: FrameworkTraits | None = None,
 ) -> list[tuple[int, int]]:
-    """Return (world rank, peak bytes) of each pipeline rank in Muster's native storage: the total of `forecast_memory`.
+    """Return (world rank, peak bytes) of each pipeline rank: the total of `forecast_memory`.
 
-    `orders`: allocation orders, which plans with one schedule share. `cache`: memory of stages of plans that differ
-    from this one only in recompute and offload; it is extended.
+    `orders`: allocation orders, which plans with one schedule share. `framework`: as there. `cache`: memory of stages
+    of plans that differ from this one only in recompute and offload; it is extended.
     """
     found = []
     instructions: InstructionMemoryCache = {}
     tightest = _tightest_ranks(plan, cluster)
-    for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(model, plan, workload, cluster, cache=cache)):
+    for pp_rank, stages in enumerate(_stage_memory_by_pp_rank(model, plan, workload, cluster, framework, cache=cache)):
         _, total = find_peak(orders[pp_rank], stages, instructions)
         rank = tightest[pp_rank]
         resident = sum(stage.resident.total for stage in stages.values())
@@ -218,7 +220,7 @@ def _stage_memory_by_pp_rank(
     optim: OptimConfig | None = None,
 ) -> list[dict[int, StageMemory]]:
     """Return stage → memory for each pipeline rank; stages with equal memory share one object."""
-    framework = framework or FrameworkTraits()
+    framework = (framework or MUSTER).for_plan(plan.compile)
     kernel_workspace = kernel_workspace or KERNEL_WORKSPACES.get(cluster.device.kind, DEFAULT_KERNEL_WORKSPACE)
     cache = {} if cache is None else cache
     found: list[dict[int, StageMemory]] = [{} for _ in range(plan.pp)]

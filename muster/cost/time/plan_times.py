@@ -23,6 +23,7 @@ from muster.spec.cluster import ClusterSpec
 from muster.spec.device import DeviceSpec, LinkSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan import Mesh, Plan
 from muster.spec.workload import Workload
@@ -35,8 +36,6 @@ GRAD_NORM_BYTES = 4
 STEP_HOST_S = 5e-3
 """Seconds of the host once a step: Python of optimizer and loop that can't run ahead of the device, because they wait
 for the gradient norm."""
-
-_DEFAULT_FRAMEWORK = FrameworkTraits()
 
 
 def plan_times(
@@ -113,7 +112,7 @@ def place_plan(
         raise InfeasibleError(
             f"the plan needs {world_size} devices, but {cluster.name or 'the cluster'} has {cluster.num_devices}"
         )
-    framework = framework or _DEFAULT_FRAMEWORK
+    framework = (framework or MUSTER).for_plan(plan.compile)
     tables = (cache or CostCache()).tables(model, workload.seq_len, cluster, framework)
     return PlacedPlan(model, plan, workload, cluster, framework, world_size, tables, data_rank)
 

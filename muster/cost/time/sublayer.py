@@ -203,10 +203,12 @@ def norm_bytes(at: LayerContext, norm: str) -> tuple[int, int]:
     """Return the bytes that a norm moves per element, forward and backward.
 
     Forward reads and writes; backward reads the input and the gradient, writes, and reads both once more for the
-    weight's gradient. torch has a fused kernel for LayerNorm, not for RMSNorm.
+    weight's gradient. LayerNorm has a fused kernel in every program, RMSNorm not.
     """
     software = at.framework
-    fused = software.fused_elementwise if software.fused_norms is None else software.fused_norms
     if norm == "rms" and not software.fused_elementwise:
-        return CAST_NORM_BYTES if fused else EAGER_NORM_BYTES
+        if not software.fused_norms:
+            return EAGER_NORM_BYTES
+        if software.norm_casts:
+            return CAST_NORM_BYTES
     return (2 * at.element_bytes, 5 * at.element_bytes)

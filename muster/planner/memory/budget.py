@@ -154,9 +154,8 @@ class MemoryBudget:
         """Return each pipeline rank's bytes beyond its limit at its peak; below 0 where memory is left. `cache` as in
         `peak_bytes_by_pp_rank`."""
         request = self.request
-        peaks = peak_bytes_by_pp_rank(
-            request.model, plan, request.workload, request.cluster, self._orders_of(plan), cache
-        )
+        own = request.model, plan, request.workload, request.cluster
+        peaks = peak_bytes_by_pp_rank(*own, self._orders_of(plan), cache, request.framework)
         limits = [self.limit_bytes(rank) for rank, _ in peaks]
         return [
             -inf if limit is None else float(total - limit) for (_, total), limit in zip(peaks, limits, strict=True)

@@ -1,0 +1,77 @@
+"""Training frameworks by name: what each overlaps and fuses, for `--framework` of `muster plan` and `muster predict`.
+
+Traits are facts about a program's code, named in the comments. What a plan decides (compile, overlap of
+tensor-parallel collectives) is left to the plan. Measured tables state the traits of their programs' versions
+themselves (`muster/catalog/measurements/sources.yaml`).
+"""
+
+from muster.spec.errors import ConfigError
+from muster.spec.framework_traits import FrameworkTraits
+from muster.spec.suggest import did_you_mean
+
+# parallel/: z1 gathers before a stage's first pass and reduces after its last (fsdp.py, schedule/lower.py); gradients
+# of micro-batches are added by fully_shard, in float32; tensor-parallel sums of input gradients run beside the weights'
+# (tensor_parallel.py). model/: torch's fused RMSNorm and scaled_dot_product_attention, whose kernel for bf16 is
+# FlashAttention-2; operators one by one, or compiled block by block (compile.py), never the loss (loss.py).
+MUSTER = FrameworkTraits(
+    name="muster",
+    attention="flash2",
+    fused_elementwise=None,
+    fused_norms=True,
+    norm_casts=False,
+    fused_loss=False,
+    fused_grad_accumulation=False,
+    overlap_grad_reduce=False,
+    overlap_param_gather=False,
+)
+
+# Megatron-Core with the flags of NVIDIA's published runs: --use-distributed-optimizer, --overlap-grad-reduce and
+# --overlap-param-gather (core/distributed/distributed_data_parallel_config.py), Transformer Engine's layers, whose
+# attention is the device's fastest, fused SwiGLU, rotary embedding, cross-entropy and accumulation of weight gradients
+# (core/fusions/, --gradient-accumulation-fusion), p2p beside passes (--overlap-p2p-communication).
+MEGATRON = FrameworkTraits(name="megatron", storage="megatron", scatter_gather_p2p=True)
+
+# torchtitan: fully_shard (distributed/fsdp), scaled_dot_product_attention; torch.compile of blocks and of the loss is
+# an option (compile.enable, compile.components), operators are eager without it; DTensor's tensor parallelism sums an
+# input's gradient after both matmuls of a linear layer's backward, since they are one autograd node.
+TORCHTITAN = FrameworkTraits(
+    name="torchtitan",
+    attention="flash2",
+    fused_elementwise=None,
+    fused_norms=True,
+    norm_casts=False,
+    fused_loss=None,
+    fused_grad_accumulation=False,
+    overlap_tp_grad_reduce=False,
+)
+
+# DeepSpeed with Hugging Face Transformers' layers and FlashAttention-2: eager operators, RMSNorm and loss in float32
+# (modeling_llama.py, loss_utils.py); bf16 gradients (bf16.enabled, communication_data_type); stages 1 and 2 reduce and
+# gather at the step's end (overlap_comm is true for stage 3 only, zero/config.py); the pipeline's sends block
+# (runtime/pipe/engine.py).
+DEEPSPEED = FrameworkTraits(
+    name="deepspeed",
+    storage="megatron",
+    attention="flash2",
+    fused_elementwise=None,
+    fused_loss=False,
+    fused_grad_accumulation=False,
+    grad_bytes=2,
+    overlap_grad_reduce=False,
+    overlap_param_gather=False,
+    overlap_tp_grad_reduce=False,
+    overlap_p2p=False,
+)
+
+FRAMEWORKS = {framework.name: framework for framework in (MUSTER, MEGATRON, TORCHTITAN, DEEPSPEED)}
+"""Frameworks by name."""
+
+
+def framework_named(name: str | FrameworkTraits) -> FrameworkTraits:
+    """Return a framework's traits, which may be given themselves. Raises ConfigError with the nearest name."""
+    if isinstance(name, FrameworkTraits):
+        return name
+    if name not in FRAMEWORKS:
+        hint = did_you_mean(str(name).lower(), FRAMEWORKS)
+        raise ConfigError(f"--framework {name}: expected one of {', '.join(FRAMEWORKS)}{hint}")
+    return FRAMEWORKS[name]

@@ -1,0 +1,79 @@
+"""Frameworks by name: what they overlap and fuse, and what compile changes."""
+
+import pytest
+
+from muster.api.verbs import plan, predict
+from muster.cli.main import main
+from muster.config.named_model import load_model
+from muster.schedule.action import Kind
+from muster.schedule.build import build_program
+from muster.spec.errors import ConfigError
+from muster.spec.frameworks import FRAMEWORKS, MUSTER
+from muster.spec.plan_name import parse_plan_name
+from muster.spec.workload import Workload
+
+ASKED = ("llama3-8b", "8xh100", "dp8-mb1-z1")
+
+
+def step_s(framework: str, compiled: bool = False, spread: str = ASKED[2]) -> float:
+    return predict(*ASKED[:2], spread, global_batch=16, framework=framework, compile=compiled).step_time_s
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_compile_counts_where_a_program_runs_operators_one_by_one(name):
+    eager_s, compiled_s = step_s(name), step_s(name, compiled=True)
+    assert (compiled_s < 0.99 * eager_s) if name != "megatron" else compiled_s == eager_s
+
+
+def test_a_plan_that_compiles_is_predicted_compiled():
+    compiled = parse_plan_name(ASKED[2]).model_copy(update={"compile": True})
+    found = predict(*ASKED[:2], compiled, global_batch=16)
+    assert found.step_time_s == step_s("muster", compiled=True)
+    assert (found.to_json()["framework"], found.to_json()["compile"]) == ("muster", True)
+
+
+def test_muster_is_the_default_and_waits_for_its_reduction():
+    assert predict(*ASKED, global_batch=16).step_time_s == step_s("muster")
+    exposed_s = {
+        name: predict(*ASKED, global_batch=16, framework=name, compile=True).parts.communication_s["dp"]
+        for name in ("muster", "torchtitan", "deepspeed")
+    }
+    assert exposed_s["torchtitan"] < exposed_s["deepspeed"] < exposed_s["muster"]
+
+
+def test_musters_traits_are_those_of_its_program():
+    """Gathers end before a stage's first pass, and reductions begin after its last backward."""
+    spread = parse_plan_name("dp2-pp2-z1")
+    program = build_program(spread, load_model("llama3-8b"), Workload(seq_len=128, global_batch_size=8))
+    for lanes in program.ranks:
+        compute = lanes["compute"]
+        for position, item in enumerate(lanes["collective"]):
+            if item.action.kind == Kind.REDUCE_GRAD:
+                assert not MUSTER.overlap_grad_reduce
+                assert [wait.index for wait in item.waits if wait.lane == "compute"] == [
+                    max(at for at, one in enumerate(compute) if one.action.kind == Kind.B)
+                ]
+            if item.action.kind == Kind.UNSHARD:
+                assert not MUSTER.overlap_param_gather
+                assert ("collective", position) in {(wait.lane, wait.index) for wait in compute[0].waits}
+
+
+def test_a_plan_is_found_for_a_framework():
+    found = plan("llama3-8b", "8xh100", global_batch=64, fix="cp1-pp1", framework="torchtitan", compile=True, top=1)
+    assert found.best.compile
+    best = found.predictions[0]
+    again = predict(*ASKED[:2], found.best, global_batch=64, framework="torchtitan")
+    assert best.step_time_s == pytest.approx(again.step_time_s)
+    assert (found.to_json()["framework"], best.framework.name) == ("torchtitan", "torchtitan")
+
+
+@pytest.mark.parametrize("verb", [["predict", "--plan", "dp8"], ["plan"]])
+def test_an_unknown_framework_is_refused(verb, capsys):
+    code = main([*verb, "--model", "llama3-8b", "--cluster", "8xh100", "--framework", "torchtitain"])
+    assert code == ConfigError.exit_code
+    assert "--framework torchtitain: expected one of muster, megatron" in capsys.readouterr().err
+
+
+def test_the_nearest_framework_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'deepspeed'"):
+        predict(*ASKED, framework="deepspeeed")
