@@ -171,7 +171,7 @@ def search() -> str:
     from muster.planner.search import search as best_of
 
     model, cluster = load_model("gpt2-xl"), load_cluster("4xh100")
-    request = build_request(model, cluster, 1024, 16, None, "time", None, "cp1-ep1", None, True)
+    request = build_request(model, cluster, 1024, 16, fix="cp1-ep1", runnable=True)
     found = list(exhaustive_search(PlanEvaluator(request)))
     best = best_of(request).best[0]
     dots = [(one.prediction.step_time_s, one.peak_bytes / 2**30) for one in found]
