@@ -33,8 +33,8 @@ from muster.launch.rank_process import exit_process
 from muster.launch.rank_process import rank_main as join
 from muster.planner.auto import request_of_config
 from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.probe.contention import time_steps
 from muster.spec.cluster import ClusterSpec
 from muster.spec.plan_name import format_plan_name
@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
 }
 """Name → preset and what is changed of it."""
 WARM_UP_STEPS, STEPS = 2, 4
-SEARCH_S, RANKED = 5.0, 150
+SEARCH_EFFORT, RANKED = 0.6, 150
 START_S = 1.5
 """To begin with a plan: ranks meet, and make their model."""
 FEWEST = 4
@@ -56,7 +56,7 @@ FEWEST = 4
 def candidates(resolved: ResolvedConfig, cluster: ClusterSpec, most: int) -> list[EvaluatedPlan]:
     """The chosen plan, first; then half of the others as they are ranked, and half the best of other degrees."""
     request = request_of_config(resolved, cluster)
-    ranked = search(request, RANKED, SEARCH_S, PlanEvaluator(request)).best
+    ranked = search(request, RANKED, SearchBudget.start(SEARCH_EFFORT)).best
     runners_up = ranked[1 : 1 + (most - 1) // 2]
     taken, found = {_degrees(one) for one in [ranked[0], *runners_up]}, [ranked[0], *runners_up]
     for one in ranked:

@@ -1,6 +1,6 @@
 """Gains of the planner on clusters whose nodes or links differ: the cases of unequal_clusters.yaml.
 
-`python -m benchmarks.unequal_clusters [--limit S] [--only NAME]` prints for each the simulated steps of
+`python -m benchmarks.unequal_clusters [--effort E] [--only NAME]` prints for each the simulated steps of
 
 * the best plan with nodes as they are listed, layers and data evenly on them, and the mesh's axes in the usual order
   (pipeline outermost, tensor parallelism innermost): the best of all degrees, micro-batches, schedules and shards;
@@ -23,10 +23,11 @@ import yaml
 from muster.config.cluster_files import load_device
 from muster.config.named_model import load_model
 from muster.planner.custom_schedules import find_custom_schedules
-from muster.planner.heterogeneous import CUSTOM_SCHEDULE_TIME_SHARE, find_best_plans
+from muster.planner.heterogeneous import CUSTOM_SCHEDULE_SHARE, find_best_plans
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.spec.cluster import ClusterSpec, NodeGroup
 from muster.spec.plan import MESH_AXES
 from muster.spec.workload import Workload
@@ -68,7 +69,7 @@ def cluster_of(case: dict[str, Any]) -> ClusterSpec:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of each search, of three for a case")
+    parser.add_argument("--effort", type=float, default=7.0, help="work of each search, of three for a case")
     parser.add_argument("--only", help="one case")
     args = parser.parse_args()
     gains, over_any, over_timed = [], [], []
@@ -81,10 +82,10 @@ def main() -> None:
         request = PlanRequest(load_model(case["model"]), cluster_of(case), workload, precision=precision)
         even = {"stages": (), "uneven_micro_batches": ()}
         listed, equal = (
-            search(replace(request, fixed=fixed), 1, args.limit).best
+            search(replace(request, fixed=fixed), 1, SearchBudget.start(args.effort)).best
             for fixed in (even | {"axis_order": MESH_AXES}, even)
         )
-        found = find_best_plans(request, 1, args.limit)
+        found = find_best_plans(request, 1, SearchBudget.start(args.effort))
         if not equal or not listed or not found.result.best:
             print(f"{case['name']:24}{'nothing fits':>24}")
             continue
@@ -93,7 +94,7 @@ def main() -> None:
         any_s = min(listed_s, equal[0].prediction.step_time_s)
         evaluator = PlanEvaluator(replace(request, fixed=even))
         ordered = find_custom_schedules(
-            [listed[0].plan, equal[0].plan], evaluator, CUSTOM_SCHEDULE_TIME_SHARE * args.limit
+            [listed[0].plan, equal[0].plan], evaluator, SearchBudget.start(CUSTOM_SCHEDULE_SHARE * args.effort)
         )
         timed_s = min([any_s, *(one.prediction.step_time_s for one in ordered)])
         gains.append(listed_s / best.prediction.step_time_s)

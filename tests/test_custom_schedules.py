@@ -10,6 +10,7 @@ from muster.planner.heterogeneous import find_best_plans
 from muster.planner.neighbours import neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
+from muster.planner.search_budget import SearchBudget
 from muster.schedule.check import check
 from muster.schedule.custom_search import search_custom_orders, sort_final_weight_grads
 from muster.schedule.registry import make_schedule
@@ -107,7 +108,7 @@ def test_what_is_asked_for_keeps_its_order(request_of_sites: PlanRequest) -> Non
 
     def orders(**changes) -> list[Plan]:
         request = replace(request_of_sites, **changes)
-        return [one.plan for one in find_custom_schedules([plan], PlanEvaluator(request), 0.5)]
+        return [one.plan for one in find_custom_schedules([plan], PlanEvaluator(request), SearchBudget(500.0))]
 
     assert [one.mesh(0) for one in orders()] == [plan.mesh(0)]
     assert not orders(fixed={"schedule": "zb-h2"})
@@ -115,4 +116,4 @@ def test_what_is_asked_for_keeps_its_order(request_of_sites: PlanRequest) -> Non
     assert not orders(objective="memory")
     (even,) = orders(fixed={"stages": ()})
     assert not even.stages
-    assert not find_custom_schedules([parse_plan_name("dp8-z1")], PlanEvaluator(request_of_sites), 0.5)
+    assert not find_custom_schedules([parse_plan_name("dp8-z1")], PlanEvaluator(request_of_sites), SearchBudget(500.0))

@@ -178,6 +178,7 @@ def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
         ),
         (lambda: muster.plan("tiny", "2xh100", top=0), "top: expected a whole number >= 1, got 0"),
         (lambda: muster.plan("tiny", "2xh100", limit_s=0), "limit_s: expected seconds above 0, got 0"),
+        (lambda: muster.plan("tiny", "2xh100", effort=-1), "effort: expected a number above 0, got -1"),
         (lambda: muster.plan("tiny", "2xh100", fix=2), "fix: expected parts of a plan's name such as tp2-z1, got 2"),
         (lambda: muster.plan(5, "2xh100"), "model: expected a model's name, a file, "),
         (lambda: muster.plan("tiny", 2), "cluster: expected a cluster's name such as 64xh100, "),

@@ -20,6 +20,7 @@ from muster.planner.heterogeneous import find_best_plans
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.planner.uneven_batch import fastest_split
 from muster.schedule.action import Kind
@@ -288,7 +289,7 @@ def test_sites_that_share_a_line_are_planned_for_from_the_first() -> None:
     """In a short search, seeds send over the slow link no more than each stage's ends and gradients."""
     model, cluster = load_model("llama3-8b"), load_cluster("two-sites")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256), fixed={"cp": 1, "tp": 8})
-    found = find_best_plans(request, 1, 0.0).result
+    found = find_best_plans(request, 1, SearchBudget(0.0)).result
     line = next(tier.link for tier in cluster.tiers if tier.link is not None)
     once_s = 256 * 4096 * model.hidden_size * 2 / line.bandwidth_bytes_per_s
     assert found.best[0].prediction.step_time_s < 2 * once_s

@@ -1,7 +1,5 @@
 """Neighbours of the best plan: each line about a change is true, and compares like with like."""
 
-from math import inf
-
 import pytest
 
 from muster.api.verbs import plan, predict
@@ -15,6 +13,7 @@ from muster.planner.neighbours import Neighbour, neighbour_plans, neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_phases import local_search, probe
 from muster.spec.workload import Workload
 
@@ -97,18 +96,18 @@ def test_where_memory_is_what_counts_its_difference_is_said():
 
 def test_changes_that_there_is_no_time_for_are_named():
     arranged, known = _why("tiny", "4xh100", seq_len=256, global_batch=16)
-    late = neighbours(arranged.result.best[0], arranged.evaluator, limit_s=0.0)
+    late = neighbours(arranged.result.best[0], arranged.evaluator, SearchBudget(0.0))
     assert known.keys() <= {one.change for one in late}
-    assert all(one.evaluated is None and one.sentence.endswith("not looked at within --time-limit") for one in late)
+    assert all(one.evaluated is None and one.sentence.endswith("not looked at (raise --effort)") for one in late)
 
 
 def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
     request = _request("qwen2.5-7b", "8xa100-40", 4096, 128, cp=1)
-    frontier = Frontier(evaluator := PlanEvaluator(request), 5, 5, inf)
-    frontier.expand(inf)
+    frontier = Frontier(evaluator := PlanEvaluator(request), 5, 5)
+    frontier.expand()
     probe(frontier, 0.0)
     first = frontier.best[0]
-    local_search(frontier, inf)
+    assert any(not worked for worked in local_search(frontier))
     best = frontier.best[0]
     assert best.value < 0.97 * first.value, "what is tried first is not the best, or this shows nothing"
     assert all(evaluator.evaluate(plan).value >= best.value for plan in neighbour_plans(best.plan, evaluator))
@@ -116,8 +115,8 @@ def test_a_search_that_is_cut_short_leaves_no_better_neighbour():
 
 def test_a_plan_that_promises_much_is_simulated_before_as_many_as_are_shown_are_known():
     request = _request("tiny", "4xh100", 256, 16)
-    frontier = Frontier(PlanEvaluator(request), 5, 5, inf)
-    frontier.expand(inf)
+    frontier = Frontier(PlanEvaluator(request), 5, 5)
+    frontier.expand()
     probe(frontier, 0.0)
     frontier.best = frontier.best[-1:]
     assert frontier._is_promising(frontier.best[0].plan, frontier.best[0].value / 2)
@@ -137,10 +136,10 @@ def test_no_family_is_called_the_best_of_all_but_the_first_plans_own():
 
 def test_a_stopped_search_takes_the_better_plans_beside_its_first():
     request = _request("tiny", "4xh100", 256, 16)
-    arranged = find_best_plans(request, 2, 1e-6)
+    arranged = find_best_plans(request, 2, SearchBudget(1e-6))
     first = arranged.result.best[0]
     assert not arranged.result.proven
-    best = _adopt_better_neighbours(arranged.result, 2).best
+    best = _adopt_better_neighbours(arranged.result, 2, SearchBudget()).best
     assert arranged.result.best[0] == first, "the result that was given stays as it is"
     assert len(best) == 2
     assert len({one.plan for one in best}) == 2

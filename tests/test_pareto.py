@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from math import inf
 
 import pytest
 from test_planner import TINY, instance
@@ -12,13 +11,14 @@ from muster.config.cluster_files import load_cluster
 from muster.planner.pareto import non_dominated, pareto_front, sub_clusters, thin_front
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.search import exhaustive_search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.what_if import apply_changes, what_if
 from muster.spec.errors import ConfigError, InfeasibleError
 
 
 def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans() -> None:
     request = replace(instance(3), cluster=load_cluster("2xh100"), objective="time", memory_limit_bytes=None)
-    found = pareto_front(request, inf)
+    found = pareto_front(request, SearchBudget())
     assert found.proven
     for one in found.points:
         assert not any(
@@ -38,12 +38,12 @@ def test_no_plan_of_the_front_is_beaten_and_the_fastest_are_those_of_all_plans()
 
 def test_the_front_says_what_binds() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
-        pareto_front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), inf)
+        pareto_front(replace(instance(3), cluster=load_cluster("2xh100"), memory_limit_bytes=10), SearchBudget())
 
 
 def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
     page = tmp_path / "front.html"
-    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--time-limit", "600"]
+    ask = [*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--effort", "1000"]
     assert main([*ask, "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -58,9 +58,9 @@ def test_the_front_is_printed_drawn_and_written(tmp_path, capsys) -> None:
 
 
 def test_a_front_that_was_cut_short_says_so_within_80_columns(capsys) -> None:
-    assert main([*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--time-limit", "0.001"]) == 0
+    assert main([*TINY[:4], "4xh100", *TINY[5:], "--pareto", "--effort", "0.001"]) == 0
     shown = capsys.readouterr().out
-    assert "a longer --time-limit may find better plans" in shown
+    assert "more --effort may find better plans" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -102,7 +102,7 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
     )
     batch = request.workload.model_copy(update={"global_batch_size": 24})
     base, slow, failed, other = what_if(
-        replace(request, workload=batch), ["network=/8", "failed=1", "cluster=5xa100"], inf
+        replace(request, workload=batch), ["network=/8", "failed=1", "cluster=5xa100"], SearchBudget()
     )
     assert base.best is not None
     assert slow.best is not None
@@ -115,9 +115,9 @@ def test_a_slower_network_is_never_faster_and_a_failed_node_leaves_a_plan() -> N
 
 
 def test_what_there_was_no_time_to_look_at_is_said(capsys) -> None:
-    ask = ["plan", "--model", "llama3-70b", "--cluster", "64xh100", "--time-limit", "0.01", "--what-if", "nodes=x2"]
+    ask = ["plan", "--model", "llama3-70b", "--cluster", "64xh100", "--effort", "0.1", "--what-if", "nodes=x2"]
     assert main(ask) == 0
-    assert "less: raise --time-limit)" in capsys.readouterr().out
+    assert "less: raise --effort)" in capsys.readouterr().out
 
 
 def test_the_table_of_what_if(capsys) -> None:

@@ -14,6 +14,7 @@ from muster.planner.neighbours import neighbours
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import build_request, round_batch
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.space import MeshShape, make_plan
 from muster.report.plan_answer import print_answer
@@ -98,9 +99,9 @@ def test_a_precision_that_devices_lack_is_said() -> None:
 
 def test_changes_without_time_stand_in_one_line(capsys) -> None:
     asked = build_request(load_model("tiny"), load_cluster("4xh100"), 256, 16)
-    answer = answer_request(asked, 1, 60.0)
-    answer.__dict__["neighbours"] = neighbours(answer.result.best[0], answer.search.evaluator, limit_s=0.0)
+    answer = answer_request(asked, 1, SearchBudget())
+    answer.__dict__["neighbours"] = neighbours(answer.result.best[0], answer.search.evaluator, SearchBudget(0.0))
     print_answer(answer, explain=False)
     shown = capsys.readouterr().out
-    assert shown.count("not looked at within --time-limit") == 1
-    assert "  not looked at within --time-limit: " in shown
+    assert shown.count("not looked at (raise --effort)") == 1
+    assert "  not looked at (raise --effort): " in shown

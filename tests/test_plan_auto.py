@@ -14,6 +14,7 @@ from muster.planner.auto import choose_plan, resolve_plan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.schedule.build import build_program
 from muster.schedule.check import check
@@ -110,8 +111,8 @@ def test_a_number_of_processes_that_leaves_memory_free_goes_before_a_faster_one(
     """Two are faster, but say that no plan of theirs leaves head-room."""
     write_profile(tmp_path)
 
-    def tight(request: PlanRequest, top: int, limit_s: float) -> SearchResult:
-        found = search(request, top, limit_s)
+    def tight(request: PlanRequest, top: int, budget: SearchBudget) -> SearchResult:
+        found = search(request, top, budget)
         if request.cluster.num_devices == 2:
             return replace(found, evaluator=found.evaluator.without_head_room())
         return found

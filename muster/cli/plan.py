@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.defaults import SEARCH_TIME_LIMIT_S
+from muster.api.defaults import SEARCH_EFFORT
 from muster.cli.parser import Parser, positive_int
 from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
 from muster.spec.errors import ConfigError, MusterError
@@ -14,6 +15,7 @@ from muster.spec.errors import ConfigError, MusterError
 if TYPE_CHECKING:
     from muster.planner.answer import PlanAnswer
     from muster.planner.request import PlanRequest
+    from muster.planner.search_budget import SearchBudget
     from muster.spec.plan import Plan
 
 
@@ -40,10 +42,11 @@ def _run(args: argparse.Namespace) -> int:
         return _pareto(args)
     if args.what_if:
         return _what_if(args)
+    budget = _budget(args)
     asked = _request(args)
     if args.launch:
         check_launch(args.launch, asked.cluster)
-    answer = answer_request(asked, args.top, args.time_limit)
+    answer = answer_request(asked, args.top, budget)
     written = _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
@@ -82,11 +85,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--runnable", action="store_true", help="only plans that muster train can run")
     add("--explain", action="store_true", help="show the best plan of every family")
     add(
+        "--effort",
+        type=_positive,
+        default=SEARCH_EFFORT,
+        metavar="E",
+        help="work of the search: 1 is about 8 seconds of two quiet cores, and finds the same on any machine"
+        " (default: %(default)g)",
+    )
+    add(
         "--time-limit",
         type=_seconds,
-        default=SEARCH_TIME_LIMIT_S,
         metavar="S",
-        help="maximum seconds of search (default: %(default)g)",
+        help="maximum seconds of the command, whatever its effort (default: none)",
     )
     add("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for muster train --parallel FILE")
     add(
@@ -133,7 +143,7 @@ def _pareto(args: argparse.Namespace) -> int:
     from muster.report.page import write_page
     from muster.report.pareto import front_json, front_lines, front_page, front_picture, front_table
 
-    found = pareto_front(_request(args), args.time_limit)
+    found = pareto_front(_request(args), _budget(args))
     if args.html:
         write_page(args.html, front_page(found, f"{args.model} on {args.cluster}: the front"))
     if args.json:
@@ -150,7 +160,7 @@ def _pareto(args: argparse.Namespace) -> int:
         print(f"\nLeft out: {more:,} within 3 % of one of these (--json and --html have them).")
     print(f"\n{found.num_simulated:,} plans simulated in {found.seconds:.1f} s")
     if not found.proven:
-        print("The search reached its time limit; a longer --time-limit may find better plans.")
+        print("The search ended early; more --effort may find better plans.")
     return 0
 
 
@@ -160,7 +170,7 @@ def _what_if(args: argparse.Namespace) -> int:
     from muster.report.console import table_console
     from muster.report.pareto import what_if_json, what_if_lines, what_if_table
 
-    cases = what_if(_request(args), args.what_if, args.time_limit)
+    cases = what_if(_request(args), args.what_if, _budget(args))
     if args.json:
         print(json.dumps(what_if_json(cases), indent=2))
         return 0
@@ -191,13 +201,24 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
     )
 
 
+def _budget(args: argparse.Namespace) -> "SearchBudget":
+    """Return the budget of all searches of the command; its clock starts here."""
+    from muster.planner.search_budget import SearchBudget
+
+    return SearchBudget.start(args.effort, args.time_limit)
+
+
 def _seconds(text: str) -> float:
+    return _positive(text, "seconds")
+
+
+def _positive(text: str, unit: str = "a number") -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got '{text}'")
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"expected {unit} above 0, got '{text}'")
     return value
 
 

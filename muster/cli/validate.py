@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from muster.validate.recipes import RecipeJob
     from muster.validate.summary import Summary
 
-SEARCH_S = 12.0
-"""Time limit of the planner's search for each recipe."""
+SEARCH_EFFORT = 1.5
+"""Effort of the planner's search for each recipe."""
 
 
 def run(arguments: list[str]) -> int:
@@ -93,9 +93,10 @@ def _planner_choice(job: "RecipeJob") -> "Plan | None":
     """Return the planner's best plan for a recipe's model, devices and batch."""
     from muster.planner.heterogeneous import find_best_plans
     from muster.planner.request import PlanRequest
+    from muster.planner.search_budget import SearchBudget
 
     request = PlanRequest(job.model, job.cluster, job.workload, precision=job.plan.precision, fixed=job.fixed_fields)
-    best = find_best_plans(request, 1, SEARCH_S).result.best
+    best = find_best_plans(request, 1, SearchBudget.start(SEARCH_EFFORT)).result.best
     return best[0].plan if best else None
 
 

@@ -21,6 +21,7 @@ from muster.planner.explain import explain_no_plan
 from muster.planner.memory.trim_offload import trim_offload
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.plugins.registry import get_component
 from muster.spec.cluster import ClusterSpec
@@ -34,8 +35,8 @@ from muster.spec.schedules import DEFAULT_SCHEDULE
 from muster.spec.supported import require_supported_model
 from muster.spec.units import pluralize
 
-SEARCH_LIMIT_S = 30.0
-"""Time limit of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
+SEARCH_EFFORT = 4.0
+"""Effort of the search, for models and numbers of processes far beyond one machine; small ones take tenths of a
 second."""
 
 
@@ -130,7 +131,7 @@ def _search_process_counts(
     for count in _process_counts(world_size, measured is not None):
         machine = _machine(count, nodes, measured)
         request = request_of_config(resolved, machine.cluster)
-        found = trim_offload(search(request, 1, SEARCH_LIMIT_S))
+        found = trim_offload(search(request, 1, SearchBudget.start(SEARCH_EFFORT)))
         if not found.best:
             refusal = refusal or _explain_refusal(request, found)
         elif (rank := (not found.leaves_head_room, found.best[0].prediction.step_time_s)) < best_rank:

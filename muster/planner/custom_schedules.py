@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 from random import Random
-from time import perf_counter
 
 from muster.cost.time.plan_times import plan_times
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.space import CHUNK_COUNTS, is_admitted, micro_batch_sizes
 from muster.schedule.action import Kind
 from muster.schedule.custom_search import search_custom_orders
@@ -32,14 +32,17 @@ MAX_START_PLANS = 3
 MAX_PASSES = 60_000
 """Passes of the longest schedule that is searched: more take seconds."""
 
-TIME_SHARE_PER_PLAN = 0.75
-"""Share of the time left that each start plan but the last may take."""
+SHARE_PER_PLAN = 0.75
+"""Share of the budget left that each start plan but the last may take."""
 
 PROMISING_FACTOR = 1.08
 """Largest ratio of a first plan to the best so far with which its micro-batch size is searched on."""
 
 MAX_SIZE_RATIO = 4
 """Largest ratio between the plan's own micro-batch size and those that are tried."""
+
+ORDER_WORK_RATIO = 2.0
+"""Work of finding an order of passes and weighing its memory, over that of simulating it."""
 
 IN_FLIGHT_STEPS = (1.0, 0.5, 0.25)
 """Changes of the micro-batches in flight that are tried, in activations of a rank's share."""
@@ -65,22 +68,23 @@ class ScheduleDraft:
     """Most micro-batches in flight on a rank, in activations of its share."""
 
 
-def find_custom_schedules(plans: Iterable[Plan], evaluator: PlanEvaluator, limit_s: float = inf) -> list[EvaluatedPlan]:
+def find_custom_schedules(
+    plans: Iterable[Plan], evaluator: PlanEvaluator, budget: SearchBudget | None = None
+) -> list[EvaluatedPlan]:
     """Return the best plan with a schedule of its own for each of the first plans with different pipelines, where one
     fits.
 
-    After `limit_s` only what was found by then; the first plan has most of the time.
+    Once the budget (default: endless) is spent, only what was found by then; the first plan has most of it.
     """
-    begin_s = perf_counter()
+    budget = budget or SearchBudget()
     starts: dict[tuple, Plan] = {}
     for plan in plans:
         if len(starts) < MAX_START_PLANS and _may_have_custom_schedule(plan, evaluator):
             starts.setdefault((plan.mesh(0), plan.pp, plan.axis_order, plan.default_strategy.zero), plan)
     found: list[EvaluatedPlan] = []
     for number, plan in enumerate(starts.values(), 1):
-        left_s = limit_s - (perf_counter() - begin_s)
-        end_s = perf_counter() + (left_s if number == len(starts) else TIME_SHARE_PER_PLAN * left_s)
-        found += filter(None, [_LocalSearch(plan, evaluator).best(end_s)])
+        part = 1.0 if number == len(starts) else SHARE_PER_PLAN
+        found += filter(None, [_LocalSearch(plan, evaluator, budget.share(part)).best()])
     return found
 
 
@@ -109,8 +113,9 @@ def _is_better(one: EvaluatedPlan, other: EvaluatedPlan) -> bool:
 class _LocalSearch:
     """A local search from one plan to better ones, change by change."""
 
-    def __init__(self, plan: Plan, evaluator: PlanEvaluator) -> None:
+    def __init__(self, plan: Plan, evaluator: PlanEvaluator, budget: SearchBudget) -> None:
         self.evaluator = evaluator
+        self.budget = budget
         self.request = evaluator.request
         self.plan = plan
         self.seen: set[ScheduleDraft] = set()
@@ -119,26 +124,26 @@ class _LocalSearch:
         self._default_policy = {name: fixed.get(name, getattr(base, name)) for name in ("recompute", "offload")}
         """Recompute and offload of all layers unless the plan doesn't fit."""
 
-    def best(self, end_s: float) -> EvaluatedPlan | None:
+    def best(self) -> EvaluatedPlan | None:
         """Return the best local optimum over all micro-batch sizes, after combined changes too."""
         starts: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
         for first in self._start_drafts():
-            evaluated = self._evaluate(first) if perf_counter() < end_s else None
+            evaluated = self._evaluate(first) if not self.budget.is_spent else None
             starts += [(first, evaluated)] if evaluated else []
         starts.sort(key=lambda pair: pair[1].sort_key)
         found: list[tuple[ScheduleDraft, EvaluatedPlan]] = []
         for draft, evaluated in starts:
             if evaluated.value <= PROMISING_FACTOR * min((one.value for _, one in found), default=inf):
-                found.append(self._climb(draft, evaluated, end_s))
-        return self._perturb(*min(found, key=lambda pair: pair[1].sort_key), end_s) if found else None
+                found.append(self._climb(draft, evaluated))
+        return self._perturb(*min(found, key=lambda pair: pair[1].sort_key)) if found else None
 
-    def _climb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> tuple[ScheduleDraft, EvaluatedPlan]:
+    def _climb(self, draft: ScheduleDraft, best: EvaluatedPlan) -> tuple[ScheduleDraft, EvaluatedPlan]:
         """Make single changes as long as one helps."""
         moved = True
         while moved:
             moved = False
             for other in self._changes(draft):
-                if perf_counter() >= end_s:
+                if self.budget.is_spent:
                     return draft, best
                 evaluated = self._evaluate(other)
                 if evaluated is not None and _is_better(evaluated, best):
@@ -147,18 +152,18 @@ class _LocalSearch:
                     break
         return draft, best
 
-    def _perturb(self, draft: ScheduleDraft, best: EvaluatedPlan, end_s: float) -> EvaluatedPlan:
+    def _perturb(self, draft: ScheduleDraft, best: EvaluatedPlan) -> EvaluatedPlan:
         """Make two or three changes at once, until many in a row don't help."""
         random = Random(0)
         idle = 0
-        while idle < MAX_FAILED_TRIES and perf_counter() < end_s:
+        while idle < MAX_FAILED_TRIES and not self.budget.is_spent:
             idle += 1
             other = draft
             for _ in range(random.choice((2, 2, 3))):
                 other = random.choice(list(self._changes(other)) or [other])
             evaluated = self._evaluate(other)
             if evaluated is not None and _is_better(evaluated, best):
-                draft, best = self._climb(other, evaluated, end_s)
+                draft, best = self._climb(other, evaluated)
                 idle = 0
         return best
 
@@ -200,12 +205,13 @@ class _LocalSearch:
         if draft in self.seen:
             return None
         self.seen.add(draft)
-        candidates = [
-            self.evaluator.evaluate(plan)
-            for drafted in self._plans(draft)
-            for plan in self.evaluator.memory_budget.fit(drafted)[0]
-            if is_admitted(self.request, plan)
-        ]
+        candidates: list[EvaluatedPlan] = []
+        for drafted in self._plans(draft):
+            self.budget.spend(ORDER_WORK_RATIO * simulation_work(drafted, self.request.workload))
+            for plan in self.evaluator.memory_budget.fit(drafted)[0]:
+                if is_admitted(self.request, plan):
+                    self.budget.spend(simulation_work(plan, self.request.workload))
+                    candidates.append(self.evaluator.evaluate(plan))
         return min(candidates, key=attrgetter("sort_key"), default=None)
 
     def _plans(self, draft: ScheduleDraft) -> Iterator[Plan]:

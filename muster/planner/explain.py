@@ -11,6 +11,7 @@ from muster.planner.memory.budget import MemoryBudget
 from muster.planner.neighbours import largest_difference
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.space import (
     MODEL_AXES,
@@ -39,29 +40,37 @@ class PlanFamily:
     sentence: str
 
 
-def families(request: PlanRequest, winner: EvaluatedPlan | None, limit_s: float = 2.0) -> list[PlanFamily]:
+FAMILY_EFFORT = 0.25
+"""Work of the search for each family, as a part of the answer's."""
+
+
+def families(
+    request: PlanRequest, winner: EvaluatedPlan | None, budget: SearchBudget | None = None
+) -> list[PlanFamily]:
     """Return the best of each family; for families without a plan, why none is legal or fits, and what would change
     that."""
     axes = [axis for axis in MODEL_AXES if axis != "ep" or request.model.moe is not None]
+    budget = budget or SearchBudget.start()
+    subsets = [chosen for size in range(len(axes) + 1) for chosen in combinations(axes, size)]
     found = []
-    for size in range(len(axes) + 1):
-        for chosen in combinations(axes, size):
-            found.append(_explain_family(replace(request, axes=frozenset(chosen)), chosen, winner, limit_s))
+    for number, chosen in enumerate(subsets):
+        part = budget.renew(FAMILY_EFFORT, 1 / (len(subsets) - number))
+        found.append(_explain_family(replace(request, axes=frozenset(chosen)), chosen, winner, part))
     return found
 
 
 def _explain_family(
-    request: PlanRequest, axes: tuple[str, ...], winner: EvaluatedPlan | None, limit_s: float
+    request: PlanRequest, axes: tuple[str, ...], winner: EvaluatedPlan | None, budget: SearchBudget
 ) -> PlanFamily:
     name = " × ".join(("data", *axes)) if axes else "data alone"
     seeds = [winner.plan] if winner and request.axes == used_axes(winner.plan) else []
-    found = search(request, 1, limit_s, seeds=seeds)
+    found = search(request, 1, budget.share(0.5), seeds=seeds)
     if found.best:
         best = found.best[0]
         if winner is not None and best.value < winner.value and best.plan != winner.plan:
             ahead = 1 - best.value / winner.value
             return PlanFamily(
-                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (--time-limit)"
+                name, best, f"{best.name}, {ahead:.1%} better than the first, which was found sooner (raise --effort)"
             )
         if winner is None or best.value <= winner.value:
             fuller = not found.leaves_head_room and request.memory_limit_bytes is None
@@ -71,10 +80,10 @@ def _explain_family(
         part, _ = largest_difference(winner.prediction, best.prediction, True)
         return PlanFamily(name, best, f"{best.name}, {slower:.1%} behind: more {part}")
     if not found.proven:
-        return PlanFamily(name, None, f"not settled within {limit_s:g} s")
+        return PlanFamily(name, None, "not settled (raise --effort)")
     if found.nearest_miss is not None:
         why = f"doesn't fit: {describe_nearest_miss(found)}"
-        return PlanFamily(name, None, why + _explain_offload(request, limit_s))
+        return PlanFamily(name, None, why + _explain_offload(request, budget.share(1.0)))
     return PlanFamily(name, None, f"no legal plan: {explain_illegal(request, axes)}")
 
 
@@ -82,7 +91,7 @@ ASSUMED_HOST_BYTES_PER_S = 31.5e9
 """Rate assumed for an unknown link to the host: PCI Express 4 with 16 lanes."""
 
 
-def _explain_offload(request: PlanRequest, limit_s: float) -> str:
+def _explain_offload(request: PlanRequest, budget: SearchBudget) -> str:
     """Return the plan of a family that would fit with offload, and what stands against that; empty if there is none."""
     groups: list[NodeGroup] = []
     conditions: list[str] = []
@@ -106,7 +115,7 @@ def _explain_offload(request: PlanRequest, limit_s: float) -> str:
     if not conditions:
         return ""
     cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
-    found = search(replace(request, fixed=fixed, cluster=cluster), 1, limit_s).best
+    found = search(replace(request, fixed=fixed, cluster=cluster), 1, budget).best
     return f"; offload would make it fit {conditions[0]}: {found[0].name}" if found else ""
 
 
@@ -184,10 +193,12 @@ def explain_no_plan(result: SearchResult) -> str:
         small = describe_nearest_miss(result)
         if not result.proven:
             return (
-                f"no plan that fits was found in {result.seconds:.0f} s, and not all were looked at: of those that"
-                f" were, {small}; a longer --time-limit may find one, or {suggest_relief(request)}"
+                f"no plan that fits was found, and not all were looked at: of those that were, {small}; a search with"
+                f" more --effort may find one, or {suggest_relief(request)}"
             )
         return f"no plan fits: {small}; {suggest_relief(request)}"
+    if not result.proven:
+        return "no plan was found, and not all were looked at: a search with more --effort or a longer --time-limit may"
     if result.counts["too_large"] and _has_plans(request):
         state = training_state_bytes(request)
         together = budget.usable_bytes

@@ -11,19 +11,26 @@ the best plans are proven.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import gcd, inf
 from operator import attrgetter, itemgetter
-from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from muster.planner.evaluated_plan import EvaluatedPlan
+from muster.planner.evaluated_plan import EvaluatedPlan, SortKey
 from muster.planner.memory.budget import PendingFit
 from muster.planner.plan_evaluator import PlanEvaluator
-from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult
+from muster.planner.search_budget import (
+    CHOICE_WORK,
+    PLAN_WORK,
+    SHAPE_WORK,
+    SearchBudget,
+    fit_work,
+    simulation_work,
+)
+from muster.planner.search_result import ROUNDING_TOLERANCE
 from muster.planner.space import (
     DataSharding,
     MeshShape,
@@ -61,6 +68,17 @@ class OverMemoryPlan:
     plan: Plan
 
 
+class FoundPlan(NamedTuple):
+    """A simulated plan, of this part of the space or of another."""
+
+    sort_key: SortKey
+    plan: Plan
+
+    @property
+    def value(self) -> float:
+        return self.sort_key.value
+
+
 T = TypeVar("T")
 Node = ScheduleChoice | ExpandedChoice | Plan | OverMemoryPlan | FittingPlan
 Entry = tuple[float, int, Node]
@@ -70,15 +88,30 @@ Entry = tuple[float, int, Node]
 class Frontier:
     """State of one search. The phases (`search_phases`) work on it in turn."""
 
-    def __init__(self, evaluator: PlanEvaluator, top: int, exact: int, ceiling: float) -> None:
-        """`top` plans are wanted, the first `exact` of them proven; values above `ceiling` are of no interest."""
+    def __init__(
+        self,
+        evaluator: PlanEvaluator,
+        top: int,
+        exact: int,
+        ceiling: float = inf,
+        budget: SearchBudget | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`top` plans are wanted, the first `exact` of them proven; values above `ceiling` are of no interest. `part`:
+        number of this part of the space, and number of parts."""
         self.evaluator = evaluator
         self.request = evaluator.request
-        self.budget = evaluator.memory_budget
+        self.memory_budget = evaluator.memory_budget
+        self.budget = budget or SearchBudget()
+        """Work that was done and may be done."""
+        self.part = part
         self.top = top
         self.exact = exact
         self.ceiling = ceiling
-        self.best: list[EvaluatedPlan] = []
+        self.best: list[FoundPlan] = []
+        """Best plans of all parts, as far as they are known here."""
+        self.evaluated: dict[Plan, EvaluatedPlan] = {}
+        """Best plans that were simulated here."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.counts: Counter[str] = Counter()
@@ -93,28 +126,42 @@ class Frontier:
         self.bound_ratios: dict[str, float] = {}
         """Schedule → value over bound of the last plan that was simulated because it was promising."""
 
-    def expand(self, end_s: float) -> None:
-        """Push the choices of all shapes; after `end_s` only those of the shapes that were reached by then."""
+    def expand(self) -> None:
+        """Push the choices of all shapes, however little work there is for them: the probes are chosen among them. When
+        the time is over, only of the shapes that were reached."""
         if not self.counts["shapes"]:
-            self.unexpanded = _evenly_spread(list(enumerate(mesh_shapes(self.request))))
+            self.unexpanded = _evenly_spread(list(enumerate(self.shapes())))
         found: list[tuple[int, float, ScheduleChoice]] = []
-        while self.unexpanded and not (found and perf_counter() > end_s):
+        while self.unexpanded and not (found and self.budget.is_late):
             index, shape = self.unexpanded.pop()
+            self.budget.spend(SHAPE_WORK)
             self.counts["shapes"] += 1
             found += ((index, bound, choice) for bound, choice in self._bounded_choices(shape))
         for _, bound, choice in sorted(found, key=itemgetter(0)):
             self.push("orders", bound, choice)
 
+    def shapes(self) -> Iterator[MeshShape]:
+        """Yield the shapes of this part: the degrees are dealt out in turn, with all their micro-batch sizes."""
+        number, parts = self.part
+        degrees: dict[MeshShape, int] = {}
+        for shape in mesh_shapes(self.request):
+            if degrees.setdefault(replace(shape, micro_batch_size=1), len(degrees)) % parts == number:
+                yield shape
+
     def _bounded_choices(self, shape: MeshShape) -> list[tuple[float, ScheduleChoice]]:
         """Return bound and choice for the choices of a shape; none where its state alone doesn't fit."""
         bounds = self.evaluator.bounds
         shardings = data_shardings(self.request, shape)
-        fitting = [sharding for sharding in shardings if self.budget.may_fit(shape, sharding)]
+        fitting = [sharding for sharding in shardings if self.memory_budget.may_fit(shape, sharding)]
         if not fitting:
             self.counts["too_large"] += len(shardings)
             return []
         comm = min(bounds.communication(shape, sharding) for sharding in fitting)
         return [(max(comm, bounds.of_choice(choice)), choice) for choice in schedule_choices(self.request, shape)]
+
+    def is_past(self, end: float) -> bool:
+        """Return True if `end` units of work are spent, or the time is over."""
+        return self.budget.spent >= end or self.budget.is_late
 
     def push(self, counter: str, bound: float, node: Node) -> None:
         """Count a node, and put it on the heap unless it is pruned."""
@@ -138,7 +185,8 @@ class Frontier:
 
     def _expand_choice(self, choice: ScheduleChoice, bound: float) -> None:
         shardings = data_shardings(self.request, choice.shape)
-        if any(self.budget.may_fit(choice.shape, sharding, choice) for sharding in shardings):
+        if any(self.memory_budget.may_fit(choice.shape, sharding, choice) for sharding in shardings):
+            self.budget.spend(CHOICE_WORK)
             bound = max(bound, self.evaluator.bounds.unsharded(choice))
             self.push("opened", bound, ExpandedChoice(choice))
         else:
@@ -148,12 +196,13 @@ class Frontier:
         for draft in draft_plans(self.request, choice, partial(self._is_wanted, choice)):
             self.counts["drafts"] += draft not in self.predrafted
             plan = self.evaluator.complete_draft(draft, choice)
+            self.budget.spend(PLAN_WORK)
             if plan is not None:
                 self.push("plans", max(bound, self.evaluator.bounds.of_plan(plan)), plan)
 
     def _is_wanted(self, choice: ScheduleChoice, sharding: DataSharding) -> bool:
         """Return True if plans with a data sharding may fit and be among the best."""
-        fits = self.budget.may_fit(choice.shape, sharding, choice)
+        fits = self.memory_budget.may_fit(choice.shape, sharding, choice)
         wanted = fits and not self.is_pruned(self.evaluator.bounds.communication(choice.shape, sharding))
         self.counts["drafts"] += not wanted
         self.counts["too_large"] += not fits
@@ -161,13 +210,15 @@ class Frontier:
 
     def _fit_or_defer(self, plan: Plan, bound: float) -> None:
         """Make a plan fit, or push it back where the least time that this adds puts other nodes before it."""
-        fit, excess = self.budget.start_fit(plan)
+        self.budget.spend(fit_work(plan, self.request.workload))
+        fit, excess = self.memory_budget.start_fit(plan)
         if isinstance(fit, PendingFit):
             bound = max(bound, self.evaluator.bounds.with_added(plan, fit.added_s))
             if self.heap and bound > self.heap[0][0] and not self._is_promising(plan, bound):
                 self.push("lacking", bound, OverMemoryPlan(plan))
                 return
-            fit = self.budget.finish_fit(fit)
+            self.budget.spend(fit_work(plan, self.request.workload, by_layer=True))
+            fit = self.memory_budget.finish_fit(fit)
         self._note_nearest_miss(plan, fit, excess)
         self._queue_or_simulate(plan, bound, fit)
 
@@ -188,7 +239,8 @@ class Frontier:
 
     def fit(self, plan: Plan) -> list[Plan]:
         """Return the plan where it fits, else the plans with recompute or offload that do."""
-        fitting, excess = self.budget.fit(plan)
+        fitting, excess = self.memory_budget.fit(plan)
+        self.budget.spend(fit_work(plan, self.request.workload, by_layer=plan not in fitting))
         self._note_nearest_miss(plan, fitting, excess)
         return fitting
 
@@ -209,9 +261,18 @@ class Frontier:
     def _simulate_new(self, plan: Plan) -> float:
         self.simulated.add(plan)
         self.counts["simulated"] += 1
+        self.budget.spend(simulation_work(plan, self.request.workload))
         evaluated = self.evaluator.evaluate(plan)
-        self.best = sorted([*self.best, evaluated], key=attrgetter("sort_key"))[: self.top]
+        self.evaluated[plan] = evaluated
+        self.keep([FoundPlan(evaluated.sort_key, plan)])
         return evaluated.value
+
+    def keep(self, found: Iterable["FoundPlan"]) -> None:
+        """Add simulated plans, of this part or others, to the best so far."""
+        known = {one.plan: one for one in (*self.best, *found)}
+        self.simulated.update(known)
+        self.best = sorted(known.values(), key=attrgetter("sort_key"))[: self.top]
+        self.evaluated = {one.plan: self.evaluated[one.plan] for one in self.best if one.plan in self.evaluated}
 
     def is_pruned(self, bound: float) -> bool:
         """Return True if no node with this bound is wanted: `top` plans are known, and it can't be among the first
@@ -228,10 +289,10 @@ class Frontier:
         last = self.best[self.exact - 1].value if len(self.best) >= required else inf
         return bound > min(last, self.ceiling) * (1 + ROUNDING_TOLERANCE)
 
-    def result(self, seconds: float) -> SearchResult:
-        """Return the state as the result of a search that took so long."""
-        open_bound = 0.0 if self.unexpanded else self.heap[0][0] if self.heap else inf
-        return SearchResult(self.evaluator, self.best, open_bound, self.nearest_miss[1], self.counts, seconds)
+    @property
+    def open_bound(self) -> float:
+        """Least value that an open plan of this part may have; infinite where none is left."""
+        return 0.0 if self.unexpanded else self.heap[0][0] if self.heap else inf
 
 
 def _evenly_spread(rows: list[T]) -> list[T]:

@@ -13,12 +13,25 @@ from muster.planner.node_order import anneal, block_orders, is_heterogeneous, re
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import evaluate_seeds, search
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.search_result import SearchResult, total_counts
 from muster.spec.mesh_axes import MESH_AXES
 from muster.spec.plan import Plan
 
+NAIVE_SHARE = 0.2
+"""Share of the searches over node orders for the one with nodes as listed."""
+
+SEED_SHARE = 2 / 3
+"""Share of what is left after it for seeds of several orders."""
+
 ANNEALING_TRIES = 400
 """Node orders that annealing looks at."""
+
+ANNEALING_SHARE = 0.5
+"""Share of what is left after the best order for annealing it."""
+
+ANNEALED_SEARCH_SHARE = 0.75
+"""Share of what is left after that for a search of the annealed order."""
 
 MAX_NODE_ORDERS = 8
 """Node orders that are tried before single nodes are swapped."""
@@ -26,11 +39,11 @@ MAX_NODE_ORDERS = 8
 MAX_FRESH_SEED_ORDERS = 3
 """Node orders that get a fresh seed search; the others only re-test known seeds."""
 
-CUSTOM_SCHEDULE_TIME_SHARE = 0.3
-"""Share of the time limit for schedules that are found for the best plans' own times."""
+CUSTOM_SCHEDULE_SHARE = 0.3
+"""Share of the budget for schedules that are found for the best plans' own times."""
 
-REORDERED_TIME_SHARE = 0.3
-"""Share of that time for the same in the node order that is best with them."""
+REORDERED_SHARE = 0.3
+"""Share of that for the same in the node order that is best with them."""
 
 MAX_SEED_PLANS = 6
 """Plans that are carried from one node order to the next, and that a search begins with."""
@@ -58,11 +71,12 @@ class PlanSearch:
         return self.result.evaluator.request
 
 
-def find_best_plans(request: PlanRequest, top: int, limit_s: float = inf) -> PlanSearch:
+def find_best_plans(request: PlanRequest, top: int, budget: SearchBudget | None = None) -> PlanSearch:
     """Return the `top` best plans and, where nodes differ, the node order that is best for the first of them."""
+    budget = budget or SearchBudget()
     if not is_heterogeneous(request.cluster):
-        return PlanSearch(trim_offload(search(request, top, limit_s, exact=1)))
-    return _HeterogeneousSearch(request, top, limit_s).run()
+        return PlanSearch(trim_offload(search(request, top, budget, exact=1)))
+    return _HeterogeneousSearch(request, top, budget).run()
 
 
 class _HeterogeneousSearch:
@@ -71,20 +85,21 @@ class _HeterogeneousSearch:
     Each search is a whole one over plans, so that orders are few; what one finds is the ceiling of the next.
     """
 
-    def __init__(self, request: PlanRequest, top: int, limit_s: float) -> None:
+    def __init__(self, request: PlanRequest, top: int, budget: SearchBudget) -> None:
         self.request = request
         self.top = top
-        self.limit_s = limit_s
-        self.search_s = (1 - CUSTOM_SCHEDULE_TIME_SHARE) * limit_s
+        self.budget = budget
+        self.orders_budget = budget.share(1 - CUSTOM_SCHEDULE_SHARE)
+        """Budget of the searches over node orders."""
         self.begin_s = perf_counter()
         self.results: list[SearchResult] = []
 
     def run(self) -> PlanSearch:
-        """Return the best plans of all node orders that there is time for."""
+        """Return the best plans of all node orders that the budget is enough for."""
         naive = self._search_naive()
         best = naive
         (first, *others), likely = self._seed_orders(naive.result)
-        found = self._search_order(first, self._left_s() / 2, best, likely)
+        found = self._search_order(first, self.orders_budget.share(0.5), best, likely)
         evaluators = [found.evaluator]
         best = self._better(best, found)
         if best.result.best:
@@ -93,8 +108,8 @@ class _HeterogeneousSearch:
                 best = self._better(best, annealed)
         for candidate in others:
             evaluators.append(candidate.evaluator)
-            if self._elapsed_s() < self.search_s:
-                found = self._search_order(candidate, self._left_s(), best)
+            if not self.orders_budget.is_spent:
+                found = self._search_order(candidate, self.orders_budget.share(1.0), best)
                 evaluators[-1] = found.evaluator
                 best = self._better(best, found)
         orders = [candidate.node_order for candidate in (first, *others)]
@@ -107,10 +122,6 @@ class _HeterogeneousSearch:
     def _elapsed_s(self) -> float:
         return perf_counter() - self.begin_s
 
-    def _left_s(self) -> float:
-        """Return the time that is left for searches, but always a tenth of it."""
-        return max(self.search_s - self._elapsed_s(), self.search_s / 10)
-
     def _better(self, best: PlanSearch, other: PlanSearch) -> PlanSearch:
         self.results.append(other.result)
         return _better(best, other)
@@ -119,7 +130,7 @@ class _HeterogeneousSearch:
         """Search as if nodes were alike: as listed, layers and data evenly on them, axes in their default order."""
         even = {"stages": (), "uneven_micro_batches": (), "axis_order": MESH_AXES}
         request = replace(self.request, fixed={**even, **self.request.fixed})
-        result = search(request, self.top, self.search_s / 5, exact=1)
+        result = search(request, self.top, self.orders_budget.share(NAIVE_SHARE), exact=1)
         self.results.append(result)
         return PlanSearch(result, tuple(range(request.cluster.num_nodes)))
 
@@ -127,13 +138,16 @@ class _HeterogeneousSearch:
         """Return the candidate orders, best seed first, and the best seeds of all."""
         orders = self._candidate_orders([evaluated.plan for evaluated in naive.best])
         likely = naive.best
-        each_s = self._left_s() * 2 / 3 / min(len(orders), MAX_FRESH_SEED_ORDERS)
+        seeding = self.orders_budget.share(SEED_SHARE)
         ranked: list[tuple[float, NodeOrderCandidate]] = []
         for number, order in enumerate(orders):
             candidate = NodeOrderCandidate(self.request, order)
             seeds = [evaluated.plan for evaluated in likely]
             is_fresh = number < MAX_FRESH_SEED_ORDERS or not seeds
-            result = evaluate_seeds(candidate.evaluator, max(self.top, MAX_SEED_PLANS), each_s, seeds, is_fresh)
+            part = 1 / max(1, min(len(orders), MAX_FRESH_SEED_ORDERS) - number)
+            result = evaluate_seeds(
+                candidate.evaluator, max(self.top, MAX_SEED_PLANS), seeding.share(part), seeds, is_fresh
+            )
             self.results.append(result)
             ranked.append((result.best[0].value if result.best else inf, candidate))
             likely = sorted([*result.best, *likely], key=attrgetter("sort_key"))[:MAX_SEED_PLANS]
@@ -155,7 +169,7 @@ class _HeterogeneousSearch:
     def _search_order(
         self,
         candidate: "NodeOrderCandidate",
-        limit_s: float,
+        budget: SearchBudget,
         best: PlanSearch,
         likely: Sequence[EvaluatedPlan] = (),
     ) -> PlanSearch:
@@ -166,29 +180,29 @@ class _HeterogeneousSearch:
             ceiling = best.result.best[-1].value
         seeds = [evaluated.plan for evaluated in likely]
         request = candidate.evaluator.request
-        result = search(request, self.top, limit_s, candidate.evaluator, ceiling, seeds, exact=1)
+        result = search(request, self.top, budget, candidate.evaluator, ceiling, seeds, exact=1)
         return PlanSearch(result, candidate.node_order)
 
     def _anneal_order(self, best: PlanSearch) -> PlanSearch:
         """Swap nodes as long as the best plan gets faster, then search that order; `best` itself if none is faster."""
         plan = best.result.best[0].plan
-        limit_s = self._left_s()
-        begin_s = perf_counter()
+        budget = self.orders_budget.share(ANNEALING_SHARE)
         step_times_s: dict[tuple[int, ...], float] = {}
 
         def step_s(order: Sequence[int]) -> float:
             key = tuple(order)
             if key not in step_times_s:
                 candidate = NodeOrderCandidate(self.request, order)
-                is_late = perf_counter() - begin_s > limit_s / 2
+                is_late = budget.is_spent
+                budget.spend(simulation_work(plan, self.request.workload))
                 step_times_s[key] = inf if is_late else candidate.evaluator.evaluate(plan).prediction.step_time_s
             return step_times_s[key]
 
         order, _ = anneal(best.node_order or (), step_s, ANNEALING_TRIES)
         if order == best.node_order:
             return best
-        left_s = limit_s - (perf_counter() - begin_s)
-        return self._search_order(NodeOrderCandidate(self.request, order), left_s, best, best.result.best)
+        budget = self.orders_budget.share(ANNEALED_SEARCH_SHARE)
+        return self._search_order(NodeOrderCandidate(self.request, order), budget, best, best.result.best)
 
     def _add_custom_schedules(
         self,
@@ -197,12 +211,10 @@ class _HeterogeneousSearch:
         likely: Sequence[EvaluatedPlan],
     ) -> PlanSearch:
         """Add plans with schedules found for their own times, in the node order in which the first of them is best."""
-        limit_s = self.limit_s - self._elapsed_s()
-        begin_s = perf_counter()
         if not best.result.best:
             return best
         plans = [evaluated.plan for evaluated in (*best.result.best, *likely)]
-        found = find_custom_schedules(plans, best.evaluator, limit_s * (1 - REORDERED_TIME_SHARE))
+        found = find_custom_schedules(plans, best.evaluator, self.budget.share(1 - REORDERED_SHARE))
         if not found:
             return best
         first = min(found, key=attrgetter("sort_key"))
@@ -217,7 +229,7 @@ class _HeterogeneousSearch:
         fastest, evaluator, node_order = min(elsewhere, key=lambda row: row[0].value)
         if fastest.value >= best.result.best[0].value:
             return best
-        found = find_custom_schedules([fastest.plan], evaluator, limit_s - (perf_counter() - begin_s))
+        found = find_custom_schedules([fastest.plan], evaluator, self.budget.share(1.0))
         fitting = (one.plan for one in best.result.best if evaluator.memory_budget.fits(one.plan))
         found += map(evaluator.evaluate, fitting)
         ranked = self._ranked({one.plan: one for one in found}.values())

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import islice
 from operator import attrgetter
-from time import perf_counter
 from typing import Any
 
 from muster.planner.evaluated_plan import EvaluatedPlan
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.space import is_admitted
 from muster.simulate.predict import Prediction
 from muster.spec.errors import InfeasibleError
@@ -18,7 +18,7 @@ from muster.spec.plan import LayerOverride, Plan
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
 
-NOT_EVALUATED = "not looked at within --time-limit"
+NOT_EVALUATED = "not looked at (raise --effort)"
 SAME_SPEED_TOLERANCE = 0.005
 """Relative difference of step times below which plans count as equally fast."""
 
@@ -54,19 +54,20 @@ class Change:
     """True if recompute may change with it; False where recompute itself is what changes."""
 
 
-def neighbours(winner: EvaluatedPlan, evaluator: PlanEvaluator, limit_s: float = inf) -> list[Neighbour]:
+def neighbours(winner: EvaluatedPlan, evaluator: PlanEvaluator, budget: SearchBudget | None = None) -> list[Neighbour]:
     """Return the effect of each single change to the winner in a sentence, for changes that leave a legal plan.
 
     Choices that the search makes for every plan are made for these too: layers are balanced, and a plan that doesn't
     fit gets the cheapest recompute and offload that make it fit. So where the search is proven, no neighbour within its
-    space is faster. After `limit_s` no more are simulated, and their sentences say so.
+    space is faster. Once the budget is spent no more are simulated, and their sentences say so.
     """
     found: list[Neighbour] = []
-    end_s = perf_counter() + limit_s
+    budget = budget or SearchBudget()
     for change in single_changes(winner.plan, evaluator.request):
-        if perf_counter() > end_s:
+        if budget.is_spent:
             found.append(Neighbour(change.description, change.plan, None, f"{change.description}: {NOT_EVALUATED}"))
             continue
+        budget.spend(simulation_work(change.plan, evaluator.request.workload))
         try:
             found.append(_evaluate_change(winner, change, evaluator))
         except InfeasibleError:
@@ -204,11 +205,12 @@ def _evaluate_change(winner: EvaluatedPlan, change: Change, evaluator: PlanEvalu
     return _compare(winner, change.description, fitting[0], evaluator, note)
 
 
-def neighbour_plans(plan: Plan, evaluator: PlanEvaluator) -> Iterator[Plan]:
+def neighbour_plans(plan: Plan, evaluator: PlanEvaluator, part: tuple[int, int] = (0, 1)) -> Iterator[Plan]:
     """Yield the plans one change away that fit, with recompute and offload where these are needed, within the space of
-    the search."""
+    the search. `part`: number of a part of the changes, which are dealt out in turn, and number of parts."""
     request = evaluator.request
-    for change in single_changes(plan, request):
+    number, parts = part
+    for change in islice(single_changes(plan, request), number, None, parts):
         if change.may_refit and _may_refit(request):
             try:
                 found = evaluator.memory_budget.fit(

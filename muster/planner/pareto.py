@@ -15,11 +15,15 @@ from muster.planner.neighbours import single_changes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
 from muster.planner.search import search
+from muster.planner.search_budget import SearchBudget, simulation_work
 from muster.planner.space import is_admitted
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import InfeasibleError
 from muster.spec.legality import plan_violations
 from muster.spec.plan import Plan
+
+SEARCH_SHARE = 0.7
+"""Share of the budget for the fastest plan; what is around it has the rest."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class ParetoFront:
     """True if each search came to its end: no plan with as many devices is faster."""
 
 
-def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
-    """Return the front of a request, found within `limit_s`.
+def pareto_front(request: PlanRequest, budget: SearchBudget) -> ParetoFront:
+    """Return the front of a request. The search for each number of devices has the work of the whole budget.
 
     Raises InfeasibleError, with the limit that binds, where nothing fits.
     """
@@ -71,14 +75,14 @@ def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
     proven = True
     points: list[ParetoPoint] = []
     refusal: InfeasibleError | None = None
-    for number, cluster in enumerate(sub_clusters(request.cluster)):
+    for cluster in sub_clusters(request.cluster):
         sub_request = replace(request, cluster=cluster, objective="time")
-        end_s = begin_s + limit_s * (1 - 0.5 ** (number + 1))  # the more devices, the more plans there are
-        found = search(sub_request, 1, max((end_s - perf_counter()) * 0.7, limit_s / 50))
+        own = budget.renew(time_part=0.5)  # the more devices, the more plans there are
+        found = search(sub_request, 1, own.share(SEARCH_SHARE))
         looked_at += found.counts["simulated"]
         proven = proven and found.proven
         if found.best:
-            points += _explore(ParetoPoint(found.best[0], cluster), found.evaluator, end_s)
+            points += _explore(ParetoPoint(found.best[0], cluster), found.evaluator, own)
         else:
             refusal = refusal or InfeasibleError(explain_no_plan(found))
     if refusal is not None and not points:
@@ -88,7 +92,7 @@ def pareto_front(request: PlanRequest, limit_s: float) -> ParetoFront:
     return ParetoFront(best, looked_at, perf_counter() - begin_s, proven)
 
 
-def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, end_s: float) -> list[ParetoPoint]:
+def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, budget: SearchBudget) -> list[ParetoPoint]:
     """Return all plans that were simulated around the fastest one: each non-dominated plan is changed in its turn."""
     seen: set[Plan] = set()
     seen.add(fastest.evaluated.plan)
@@ -99,8 +103,9 @@ def _explore(fastest: ParetoPoint, evaluator: PlanEvaluator, end_s: float) -> li
         if any(_dominates(other, point) for other in points):
             continue
         for plan in (change.plan for change in single_changes(point.evaluated.plan, evaluator.request)):
-            if perf_counter() > end_s:
+            if budget.is_spent:
                 return points
+            budget.spend(simulation_work(plan, evaluator.request.workload))
             evaluated = None if plan in seen else _evaluate(plan, evaluator)
             seen.add(plan)
             if evaluated is not None:

@@ -1,41 +1,59 @@
-"""Branch and bound over plans: nodes with the lowest bounds first, and only simulated values are trusted."""
+"""Branch and bound over plans: nodes with the lowest bounds first, and only simulated values are trusted.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+The space is dealt out to parts, each with a frontier of its own, which work in rounds: after each round the parts are
+told the best plans of all. Parts, rounds and their work don't depend on the budget, which only says where the search
+stops. So it finds the same on one process as on several, and a larger budget finds all that a smaller one does.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from time import perf_counter
 
 from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.frontier import Frontier
+from muster.planner.frontier import FoundPlan, Frontier
+from muster.planner.lockstep import run_in_lockstep
 from muster.planner.node_order import is_heterogeneous
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import PlanRequest
+from muster.planner.search_budget import SearchBudget
 from muster.planner.search_phases import best_first, local_search, probe, seed
-from muster.planner.search_result import SearchResult, total_counts
+from muster.planner.search_result import ROUNDING_TOLERANCE, SearchResult, total_counts
 from muster.planner.space import draft_plans, mesh_shapes, schedule_choices
 from muster.schedule.gc_pause import gc_paused
 from muster.spec.plan import Plan
 
-SEED_TIME_SHARE = 0.25
-"""Share of the time limit that seeds may take."""
+NUM_PARTS = 4
+"""Parts of the space: as many as processes may work on one search."""
 
-MIN_EXPAND_S = 4.0
-"""Seconds for the bounds of all choices, however little time there is: the probes are chosen among them."""
+SEED_WORK = 250.0
+"""Work that a part may spend on seeds."""
 
-PROBE_TIME_SHARE = 0.75
-"""Share of the time that is left after expansion that probes may take."""
+PROBE_WORK = 500.0
+"""Work after which a part's probes end without a plan that fits."""
 
-LOCAL_SEARCH_BEGINS = 0.5
-"""Share of the time limit after which a search that isn't settled turns to local search."""
+FIRST_ROUND_WORK = 100.0
+"""Work of each part in the first round."""
 
-LOCAL_SEARCH_ENDS = 0.75
-"""Share of the time limit at which local search stops."""
+ROUND_GROWTH = 1.5
+"""Work of a round over that of the one before."""
+
+FIRST_LOCAL_ROUND = 4
+"""First round with local search: many searches are settled before it."""
+
+LOCAL_SEARCH_SHARE = 0.4
+"""Share of local search in the work of a round."""
+
+HEAD_ROOM_SHARE = 0.6
+"""Share of the budget in which some plan must be found that leaves head-room: the rest goes to a search without it."""
 
 
 def search(
     request: PlanRequest,
     top: int = 5,
-    limit_s: float = inf,
+    budget: SearchBudget | None = None,
     evaluator: PlanEvaluator | None = None,
     ceiling: float = inf,
     seeds: Sequence[Plan] = (),
@@ -45,16 +63,18 @@ def search(
 
     A plan is only left out when its bound is above simulated values, or when it doesn't fit in memory. So the first
     `exact` plans (default: all) are those that simulating every plan would give; the others are the best of those that
-    were simulated. After `limit_s` the search stops, and the result's `gap` says by how much its best may be improved.
-    Where no plan leaves the head-room of the memory budget free, a second search does without it.
+    were simulated. When the budget (default: endless) is spent, the search stops, and the result's `gap` says by how
+    much its best may be improved. Where no plan leaves the head-room of the memory budget free, a second search does
+    without it.
     """
+    budget = budget or SearchBudget()
     evaluator = evaluator or PlanEvaluator(request)
-    exact = exact or top
-    first = _search(evaluator, top, exact, seeds, limit_s, ceiling)
-    if first.best or not evaluator.memory_budget.head_room or ceiling < inf:
+    wishes = _Wishes(top, exact or top, ceiling, tuple(seeds))
+    has_second = bool(evaluator.memory_budget.head_room) and ceiling == inf
+    first = _search(evaluator, wishes, budget, HEAD_ROOM_SHARE if has_second else 1.0)
+    if first.best or not has_second:
         return first
-    left_s = max(limit_s - first.seconds, limit_s / 2)
-    second = _search(evaluator.without_head_room(), top, exact, seeds, left_s, ceiling)
+    second = _search(evaluator.without_head_room(), wishes, budget, 1.0)
     return replace(
         second,
         gave_up_head_room_early=not first.proven,
@@ -63,37 +83,135 @@ def search(
     )
 
 
-def _search(
-    evaluator: PlanEvaluator, top: int, exact: int, seeds: Sequence[Plan], limit_s: float, ceiling: float
-) -> SearchResult:
-    """Run the phases on a new frontier, within one memory budget."""
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """Plans that a search is to find."""
+
+    top: int
+    exact: int
+    ceiling: float
+    seeds: tuple[Plan, ...]
+
+    def is_pruned(self, bound: float, best: Sequence[FoundPlan]) -> bool:
+        """Return True if no plan with this bound is wanted beside the best so far."""
+        last = best[self.exact - 1].value if len(best) >= self.top else inf
+        return bound == inf or bound > min(last, self.ceiling) * (1 + ROUNDING_TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """The order for a part's next round."""
+
+    work: float
+    """Work of the whole round."""
+    allowed: float
+    """Work that the budget still allows, no more than that."""
+    has_local_search: bool
+    best: tuple[FoundPlan, ...]
+    """Best plans of all parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PartReport:
+    """State of a part after a round."""
+
+    spent: float
+    best: tuple[FoundPlan, ...]
+    open_bound: float
+    nearest_miss: tuple[float, Plan | None]
+    counts: Counter[str]
+
+
+def _search(evaluator: PlanEvaluator, wishes: _Wishes, budget: SearchBudget, patience: float) -> SearchResult:
+    """Search within one memory budget; without any plan only as long as a `patience` of the budget lasts."""
     begin_s = perf_counter()
+    until_first = budget.share(patience)
+    frontiers = [
+        Frontier(
+            evaluator, wishes.top, wishes.exact, wishes.ceiling, SearchBudget(end_s=budget.end_s), (part, NUM_PARTS)
+        )
+        for part in range(NUM_PARTS)
+    ]
     with gc_paused():
-        frontier = Frontier(evaluator, top, exact, ceiling)
-        add_likely = not seeds and is_heterogeneous(evaluator.request.cluster)
-        seed(frontier, seeds, add_likely, begin_s + SEED_TIME_SHARE * limit_s)
-        frontier.expand(begin_s + max(limit_s, MIN_EXPAND_S))
-        now_s = perf_counter()
-        probe(frontier, now_s + PROBE_TIME_SHARE * (begin_s + limit_s - now_s))
-        best_first(frontier, begin_s + LOCAL_SEARCH_BEGINS * limit_s)
-        if not frontier.is_settled:
-            local_search(frontier, begin_s + LOCAL_SEARCH_ENDS * limit_s)
-        best_first(frontier, begin_s + limit_s)
-        if frontier.unexpanded and not frontier.best and ceiling == inf:  # only shapes that weren't reached are left
-            frontier.expand(inf)
-            probe(frontier, perf_counter())
-    return frontier.result(perf_counter() - begin_s)
+        group = run_in_lockstep([_search_part(frontier, wishes.seeds) for frontier in frontiers], budget.processes)
+        try:
+            order = _Round(SEED_WORK, min(SEED_WORK, budget.left / NUM_PARTS), False, ())
+            reports = group.step([order] * NUM_PARTS)
+            best = _spend_and_merge(until_first, wishes, reports)
+            number, work = 0, FIRST_ROUND_WORK
+            while True:
+                active = [not wishes.is_pruned(report.open_bound, best) for report in reports]
+                if not any(active) or (number and (budget if best else until_first).is_spent):
+                    break
+                allowed = min(work, budget.left / sum(active))
+                order = _Round(work, allowed, number >= FIRST_LOCAL_ROUND, best)
+                idle = replace(order, allowed=-1.0)
+                reports = group.step([order if is_active else idle for is_active in active])
+                best = _spend_and_merge(until_first, wishes, reports)
+                number, work = number + 1, work * ROUND_GROWTH
+        finally:
+            group.close()
+        known = {plan: one for frontier in frontiers for plan, one in frontier.evaluated.items()}
+        evaluated = [known.get(one.plan) or evaluator.evaluate(one.plan) for one in best]
+    return SearchResult(
+        evaluator,
+        evaluated,
+        min(report.open_bound for report in reports),
+        min((report.nearest_miss for report in reports), key=lambda miss: miss[0])[1],
+        sum((report.counts for report in reports), Counter[str]()),
+        perf_counter() - begin_s,
+    )
+
+
+def _spend_and_merge(budget: SearchBudget, wishes: _Wishes, reports: Sequence[_PartReport]) -> tuple[FoundPlan, ...]:
+    """Count the work of a round, and return the best plans of all parts."""
+    budget.spend(sum(report.spent for report in reports))
+    found = {one.plan: one for report in reports for one in report.best}
+    return tuple(sorted(found.values(), key=attrgetter("sort_key"))[: wishes.top])
+
+
+def _search_part(frontier: Frontier, seeds: Sequence[Plan]) -> Generator[_PartReport, _Round, None]:
+    """Work on one part of the space, round by round: seeds and bounds of all choices, probes, then best-first search
+    and local search."""
+    order = yield _report(frontier)
+    add_likely = not seeds and is_heterogeneous(frontier.request.cluster)
+    seed(frontier, seeds if frontier.part[0] == 0 else (), add_likely, order.allowed)
+    frontier.expand()
+    local = local_search(frontier)
+    is_first = True
+    while True:
+        order = yield _report(frontier)
+        frontier.budget = SearchBudget(end_s=frontier.budget.end_s)
+        frontier.keep(order.best)
+        if order.allowed < 0:
+            continue
+        if is_first and not frontier.best:
+            probe(frontier, PROBE_WORK)
+        is_first = False
+        local_work = order.work * LOCAL_SEARCH_SHARE if order.has_local_search else 0.0
+        best_first(frontier, min(order.allowed, order.work - local_work))
+        if local_work and not frontier.is_settled and frontier.best:
+            while not frontier.is_past(order.allowed) and next(local):
+                pass
+        best_first(frontier, order.allowed)
+
+
+def _report(frontier: Frontier) -> _PartReport:
+    return _PartReport(
+        frontier.budget.spent, tuple(frontier.best), frontier.open_bound, frontier.nearest_miss, frontier.counts
+    )
 
 
 def evaluate_seeds(
-    evaluator: PlanEvaluator, top: int, limit_s: float, seeds: Sequence[Plan], add_likely: bool
+    evaluator: PlanEvaluator, top: int, budget: SearchBudget, seeds: Sequence[Plan], add_likely: bool
 ) -> SearchResult:
     """Return the best of `seeds` and, with `add_likely`, of plans that are likely to be good, without a search."""
     begin_s = perf_counter()
     with gc_paused():
-        frontier = Frontier(evaluator, top, top, inf)
-        seed(frontier, seeds, add_likely, begin_s + limit_s)
-    return replace(frontier.result(perf_counter() - begin_s), open_bound=0.0)
+        frontier = Frontier(evaluator, top, top, budget=budget)
+        seed(frontier, seeds, add_likely, budget.work)
+    best = [frontier.evaluated[found.plan] for found in frontier.best]
+    return SearchResult(evaluator, best, 0.0, frontier.nearest_miss[1], frontier.counts, perf_counter() - begin_s)
 
 
 def exhaustive_search(evaluator: PlanEvaluator) -> Iterator[EvaluatedPlan]:

@@ -11,17 +11,16 @@ from functools import partial
 from itertools import count, groupby
 from math import inf
 from operator import itemgetter
-from time import perf_counter
 
 from muster.planner.frontier import Entry, ExpandedChoice, Frontier
 from muster.planner.neighbours import neighbour_plans
 from muster.planner.plan_evaluator import PlanEvaluator
+from muster.planner.search_budget import fit_work
 from muster.planner.space import (
     DataSharding,
     MeshShape,
     ScheduleChoice,
     draft_plans,
-    mesh_shapes,
     schedule_choices,
 )
 from muster.spec.plan import Plan
@@ -41,12 +40,13 @@ MAX_SEEDS = 64
 """Seeds in all, before layers are balanced and the batch is split for each."""
 
 
-def seed(frontier: Frontier, seeds: Sequence[Plan], add_likely: bool, end_s: float) -> None:
-    """Simulate `seeds` and, until `end_s`, plans that are likely to be good on unlike nodes or links."""
+def seed(frontier: Frontier, seeds: Sequence[Plan], add_likely: bool, end: float) -> None:
+    """Simulate `seeds` and, until `end` units of work are spent, plans that are likely to be good on unlike nodes or
+    links."""
     for plan in seeds:
         _simulate_seed(frontier, frontier.evaluator.bounds.of_plan(plan), plan)
-    for bound, plan in likely_plans(frontier.evaluator) if add_likely else ():
-        if frontier.counts["simulated"] >= MIN_SEEDS and perf_counter() > end_s:
+    for bound, plan in likely_plans(frontier) if add_likely else ():
+        if frontier.counts["simulated"] >= MIN_SEEDS and frontier.is_past(end):
             break
         _simulate_seed(frontier, bound, plan)
 
@@ -58,16 +58,17 @@ def _simulate_seed(frontier: Frontier, bound: float, plan: Plan) -> None:
         frontier.simulate(fitting)
 
 
-def likely_plans(evaluator: PlanEvaluator) -> Iterator[tuple[float, Plan]]:
+def likely_plans(frontier: Frontier) -> Iterator[tuple[float, Plan]]:
     """Yield bounds and plans, the lowest bound first.
 
     They are the plans with the lowest bounds of each schedule of low bubble, tensor-parallel and pipeline degree, with
     any micro-batch size and one data sharding.
     """
+    evaluator = frontier.evaluator
     request = evaluator.request
     groups: defaultdict[tuple[int, int, str], list[tuple[float, int, Plan, list[ScheduleChoice]]]] = defaultdict(list)
     numbers = count()
-    for shape in mesh_shapes(request):
+    for shape in frontier.shapes():
         if shape.cp > 1 or shape.ep > 1:
             continue
         choices = schedule_choices(request, shape)
@@ -80,7 +81,9 @@ def likely_plans(evaluator: PlanEvaluator) -> Iterator[tuple[float, Plan]]:
                 if plan is not None:
                     row = evaluator.bounds.of_plan(plan), next(numbers), plan, others
                     groups[shape.tp, shape.pp, schedule].append(row)
-    lowest = sorted(row for rows in groups.values() for row in sorted(rows)[:SEEDS_PER_GROUP])[:MAX_SEEDS]
+    lowest = sorted(row for rows in groups.values() for row in sorted(rows)[:SEEDS_PER_GROUP])[
+        : MAX_SEEDS // frontier.part[1]
+    ]
     found = [(bound, plan) for bound, _, plan, _ in lowest]
     for _, _, draft, others in lowest:
         completed = (evaluator.complete_draft(draft, choice) for choice in others)
@@ -107,19 +110,19 @@ FIT_ATTEMPTS = 3
 """Plans that are tried for each depth, until one fits."""
 
 
-def probe(frontier: Frontier, end_s: float) -> None:
+def probe(frontier: Frontier, end: float) -> None:
     """Simulate some plans that people would try first, so that bounds have a value to be pruned against.
 
     They have the smallest micro-batches and no context parallelism; dense models the widest tensor parallelism for each
-    depth of the pipeline, models with experts the narrowest. It searches no longer than to `end_s`.
+    depth of the pipeline, models with experts the narrowest. It searches until `end` units of work are spent.
     """
     if frontier.request.model.moe is not None:
-        _probe_narrow(frontier, end_s)
+        _probe_narrow(frontier, end)
     if not frontier.best:
         _probe_wide(frontier)
 
 
-def _probe_narrow(frontier: Frontier, end_s: float) -> None:
+def _probe_narrow(frontier: Frontier, end: float) -> None:
     """Search best-first among a few choices: for each depth and schedule the one with the lowest bound whose tensor
     parallelism is narrow and whose ranks hold all their parameters."""
     first: dict[tuple, Entry] = {}
@@ -129,7 +132,7 @@ def _probe_narrow(frontier: Frontier, end_s: float) -> None:
         entry: Entry = bound, number, node
         if isinstance(node, ScheduleChoice) and is_probed(node.shape):
             shape = node.shape
-            if frontier.budget.may_fit(shape, (1, shape.data, "z1"), node):
+            if frontier.memory_budget.may_fit(shape, (1, shape.data, "z1"), node):
                 frontier.counts["opened"] += 1
                 entry = max(bound, frontier.evaluator.bounds.unsharded(node)), number, ExpandedChoice(node)
                 key = shape.tp, shape.pp, node.schedule, node.balances_layers
@@ -137,7 +140,7 @@ def _probe_narrow(frontier: Frontier, end_s: float) -> None:
         entries.append(entry)
     frontier.heap = sorted(first.values())
     probed = {number for _, number, _ in frontier.heap}
-    while frontier.heap and not frontier.best and perf_counter() < end_s:
+    while frontier.heap and not frontier.best and not frontier.is_past(end):
         frontier.step()
     frontier.heap += [entry for entry in entries if entry[1] not in probed]
     heapq.heapify(frontier.heap)
@@ -181,7 +184,7 @@ def _simulate_likeliest(
     group_by: Callable[[MeshShape], Hashable],
     max_groups: int,
     num_simulated: int,
-    end_s: float,
+    end: float,
 ) -> None:
     """Simulate the `num_simulated` best plans of the likeliest choice of each group, of `max_groups` groups at most."""
     evaluator = frontier.evaluator
@@ -192,7 +195,7 @@ def _simulate_likeliest(
         likeliest[group] = min(likeliest.get(group, (inf, choice)), (bound, choice), key=itemgetter(0))
     drafts: list[list[tuple[float, int, Plan]]] = []
     for _, choice in likeliest.values():
-        may_fit = partial(frontier.budget.may_fit, choice.shape, choice=choice)
+        may_fit = partial(frontier.memory_budget.may_fit, choice.shape, choice=choice)
         plans = list(draft_plans(frontier.request, choice, may_fit))
         frontier.note_predrafted(plans)
         bounded = sorted((evaluator.bounds.of_plan(plan), next(frontier.numbers), plan) for plan in plans)
@@ -200,7 +203,7 @@ def _simulate_likeliest(
     ready: list[tuple[float, int, Plan]] = []
     for group_drafts in sorted(filter(None, drafts))[:max_groups]:
         enough = len(ready) >= num_simulated and group_drafts[0][0] > max(sorted(ready)[:num_simulated])[0]
-        if enough or perf_counter() > end_s:
+        if enough or frontier.is_past(end):
             break
         for fitting in next(filter(None, (frontier.fit(plan) for _, _, plan in group_drafts)), ()):
             ready.append((evaluator.bounds.of_plan(fitting), next(frontier.numbers), fitting))
@@ -213,9 +216,10 @@ def _simulate_likeliest(
 # Best-first
 
 
-def best_first(frontier: Frontier, end_s: float) -> None:
-    """Step through the heap until all wanted plans are known and the first are proven, or until `end_s`."""
-    while frontier.heap and not frontier.is_pruned(frontier.heap[0][0]) and perf_counter() < end_s:
+def best_first(frontier: Frontier, end: float) -> None:
+    """Step through the heap until all wanted plans are known and the first are proven, or `end` units of work are
+    spent."""
+    while frontier.heap and not frontier.is_pruned(frontier.heap[0][0]) and not frontier.is_past(end):
         frontier.step()
 
 
@@ -223,33 +227,42 @@ def best_first(frontier: Frontier, end_s: float) -> None:
 # Local search
 
 
-MAX_LOCAL_SEARCH_SHAPES = 100
+MAX_LOCAL_SEARCH_SHAPES = 40
 """Groups of shapes that local search looks at: to make a plan of each fit takes a few hundredths of a second."""
 
 LOCAL_SEARCH_SIMULATED = 5
 """Plans of these groups that local search simulates."""
 
 
-def local_search(frontier: Frontier, end_s: float) -> None:
-    """Simulate the likeliest plans of all shapes, then the neighbours of the best plan as long as one is better.
+def local_search(frontier: Frontier) -> Iterator[bool]:
+    """Simulate the likeliest plans of all shapes, then the neighbours of the best plans, the best of them first.
 
-    In a search without time for its proof this finds good plans sooner than their bounds do. It stops at `end_s`.
+    In a search without work for its proof this finds good plans sooner than their bounds do. It yields True after each
+    piece of work, and False as long as the best plans have no neighbours that weren't tried. All parts start from the
+    same best plans, and share their neighbours.
     """
     _simulate_likeliest(
         frontier,
         _plain_choices(frontier),
         lambda shape: (shape.tp, shape.pp, shape.cp, shape.micro_batch_size),
-        MAX_LOCAL_SEARCH_SHAPES,
+        MAX_LOCAL_SEARCH_SHAPES // frontier.part[1],
         LOCAL_SEARCH_SIMULATED,
-        end_s,
+        inf,
     )
-    centre: Plan | None = None
-    while frontier.best and frontier.best[0].plan != centre:
-        centre = frontier.best[0].plan
-        for plan in neighbour_plans(centre, frontier.evaluator):
+    yield True
+    workload = frontier.request.workload
+    tried: set[Plan] = set()
+    while True:
+        centre = next((found.plan for found in frontier.best if found.plan not in tried), None)
+        if centre is None:
+            yield False
+            continue
+        tried.add(centre)
+        first = frontier.best[0].plan
+        for plan in neighbour_plans(centre, frontier.evaluator, frontier.part):
+            frontier.budget.spend(fit_work(plan, workload, by_layer=True))
             if frontier.evaluator.bounds.of_plan(plan) < frontier.best[0].value:
                 frontier.simulate(plan)
-            if frontier.best[0].plan != centre or perf_counter() > end_s:
+            yield True
+            if frontier.best[0].plan != first:
                 break
-        if perf_counter() > end_s:
-            return

@@ -11,6 +11,7 @@ from muster.planner.heterogeneous import find_best_plans
 from muster.planner.node_order import nodes_of, reorder_nodes
 from muster.planner.plan_evaluator import PlanEvaluator
 from muster.planner.request import MAX_DEVICES, PlanRequest
+from muster.planner.search_budget import SearchBudget
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.legality import plan_violations
@@ -36,28 +37,29 @@ class WhatIfCase:
     """Largest relative improvement of the best plan that the search had no time to exclude."""
 
 
-def what_if(request: PlanRequest, changes: Sequence[str], limit_s: float) -> list[WhatIfCase]:
+def what_if(request: PlanRequest, changes: Sequence[str], budget: SearchBudget) -> list[WhatIfCase]:
     """Return the best plan for the cluster as it is, then with each of the changes alone.
 
-    Several changes in one text, with commas between them, are made together. Each search takes at most `limit_s`.
-    Raises ConfigError for unknown changes, and those that can't be made to this cluster.
+    Several changes in one text, with commas between them, are made together. Each search has the work of the whole
+    budget. Raises ConfigError for unknown changes, and those that can't be made to this cluster.
     """
     clusters = [request.cluster, *(apply_changes(request.cluster, text) for text in changes)]
     cases: list[WhatIfCase] = []
-    for text, cluster in zip(("", *changes), clusters, strict=True):
+    for number, (text, cluster) in enumerate(zip(("", *changes), clusters, strict=True)):
+        own = budget.renew(time_part=1 / (len(clusters) - number))
         base = cases[0].best if cases else None
-        cases.append(_evaluate_case(replace(request, cluster=cluster), text, base, limit_s, "failed" in text))
+        cases.append(_evaluate_case(replace(request, cluster=cluster), text, base, own, "failed" in text))
     return cases
 
 
 def _evaluate_case(
-    request: PlanRequest, change: str, base: EvaluatedPlan | None, limit_s: float, may_drop_nodes: bool
+    request: PlanRequest, change: str, base: EvaluatedPlan | None, budget: SearchBudget, may_drop_nodes: bool
 ) -> WhatIfCase:
     """Search one cluster. With `may_drop_nodes` and no plan for all nodes that are left, use the largest number of
     nodes that has one."""
     gap = 0.0
     try:
-        found = find_best_plans(request, 1, limit_s)
+        found = find_best_plans(request, 1, budget.share(1.0))
         gap = found.result.gap
         reason = "" if found.result.best else explain_no_plan(found.result)
         best = next(iter(found.result.best), None)
@@ -68,7 +70,7 @@ def _evaluate_case(
         reason = str(error)
     if best is None and may_drop_nodes and request.cluster.num_nodes > 1:
         fewer = replace(request, cluster=_first_nodes(request.cluster, request.cluster.num_nodes - 1))
-        return _evaluate_case(fewer, change, base, limit_s, may_drop_nodes)
+        return _evaluate_case(fewer, change, base, budget, may_drop_nodes)
     same_s = None if base is None else _step_of_plan(base.plan, replace(request, cluster=cluster))
     return WhatIfCase(change, cluster, best, same_s, reason, gap)
 

@@ -50,7 +50,7 @@ def print_answer(answer: PlanAnswer, explain: bool) -> None:
         print(f"  {NOT_EVALUATED}: {', '.join(late)}")
     if explain:
         print("\nThe best plan of every family:")
-        for family in families(request, result.best[0]):
+        for family in families(request, result.best[0], answer.budget):
             print(f"  {family.name}: {family.sentence}")
 
 
@@ -91,7 +91,7 @@ def _search_text(result: SearchResult) -> str:
     if result.gave_up_head_room_early:
         return text + f"stopped early: another plan may leave {MEMORY_HEADROOM:.0%} of the memory free"
     if result.gap >= 1:  # nothing is known of what memory the others need
-        return text + "stopped early: another plan may be better (raise --time-limit)"
+        return text + "stopped early: another plan may be better (raise --effort)"
     return text + f"stopped early: another plan may be better by up to {result.gap:.1%}"
 
 
@@ -131,6 +131,6 @@ def answer_json(answer: PlanAnswer, explain: bool) -> dict[str, Any]:
                 "step_time_s": one.best.prediction.step_time_s if one.best else None,
                 "sentence": one.sentence,
             }
-            for one in families(request, result.best[0])
+            for one in families(request, result.best[0], answer.budget)
         ]
     return plain
