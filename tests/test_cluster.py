@@ -105,6 +105,8 @@ def test_a_wrong_name_is_told_with_the_nearest(text, sentence):
         ("groups: [{num_nodes: 2, device: h100}]\nnode_bandwidth_bytes_per_s: [[1.0]]", "2 rows and columns"),
         ("- 3", "expected 'key: value' lines"),
         ("groups: [", "is not valid YAML"),
+        ("devices: 8xh100\ndevices: 16xh100", "wrong.yaml:2: devices is given twice, first in line 1"),
+        ("groups:\n- num_nodes: 1\n  device: h100\n  num_nodes: 2", ":4: num_nodes is given twice, first in line 2"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_sentence(tmp_path, yaml, sentence):
@@ -114,3 +116,10 @@ def test_a_wrong_file_is_told_in_one_sentence(tmp_path, yaml, sentence):
         load_cluster(str(path))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_bytes_may_have_exponents(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("groups: [{num_nodes: 1e1, device: h100, host_memory_bytes: 96e9}]")
+    (group,) = load_cluster(str(path)).groups
+    assert (group.num_nodes, group.host_memory_bytes) == (10, 96_000_000_000)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muster.catalog import names, read
+from muster.config.config_layers import read_file_layer
 from muster.config.load_config import (
     config_yaml,
     load_plan,
@@ -16,6 +17,7 @@ from muster.config.load_config import (
     with_steps_from_epochs,
     write_run_files,
 )
+from muster.config.named_model import load_model
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.planner.auto import resolve_plan
 from muster.spec.cluster import ClusterSpec, single_node_cluster
@@ -270,6 +272,27 @@ def test_each_wrong_value_gets_its_own_line():
     assert [line.partition(":")[0] for line in lines] == ["train.steps", "optim.lr", "optim.epz"]
 
 
+def test_a_merge_key_may_be_overridden(tmp_path):
+    file = write(tmp_path, "run.yaml", "a: &a {x: 1, y: 2}\nb: &b\n  <<: *a\n  x: 3\nc: {<<: *b, y: 4}\n")
+    assert read_file_layer(file).values["c.x"] == 3
+    assert read_file_layer(file).values["c.y"] == 4
+
+
+def test_whole_numbers_may_have_exponents(tmp_path):
+    file = write(tmp_path, "run.yaml", "extends: tiny\ntrain: {steps: 1e3}\nmodel: {vocab_size: 25.6e3}\n")
+    config = load_run_config(None, file, []).config
+    assert (config.train.steps, config.model.vocab_size) == (1000, 25_600)
+    model = "vocab_size: 32e3\nhidden_size: 6.4e1\nnum_layers: 2\nnum_heads: 4\nintermediate_size: 128\n"
+    spec = load_model(str(write(tmp_path, "model.yaml", model)))
+    assert (spec.vocab_size, spec.hidden_size) == (32_000, 64)
+    wrong = write(tmp_path, "wrong.yaml", model.replace("6.4e1", "6.45e1"))
+    with pytest.raises(ConfigError, match="hidden_size: expected a whole number >= 1, got '6.45e1'"):
+        load_model(str(wrong))
+    twice = write(tmp_path, "twice.yaml", model + "num_layers: 3\n")
+    with pytest.raises(ConfigError, match="twice.yaml:6: num_layers is given twice, first in line 3"):
+        load_model(str(twice))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -279,6 +302,11 @@ def test_each_wrong_value_gets_its_own_line():
         ("extends: tiny\nversion: 0\n", "{file}:2: version: expected 1 or 2, got 0"),
         ("extends: tiny\nversion: 3\n", "version 3 is of a newer Muster"),
         ("extends: tiny\nseed: 1\nseed: 2\n", "{file}:3: seed is given twice, first in line 2"),
+        ("extends: tiny\ntrain:\n  steps: 1\n  steps: 2\n", "{file}:4: steps is given twice, first in line 3"),
+        (
+            "extends: tiny\nparallel: {{stages: [{{layers: 1, layers: 2}}]}}\n",
+            "{file}:2: layers is given twice, first in line 2",
+        ),
         ("extends: tiny\ntrain: [1]\n", "train: expected a mapping"),
         ("extends: tinny\n", "there is no preset 'tinny'; did you mean 'tiny'?"),
         ("extends: [tiny]\n", "extends: expected the path of a run file or the name of a preset, got ['tiny']"),

@@ -160,7 +160,7 @@ def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.Captu
         ("a.toml", "x", "no TOML"),
         ("a.toml", "[job]", "[model] is missing"),
         ("a.toml", TITAN.replace("8B", "9B"), "give --model M"),
-        ("a.yaml", "{", "no YAML"),
+        ("a.yaml", "{", "is not valid YAML"),
         ("a.yaml", "a: 1", "expected the YAML of a nanotron training"),
         ("a.yaml", NANOTRON.replace("num_attention_heads: 8", "num_attention_heads: 3"), "num_attention_heads 3"),
         (".", "", "can't read"),
@@ -187,3 +187,32 @@ def test_shell_words() -> None:
     }
     assert parse_shell_options("--a 1 # --b 2\n--a 3") == {"a": "3"}
     assert parse_shell_options('L+=("--a 1" "--b")\nrun --c') == {"a": "1", "b": True, "c": True}
+
+
+@pytest.mark.parametrize("format", ["e4m3", "hybrid"])
+def test_fp8_is_carried_over_and_predicted(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = MEGATRON.replace("--bf16", f"--bf16 --fp8-format {format} --fp8-amax-history-len 1024")
+    config, said = imported(tmp_path, capsys, "gpt.sh", text)
+    assert config.parallel.precision == "fp8"
+    assert said["origins"]["parallel.precision"] == "fp8-format, bf16"
+    assert "fp8-amax-history-len" in {one["option"] for one in said["not_carried"]}
+    assert any(reason.startswith("fp8") for reason in said["refused"])
+    run_file = tmp_path / "run.yaml"
+    assert main(["import-config", str(tmp_path / "gpt.sh"), "-o", str(run_file)]) == 0
+    capsys.readouterr()
+    asked = ["--model", "llama3-8b", "--cluster", "16xh100", "--seq-len", "4096", "--global-batch", "256", "--json"]
+    assert main(["predict", "--plan", str(run_file), *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"].startswith("dp2-tp4-sp-pp2v4-mb1-z1-sinterleaved-fp8")
+
+
+def test_float8_converters_are_carried_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = imported(tmp_path, capsys, "job.toml", TITAN.replace('"8B"', '"8B"\nconverters = ["float8"]'))
+    assert config.parallel.precision == "fp8"
+
+
+def test_experts_without_zero_lie_on_ranks_that_share_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = MEGATRON.replace(" --use-distributed-optimizer", "").replace("TP=4", "TP=1")
+    text += " --num-experts 8 --expert-model-parallel-size 4"
+    config, said = imported(tmp_path, capsys, "gpt.sh", text.replace("2>&1 | tee log.txt\n", ""))
+    assert format_plan_name(config.parallel).startswith("dp2x4-pp2v4-ep4-")
+    assert not [reason for reason in said["refused"] if "home" in reason or "doesn't divide" in reason]

@@ -196,7 +196,7 @@ def test_older_token_stores_are_read(root: Path) -> None:
 PLANNED = ("plan", "--model", "model.yaml", "--cluster", "4xa100", "--seq-len", "128", "--global-batch", "16")
 DREW = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "4")
 OLDER_FLAGS = {
-    "plan": (*PLANNED, "--limit", "4", "--memory", "70GB", "--fix", "pp2-z1", "--top", "2"),
+    "plan": (*PLANNED, "--limit", "4", "--memory", "70GB", "--fix", "pp2-z1", "--top", "2", "--runnable"),
     "schedule": ("schedule", "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "2", "--comm", "0.5"),
     "schedule memory": ("schedule", "auto", "--ranks", "2", "--microbatches", "4", "--memory-limit", "2"),
     "schedule vocabulary": (*DREW, "--vocab", "0.5"),

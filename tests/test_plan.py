@@ -1,5 +1,8 @@
 """Plans: short names, legality, the nearest legal ones, what `auto` chooses."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +44,10 @@ sayable_plans = st.builds(
 )
 
 
+def _stages_of(*layers: int) -> tuple[StageSpec, ...]:
+    return tuple(StageSpec(layers=count) for count in layers)
+
+
 # --- names ---
 
 
@@ -50,6 +57,28 @@ def test_a_name_says_the_whole_plan_whatever_the_base(plan, base):
     name = format_plan_name(plan)
     assert "+" not in name
     assert parse_plan_name(name, base) == plan
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 99)), min_size=1, max_size=5))
+def test_runs_of_stages_may_be_counted_in_a_name(runs):
+    counted = ".".join(f"{layers}x{count}" for layers, count in runs)
+    spelled = ".".join(str(layers) for layers, count in runs for _ in range(count))
+    assert parse_plan_name(f"pp4-l{counted}") == parse_plan_name(f"pp4-l{spelled}")
+
+
+PRINTED_NAME = re.compile(r"(?<![\w/.-])(?:[a-z]+\d+\w*-)(?:[a-z0-9_.]+-)*mb\d+(?:-[a-z0-9_.]+)*(?![\w+…-]|\.…)")
+
+
+def test_every_name_on_a_page_or_in_a_recipe_is_a_plans():
+    root = Path(__file__).resolve().parents[1]
+    pages = [*root.glob("docs/*.md"), root / "README.md", *root.glob("muster/catalog/recipes/*.yaml")]
+    names = {name for page in pages for name in PRINTED_NAME.findall(page.read_text(encoding="utf-8"))}
+    assert len(names) > 50
+    assert "dp64-tp8-sp-pp16v8-mb1-z1-sinterleaved-relem-bf16-l0.1x126.0" in names
+    for name in names - {"pp2-mb4-seager1f1b"}:  # a schedule of the plugin on its page
+        plan = parse_plan_name(name.rstrip("."))
+        assert parse_plan_name(format_plan_name(plan)) == plan
 
 
 @settings(deadline=None)
@@ -73,6 +102,8 @@ def test_different_plans_have_different_names(one, other):
         ("dp4-uneven6.6.2.2", Plan(dp_shard=4, uneven_micro_batches=(3, 1))),
         ("dp4-uneven7.7", Plan(dp_shard=4)),
         ("pp4-l3.5.4.4", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
+        ("pp4-l3.5.4x2", Plan(pp=4, stages=tuple(StageSpec(layers=n) for n in (3, 5, 4, 4)))),
+        ("pp2v2-sinterleaved-l0.1x2.0", Plan(pp=2, vpp=2, schedule="interleaved", stages=_stages_of(0, 1, 1, 0))),
         (
             "dp2x8-tp4-sp-pp4v2-cp2-ep8-etp2-mb1-z3-szbv-relem-bf16",
             Plan(

@@ -1,10 +1,12 @@
 """Answers of `muster plan` where constraints bind, and the values that it fills in."""
 
+import json
 import re
 from math import inf
 
 import pytest
 
+from muster.api.verbs import plan
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
@@ -18,7 +20,9 @@ from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
 from muster.planner.space import MeshShape, make_plan
 from muster.report.plan_answer import print_answer
+from muster.spec.errors import InfeasibleError
 from muster.spec.plan_name import format_plan_name
+from muster.spec.supported import unsupported_features
 
 
 def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(capsys) -> None:
@@ -38,6 +42,60 @@ def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_no
     assert not stopped.proven
     assert "not all were looked at" in explain_no_plan(stopped)
     assert explain_no_plan(SearchResult(evaluator, [], inf, closest)).startswith("no plan fits: the smallest, tp8-")
+
+
+CP2 = [
+    "plan",
+    "--model",
+    "tiny",
+    "--cluster",
+    "4xa100",
+    "--seq-len",
+    "4096",
+    "--global-batch",
+    "16",
+    "--require",
+    "cp2",
+]
+EXPERTS = ["plan", "--model", "mixtral-8x7b", "--cluster", "64xh100", "--effort", "0.1"]
+
+
+def test_plans_that_can_not_run_yet_are_shown_where_they_are_asked_for(capsys) -> None:
+    assert main([*CP2, "--anticipate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert all("context parallelism (cp > 1) can't be run yet" in one["not_yet"] for one in found)
+    assert main(CP2) == 3
+    said = capsys.readouterr().err
+    assert f"; {found[0]['plan']} is predicted to fit, but can't be run yet: --anticipate shows such plans" in said
+
+
+def test_a_model_that_can_not_be_trained_yet_is_planned_on_request(capsys) -> None:
+    assert main(EXPERTS) == 3
+    assert "can't be trained yet: it has a mixture of experts; --anticipate shows" in capsys.readouterr().err
+    assert main([*EXPERTS, "--anticipate"]) == 0
+    assert "mixtral-8x7b" in capsys.readouterr().out
+    assert main([*EXPERTS, "--anticipate", "-o", "plan.yaml"]) == 3
+    said = capsys.readouterr()
+    assert not said.out, "what can't be written is refused before a search"
+
+
+@pytest.mark.parametrize("asked", [["-o", "best.yaml"], ["--launch", "slurm"], ["-o", "best.yaml", "--json"]])
+def test_what_train_refuses_is_not_written(asked, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*CP2, "--anticipate", *asked]) == 3
+    said = capsys.readouterr()
+    assert "nothing is written: plan dp2-cp2-" in said.err
+    assert "without --anticipate the best plan that can run is" in said.err
+    assert "dp2-cp2-" in said.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_plans_that_train_takes_are_found_unless_more_is_asked_for() -> None:
+    assert not any(map(unsupported_features, plan("tiny", "4xh100", seq_len=4096, global_batch=2).plans))
+    cp = plan("tiny", "4xh100", seq_len=4096, global_batch=2, fix="tp1-pp1", anticipate=True)
+    assert all(map(unsupported_features, cp.plans))
+    with pytest.raises(InfeasibleError, match="--anticipate shows such plans"):
+        plan("tiny", "4xh100", seq_len=4096, global_batch=2, fix="tp1-pp1")
 
 
 def test_parts_that_are_not_searched_can_be_asked_for_too() -> None:

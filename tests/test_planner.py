@@ -480,7 +480,7 @@ TINY = ["plan", "--model", "tiny", "--cluster", "4xa100", "--seq-len", "256", "-
 
 def test_the_best_plan_is_written_and_trains(tmp_path, capsys) -> None:
     path = tmp_path / "plan.yaml"
-    assert main([*TINY, "--runnable", "--json", "--tokens", "1B", "--explain", "-o", str(path)]) == 0
+    assert main([*TINY, "--json", "--tokens", "1B", "--explain", "-o", str(path)]) == 0
     answer = json.loads(capsys.readouterr().out)
     first = answer["plans"][0]
     assert first["hash"] == load_plan(path).hash
@@ -551,7 +551,8 @@ def test_the_table_fits_80_columns(capsys) -> None:
         (["--require", "dp4", "--global-batch", "2"], 3, "not a multiple of 4 (data-parallel ranks 4"),
         (["--require", "l3.3.3.1"], 3, "its stages hold 10 layers"),
         (["--require", "sp-tp1"], 3, "tp is 1; there are plans without sp"),
-        (["--require", "cp2", "--runnable"], 3, "can't be run yet; there are plans without cp2"),
+        (["--require", "cp2"], 3, "can't be run yet; there are plans without cp2; dp2-cp2-mb"),
+        (["--precision", "fp8", "--cluster", "4xh100"], 3, "fp8 (it needs torchao's scaled matmuls"),
         (["--require", "sauto"], 2, "--parallel.schedule auto"),
         (["--cluster", "11xcpu"], 3, "there are plans for 11 sequences a step (--global-batch 11)"),
     ],

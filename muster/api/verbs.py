@@ -70,7 +70,7 @@ def plan(
     precision: str | None = None,
     fix: str = "",
     memory: int | str | None = None,
-    runnable: bool = False,
+    anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
     top: int = 5,
@@ -98,7 +98,7 @@ def plan(
         precision=precision,
         fix=fix,
         memory=memory,
-        runnable=runnable,
+        anticipate=anticipate,
         framework=framework,
         compile=compile,
     )
@@ -118,7 +118,7 @@ def plan_request(
     precision: str | None,
     fix: str,
     memory: int | str | None,
-    runnable: bool,
+    anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
 ) -> PlanRequest:
@@ -141,7 +141,7 @@ def plan_request(
         precision=precision,
         fix=fix,
         memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory-limit"),
-        runnable=runnable,
+        runnable=not anticipate,
         framework=_resolve_framework(framework, devices),
         compile=compile,
     )

@@ -51,14 +51,16 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments, all of which must be known; `keys` returns dotted keys for suggestions."""
         arguments = list(arguments)
         self._refuse_both_names(arguments)
-        args, unknown = self.parse_known_args(self._joined(map(self._renamed, arguments)))
+        args, unknown = self.parse_known_args(
+            self._joined(one for one in map(self._renamed, arguments) if one is not None)
+        )
         if unknown:
             flag = unknown[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"unexpected argument '{flag}'")
             flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
             flags |= {option: option for option in self._option_string_actions}
-            flags |= self.foreign_flags | self._former_flags()
+            flags |= self.foreign_flags | {old: new for old, new in self._former_flags().items() if new}
             meant = closest_match(flag.replace("_", "-"), flags) or closest_match(flag, flags)
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         if args.plugins:
@@ -67,8 +69,9 @@ class Parser(argparse.ArgumentParser):
             load_plugins(map(resolve_plugin, args.plugins))
         return args
 
-    def _renamed(self, argument: str) -> str:
-        """Return an argument with today's name of a former flag, which is reported on stderr."""
+    def _renamed(self, argument: str) -> str | None:
+        """Return an argument with today's name of a former flag, which is reported on stderr; None for a former switch
+        that is the default today."""
         flag, equals, value = argument.partition("=")
         if not flag.startswith("--") or flag in self._option_string_actions:
             return argument
@@ -78,13 +81,13 @@ class Parser(argparse.ArgumentParser):
         from muster.config.migrations import report_renames
 
         report_renames(self.prog, [(flag, today)])
-        return f"{today}{equals}{value}"
+        return f"{today}{equals}{value}" if today else None
 
     def _refuse_both_names(self, arguments: Sequence[str]) -> None:
         """Raise ConfigError for a flag that is given under its former name and under today's."""
         given = {argument.partition("=")[0] for argument in arguments}
         for old, new in self._former_flags().items():
-            if old in given and new in given:
+            if new and old in given and new in given:
                 self.error(f"{new} is given twice, also as {old}, its former name: leave {old} out")
 
     def _former_flags(self) -> dict[str, str]:
@@ -92,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         from muster.config.migrations import FLAGS
 
         former = FLAGS["*"] | FLAGS.get(self.prog.removeprefix("muster "), {})
-        return {old: new for old, new in former.items() if new in self._option_string_actions}
+        return {old: new for old, new in former.items() if not new or new in self._option_string_actions}
 
     def _joined(self, arguments: Iterable[str]) -> list[str]:
         """Return the arguments with `--flag -4x` joined to `--flag=-4x`, which argparse would take for two flags."""

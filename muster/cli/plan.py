@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from muster.api.defaults import SEARCH_EFFORT
 from muster.cli.parser import Parser, positive_int
 from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
-from muster.spec.errors import ConfigError, MusterError
+from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 if TYPE_CHECKING:
     from muster.planner.answer import PlanAnswer
@@ -37,6 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     from muster.planner.answer import answer_request
     from muster.planner.launch_files import check_launch
     from muster.report.plan_answer import answer_json, print_answer
+    from muster.spec.supported import require_supported_model
 
     if args.pareto:
         return _pareto(args)
@@ -46,15 +47,34 @@ def _run(args: argparse.Namespace) -> int:
     asked = _request(args)
     if args.launch:
         check_launch(args.launch, asked.cluster)
+    if args.launch or args.output:
+        require_supported_model(asked.model)
     answer = answer_request(asked, args.top, budget)
-    written = _write(args, answer)
+    refusal = _refusal(args, answer)
+    written = [] if refusal else _write(args, answer)
     if args.json:
         print(json.dumps(answer_json(answer, args.explain), indent=2))
-        return 0
-    print_answer(answer, args.explain)
-    if written:
+    else:
+        print_answer(answer, args.explain)
+    if refusal:
+        raise refusal
+    if written and not args.json:
         print("\nwritten   " + ", ".join(map(str, written)))
     return 0
+
+
+def _refusal(args: argparse.Namespace, answer: "PlanAnswer") -> InfeasibleError | None:
+    """Return the error about a best plan that is to be written, but that `muster train` refuses; None if it doesn't."""
+    from muster.spec.nearest_plans import require_runnable
+
+    if not (args.output or args.launch):
+        return None
+    request, plan = answer.request, answer.result.best[0].plan
+    try:
+        require_runnable(plan, request.model, request.workload, request.cluster.num_devices)
+    except InfeasibleError as error:
+        return InfeasibleError(f"nothing is written: {error}; without --anticipate the best plan that can run is")
+    return None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -62,7 +82,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "plan",
         "Find the best plans for a model on a cluster by simulation, and explain why they are best.",
         usage="muster plan --model M --cluster C [--seq-len S] [--global-batch B] [--tokens T] [flags]",
-        epilog="Plans marked * are predicted, but can't be run yet.",
+        epilog="Plans marked * (--anticipate) are predicted, but muster train can't run them yet.",
     )
     add = parser.add_argument
     add_planning_flags(parser, "4 Mi tokens, or the Step Law")
@@ -82,7 +102,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="name parts that all plans must have, such as tp8-z1; repeatable",
     )
     add("--memory-limit", metavar="SIZE", help="memory that may be used of each device, such as 70GB")
-    add("--runnable", action="store_true", help="only plans that muster train can run")
+    add(
+        "--anticipate",
+        action="store_true",
+        help="also search plans and models that can be predicted, but not trained yet",
+    )
     add("--explain", action="store_true", help="show the best plan of every family")
     add(
         "--effort",
@@ -195,7 +219,7 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
         precision=args.precision,
         fix="-".join(args.require or ()),
         memory=args.memory_limit,
-        runnable=args.runnable,
+        anticipate=args.anticipate,
         framework=args.framework,
         compile=args.compile,
     )

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from muster.catalog import names, read
 from muster.config.migrations import migrate
+from muster.config.yaml_reader import read_yaml, validate_values
 from muster.spec.cluster import ClusterSpec, NodeGroup, single_node_cluster
 from muster.spec.config_errors import ConfigSchema, error_sentence
 from muster.spec.device import DeviceSpec, LinkSpec, NodeShape
@@ -19,7 +19,6 @@ from muster.spec.suggest import did_you_mean
 
 _SHORT = re.compile(r"(-?\d+)\s*[x×*]\s*([A-Za-z][\w.-]*)")
 Loaded = TypeVar("Loaded")
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_cluster(text: str) -> ClusterSpec:
@@ -213,12 +212,7 @@ def _named(load: Callable[[str], Loaded], name: str, place: KeyLocation) -> Load
 
 
 def _mapping(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = yaml.load(text, Loader=_YAML)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    data = read_yaml(text, where)
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{where}: expected 'key: value' lines, got {'nothing' if data is None else repr(str(data)[:40])}"
@@ -233,7 +227,7 @@ def _checked(where: str, **data: Any) -> ClusterSpec:
 def _validated(kind: Any, data: Any, place: KeyLocation) -> Any:
     """Return `data` as `kind`, or raise ConfigError with one sentence about its first error."""
     try:
-        return kind.model_validate(data)
+        return validate_values(kind, data)
     except ValidationError as error:
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         message = error_sentence(first, ConfigSchema(kind), {})

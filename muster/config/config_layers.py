@@ -9,6 +9,7 @@ import yaml
 
 from muster.catalog import names, read
 from muster.config.migrations import Format, migrate_values
+from muster.config.yaml_reader import read_yaml
 from muster.plugins.registry import component_names
 from muster.spec.dotted_keys import flatten
 from muster.spec.errors import ConfigError
@@ -71,24 +72,15 @@ def read_catalog_layer(kind: str, name: str) -> ConfigLayer:
 
 
 def _parse(text: str, name: str, folder: Path) -> ConfigLayer:
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
-        places = list(_lines(root)) if isinstance(root, yaml.MappingNode) else []
-        values = dict(flatten(tree)) if isinstance(tree, dict) else {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(f"{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    except (ValueError, RecursionError) as error:  # an impossible date, a mapping that contains itself
-        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    tree = read_yaml(text, name)
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{name}: expected 'key: value' lines, got {str(tree)[:40]!r}")
-    lines: dict[str, int] = {}
-    for path, line in places:
-        if path in lines:
-            raise ConfigError(f"{name}:{line}: {path} is given twice, first in line {lines[path]}")
-        lines[path] = line
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        lines = dict(_lines(root)) if isinstance(root, yaml.MappingNode) else {}
+        values = dict(flatten(tree or {}))
+    except RecursionError as error:  # a mapping that contains itself
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
     return ConfigLayer(name, values, folder, lines)
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from muster.config.migrations import SCHEMAS
 from muster.config.named_model import load_model
 from muster.config.run_config import RunConfig
+from muster.config.yaml_reader import read_yaml
 from muster.config.yaml_writer import yaml_text
 from muster.interop.conversion import ConfigConversion
 from muster.interop.megatron import read_megatron
@@ -88,10 +88,7 @@ def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> Con
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"no TOML: {error}") from None
     if path.suffix in (".yaml", ".yml"):
-        try:
-            tree = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"no YAML: {' '.join(str(error).split())}") from None
+        tree = read_yaml(text, "nanotron's file")
         return read_nanotron(tree if isinstance(tree, Mapping) else {})
     return read_megatron(text, nproc)
 

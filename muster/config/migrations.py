@@ -132,7 +132,7 @@ VALUES: dict[Format, tuple[FormerValue, ...]] = {
 
 FLAGS: dict[str, dict[str, str]] = {
     "*": {"--join-limit": "--rendezvous-timeout"},
-    "plan": {"--limit": "--time-limit", "--memory": "--memory-limit", "--fix": "--require"},
+    "plan": {"--limit": "--time-limit", "--memory": "--memory-limit", "--fix": "--require", "--runnable": ""},
     "doctor": {"--limit": "--time-limit"},
     "schedule": {"--comm": "--p2p-time", "--chunks": "--vpp", "--vocab": "--vocab-parallel"},
     "memory-check": {"--real": "--on-device"},
@@ -140,7 +140,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "data inspect": {"--end-token": "--eos-token"},
     "data check": {"--end-token": "--eos-token"},
 }
-"""Verb (`*`: all) → former flag → today's, each with its dashes."""
+"""Verb (`*`: all) → former flag → today's, each with its dashes; empty for a switch that is the default today."""
 
 INSTRUCTIONS: dict[str, str] = {
     "SF": "SEND_F",

@@ -12,6 +12,7 @@ from muster.config.config_layers import (
     read_catalog_layer,
     read_file_layer,
 )
+from muster.config.yaml_reader import validate_values
 from muster.interop.hf_config import load_hf_model
 from muster.plugins.registry import find_component
 from muster.spec.config_errors import ConfigSchema, config_error
@@ -31,7 +32,7 @@ def load_model(name: str, folder: Path = Path()) -> ModelSpec:
     layer = read_model_layer(name, folder)
     values = {key: value for key, value in layer.values.items() if key != "version"}
     try:
-        return ModelSpec.model_validate(unflatten(values))
+        return validate_values(ModelSpec, unflatten(values))
     except ValidationError as error:
         raise config_error(error, ConfigSchema(ModelSpec), {key: layer.origin(key) for key in values}) from None
 

@@ -27,9 +27,11 @@ def load_hf_model(folder: Path) -> ModelSpec:
     """Load the model that the config.json in a directory describes. Raises ConfigError where that can't be read."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}: expected a Hugging Face directory with its config.json") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: expected JSON ({error})") from None
     if not isinstance(config, dict):
@@ -38,6 +40,14 @@ def load_hf_model(folder: Path) -> ModelSpec:
         return spec_from_hf_config(config, folder.resolve().name)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raises ConfigError for a key that is given twice."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"{twice[0]} is given twice")
+    return dict(pairs)
 
 
 def spec_from_hf_config(config: Config, name: str = "custom") -> ModelSpec:

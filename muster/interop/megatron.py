@@ -3,6 +3,7 @@
 Names and defaults are those of github:NVIDIA/Megatron-LM, megatron/training/arguments.py.
 """
 
+from math import lcm
 from typing import Any
 
 from muster.interop.conversion import ConfigConversion, infer_dp_size
@@ -34,7 +35,7 @@ _REASONS = {
     "vocab-file": "set data.tokenizer: a tokenizer.json or a SentencePiece model",
     "merge-file": "set data.tokenizer: a tokenizer.json or a SentencePiece model",
     "split": "data.validation_split sets the validation split",
-    "fp8": "fp8 can't be run yet",
+    "fp8": "a plan says fp8 or not; scaling is the runtime's",
     "moe-": "Muster's experts have no such setting",
     "rampup-batch-size": "every step has the same global batch",
     "nproc": "the plan sets the number of processes",
@@ -150,16 +151,35 @@ def _plan(found: ConfigConversion, nproc: int | None) -> None:
     zero = _SHARDING.get(str(found.take("data-parallel-sharding-strategy")), zero)
     zero = "z3" if found.take("use-torch-fsdp2") else zero
     sources = ("use-distributed-optimizer", "data-parallel-sharding-strategy", "use-torch-fsdp2")
-    found.put("parallel.dp_shard" if zero else "parallel.dp_replicate", ranks, *sources)
+    _data_parallel(found, sizes, ranks, zero, sources)
     found.put("parallel.default_strategy.zero", zero or "z1", *sources)
     # Megatron turns it off for tp 1 (validate_args).
     spread = bool(found.take("sequence-parallel")) and sizes["tp"] > 1
     found.put("parallel.default_strategy.sp", spread, "sequence-parallel")
     found.copy_number("parallel.micro_batch_size", "micro-batch-size", 1)
     precision = "bf16" if found.take("bf16") else "fp16" if found.take("fp16") else "fp32"
-    found.put("parallel.precision", precision, "bf16", "fp16")
+    # e4m3 or hybrid (e5m2 for gradients); matmuls compute in it, everything else in bf16.
+    precision = "fp8" if found.take("fp8-format") else precision
+    found.put("parallel.precision", precision, "fp8-format", "bf16", "fp16")
     _chunks(found, sizes["pp"])
     _recompute(found)
+
+
+def _data_parallel(
+    found: ConfigConversion, sizes: dict[str, int], ranks: int, zero: str | None, sources: tuple[str, ...]
+) -> None:
+    """Put the data-parallel degrees: without ZeRO all ranks replicate, but for those over which experts are
+    distributed."""
+    if zero:
+        found.put("parallel.dp_shard", ranks, *sources)
+        return
+    others = sizes["tp"] * sizes["cp"]
+    shard = lcm(sizes["ep"] * sizes["etp"], others) // others
+    if shard == 1 or ranks % shard:
+        found.put("parallel.dp_replicate", ranks, *sources)
+        return
+    found.put("parallel.dp_shard", shard, "expert-model-parallel-size")
+    found.put("parallel.dp_replicate", ranks // shard, *sources)
 
 
 def _world(found: ConfigConversion) -> int | None:

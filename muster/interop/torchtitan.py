@@ -20,6 +20,7 @@ _SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved"
 _SCHEDULES |= {"zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
 _MODELS = {"llama3-405b": "llama3.1-405b", "deepseek-v3-671b": "deepseek-v3"}
 """Muster's names where they are not name-flavor."""
+_SCALING = "a plan says fp8 or not; scaling is the runtime's"
 _REASONS = {
     "job.": "a run is named by its directory, --run",
     "profiling.": "muster report shows a step of each rank",
@@ -32,9 +33,8 @@ _REASONS = {
     "training.mixed_precision_reduce": "gradients are reduced in fp32",
     "model.hf_assets_path": "set data.tokenizer: a tokenizer.json or its directory",
     "model.tokenizer_path": "set data.tokenizer: a tokenizer.json or its directory",
-    "model.converters": "fp8 can't be run yet",
-    "quantize.": "fp8 can't be run yet",
-    "float8.": "fp8 can't be run yet",
+    "quantize.": _SCALING,
+    "float8.": _SCALING,
     "optimizer.implementation": "a run file doesn't choose kernels",
     "compile.": "layers are compiled: parallel.compile",
     "validation.": "set eval.every and eval.batches",
@@ -99,7 +99,11 @@ def _plan(found: ConfigConversion, nproc: int | None, layers: int) -> None:
     if found.take(_PARALLEL + "enable_async_tensor_parallel"):
         found.put("parallel.default_strategy.tp_overlap", "async_tp", _PARALLEL + "enable_async_tensor_parallel")
     kind = str(found.take(_TRAIN + "mixed_precision_param", "bfloat16"))
-    found.put("parallel.precision", "fp32" if kind == "float32" else "bf16", _TRAIN + "mixed_precision_param")
+    converters = found.take("model.converters", ())
+    if any("float8" in str(one) for one in (converters if isinstance(converters, list) else [converters])):
+        found.put("parallel.precision", "fp8", "model.converters")
+    else:
+        found.put("parallel.precision", "fp32" if kind == "float32" else "bf16", _TRAIN + "mixed_precision_param")
     if found.take("compile.enable", found.take(_TRAIN + "compile")):
         found.put("parallel.compile", True, "compile.enable", _TRAIN + "compile")
     _pipeline(found, degree["pp"], layers)

@@ -145,6 +145,7 @@ def explain_illegal(request: PlanRequest, axes: tuple[str, ...]) -> str:
     rest = world // max(1, 2 ** len(degrees))
     plan = request.base.model_copy(update={**degrees, "dp_shard": rest, "ep": 2 if "ep" in axes else 1})
     reasons = plan_violations(plan, request.model, request.workload, world)
+    reasons += unsupported_features(plan) if request.runnable else []
     if reasons:
         return f"{format_plan_name(plan)}: {reasons[0].replace('process', 'device')}"
     return "no degrees divide devices, heads, layers, sequence and batch into a step of a size that can be simulated"
@@ -185,7 +186,26 @@ def _explain_fixed_illegal(request: PlanRequest) -> str:
 
 
 def explain_no_plan(result: SearchResult) -> str:
-    """Return why a search found nothing: the limit that binds, and what would relax it."""
+    """Return why a search found nothing: the limit that binds, what would relax it, and a plan that can't run yet but
+    would fit."""
+    return _explain_limit(result) + _suggest_anticipated(result.evaluator.request)
+
+
+ANTICIPATION_EFFORT = 0.1
+"""Work of the search for a plan that can't run yet, where none that can fits."""
+
+
+def _suggest_anticipated(request: PlanRequest) -> str:
+    """Return a plan that is predicted to fit but can't be run yet, with the flag that shows it; empty without one."""
+    if not request.runnable:
+        return ""
+    found = search(replace(request, runnable=False), 1, SearchBudget.start(ANTICIPATION_EFFORT)).best
+    if not found:
+        return ""
+    return f"; {found[0].name} is predicted to fit, but can't be run yet: --anticipate shows such plans"
+
+
+def _explain_limit(result: SearchResult) -> str:
     request = result.evaluator.request
     budget = result.evaluator.memory_budget
     world = request.cluster.num_devices

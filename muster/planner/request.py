@@ -10,7 +10,7 @@ from muster.config.step_law import STEP_LAW_SOURCE, non_embedding_parameters, st
 from muster.cost.time.cost_cache import CostCache
 from muster.planner.training_cost import TrainingConditions
 from muster.spec.cluster import ClusterSpec
-from muster.spec.errors import ConfigError
+from muster.spec.errors import ConfigError, InfeasibleError
 from muster.spec.framework_traits import FrameworkTraits
 from muster.spec.frameworks import MUSTER
 from muster.spec.model import ModelSpec
@@ -18,6 +18,7 @@ from muster.spec.plan import PRECISIONS, LayerStrategy, Plan, Precision
 from muster.spec.plan_name import parse_name_parts
 from muster.spec.schedules import SCHEDULES
 from muster.spec.suggest import did_you_mean
+from muster.spec.supported import unsupported_parts
 from muster.spec.workload import Workload
 
 Objective = Literal["time", "cost", "energy", "memory"]
@@ -104,11 +105,17 @@ def build_request(
     """Build a request, and derive what is left out: the batch from the tokens of the training by the Step Law, the
     precision from the devices.
 
-    `fix`: parts of a plan's name that all plans must have, such as `tp8-z1`. Raises ConfigError.
+    `fix`: parts of a plan's name that all plans must have, such as `tp8-z1`. Raises ConfigError, and InfeasibleError
+    where only plans are wanted that run, of a model that doesn't.
     """
     if cluster.num_devices > MAX_DEVICES:
         raise ConfigError(f"--cluster {cluster.name}: expected at most {MAX_DEVICES:,} devices")
     batch, derived = _resolve_batch(model, seq_len, global_batch, tokens, cluster.num_devices)
+    if runnable and (parts := unsupported_parts(model)):
+        raise InfeasibleError(
+            f"model {model.name} can't be trained yet: it has {' and '.join(parts)}; --anticipate shows the plans that"
+            " are predicted for it"
+        )
     fixed = fixed_fields(fix)
     schedule = fixed.get("schedule")
     if schedule and SCHEDULES[schedule].searched:

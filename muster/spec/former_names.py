@@ -19,11 +19,13 @@ def current_plan_part(part: str) -> str:
 
 
 def report_renames(source: str, renames: Iterable[tuple[str, str]]) -> None:
-    """Print on stderr, in one line and once per process, the pairs (former name, today's) found in `source`."""
+    """Print on stderr, in one line and once per process, the pairs (former name, today's) found in `source`; today's is
+    empty for a switch that is the default."""
     unreported = [(old, new) for old, new in renames if (source, old) not in _REPORTED]
     _REPORTED.update((source, old) for old, _ in unreported)
     if unreported:
-        print(f"{source}: {'; '.join(f'{old} is called {new} now' for old, new in unreported)}", file=sys.stderr)
+        said = (f"{old} is called {new} now" if new else f"{old} is the default now" for old, new in unreported)
+        print(f"{source}: {'; '.join(said)}", file=sys.stderr)
 
 
 _REPORTED: set[tuple[str, str]] = set()

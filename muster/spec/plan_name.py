@@ -45,6 +45,19 @@ def _data_parallel(first: str, second: str | None) -> dict[str, Any]:
     return {"dp_replicate": int(first), "dp_shard": int(second)}
 
 
+_LAYER_RUN = r"\d{1,9}(?:x[1-9]\d{0,3})?"
+"""Layers of a stage, or of several stages in a row: `3`, or `3x4` for four stages of 3 layers."""
+_MAX_STAGES = 10_000
+
+
+def _stage_layers(text: str) -> list[int]:
+    """Return the layers of each stage. Raises ConfigError for more stages than any model has layers."""
+    runs = [run.partition("x") for run in text.split(".")]
+    if sum(int(count or 1) for _, _, count in runs) > _MAX_STAGES:
+        raise ConfigError(f"plan name part 'l{text}' gives layers for more than {_MAX_STAGES:,} stages")
+    return [int(layers) for layers, _, count in runs for _ in range(int(count or 1))]
+
+
 def _schedule_names() -> dict[str, str]:
     """Return schedules by their spelling in plan names, without hyphens; plugins may add some."""
     return {name.replace("-", ""): name for name in SCHEDULES}
@@ -81,7 +94,11 @@ _NAME_PARTS = (
         lambda word: {"offload": _OFFLOAD[word]},
     ),
     _NamePart(", ".join(get_args(Precision)), f"({'|'.join(get_args(Precision))})", lambda word: {"precision": word}),
-    _NamePart("lA.B.C (layers per stage)", r"l(\d{1,9}(?:\.\d{1,9})*)", lambda text: {"layers": text.split(".")}),
+    _NamePart(
+        "lA.B.C or lAxN.B (layers per stage)",
+        rf"l({_LAYER_RUN}(?:\.{_LAYER_RUN})*)",
+        lambda text: {"layers": _stage_layers(text)},
+    ),
 )
 
 
@@ -171,7 +188,7 @@ def parse_plan_name(text: str, base: Plan = _DEFAULTS) -> Plan:
     strategy = LayerStrategy(
         **{key: fields.pop(key) for key in ("zero", "sp", "recompute", "offload") if key in fields}
     )
-    stages = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers", ()))
+    stages = tuple(StageSpec(layers=count) for count in fields.pop("layers", ()))
     kept = {"micro_batch_size": base.micro_batch_size, "precision": base.precision}
     return Plan(**{**kept, **fields}, default_strategy=strategy, stages=stages)
 
@@ -181,7 +198,7 @@ def parse_name_parts(text: str) -> dict[str, Any]:
     ConfigError."""
     fields = _parse_parts(text)
     if "layers" in fields:
-        fields["stages"] = tuple(StageSpec(layers=int(count)) for count in fields.pop("layers"))
+        fields["stages"] = tuple(StageSpec(layers=count) for count in fields.pop("layers"))
     if fields.get("vpp") == 1:
         del fields["vpp"]  # `pp4` says nothing about chunks; `pp4v2` does
     return fields

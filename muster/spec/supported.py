@@ -15,6 +15,7 @@ __all__ = [
     "SUPPORTED_RECOMPUTE",
     "require_supported_model",
     "unsupported_features",
+    "unsupported_parts",
 ]
 
 SUPPORTED_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -142,9 +143,14 @@ def unsupported_features(plan: Plan) -> list[str]:
     return [f"{feature} can't be run yet" for feature in broken_rules(RUNTIME_RULES, plan)]
 
 
+def unsupported_parts(model: ModelSpec) -> list[str]:
+    """Return the parts of a model that the runtime can't do yet."""
+    return [part for part, has in _UNSUPPORTED_MODELS if has(model)]
+
+
 def require_supported_model(model: ModelSpec) -> None:
     """Raise InfeasibleError where the runtime can't do something that the model has."""
-    if found := [feature for feature, has in _UNSUPPORTED_MODELS if has(model)]:
+    if found := unsupported_parts(model):
         raise InfeasibleError(
             f"model {model.name} can be planned and predicted, but not run yet: it has {' and '.join(found)}"
         )

@@ -1,6 +1,5 @@
 """Published recipes of large runs: legality, memory, speed, and comparison with the planner's own plans."""
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -145,7 +144,7 @@ def recipes() -> list[Recipe]:
 
 def job_of(recipe: Recipe) -> RecipeJob:
     """Return the typed inputs of a recipe. Raises ConfigError for an unknown model, cluster or plan."""
-    plan = parse_plan_name(_spell_out_layers(recipe.plan))
+    plan = parse_plan_name(recipe.plan)
     strategy = plan.default_strategy.model_copy(
         update={
             "attention": recipe.attention,
@@ -159,11 +158,6 @@ def job_of(recipe: Recipe) -> RecipeJob:
         Workload(seq_len=recipe.seq_len, global_batch_size=recipe.global_batch),
         plan.model_copy(update={"default_strategy": strategy}),
     )
-
-
-def _spell_out_layers(name: str) -> str:
-    """Return a plan's name with runs of layers such as `1x3` spelled out as `1.1.1`."""
-    return re.sub(r"(\d+)x(\d+)(?=\.|$)", lambda run: ".".join([run[1]] * int(run[2])), name)
 
 
 def evaluate_recipe(recipe: Recipe, choose_plan: PlanChooser | None = None) -> RecipeResult:
