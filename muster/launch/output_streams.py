@@ -37,7 +37,10 @@ class _ForgivingFile(io.FileIO):
 
 
 def _forgiving(stream: Any, descriptor: int) -> Any:
-    """Return a stream that never raises OSError over a standard descriptor; `stream` itself if it is over another."""
+    """Return a stream that never raises OSError over a standard descriptor; `stream` itself if it is over another.
+
+    It writes line by line, since several processes write to one descriptor.
+    """
     try:
         if stream.fileno() != descriptor:
             return stream
@@ -46,6 +49,4 @@ def _forgiving(stream: Any, descriptor: int) -> Any:
     with suppress(OSError):
         stream.flush()
     file = io.BufferedWriter(_ForgivingFile(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(
-        file, stream.encoding, stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through
-    )
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)
