@@ -2,7 +2,6 @@
 
 import json
 import re
-from math import inf
 
 import pytest
 
@@ -18,9 +17,12 @@ from muster.planner.request import build_request, round_batch
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
-from muster.planner.space import MeshShape, make_plan
+from muster.planner.smallest_plan import describe_need, helpful_changes, smallest_plan
+from muster.planner.space import MeshShape, data_shardings, make_plan, mesh_shapes
 from muster.report.plan_answer import print_answer
+from muster.simulate.predict import predict
 from muster.spec.errors import InfeasibleError
+from muster.spec.legality import plan_violations
 from muster.spec.plan_name import format_plan_name
 from muster.spec.supported import unsupported_features
 
@@ -29,7 +31,7 @@ def test_what_binds_is_the_smallest_plan_where_all_devices_together_have_room(ca
     asked = ["plan", "--model", "llama2-13b", "--cluster", "8xh100", "--require", "z1-tp1-pp1-cp1"]
     assert main(asked) == 3
     message = capsys.readouterr().err
-    least, limit = map(float, re.findall(r"([\d.]+) GiB", message))
+    least, limit = map(float, re.findall(r"([\d.]+) GiB", message)[:2])
     assert least > limit == pytest.approx((load_cluster("8xh100").device.memory_bytes or 0) / 2**30, abs=0.1)
     assert "dp8" in message
 
@@ -41,7 +43,6 @@ def test_a_search_that_ends_before_it_finds_a_plan_does_not_say_that_there_is_no
     stopped = SearchResult(evaluator, [], 1.0, closest)
     assert not stopped.proven
     assert "not all were looked at" in explain_no_plan(stopped)
-    assert explain_no_plan(SearchResult(evaluator, [], inf, closest)).startswith("no plan fits: the smallest, tp8-")
 
 
 CP2 = [
@@ -131,7 +132,60 @@ def test_an_interrupted_search_says_so(monkeypatch, capsys):
 def test_more_of_each_device_is_advised_only_where_there_is_more(capsys, memory: str, said: bool) -> None:
     assert main(f"plan --model llama3-70b --cluster 2xa100 --memory-limit {memory}".split()) == 3
     message = capsys.readouterr().err
-    assert ("or a plan with more than" in message) == ("may be used" in message) == said
+    assert ("all memory of the devices (" in message) == ("may be used" in message) == said
+
+
+def need_of(model: str, cluster: str, seq_len: int, **others) -> str:
+    request = build_request(load_model(model), load_cluster(cluster), seq_len, 64, **others)
+    return describe_need(request)
+
+
+def test_the_smallest_plan_is_one_that_recomputes_and_all_that_would_help_is_computed():
+    """70B on 8 devices: twice as many and the optimizer's state in host memory suffice, shorter sequences don't."""
+    request = build_request(load_model("llama3-70b"), load_cluster("8xh100"), 4096, 64)
+    smallest = smallest_plan(request)
+    assert smallest is not None
+    assert smallest.plan.default_strategy.recompute == "full"
+    assert smallest.peak_bytes > smallest.limit_bytes == request.cluster.device.memory_bytes
+    helps = list(helpful_changes(request))
+    assert [(one.change.split(",")[0], one.smallest.fits) for one in helps] == [
+        ("16 such devices", True),
+        ("sequences of 256", False),
+        ("the optimizer's state in host memory", True),
+    ]
+    text = describe_need(request)
+    assert re.search(r"needs 1\d\d\.\d GiB on a device that has 79\.1 GiB", text)
+    assert "it would fit with 16 such devices (" in text
+    assert "; not enough: sequences of 256 (" in text
+    # What is said to fit does: the same plans, predicted by themselves.
+    more = predict(request.model, helps[0].smallest.plan, request.workload, load_cluster("16xh100"))
+    assert more.fits
+    assert max(rank.total for rank in more.memory) == pytest.approx(helps[0].smallest.peak_bytes, rel=0.01)
+
+
+def test_no_recomputed_plan_is_smaller_than_the_smallest():
+    request = build_request(load_model("llama2-7b"), load_cluster("4xrtx4090"), 2048, 8)
+    smallest = smallest_plan(request)
+    assert smallest is not None
+    for shape in mesh_shapes(request):
+        for sharding in data_shardings(request, shape):
+            plan = make_plan(request, shape, sharding, recompute="full")
+            if not plan_violations(plan, request.model, request.workload, 4):
+                one = predict(request.model, plan, request.workload, request.cluster)
+                assert smallest.peak_bytes <= 1.01 * max(rank.total for rank in one.memory)
+
+
+def test_shorter_sequences_are_as_long_as_they_can_be():
+    text = need_of("llama3-8b", "4xa100-40", 131072, fix="cp1-tp1")
+    length = int(re.search(r"sequences of ([\d,]+)", text)[1].replace(",", ""))  # type: ignore[index]
+    assert "sequences of" in text.split("not enough")[0]
+    assert "would fit: it needs" in need_of("llama3-8b", "4xa100-40", length, fix="cp1-tp1")
+    assert "would fit: it needs" not in need_of("llama3-8b", "4xa100-40", 2 * length, fix="cp1-tp1")
+
+
+def test_logits_are_named_where_a_loss_in_chunks_would_help():
+    text = need_of("llama3.2-1b", "1xrtx4090", 4096)
+    assert "a loss in chunks (at most 2.0 GiB of logits less)" in text
 
 
 def test_a_number_and_a_device_without_an_x_are_named_with_it(capsys):

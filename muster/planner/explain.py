@@ -2,22 +2,20 @@
 
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
-from math import inf, prod
+from math import prod
 
 from muster.cost.memory.forecast import MEMORY_HEADROOM
 from muster.cost.memory.native_memory import DEFAULT_KERNEL_WORKSPACE, native_stage_memory
 from muster.planner.evaluated_plan import EvaluatedPlan
-from muster.planner.memory.budget import MemoryBudget
 from muster.planner.neighbours import largest_difference
 from muster.planner.request import PlanRequest, refix_request
 from muster.planner.search import search
 from muster.planner.search_budget import SearchBudget
 from muster.planner.search_result import SearchResult
+from muster.planner.smallest_plan import describe_need, format_size, limits_memory
 from muster.planner.space import (
     MODEL_AXES,
-    data_shardings,
     draft_plans,
-    make_plan,
     mesh_shapes,
     schedule_choices,
     used_axes,
@@ -106,7 +104,7 @@ def _explain_offload(request: PlanRequest, budget: SearchBudget) -> str:
             )
         if group.host_memory_bytes is not None:
             changed["host_memory_bytes"] = None
-            conditions.append(f"if nodes had more memory than {_size(group.host_memory_bytes)}")
+            conditions.append(f"if nodes had more memory than {format_size(group.host_memory_bytes)}")
         groups.append(group.model_copy(update=changed))
     fixed = dict(request.fixed)
     if fixed.get("offload") == "none":
@@ -126,10 +124,10 @@ def describe_nearest_miss(result: SearchResult) -> str:
     budget = result.evaluator.memory_budget
     fullest = max(evaluated.prediction.memory, key=lambda rank: rank.total / (budget.limit_bytes(rank.rank) or 1))
     terms = sorted(((size, name) for name, size in fullest.terms.items() if size), reverse=True)[:2]
-    shown = " and ".join(f"{_size(size)} of {name.replace('_', ' ')}" for size, name in terms)
+    shown = " and ".join(f"{format_size(size)} of {name.replace('_', ' ')}" for size, name in terms)
     limit = budget.limit_bytes(fullest.rank)
-    of = f" of {_size(limit)}" if limit else ""
-    return f"the smallest, {evaluated.name}, takes {_size(fullest.total)}{of} ({shown})"
+    of = f" of {format_size(limit)}" if limit else ""
+    return f"the smallest, {evaluated.name}, takes {format_size(fullest.total)}{of} ({shown})"
 
 
 def explain_illegal(request: PlanRequest, axes: tuple[str, ...]) -> str:
@@ -207,30 +205,23 @@ def _suggest_anticipated(request: PlanRequest) -> str:
 
 def _explain_limit(result: SearchResult) -> str:
     request = result.evaluator.request
-    budget = result.evaluator.memory_budget
-    world = request.cluster.num_devices
-    if result.nearest_miss is not None:
+    if result.nearest_miss is not None and not result.proven:
         small = describe_nearest_miss(result)
-        if not result.proven:
-            return (
-                f"no plan that fits was found, and not all were looked at: of those that were, {small}; a search with"
-                f" more --effort may find one, or {suggest_relief(request)}"
-            )
-        return f"no plan fits: {small}; {suggest_relief(request)}"
+        return (
+            f"no plan that fits was found, and not all were looked at: of those that were, {small}; a search with"
+            f" more --effort may find one; {describe_need(request)}"
+        )
     if not result.proven:
         return "no plan was found, and not all were looked at: a search with more --effort or a longer --time-limit may"
-    if result.counts["too_large"] and _has_plans(request):
-        state = training_state_bytes(request)
-        together = budget.usable_bytes
+    if result.nearest_miss is not None or (result.counts["too_large"] and _has_plans(request)):
+        state, together = training_state_bytes(request), result.evaluator.memory_budget.usable_bytes
+        more = ""
         if state > together:
-            of = "all of it that may be used" if _limits_memory(request) else "all memory together"
-            least = -(-state * world // together) if together else None
-            return (
-                f"no plan fits: parameters, gradients and optimizer state of {request.model.name} take {_size(state)},"
-                f" {of} is {_size(together)}; {suggest_relief(request, least)}"
-            )
-        return f"no plan fits: {_describe_smallest(request, budget)}; {suggest_relief(request)}"
-    devices = pluralize(world, "device")
+            of = "all of it that may be used" if limits_memory(request) else "all memory together"
+            more = f"parameters, gradients and optimizer state of {request.model.name} take {format_size(state)}, "
+            more += f"{of} is {format_size(together)}; "
+        return f"no plan fits: {more}{describe_need(request)}"
+    devices = pluralize(request.cluster.num_devices, "device")
     return f"no plan is legal for {devices}: {explain_illegal(request, ())}{suggest_legal(request)}"
 
 
@@ -259,39 +250,7 @@ def _has_plans(request: PlanRequest) -> bool:
     return any(next(draft_plans(request, order), None) is not None for order in islice(each, 300))
 
 
-def _describe_smallest(request: PlanRequest, budget: MemoryBudget) -> str:
-    """Return the least memory of any plan, even with one micro-batch in flight and all of it recomputed."""
-    held = [
-        (budget.min_bytes(shape, split), make_plan(request, shape, split))
-        for shape in mesh_shapes(request)
-        for split in data_shardings(request, shape)
-    ]
-    size, plan = min(held, key=lambda pair: (pair[0], format_plan_name(pair[1])))
-    limit = max(budget.group_limits_bytes)
-    return f"the smallest, {format_plan_name(plan)}, takes at least {_size(size)} of {_size(limit)} on a device"
-
-
-def suggest_relief(request: PlanRequest, min_devices: int | None = None) -> str:
-    """Return what would relax the limit; `min_devices`: so many devices like these."""
-    changes = [f"without {request.fixed_text}"] if request.fixed_text else []
-    if request.memory_limit_bytes and _limits_memory(request):
-        changes.append(f"with more than {_size(request.memory_limit_bytes)} of each device")
-    more = f"more devices, at least {min_devices:,} such," if min_devices else "more devices"
-    return f"it takes {more} or larger ones" + (f", or a plan {' or '.join(changes)}" if changes else "")
-
-
-def _limits_memory(request: PlanRequest) -> bool:
-    """Return True if some device has more memory than may be used of it."""
-    limit = request.memory_limit_bytes
-    return limit is not None and any(limit < (group.device.memory_bytes or inf) for group in request.cluster.groups)
-
-
 def training_state_bytes(request: PlanRequest) -> int:
     """Return the bytes of all parameters, gradients and optimizer state, once."""
     held = native_stage_memory(request.model, request.base, request.workload, 0, DEFAULT_KERNEL_WORKSPACE)
     return held.resident.parameters + held.resident.optimizer + held.gradients
-
-
-def _size(size: float) -> str:
-    """Return GiB with one decimal, or MiB below that."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.3g} MiB"
