@@ -88,6 +88,7 @@ def imported(
     said = json.loads(capsys.readouterr().out)
     extra = [("data.tokenizer", "words.json")]
     extra += [] if "data.blend" in said["origins"] else [("data.source", "python-stdlib")]
+    extra += [("train.seq_len", 64)] if "train.seq_len" in said["missing"] else []
     return load_run_config(None, run_file, extra).config, said
 
 
@@ -145,6 +146,45 @@ def test_nanotron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["refused"] == []
 
 
+DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.98], "weight_decay": 0.05}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}},
+    "gradient_clipping": 0.5,
+}
+
+
+def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps(DEEPSPEED)
+    config, said = imported(tmp_path, capsys, "ds.json", text, "--model", "tiny")
+    assert format_plan_name(config.parallel) == "dp8-mb4-z2-bf16"
+    assert (config.train.global_batch_size, config.train.steps, config.model.name) == (64, 1000, "tiny")
+    optim = config.optim
+    assert (optim.lr, optim.beta1, optim.beta2, optim.weight_decay, optim.clip_norm) == (2e-4, 0.9, 0.98, 0.05, 0.5)
+    assert (optim.schedule, optim.min_lr_ratio, optim.warmup_steps) == ("linear", 0.0, 100)
+    left = {one["option"] for one in said["not_carried"]}
+    assert left == {"zero_optimization.overlap_comm", "scheduler.params.warmup_type"}
+    assert said["missing"] == ["data.source", "train.seq_len", "data.tokenizer"]
+
+
+def test_deepspeed_whose_values_are_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = DEEPSPEED | {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "optimizer": {}}
+    del tree["scheduler"]
+    (tmp_path / "ds.json").write_text(json.dumps(tree))
+    assert main(["import-config", str(tmp_path / "ds.json"), "--nproc", "4", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["run"]["parallel"]["dp_shard"] == 4
+    assert said["run"]["train"]["global_batch_size"] == 16
+    wanted = {"data.source", "model", "train.steps", "train.seq_len", "optim.lr", "data.tokenizer"}
+    assert set(said["missing"]) == wanted
+    auto = {one["option"] for one in said["not_carried"] if "Hugging Face Trainer" in one["reason"]}
+    assert auto == {"train_batch_size", "gradient_accumulation_steps"}
+
+
 def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, said = imported(tmp_path, capsys, "c.yaml", NANOTRON.replace("dp: 4", "context_parallel_size: 2, dp: 4"))
     assert any("context parallelism" in reason for reason in said["refused"])
@@ -164,6 +204,11 @@ def test_plans_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.Captu
         ("a.yaml", "a: 1", "expected the YAML of a nanotron training"),
         ("a.yaml", NANOTRON.replace("num_attention_heads: 8", "num_attention_heads: 3"), "num_attention_heads 3"),
         (".", "", "can't read"),
+        ("a.json", "{", "no JSON"),
+        ("a.json", '{"model_type": "llama"}', "a model's config.json is named in a run file, as model: hf:DIR"),
+        ("a.json", json.dumps(DEEPSPEED | {"train_batch_size": 60}), "train_batch_size 60 is not a multiple of"),
+        ("a.yaml", "extends: tiny", "it is a run file of Muster already: start it with muster train"),
+        ("a.yaml", "train: {steps: 3}", "it is a run file of Muster already: start it with muster train"),
     ],
 )
 def test_bad_files_get_one_sentence(

@@ -14,8 +14,8 @@ def run(arguments: list[str]) -> int:
     """Convert the file, and write or print the run file. Returns the exit code."""
     parser = Parser(
         "import-config",
-        "Turn a configuration of Megatron-LM (a script or a file of arguments), torchtitan (.toml) or nanotron (.yaml)"
-        " into a run file, and list what was not carried over.",
+        "Turn a configuration of Megatron-LM (a script or a file of arguments), torchtitan (.toml), nanotron (.yaml) or"
+        " DeepSpeed (.json) into a run file, and list what was not carried over.",
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE")
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         metavar="N",
         help="number of processes, if FILE leaves it to the launcher",
     )
-    add("--model", metavar="M", help="torchtitan: Muster's name or file of a model that has another name there")
+    add("--model", metavar="M", help="model's name or file: for torchtitan's other names, and for DeepSpeed")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse(arguments)
     from muster.config.import_config import import_config

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 from muster.spec.errors import ConfigError, MusterError
+from muster.spec.standard_streams import forgive_standard_streams
 from muster.spec.suggest import did_you_mean
 from muster.version import __version__
 
@@ -26,7 +27,7 @@ VERBS = {
     "validate": "compare predictions with published measurements",
     "profile": "measure this machine, and write a cluster file for predict",
     "doctor": "check this machine before training, and suggest remedies",
-    "import-config": "turn a configuration of Megatron-LM, torchtitan or nanotron into a run file",
+    "import-config": "turn a configuration of Megatron-LM, torchtitan, nanotron or DeepSpeed into a run file",
     "report": "show the report of a run, or compare several",
 }
 """Verbs and their summaries. Each has a module of its name here (_ for -) with `run(arguments) -> exit code`."""
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
 
     0: done; 1: failed; 2: wrong request; 3: can't be run as asked; 130: interrupted.
     """
+    if argv is None:
+        forgive_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except MusterError as error:

@@ -1,8 +1,10 @@
 """Import of another trainer's configuration as a run file: detection, conversion, missing keys."""
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,25 @@ from muster.config.run_config import RunConfig
 from muster.config.yaml_reader import read_yaml
 from muster.config.yaml_writer import yaml_text
 from muster.interop.conversion import ConfigConversion
+from muster.interop.deepspeed import read_deepspeed
 from muster.interop.megatron import read_megatron
 from muster.interop.nanotron import read_nanotron
 from muster.interop.torchtitan import read_torchtitan
 from muster.spec.config_errors import ConfigSchema, config_error
-from muster.spec.dotted_keys import unflatten
+from muster.spec.dotted_keys import flatten, unflatten
 from muster.spec.errors import ConfigError
 from muster.spec.legality import plan_violations
 from muster.spec.supported import unsupported_features
 
 _PLACEHOLDERS = {"data.source": "python-stdlib", "train.steps": 1, "optim.lr": 1e-3, "model.vocab_size": 257}
-_PLACEHOLDERS |= {"train.seq_len": 1, "data.tokenizer": "tokenizer.json"}
+_PLACEHOLDERS |= {"train.seq_len": 1, "train.global_batch_size": 1, "data.tokenizer": "tokenizer.json"}
 """Keys that a run needs, with placeholders against which the rest is checked where they are missing."""
+
+_ANY_MODEL = "tiny"
+"""Model against which the rest is checked where the file names none."""
+
+_OWN_SECTIONS = {"extends", "parallel", "train", "optim", "plugins"}
+"""Sections by which a run file of Muster is told from nanotron's YAML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class ImportedConfig:
 
 
 def import_config(path: Path, nproc: int | None = None, model: str | None = None) -> ImportedConfig:
-    """Read a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`) or nanotron (`.yaml`).
+    """Read a file of Megatron-LM (`.sh`, `.txt`, …), torchtitan (`.toml`), nanotron (`.yaml`) or DeepSpeed (`.json`).
 
     Raises ConfigError where it can't be read, or contains something that a run file can't express.
     """
@@ -74,11 +83,19 @@ def import_config(path: Path, nproc: int | None = None, model: str | None = None
         carried = _carried(path, text, nproc, model)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    missing = tuple(key for key in _PLACEHOLDERS if key not in carried.values)
-    if "data.blend" in carried.values:
-        missing = tuple(key for key in missing if key != "data.source")
+    missing = _missing_keys(carried.values)
     tree = {"version": SCHEMAS["run"], **unflatten(_in_order(carried.values))}
     return ImportedConfig(carried, tree, missing, _refused(path, carried, missing))
+
+
+def _missing_keys(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that a run needs and that were not carried over."""
+    missing = [key for key in _PLACEHOLDERS if key not in values]
+    if "data.blend" in values:
+        missing.remove("data.source")
+    if not any(key.startswith("model.") for key in values):
+        missing[missing.index("model.vocab_size")] = "model"
+    return tuple(missing)
 
 
 def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> ConfigConversion:
@@ -89,7 +106,15 @@ def _carried(path: Path, text: str, nproc: int | None, model: str | None) -> Con
             raise ConfigError(f"no TOML: {error}") from None
     if path.suffix in (".yaml", ".yml"):
         tree = read_yaml(text, "nanotron's file")
-        return read_nanotron(tree if isinstance(tree, Mapping) else {})
+        tree = tree if isinstance(tree, Mapping) else {}
+        if set(tree) & _OWN_SECTIONS and not set(tree) & {"parallelism", "tokens"}:
+            raise ConfigError(f"it is a run file of Muster already: start it with muster train {path}")
+        return read_nanotron(tree)
+    if path.suffix == ".json":
+        try:
+            return read_deepspeed(json.loads(text), nproc, load_model, model)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"no JSON: {error}") from None
     return read_megatron(text, nproc)
 
 
@@ -101,7 +126,12 @@ def _in_order(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refused(path: Path, carried: ConfigConversion, missing: tuple[str, ...]) -> tuple[str, ...]:
     """Apply all checks of a run file. Raises ConfigError for values that it can't have."""
-    values = {**carried.values, **{key: _PLACEHOLDERS[key] for key in missing}}
+    values = {**carried.values, **{key: _PLACEHOLDERS[key] for key in missing if key != "model"}}
+    if "model" in missing:
+        values |= {f"model.{key}": value for key, value in flatten(load_model(_ANY_MODEL).model_dump(mode="json"))}
+    if "train.global_batch_size" in missing:
+        sizes = ("dp_shard", "dp_replicate", "micro_batch_size")
+        values["train.global_batch_size"] = prod(values.get(f"parallel.{size}", 1) for size in sizes)
     origins = {key: f"{path}: {origin}" for key, origin in carried.origins.items()}
     try:
         config = RunConfig.model_validate(unflatten(values))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from muster.launch.output_streams import ignore_output_errors
 from muster.launch.rank_errors import die_with_parent, run_guarded
+from muster.spec.standard_streams import forgive_standard_streams
 
 
 def rank_main(body: Callable[[Path, dist.Store, int, int], int]) -> int:
@@ -18,6 +19,7 @@ def rank_main(body: Callable[[Path, dist.Store, int, int], int]) -> int:
     `RUN_DIR --rank R --world-size N --store HOST:PORT`. Returns the exit code; an exception is recorded in the run
     directory."""
     die_with_parent()
+    forgive_standard_streams()
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--rank", type=int, required=True)
