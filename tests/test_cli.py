@@ -272,6 +272,65 @@ def test_output_that_nobody_reads_is_no_error():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_terminal_of_few_letters_gets_question_marks():
+    command = [sys.executable, "-m", "muster", "plan", "--help"]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "CO?" in done.stdout
+
+
+def test_a_closed_output_is_no_error_and_no_file_gets_its_number(tmp_path):
+    script = (
+        "import os, sys; from muster.cli.main import main; code = main();"
+        f" file = open({str(tmp_path / 'file')!r}, 'w'); sys.exit(code or 10 * (file.fileno() < 3))"
+    )
+    command = '"$0" -c "$1" predict --model tiny --cluster 2xa100 --plan dp2 >&-'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, script], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("train.learning_rate", "unknown key; that is optim.lr here"),
+        ("train.per_device_train_batch_size", "unknown key; that is parallel.micro_batch_size here"),
+        ("train.gradient_accumulation_steps", "unknown key: it follows from train.global_batch_size, parallel."),
+        ("optim.warmup_ratio", "unknown key; that is optim.warmup_steps (a number of steps) here"),
+        ("train.bf16", "unknown key; that is parallel.precision here"),
+        ("lora.rank", "unknown key: Muster trains all weights and has no LoRA"),
+        ("train.sequence_len", "unknown key; did you mean 'seq_len'?"),
+    ],
+)
+def test_keys_of_other_trainers_are_known(key, sentence, capsys):
+    assert main(["train", "--preset", "tiny", f"--{key}", "1", "--dry-run"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_flags_of_other_trainers_are_known(capsys):
+    assert main(["train", "--preset", "tiny", "--learning_rate", "1"]) == 2
+    assert "unknown flag '--learning_rate'; did you mean '--optim.lr'?" in capsys.readouterr().err
+
+
+def test_every_key_that_stands_for_another_trainers_is_a_key():
+    from muster.config.merge import run_schema
+    from muster.spec.other_names import OTHER_NAMES, WITHOUT_KEY
+
+    for name, key in OTHER_NAMES.items():
+        assert run_schema().schema_at(key.partition(" ")[0]) is not None, name
+    assert not OTHER_NAMES.keys() & WITHOUT_KEY.keys()
+
+
+@pytest.mark.parametrize("place", ["gone/machine.yaml", "."])
+def test_a_profile_that_cannot_be_written_is_not_measured(place, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("muster.probe.profile.launch", lambda *_: pytest.fail("it measures"))
+    assert main(["profile", "-o", place]) == 1
+    assert f"can't write the profile to {place}: " in capsys.readouterr().err
+
+
 def test_dotted_flags_are_split_off():
     arguments = ["run.yaml", "--a.b", "1", "--c.d=x=y", "--run=./e.f", "--nproc", "2", "--g.h", "-3"]
     rest, overrides = split_overrides(arguments)

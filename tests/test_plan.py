@@ -594,3 +594,13 @@ def test_settings_beyond_a_name_are_listed():
         changed = Plan(dp_shard=2, pp=2, **changes)
         assert "+" in format_plan_name(changed)
         assert settings_beyond_name(changed)
+
+
+def test_a_step_of_very_many_micro_batches_is_refused_at_once():
+    """Its program would take minutes and gigabytes."""
+    for plan, most in ((Plan(), 262_144), (Plan(pp=2), 131_072)):
+        fits = Workload(seq_len=8, global_batch_size=most)
+        assert plan_violations(plan, MODEL, fits, plan.world_size) == []
+        (problem,) = plan_violations(plan, MODEL, Workload(seq_len=8, global_batch_size=1_000_000_000), plan.world_size)
+        assert "gives each data-parallel rank 1,000,000,000 micro-batches of 1; with pp" in problem
+        assert problem.endswith(f"a step has at most {most:,}")

@@ -7,6 +7,7 @@ from textwrap import fill, wrap
 from typing import Any, NoReturn, TypeVar
 
 from muster.spec.errors import ConfigError
+from muster.spec.other_names import OTHER_NAMES
 from muster.spec.suggest import closest_match, did_you_mean
 
 Override = tuple[str, Any]
@@ -59,9 +60,11 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 self.error(f"unexpected argument '{flag}'")
             flags = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys()}
+            flags |= {f"--{name}": f"--{key}" for name, key in OTHER_NAMES.items() if f"--{key}" in flags.values()}
             flags |= {option: option for option in self._option_string_actions}
             flags |= self.foreign_flags | {old: new for old, new in self._former_flags().items() if new}
-            meant = closest_match(flag.replace("_", "-"), flags) or closest_match(flag, flags)
+            close = closest_match(flag.replace("_", "-"), flags) or closest_match(flag, flags)
+            meant = flag if flag in flags else close
             self.error(f"unknown flag '{flag}'" + (f"; did you mean '{flags[meant]}'?" if meant else ""))
         if args.plugins:
             from muster.plugins.loader import load_plugins, resolve_plugin

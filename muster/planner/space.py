@@ -18,6 +18,7 @@ from muster.spec.model import ModelSpec
 from muster.spec.plan import LayerStrategy, Offload, Plan, Recompute, ZeroLevel
 from muster.spec.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from muster.spec.supported import unsupported_features
+from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES
 
 MIN_POSITIONS_PER_CP_RANK = 1024
 """Fewest positions of a context-parallel rank: with fewer, the exchange of keys and values outweighs the attention."""
@@ -27,9 +28,6 @@ CHUNK_COUNTS = (2, 3, 4, 6, 8)
 
 PIPELINE_INNER_AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """Order of axes with pipeline stages next to each other and data-parallel ranks far apart, unlike in MESH_AXES."""
-
-MAX_MICRO_BATCHES = 2**18
-"""Largest product of micro-batches and pipeline ranks: more take minutes to simulate."""
 
 MAX_BLOCK_MICRO_BATCHES = 2**12
 """Largest product of micro-batches and pipeline ranks for schedules that are slow to build.
@@ -101,7 +99,7 @@ def mesh_shapes(request: PlanRequest) -> Iterator[MeshShape]:
                 for ep in _ep_degrees(request, data * cp * tp):
                     for size in micro_batch_sizes(request, sequences):
                         shape = MeshShape(data, tp, pp, cp, ep, size)
-                        if sequences // size * pp > MAX_MICRO_BATCHES:
+                        if sequences // size * pp > MAX_PROGRAM_MICRO_BATCHES:
                             continue
                         if request.admits("micro_batch_size", size) and request.axes in (None, shape.axes):
                             yield shape

@@ -27,6 +27,7 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
 
     Prints its progress. Raises MusterError if a rank fails or the file can't be written.
     """
+    _require_writable(output)
     ranks = num_ranks or default_num_ranks()
     with tempfile.TemporaryDirectory(prefix="muster-profile-") as place:
         folder = Path(place)
@@ -42,6 +43,20 @@ def profile(output: Path, num_ranks: int | None, quick: bool = False) -> Cluster
     except OSError as error:
         raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
     return cluster
+
+
+def _require_writable(output: Path) -> None:
+    """Raise MusterError where the file can't be written, before minutes of measuring."""
+    place = output.absolute().parent
+    if output.is_dir():
+        raise MusterError(f"can't write the profile to {output}: it is a directory")
+    if not place.is_dir():
+        raise MusterError(f"can't write the profile to {output}: there is no directory {place}")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise MusterError(f"can't write the profile to {output}: {error.strerror}") from None
 
 
 def default_num_ranks() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from muster.spec.errors import ConfigError
+from muster.spec.other_names import other_name_hint
 from muster.spec.suggest import did_you_mean
 
 Schema = dict[str, Any]
@@ -118,10 +119,12 @@ def error_sentence(error: Mapping[str, Any], shape: ConfigSchema, origins: Mappi
 
 
 def _known_key(path: str, shape: ConfigSchema) -> str:
-    """Return a suggestion of the intended key: one of the same section, or one of another section with the same last
-    part."""
+    """Return a suggestion of the intended key: that of another trainer's key, one of the same section, or one of
+    another section with the same last part."""
     section, _, key = path.rpartition(".")
     siblings = shape.keys_of(shape.schema_at(section) or {})
+    if hint := other_name_hint(path):
+        return hint
     if suggestion := did_you_mean(key, siblings):
         return suggestion
     elsewhere = {full.rpartition(".")[2]: full for full in shape.paths()}

@@ -11,7 +11,7 @@ from muster.spec.plugin_model import plugin_model
 from muster.spec.rules import Rule, broken_rules, in_every_layer, setting
 from muster.spec.schedules import SCHEDULES
 from muster.spec.units import pluralize
-from muster.spec.workload import Workload
+from muster.spec.workload import MAX_PROGRAM_MICRO_BATCHES, Workload
 
 
 def plan_violations(plan: Plan, model: ModelSpec, workload: Workload, world_size: int) -> list[str]:
@@ -57,9 +57,15 @@ def _world(plan: Plan, world_size: int) -> Iterator[str]:
 
 def _batch(plan: Plan, workload: Workload) -> Iterator[str]:
     try:
-        plan.num_micro_batches(workload)
+        count = plan.num_micro_batches(workload)
     except InfeasibleError as error:
         yield str(error)
+        return
+    if count * plan.pp > MAX_PROGRAM_MICRO_BATCHES:
+        yield (
+            f"global_batch_size {workload.global_batch_size} gives each data-parallel rank {count:,} micro-batches of"
+            f" {plan.micro_batch_size}; with pp {plan.pp}, a step has at most {MAX_PROGRAM_MICRO_BATCHES // plan.pp:,}"
+        )
 
 
 def layer_violations(plan: Plan, model: ModelSpec) -> Iterator[str]:

@@ -4,6 +4,9 @@ from pydantic import PositiveInt
 
 from muster.spec.base import Frozen
 
+MAX_PROGRAM_MICRO_BATCHES = 2**18
+"""Largest product of micro-batches of a step and pipeline ranks: programs of more take minutes to build."""
+
 
 class Workload(Frozen):
     """Sequences of one optimizer step, independent of the plan."""

@@ -1,0 +1,80 @@
+"""Keys of other trainers' configurations, and where Muster has them, for the sentence about an unknown key."""
+
+_BATCH = "parallel.micro_batch_size"
+_STEPS = "train.steps"
+_SEQ_LEN = "train.seq_len"
+_RECOMPUTE = "parallel.default_strategy.recompute"
+_PRECISION = "parallel.precision"
+_LORA = "Muster trains all weights and has no LoRA"
+
+OTHER_NAMES: dict[str, str] = {
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_epsilon": "optim.eps",
+    "batch_size": "train.global_batch_size",
+    "bf16": _PRECISION,
+    "block_size": _SEQ_LEN,
+    "dataset": "data.source",
+    "dataset_name": "data.source",
+    "dataset_path": "data.source",
+    "eval_steps": "eval.every",
+    "eval_strategy": "eval.every",
+    "evaluation_strategy": "eval.every",
+    "fp16": _PRECISION,
+    "gradient_checkpointing": _RECOMPUTE,
+    "gradient_clipping": "optim.clip_norm",
+    "learning_rate": "optim.lr",
+    "local_batch_size": _BATCH,
+    "logging_steps": "train.log_every",
+    "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip_norm",
+    "max_length": _SEQ_LEN,
+    "max_seq_length": _SEQ_LEN,
+    "max_steps": _STEPS,
+    "min_lr": "optim.min_lr_ratio (a part of optim.lr)",
+    "mixed_precision": _PRECISION,
+    "model_name_or_path": "model (as hf:DIR), with train.init_from for its weights",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "optimizer": "optim",
+    "per_device_eval_batch_size": _BATCH,
+    "per_device_train_batch_size": _BATCH,
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep_last",
+    "scheduler": "optim.schedule",
+    "seq_length": _SEQ_LEN,
+    "sequence_length": _SEQ_LEN,
+    "train_batch_size": "train.global_batch_size",
+    "train_iters": _STEPS,
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "training": "train",
+    "warmup_ratio": "optim.warmup_steps (a number of steps)",
+    "warmup_iters": "optim.warmup_steps",
+    "zero_stage": "parallel.default_strategy.zero",
+}
+"""Key, of whatever section (Hugging Face's Trainer, DeepSpeed, torchtitan, Megatron-LM) → Muster's dotted key, with a
+remark in brackets where it means something else."""
+
+WITHOUT_KEY: dict[str, str] = {
+    "dataloader_num_workers": "samples are read ahead by a thread of its own: leave it out",
+    "gradient_accumulation_steps": (
+        "it follows from train.global_batch_size, parallel.micro_batch_size and the data-parallel ranks of the plan"
+    ),
+    "lora": _LORA,
+    "lora_alpha": _LORA,
+    "lora_rank": _LORA,
+    "output_dir": "muster train --run names the directory",
+    "resume_from_checkpoint": "the same command resumes a run by itself: leave it out",
+}
+"""Key → what stands in its place."""
+
+
+def other_name_hint(path: str) -> str:
+    """Return the end of a sentence about an unknown key that another trainer has; empty where none is known."""
+    for part in reversed(path.split(".")):
+        if part in OTHER_NAMES:
+            return f"; that is {OTHER_NAMES[part]} here"
+        if part in WITHOUT_KEY:
+            return f": {WITHOUT_KEY[part]}"
+    return ""
