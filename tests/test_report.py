@@ -204,6 +204,25 @@ def test_odd_metrics_make_a_page(rows: list[dict]) -> None:
     assert not re.search(r'(?:d|x|y|x1|y1)="[^"]*(?:nan|inf)', page, re.IGNORECASE)
 
 
+def test_validation_losses_are_a_curve_and_skipped_steps_are_marked() -> None:
+    rows = metrics(60)
+    plain = render_report(report(metrics=rows))
+    assert "validation</span>" not in plain
+    assert "skipped step" not in plain
+    for row in rows[9::10]:
+        row["eval/loss"] = 2.0 + 1 / row["step"]
+    rows[20] |= {"skipped": "its loss 90 is a spike", "train/loss": 90.0}
+    page = render_report(report(metrics=rows))
+    assert "validation</span>" in page
+    loss, norm, rate = (page.split('class="chart"')[n] for n in (1, 2, 3))
+    assert '["validation",[10,20,30,40,50,60],["2.1' in loss
+    assert "skipped step" in loss
+    assert ">▽<" in loss
+    assert ">▽<" in norm
+    assert ">▽<" not in rate
+    parse(page)
+
+
 def test_no_timeline_makes_a_page() -> None:
     page = render_report(report(predicted=Timeline("predicted", 2, ()), measured=Timeline("measured", 4, ())))
     assert "No timeline was recorded" in page

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.report.curves import Point, downsample, finite_values, line_segments, non_finite_steps
+from muster.report.curves import MAX_BUCKETS, Point, downsample, finite_values, line_segments, non_finite_steps
 from muster.report.formatting import format_number
 from muster.report.html import Html, element, join
 from muster.report.palette import SERIES
@@ -44,12 +44,14 @@ class Chart:
     allow_log: bool = False
     x_label: str = "step"
     """Quantity on the horizontal axis, which `Point.step` counts."""
+    skipped_steps: Sequence[float] = ()
+    """Steps that changed nothing; each is marked."""
 
 
 def draw_chart(chart: Chart) -> Html:
     """Return the chart as a figure with a caption; without any finite value the figure says so."""
     values = [value for series in chart.series for value in finite_values(series.points)]
-    caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _non_finite_legend(chart.series))
+    caption = element("figcaption", element("h3", chart.title), _unit(chart.unit), _marks_legend(chart))
     if not values:
         broken = any(non_finite_steps(series.points) for series in chart.series)
         words = "All values were NaN or infinite." if broken else "No values were logged."
@@ -68,7 +70,7 @@ def draw_chart(chart: Chart) -> Html:
         element("desc", describe_chart(chart), id=f"{chart.key}-desc"),
         _grid(x, y, chart.x_label),
         inner,
-        _non_finite_marks(chart.series, x),
+        _step_marks(chart, x),
         role="img",
         aria_labelledby=f"{chart.key}-title {chart.key}-desc",
     )
@@ -151,22 +153,36 @@ def _style(series: Series) -> str:
     return f"run-{colour}" + LINE_STYLES[turn % len(LINE_STYLES)] + (" faint" if series.faint else "")
 
 
-def _non_finite_marks(all_series: Sequence[Series], x: Scale) -> Html:
-    """Return a cross above each step whose value was NaN or infinite."""
-    steps = {step for series in all_series for step in non_finite_steps(series.points)}
+def _step_marks(chart: Chart, x: Scale) -> Html:
+    """Return a cross above each step whose value was NaN or infinite, and a triangle above each other skipped step."""
+    broken = _non_finite(chart.series)
+    marks = [(step, "×", "broken") for step in sorted(broken)]
+    marks += [(step, "▽", "skipped") for step in _thinned(sorted(set(chart.skipped_steps) - broken))]
     return join(
         *(
-            element("text", "×", x=f"{100 * x.fraction(step):.2f}%", y="0", dy="12", class_="broken middle")
-            for step in sorted(steps)
+            element("text", sign, x=f"{100 * x.fraction(step):.2f}%", y="0", dy="12", class_=f"{style} middle")
+            for step, sign, style in marks
         )
     )
 
 
-def _non_finite_legend(all_series: Sequence[Series]) -> Html:
-    """Return the legend of the crosses, where there are any."""
-    if not any(non_finite_steps(series.points) for series in all_series):
-        return Html("")
-    return element("span", element("b", "×", class_="broken"), " NaN or infinite", class_="unit")
+def _marks_legend(chart: Chart) -> Html:
+    """Return the legend of the crosses and triangles, where there are any."""
+    broken = _non_finite(chart.series)
+    rows = [("×", "broken", "NaN or infinite")] if broken else []
+    rows += [("▽", "skipped", "skipped step")] if set(chart.skipped_steps) - broken else []
+    return join(
+        *(element("span", element("b", sign, class_=style), f" {text}", class_="unit") for sign, style, text in rows)
+    )
+
+
+def _non_finite(all_series: Sequence[Series]) -> set[float]:
+    return {step for series in all_series for step in non_finite_steps(series.points)}
+
+
+def _thinned(steps: Sequence[float]) -> Sequence[float]:
+    """Return the steps, or evenly chosen ones of very many."""
+    return steps[:: -(-len(steps) // MAX_BUCKETS) or 1]
 
 
 def _unit(unit: str) -> Html:

@@ -117,15 +117,31 @@ def _charts(data: ReportData) -> Html:
     loss, norm, rate, speed = (
         metric_points(data.metrics, key) for key in ("train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_s")
     )
+    skipped = [point.step for point in metric_points((row for row in data.metrics if row.get("skipped")), "step")]
+    losses = [*_raw_and_smooth(loss), *_validation_curve(data)]
     charts = (
-        Chart("loss", "Loss", _raw_and_smooth(loss), "mean over tokens", allow_log=True),
-        Chart("grad-norm", "Gradient norm", _raw_and_smooth(norm), "before clipping", True, allow_log=True),
+        Chart("loss", "Loss", losses, "mean over tokens", allow_log=True, skipped_steps=skipped),
+        Chart(
+            "grad-norm",
+            "Gradient norm",
+            _raw_and_smooth(norm),
+            "before clipping",
+            True,
+            allow_log=True,
+            skipped_steps=skipped,
+        ),
         Chart("learning-rate", "Learning rate", [Series("each step", rate)], from_zero=True),
         Chart("throughput", "Throughput", _raw_and_smooth(speed), "tokens/s, all ranks", from_zero=True),
     )
     curves = next((chart.series for chart in charts if len(chart.series) > 1), ())
     key = draw_legend(curves) if curves else Html("")
     return join(key, element("div", *map(draw_chart, charts), class_="charts"))
+
+
+def _validation_curve(data: ReportData) -> list[Series]:
+    """Return the validation loss of the steps that computed it."""
+    points = metric_points((row for row in data.metrics if "eval/loss" in row), "eval/loss")
+    return [Series("validation", points, colour=1)] if points else []
 
 
 def _raw_and_smooth(points: list[Point]) -> list[Series]:

@@ -42,6 +42,7 @@ figcaption{display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 12px;margin-
 .chart .dashed:not(.dots){stroke-dasharray:8 5}
 .chart .dotted:not(.dots){stroke-dasharray:.1 5}
 .broken{fill:var(--alarm);color:var(--alarm);font-size:14px;font-weight:700}
+.skipped{fill:var(--quiet);color:var(--quiet);font-size:11px}
 .cursor{position:absolute;width:1px;background:var(--axis);pointer-events:none;display:none}
 .key{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--quiet)}
 .key span{display:inline-flex;align-items:center;gap:6px}
