@@ -86,3 +86,38 @@ def test_ranks_that_come_late_are_waited_for_without_a_collective() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(come, range(3))) == [[[0, None], [1, None], [2, None]]] * 3
+
+
+@pytest.mark.parametrize("keep_every", [0, 6])
+def test_a_checkpoint_that_is_kept_for_good_waits_for_the_save_before(
+    keep_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save takes three steps: without the wait, that of step 5 would put step 6 off to step 8."""
+    saved: list[int] = []
+    waited: list[int] = []
+    now = SimpleNamespace(step=0)
+
+    class SlowSaver:
+        is_saving = False
+
+        def start(self, request: Any, *_: object) -> None:
+            saved.append(request.step)
+
+        def wait(self, *_: object) -> bool:
+            waited.append(now.step)
+            return True
+
+        def pop_error(self) -> None:
+            return None
+
+    monkeypatch.setattr("muster.train.checkpoint_manager.AsyncSaver", lambda *_: SlowSaver())
+    world = SimpleNamespace(rank=0, size=1, store=None, heartbeat=SimpleNamespace(update=lambda _: None))
+    trainer = SimpleNamespace(step_count=0, local_shards=list)
+    train = TrainConfig(steps=9, seq_len=8, global_batch_size=1, save_every=5, keep_every=keep_every)
+    manager = CheckpointManager(train, cast(Any, trainer), cast(Any, world), tmp_path)
+    for step in range(1, 10):
+        now.step = trainer.step_count = step
+        is_saving = bool(saved) and step - saved[-1] < 3
+        result = SimpleNamespace(step=step, is_saving=is_saving, save_failed=False)
+        manager.after_step(cast(Any, result), True, dict)
+    assert (saved, waited) == (([5, 6], [6]) if keep_every else ([5], []))

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.config.load_config import load_run_config
-from muster.data.dataset import IGNORE_INDEX, Dataset, StreamHash, sample_digest
+from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, StreamHash, sample_digest
 from muster.data.prepare import PrepareOptions, prepare
 from muster.data.sample_order import Windows, permute, random_key, sample_positions
 from muster.data.store import TokenStore
 from muster.data.tokenizer import ByteTokenizer
-from muster.spec.errors import ConfigError
+from muster.layout.mesh import coordinates_of
+from muster.spec.errors import ConfigError, MusterError
+from muster.spec.plan import Plan
+from muster.train.batch_loader import BatchLoader
 from muster.train.data import describe_missing_validation
 
 
@@ -224,3 +228,23 @@ def test_the_stream_hash_knows_samples_and_order_but_not_steps(store):
     others = [after(steps, StreamHash()) for steps in ([(1, 24)], [(12, 12), (0, 12)], [(0, 25)], [])]
     assert len({whole, stopped, *others}) == 6
     assert whole == "96617130181d74415e93748c0445b56852ea059b26c5d447a92dba5b51ddb574"
+
+
+def test_an_id_beyond_the_vocabulary_ends_the_run_before_it_is_taken_for_zeros(tmp_path):
+    """Vocabulary-parallel embeddings look an unknown id up on no rank, so that the batch itself is checked."""
+
+    def rows(index, validation=False):
+        tokens = np.full((len(index), 8), largest, np.int64)
+        return Batch(tokens, tokens, tokens.size)
+
+    data = SimpleNamespace(rows=rows, lengths=lambda *_: None, num_valid_tokens=lambda *_: 8)
+    overrides = [("train.seq_len", 8), ("train.global_batch_size", 2), ("parallel", "tp2")]
+    config = load_run_config("tiny", None, overrides).config
+    stage = SimpleNamespace(is_first=True, is_last=True)
+    world = SimpleNamespace(at=coordinates_of(Plan(tp=2), 1))
+    loader = BatchLoader(config, config.parallel, world, data, {0: stage})
+    largest = config.model.vocab_size - 1
+    assert loader.read_batch(data, 0, 2).batch is not None
+    largest += 1
+    with pytest.raises(MusterError, match=f"token id {largest}, but the last of model.vocab_size {largest} is"):
+        loader.read_batch(data, 0, 2)

@@ -10,6 +10,7 @@ import numpy as np
 from muster.data.packing import PackedDocuments, SingleDocuments
 from muster.data.sample_order import Windows, permute, positions_at, random_key
 from muster.data.store import TokenStore
+from muster.spec.errors import MusterError
 
 IGNORE_INDEX = -100
 """Label of a position that is left out of the loss, as in torch.nn.functional.cross_entropy."""
@@ -30,6 +31,17 @@ class Batch:
     """Number of labels that contribute to the loss."""
     positions_BS: np.ndarray | None = None
     """Position of each token in its document, int32, 0 where one begins; None: each sample is one document."""
+
+
+def require_known_ids(batch: Batch, vocab_size: int) -> None:
+    """Raise MusterError for a token id that a model has no embedding of; under tensor parallelism it would be taken for
+    zeros."""
+    largest = max(int(array.max(initial=0)) for array in (batch.tokens_BS, batch.labels_BS))
+    if largest >= vocab_size:
+        raise MusterError(
+            f"the data have the token id {largest}, but the last of model.vocab_size {vocab_size} is {vocab_size - 1}:"
+            " they were made with another tokenizer, or are damaged"
+        )
 
 
 class SampleStream(Protocol):

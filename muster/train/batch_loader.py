@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from muster.config.run_config import RunConfig
-from muster.data.dataset import Batch, SampleStream
+from muster.data.dataset import Batch, SampleStream, require_known_ids
 from muster.data.dp_slice import read_dp_slice
 from muster.data.length_bucketing import BucketedStep, bucket_by_length
 from muster.layout.mesh import dp_index_of
@@ -62,6 +62,8 @@ class BatchLoader:
             return dataset.rows(index[place : place + size], validation)
 
         batch = read_dp_slice(read, self.plan, self.world.at, 0, count) if self.needs_data else None
+        if batch is not None:
+            require_known_ids(batch, self.config.model.vocab_size)
         # A batch of ignored labels alone has a loss of 0, not 0 / 0.
         num_valid = 1 if validation else max(1, dataset.num_valid_tokens(first, count))
         return LocalBatch(first, batch, num_valid, num_tokens, arrangement)

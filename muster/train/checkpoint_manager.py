@@ -47,6 +47,8 @@ class CheckpointManager:
         self._run_dir = run_dir
         self._in_memory = in_memory_checkpoint
         self._saver = AsyncSaver(world.rank, world.size, world.store, in_memory_checkpoint)
+        regular_every = train.save_every if train.ephemeral_every else 0
+        self._retention = RetentionPolicy(train.keep_last, train.keep_every, regular_every)
         self._failure: str | None = None
         self._is_saving = False
         self._disk_save_due = False
@@ -91,7 +93,14 @@ class CheckpointManager:
         self._is_saving = self._is_saving and result.is_saving
         self._disk_save_due |= self._is_disk_save_due(result.step)
         self._memory_save_due |= self._is_memory_save_due(result.step)
-        if (self._disk_save_due or self._memory_save_due) and not result.is_saving and is_settled:
+        permanent = self._retention.is_permanent(result.step)
+        if (self._disk_save_due or self._memory_save_due) and (permanent or not result.is_saving) and is_settled:
+            if (
+                result.is_saving
+            ):  # a checkpoint to be kept for good is that of this step, so the last save is waited for
+                self._world.heartbeat.update("save")
+                self._saver.wait()
+                self._failure = self._saver.pop_error() or self._failure
             self._last_targets = self._disk_save_due, self._memory_save_due
             self._start_save(CHECKPOINTS_FOLDER, info(), self._train.async_save, *self._last_targets)
             if not self._train.async_save:
@@ -121,7 +130,7 @@ class CheckpointManager:
     def _is_disk_save_due(self, step: int) -> bool:
         train = self._train
         regular = any(every and step % every == 0 for every in (train.save_every, train.ephemeral_every))
-        permanent = train.keep_every and step % train.keep_every == 0
+        permanent = self._retention.is_permanent(step)
         return bool(regular or permanent or (self._last_targets[0] and self._is_retry_due(step)))
 
     def save_and_wait(self, info: dict[str, Any], folder: str = CHECKPOINTS_FOLDER) -> str | None:
@@ -169,11 +178,9 @@ class CheckpointManager:
         self._world.heartbeat.update("save")
         train = self._train
         step = self._trainer.step_count
-        regular_every = train.save_every if train.ephemeral_every else 0
-        retention = RetentionPolicy(train.keep_last, train.keep_every, regular_every)
         remote_dir = train.remote_checkpoint_dir if folder == CHECKPOINTS_FOLDER else None
         root = self._run_dir / folder if to_disk else None
-        request = SaveRequest(root, step, info, retention, remote_dir, to_memory)
+        request = SaveRequest(root, step, info, self._retention, remote_dir, to_memory)
         self._saver.start(request, self._trainer.local_shards(), copy)
 
     def _describe_lost_steps(self) -> str:
