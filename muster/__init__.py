@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from muster.api.data import check_data, inspect_data, prepare_data
     from muster.api.register import (
         register_dataset,
         register_loss,
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
         register_step,
     )
     from muster.api.run import Run, load
+    from muster.api.trained_models import convert, generate, verify
+    from muster.api.trained_models import evaluate as eval
     from muster.api.verbs import plan, predict
     from muster.model.decoder import Layer as DecoderLayer
     from muster.schedule.schedule_spec import ScheduleSpec
@@ -29,18 +32,27 @@ __all__ = [
     "Run",
     "ScheduleSpec",
     "StepContext",
+    "check_data",
+    "convert",
+    "eval",
+    "generate",
+    "inspect_data",
     "load",
     "plan",
     "predict",
+    "prepare_data",
     "register_dataset",
     "register_loss",
     "register_model",
     "register_optimizer",
     "register_schedule",
     "register_step",
+    "verify",
 ]
 
 _MODULES = {"Run": "api.run", "load": "api.run", "plan": "api.verbs", "predict": "api.verbs"}
+_MODULES |= dict.fromkeys(("convert", "eval", "generate", "verify"), "api.trained_models")
+_MODULES |= dict.fromkeys(("check_data", "inspect_data", "prepare_data"), "api.data")
 _MODULES |= {
     "StepContext": "train.custom_step",
     "ScheduleSpec": "schedule.schedule_spec",
@@ -48,8 +60,13 @@ _MODULES |= {
 }
 _FORMER = {"Now": "StepContext", "Setting": "ScheduleSpec"}
 """Former names, which plugins may still use."""
-_NAMES = {"DecoderLayer": "Layer"}
+_NAMES = {"DecoderLayer": "Layer", "eval": "evaluate"}
 """Names of those that are called otherwise where they are defined."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which are imported on first use."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

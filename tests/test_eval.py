@@ -74,6 +74,36 @@ def test_what_is_missing_is_a_sentence(directory, tmp_path, monkeypatch, capsys,
     assert (code, sentence in err, err.count("\n")) == (2, True, 1), err
 
 
+def test_samples_beyond_learned_positions_are_refused(tmp_path, monkeypatch, capsys):
+    from tests.hf_models import random_model
+
+    monkeypatch.chdir(tmp_path)
+    random_model("gpt2").save_pretrained("gpt2")
+    Path("text.txt").write_text("a rose is a rose " * 40)
+    code, _, err = muster(capsys, "gpt2", "--source", "text.txt", "--tokenizer", "bytes", "--seq-len", 65)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--seq-len 65 is longer than the model's 64 learned positions: expected at most 64" in err
+
+
+@pytest.mark.parametrize("flag", [("--tokenizer", "bytes"), ("--on-invalid-row", "skip")])
+def test_flags_about_other_data_need_other_data(tmp_path, capsys, flag):
+    (tmp_path / "config.yaml").write_text("")
+    code, _, err = muster(capsys, tmp_path, *flag)
+    assert (code, f"{' '.join(flag)} is for the data of --source, which is missing" in err) == (2, True), err
+
+
+def test_invalid_rows_are_refused_or_skipped(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"text": text}) for text in TEXTS]
+    Path("rows.jsonl").write_text("\n".join([*rows, "{"]) + "\n")
+    flags = (directory, "--source", "rows.jsonl", "--seq-len", 8)
+    code, _, err = muster(capsys, *flags)
+    assert (code, "leave such rows out with --on-invalid-row skip" in err) == (2, True), err
+    code, out, _ = muster(capsys, *flags, "--on-invalid-row", "skip", "--json")
+    assert code == 0
+    assert json.loads(out)["sources"]["all"]["tokens"] == sum(len(text.split()) + 1 for text in TEXTS) - 1
+
+
 # --- tasks ---
 
 

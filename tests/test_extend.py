@@ -28,9 +28,10 @@ from muster.model.loss import plugin_loss_sums
 from muster.optim.build import build_optimizer
 from muster.parallel.tensor_parallel import apply_parallel_linears
 from muster.parallel.weight_grad_store import WeightGradStore
-from muster.plugins import registry
+from muster.plugins import loader, registry
 from muster.plugins.loader import load_plugins, require_unchanged_plugins, resolve_plugin
 from muster.plugins.registry import find_component
+from muster.spec import former_names
 from muster.spec.model import ModelSpec, parameter_shapes
 from muster.spec.plan_name import parse_plan_name
 from muster.spec.plugin_model import PLUGIN_MODELS
@@ -39,6 +40,7 @@ from muster.spec.text_generation import SamplingParams
 from muster.spec.workload import Workload
 from muster.train.resume_check import check_config_unchanged, config_changes
 from tests import forks
+from tests.weights import make_run, save_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -142,7 +144,7 @@ def test_errors_are_exceptions_with_one_sentence(keys, sentence):
 
 
 def test_plan_and_predict_give_what_the_verbs_print(capsys):
-    found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, fix="tp1")
+    found = muster.plan("llama3-8b", "8xh100", top=2, seq_len=2048, global_batch=64, require="tp1")
     flags = "--model llama3-8b --cluster 8xh100 --top 2 --seq-len 2048 --global-batch 64 --require tp1 --json"
     assert main(["plan", *flags.split()]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -152,6 +154,61 @@ def test_plan_and_predict_give_what_the_verbs_print(capsys):
     assert one.to_json()["fits"] is True
     with pytest.raises(muster.InfeasibleError, match="it needs 16 processes|needs 16 devices"):
         muster.predict("llama3-8b", "8xh100", "dp16")
+
+
+def test_former_arguments_of_plan_are_read_and_say_todays(capsys, monkeypatch):
+    monkeypatch.setattr(former_names, "_REPORTED", set())
+    asked = {"seq_len": 64, "global_batch": 8, "top": 1}
+    found = muster.plan("tiny", "2xh100", **asked, require="tp2", memory_limit="60GB", time_limit=60)
+    former = muster.plan("tiny", "2xh100", **asked, fix="tp2", memory="60GB", limit_s=60, runnable=True)  # type: ignore[call-arg]
+    assert former.best == found.best
+    said = capsys.readouterr().err
+    for old, new in (("fix", "require"), ("memory", "memory_limit"), ("limit_s", "time_limit")):
+        assert f"muster.plan: {old} is called {new} now\n" in said
+
+
+def test_the_public_names_are_listed():
+    assert set(muster.__all__) <= set(dir(muster))
+    for name in muster.__all__:
+        assert getattr(muster, name).__doc__
+
+
+def test_data_in_python_gives_what_the_verbs_print(tmp_path, capsys):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    made = muster.prepare_data(source, tmp_path / "store", workers=1)
+    assert made == muster.inspect_data(tmp_path / "store")
+    assert main(["data", "inspect", str(tmp_path / "store"), "--documents", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == muster.inspect_data(tmp_path / "store", documents=2)
+    assert shown["texts"] == ["one", "two"] or [text.startswith(("one", "two")) for text in shown["texts"]]
+    assert muster.check_data(tmp_path / "store")["documents"] == muster.check_data(source)["documents"] == 2
+
+
+def test_trained_models_in_python_give_what_the_verbs_print(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "run", "dp1")
+    facts = muster.convert(run, tmp_path / "copy", to="muster")
+    assert (facts["target"]["format"], (tmp_path / "copy" / "manifest.json").exists()) == ("muster", True)
+    main(["checkpoint", "convert", str(run), str(tmp_path / "again"), "--to", "muster", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed | {"target": None} == facts | {"target": None}
+
+
+def test_a_checkpoint_brings_the_plugin_of_its_model(tmp_path, monkeypatch, capsys):
+    mixer = {"preset": "tiny-mixer", "num_layers": 2}
+    run = muster.Run(extends="tiny", model=mixer, plugins=[EXAMPLES / "my_model.py"])
+    folder = save_weights(tmp_path / "checkpoints", run.config.model, run=run.config.model_dump(mode="json"))
+    for register in (PLUGIN_MODELS, registry._COMPONENTS, loader._LOADED):
+        for key in list(register):
+            monkeypatch.delitem(register, key)
+    for arguments in (
+        ["inspect", folder],
+        ["verify", folder],
+        ["convert", folder, tmp_path / "copy", "--to", "muster"],
+    ):
+        assert main(["checkpoint", *map(str, arguments)]) == 0, capsys.readouterr().err
+        assert "tiny-mixer" in capsys.readouterr().out or arguments[0] != "inspect"
 
 
 def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
@@ -177,9 +234,23 @@ def test_a_run_that_cannot_be_is_refused_by_train(tmp_path, own):
             "global_batch: expected a whole number >= 1, got 8.5",
         ),
         (lambda: muster.plan("tiny", "2xh100", top=0), "top: expected a whole number >= 1, got 0"),
-        (lambda: muster.plan("tiny", "2xh100", limit_s=0), "limit_s: expected seconds above 0, got 0"),
         (lambda: muster.plan("tiny", "2xh100", effort=-1), "effort: expected a number above 0, got -1"),
-        (lambda: muster.plan("tiny", "2xh100", fix=2), "fix: expected parts of a plan's name such as tp2-z1, got 2"),
+        (lambda: muster.plan("tiny", "2xh100", time_limit=0), "time_limit: expected seconds above 0, got 0"),
+        (
+            lambda: muster.plan("tiny", "2xh100", require=2),
+            "require: expected parts of a plan's name such as tp2-z1, got 2",
+        ),
+        (lambda: muster.plan("tiny", "2xh100", fix="dp2", require="dp2"), "require is given twice, also as fix"),
+        (
+            lambda: muster.generate(3, "x"),
+            "run: expected a run directory, a checkpoint or a converted directory, got 3",
+        ),
+        (lambda: muster.generate("here", "x", top_p=0), "top_p 0: input should be greater than 0"),
+        (lambda: muster.eval(3), "place: expected a run, a checkpoint or a Hugging Face directory, got 3"),
+        (lambda: muster.verify(), "nothing to verify: expected a run file or a preset, such as tiny"),
+        (lambda: muster.convert("a", "b", to="onnx"), "to: expected muster, hf or dcp, got 'onnx'"),
+        (lambda: muster.prepare_data("a", 3), "out: expected a directory, got 3"),
+        (lambda: muster.check_data(3), "source: expected a token store, or a file or directory of texts, got 3"),
         (lambda: muster.plan(5, "2xh100"), "model: expected a model's name, a file, "),
         (lambda: muster.plan("tiny", 2), "cluster: expected a cluster's name such as 64xh100, "),
         (lambda: muster.predict("tiny", "2xh100", 2), "plan: expected a plan's name such as dp2-pp2, "),

@@ -59,7 +59,7 @@ def test_musters_traits_are_those_of_its_program():
 
 
 def test_a_plan_is_found_for_a_framework():
-    found = plan("llama3-8b", "8xh100", global_batch=64, fix="cp1-pp1", framework="torchtitan", compile=True, top=1)
+    found = plan("llama3-8b", "8xh100", global_batch=64, require="cp1-pp1", framework="torchtitan", compile=True, top=1)
     assert found.best.compile
     best = found.predictions[0]
     again = predict(*ASKED[:2], found.best, global_batch=64, framework="torchtitan")

@@ -13,6 +13,7 @@ from muster.model.generation import generate, sample_token
 from muster.model.kv_cache import KvCache
 from muster.spec.errors import ConfigError
 from muster.spec.text_generation import SamplingParams
+from muster.train.text_generation import find_trained_model
 from tests.parity import FAMILIES
 from tests.ranks import run_ranks
 from tests.test_model import SMALL, TIED, build, tokens_for
@@ -172,6 +173,15 @@ def test_converted_weights_write_what_the_run_writes(
         assert main(["generate", str(tmp_path / kind), *flags]) == 0
         assert capsys.readouterr().out == expected
     assert main(["generate", str(tmp_path / "dcp"), *flags]) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_directory_of_another_program_is_run_as_it_is_stored(dtype: str, tmp_path: Path) -> None:
+    from tests.hf_models import random_model
+
+    random_model("llama").to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert find_trained_model(tmp_path).plan.precision == {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
 @pytest.mark.parametrize(

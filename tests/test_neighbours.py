@@ -60,7 +60,7 @@ def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, 
 
 
 def test_another_schedule_keeps_the_layers_where_they_suit_it():
-    arranged, found = _why("llama3-8b", "7xh100", global_batch=112, fix="pp7-mb2", top=2, memory="71GiB")
+    arranged, found = _why("llama3-8b", "7xh100", global_batch=112, require="pp7-mb2", top=2, memory_limit="71GiB")
     first, second = search(arranged.request, 2).best
     assert first.plan == arranged.result.best[0].plan
     assert first.plan.stages
@@ -71,7 +71,7 @@ def test_another_schedule_keeps_the_layers_where_they_suit_it():
 
 
 def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
-    arranged, found = _why("llama3-8b", "8xh100", global_batch=1, fix="tp4")
+    arranged, found = _why("llama3-8b", "8xh100", global_batch=1, require="tp4")
     best = arranged.result.best[0].plan
     assert best.tp == 4
     assert best.mesh(0).dp_size == 1
@@ -80,7 +80,7 @@ def test_where_nothing_is_data_parallel_other_axes_make_up_for_a_degree():
 
 
 def test_what_does_not_fit_is_compared_with_the_recompute_that_it_needs():
-    arranged, found = _why("llama3-8b", "7xh100", global_batch=256, fix="pp7-mb2", top=1, memory="71GiB")
+    arranged, found = _why("llama3-8b", "7xh100", global_batch=256, require="pp7-mb2", top=1, memory_limit="71GiB")
     deeper = found["schedule interleaved"]
     assert not arranged.result.best[0].plan.overrides
     assert deeper.slowdown is not None
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_compared_with_the_recompute_that_it_needs():
 
 
 def test_where_memory_is_what_counts_its_difference_is_said():
-    _, found = _why("tiny", "4xh100", global_batch=8, seq_len=256, objective="memory", fix="cp1-dp4")
+    _, found = _why("tiny", "4xh100", global_batch=8, seq_len=256, objective="memory", require="cp1-dp4")
     assert any("memory" in one.sentence for one in found.values())
 
 

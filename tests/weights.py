@@ -2,6 +2,7 @@
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,16 @@ def number_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator) * 0.1
 
 
-def save_weights(folder: Path, spec: ModelSpec, plan: Plan | None = None, step: int = 7) -> Path:
+def save_weights(
+    folder: Path, spec: ModelSpec, plan: Plan | None = None, step: int = 7, run: dict[str, Any] | None = None
+) -> Path:
     """A checkpoint of the model under `folder`, written by the ranks of a plan."""
     plan = plan or Plan()
     info = {
         "plan": plan.model_dump(mode="json"),
         "model": spec.model_dump(mode="json"),
         "counters": {"samples_consumed": 9},
+        "run": run or {},
     }
     ranks = Ranks(plan.world_size)
 

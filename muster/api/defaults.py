@@ -7,3 +7,5 @@ MICRO_BATCHES_PER_PIPELINE_RANK = 8
 SEARCH_EFFORT = 1.0
 """Work after which a search for plans stops with its results so far, and says which better plans it may have missed: 1
 is about 8 seconds of a quiet machine with two cores."""
+DEFAULT_SAMPLES = 256
+"""Samples of each source that `muster eval` reads."""

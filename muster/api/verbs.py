@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.api.defaults import SEARCH_EFFORT
+from muster.api.former_arguments import takes_former_arguments
 from muster.api.inputs import (
     default_seq_len,
     default_workload,
@@ -57,6 +58,7 @@ class PlanResults:
         return answer_json(self.answer, explain)
 
 
+@takes_former_arguments
 def plan(
     model: str | Path | ModelSpec,
     cluster: str | Path | ClusterSpec,
@@ -68,24 +70,24 @@ def plan(
     batch_ramp: str | None = None,
     objective: Objective = "time",
     precision: str | None = None,
-    fix: str = "",
-    memory: int | str | None = None,
+    require: str = "",
+    memory_limit: int | str | None = None,
     anticipate: bool = False,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
     top: int = 5,
     effort: float = SEARCH_EFFORT,
-    limit_s: float | None = None,
+    time_limit: float | None = None,
 ) -> PlanResults:
     """Return the best plans for a model on a cluster; the arguments are the flags of `muster plan`.
 
     Raises ConfigError; InfeasibleError with the binding constraint if no plan fits.
     """
     require_positive_int("top", top)
-    for name, value, unit in (("effort", effort, "a number"), ("limit_s", limit_s, "seconds")):
+    for name, value, unit in (("effort", effort, "a number"), ("time_limit", time_limit, "seconds")):
         if value is not None and (not isinstance(value, int | float) or not value > 0):
             raise ConfigError(f"{name}: expected {unit} above 0, got {value!r}")
-    budget = SearchBudget.start(effort, limit_s)
+    budget = SearchBudget.start(effort, time_limit)
     asked = plan_request(
         model,
         cluster,
@@ -96,8 +98,8 @@ def plan(
         batch_ramp=batch_ramp,
         objective=objective,
         precision=precision,
-        fix=fix,
-        memory=memory,
+        require=require,
+        memory_limit=memory_limit,
         anticipate=anticipate,
         framework=framework,
         compile=compile,
@@ -116,8 +118,8 @@ def plan_request(
     batch_ramp: str | None,
     objective: Objective,
     precision: str | None,
-    fix: str,
-    memory: int | str | None,
+    require: str,
+    memory_limit: int | str | None,
     anticipate: bool,
     framework: str | FrameworkTraits = MUSTER.name,
     compile: bool = False,
@@ -126,7 +128,7 @@ def plan_request(
     if objective not in OBJECTIVES:
         hint = did_you_mean(str(objective), OBJECTIVES)
         raise ConfigError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}{hint}")
-    require_text("fix", fix, "parts of a plan's name such as tp2-z1")
+    require_text("require", require, "parts of a plan's name such as tp2-z1")
     if precision is not None:
         require_text("precision", precision, "a precision such as bf16")
     spec, devices = resolve_model(model), resolve_cluster(cluster)
@@ -139,8 +141,8 @@ def plan_request(
         conditions=training_conditions(tokens, mtbf_hours, batch_ramp),
         objective=objective,
         precision=precision,
-        fix=fix,
-        memory_limit_bytes=None if memory is None else parse_bytes(str(memory), "--memory-limit"),
+        fix=require,
+        memory_limit_bytes=None if memory_limit is None else parse_bytes(str(memory_limit), "--memory-limit"),
         runnable=not anticipate,
         framework=_resolve_framework(framework, devices),
         compile=compile,

@@ -28,6 +28,7 @@ from muster.config.migrations import migrate
 from muster.interop.families import FAMILIES
 from muster.interop.hf_config import load_hf_model
 from muster.interop.weight_map import hf_shapes
+from muster.plugins.loader import PluginFile, load_plugins
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 from muster.spec.model import ModelSpec, parameter_shapes
 
@@ -153,6 +154,7 @@ def _open_native(folder: Path, model: ModelSpec | None) -> ModelDirectory:
     stored = NativeTensors(folder)
     manifest = stored.manifest
     run = folder.resolve().parent.parent
+    load_plugins(PluginFile.model_validate(plugin) for plugin in manifest.run.get("plugins") or ())
     return ModelDirectory(
         format="muster",
         folder=folder,

@@ -14,7 +14,6 @@ from muster.api.torch_import import import_torch_module
 from muster.cli.parser import Parser, find_subcommand, positive_int
 from muster.cli.progress import ByteProgress
 from muster.report.checkpoint import converted_lines, described_lines, diff_lines, pruned_lines, verified_lines
-from muster.spec.units import parse_bytes
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Formats of stored weights."""
@@ -53,29 +52,21 @@ SubcommandOutput = tuple[dict[str, Any], list[str], int]
 
 def _convert(args: argparse.Namespace) -> SubcommandOutput:
     """Convert a directory of weights to another format."""
+    from muster.api.trained_models import convert
     from muster.config.named_model import load_model
 
-    conversion = import_torch_module("muster.checkpoint.convert")
-    options = conversion.ConversionOptions(
-        target_format=args.to,
-        dtype=args.dtype,
-        max_shard_bytes=parse_bytes(args.max_shard_size, "--max-shard-size"),
-        tokenizer=args.tokenizer,
-        model=None if args.model is None else load_model(args.model),
-    )
-    with ByteProgress("writing") as progress:
-        done = conversion.convert(args.source, args.target, options, progress.add_total, progress.advance)
-    facts = {
-        "version": 1,
-        "source": {"path": str(done.source.folder), "format": done.source.format, "step": done.source.step},
-        "target": {"path": str(args.target), "format": args.to},
-        "tensors": done.tensors,
-        "parameters": done.parameters,
-        "bytes": done.nbytes,
-        "dtype": done.dtype,
-        "files": list(done.files),
-        "tokenizer": done.tokenizer,
-    }
+    with ByteProgress("writing") as bar:
+        facts = convert(
+            args.source,
+            args.target,
+            to=args.to,
+            dtype=args.dtype,
+            max_shard_size=args.max_shard_size,
+            tokenizer=args.tokenizer,
+            model=None if args.model is None else load_model(args.model),
+            set_total=bar.add_total,
+            progress=bar.advance,
+        )
     return facts, converted_lines(facts), 0
 
 

@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.cli.parser import Parser, find_subcommand, positive_int
 from muster.cli.progress import ByteProgress
 from muster.report.token_stores import check_lines, store_lines
-from muster.spec.errors import ConfigError, MusterError
-
-if TYPE_CHECKING:
-    from muster.data.prepare import PrepareOptions
+from muster.spec.errors import ConfigError
 
 SubcommandOutput = tuple[dict[str, Any], list[str], int]
 """JSON object, lines for people, exit code."""
@@ -29,14 +26,14 @@ def run(arguments: list[str]) -> int:
     try:
         facts, lines, code = act(args)
     except ConfigError as error:
-        raise ConfigError(keys_as_flags(str(error))) from None
+        raise ConfigError(keys_as_flags(str(error), _FLAGS)) from None
     print(json.dumps(facts) if args.json else "\n".join(lines))
     return code
 
 
-def keys_as_flags(sentence: str, **extra: str) -> str:
-    """Return an error sentence with run-file keys replaced by this verb's flags; `extra` has further names."""
-    return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: (_FLAGS | extra).get(key[1], key[0]), sentence)
+def keys_as_flags(sentence: str, flags: Mapping[str, str]) -> str:
+    """Return an error sentence with run-file keys below `data` replaced by a verb's flags."""
+    return re.sub(r"(?<![\w/.-])data\.(\w+)", lambda key: flags.get(key[1], key[0]), sentence)
 
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("tokenizer", "eos_token", "text_key", "chat_template")}
@@ -49,14 +46,9 @@ _FLAGS |= {"source": "SOURCE", "on_invalid_row": "--on-invalid-row", "max_bytes"
 
 def _prepare(args: argparse.Namespace) -> SubcommandOutput:
     """Make a token store, and an indexed data set of Megatron-LM where one is wanted."""
-    from muster.data.describe import describe, export_indexed
-    from muster.data.prepare import prepare
+    from muster.api.data import prepare_data
     from muster.data.sources import source_files
-    from muster.data.store import HEADER_FILE
 
-    what = _prepare_options(args)
-    if args.out.exists() and not (args.out / HEADER_FILE).exists():
-        raise ConfigError(f"--out {args.out} exists and is not a token store: choose another directory")
     with ByteProgress("preparing") as bar:
         bar.add_total(min(args.max_bytes or 1 << 62, sum(file.size_bytes for file in source_files(args.source))))
         seen = 0
@@ -66,58 +58,40 @@ def _prepare(args: argparse.Namespace) -> SubcommandOutput:
             bar.advance(done - seen)
             seen = done
 
-        store = prepare(what, args.out, progress)
-    if args.megatron is not None:
-        try:
-            export_indexed(store, args.megatron)
-        except OSError as error:
-            raise MusterError(f"{args.megatron}.bin can't be written: {error.strerror}") from error
-    facts = describe(store)
+        facts = prepare_data(
+            args.source,
+            args.out,
+            **_reading_arguments(args),
+            on_invalid_row=args.on_invalid_row,
+            max_bytes=args.max_bytes,
+            workers=args.workers,
+            megatron=args.megatron,
+            progress=progress,
+        )
     return facts, store_lines(facts), 0
 
 
 def _inspect(args: argparse.Namespace) -> SubcommandOutput:
     """Describe a token store."""
-    from muster.data.describe import describe, first_documents
-    from muster.data.store import TokenStore
-    from muster.data.tokenizer import load_tokenizer
+    from muster.api.data import inspect_data
 
-    tokenizer = load_tokenizer(args.tokenizer, args.eos_token) if args.documents else None
-    store = TokenStore.open(args.store, tokenizer)
-    facts = describe(store)
+    facts = inspect_data(args.store, documents=args.documents, tokenizer=args.tokenizer, eos_token=args.eos_token)
     lines = store_lines(facts)
-    if tokenizer is not None:
-        facts["texts"] = first_documents(store, args.documents, tokenizer)
-        lines += [f"document {number}: {text!r}" for number, text in enumerate(facts["texts"], 1)]
+    lines += [f"document {number}: {text!r}" for number, text in enumerate(facts.get("texts", ()), 1)]
     return facts, lines, 0
 
 
 def _check(args: argparse.Namespace) -> SubcommandOutput:
     """Check a token store, or a source of one."""
-    from muster.data.describe import check_source, check_store
-    from muster.data.store import TokenStore, is_store
-    from muster.data.tokenizer import load_tokenizer
+    from muster.api.data import check_data
 
-    if is_store(Path(args.source)):
-        tokenizer = load_tokenizer(args.tokenizer, args.eos_token) if args.tokenizer is not None else None
-        facts = check_store(TokenStore.open(Path(args.source), tokenizer))
-    else:
-        facts = check_source(_prepare_options(args))
+    facts = check_data(args.source, **_reading_arguments(args))
     return facts, check_lines(facts), 2 if facts.get("bad") else 0
 
 
-def _prepare_options(args: argparse.Namespace) -> "PrepareOptions":
-    """Return the options of reading a source, as the flags give them."""
-    from muster.data.chat import read_template
-    from muster.data.prepare import PrepareOptions
-    from muster.data.tokenizer import BYTES, load_tokenizer
-
-    tokenizer = load_tokenizer(args.tokenizer or BYTES, args.eos_token)
-    if args.chat_template is not None:
-        tokenizer.chat_template = read_template(args.chat_template, tokenizer.chat_template.special_tokens)
-    workers = getattr(args, "workers", None) or len(os.sched_getaffinity(0))
-    policy: Any = getattr(args, "on_invalid_row", "stop")
-    return PrepareOptions(args.source, tokenizer, getattr(args, "max_bytes", None), args.text_key, policy, workers)
+def _reading_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `_add_reading_flags`."""
+    return {key: getattr(args, key) for key in ("tokenizer", "eos_token", "chat_template", "text_key")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

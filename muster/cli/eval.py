@@ -6,13 +6,14 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
+from muster.api.defaults import DEFAULT_SAMPLES
 from muster.api.torch_import import import_torch_module
 from muster.cli.data import keys_as_flags
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
 
-DEFAULT_SAMPLES = 256
-"""Samples of each source, if not given."""
+_FLAGS = {key: f"--{key.replace('_', '-')}" for key in ("source", "tokenizer", "on_invalid_row")}
+"""Run-file keys below `data` → flags."""
 
 
 def run(arguments: list[str]) -> int:
@@ -20,12 +21,19 @@ def run(arguments: list[str]) -> int:
     args = _parse(arguments)
     if args.tasks is not None:
         return _run_tasks(args)
-    wanted = import_torch_module("muster.train.evaluate")
-    options = wanted.EvalOptions(args.place, args.source, args.tokenizer, args.seq_len, args.samples or DEFAULT_SAMPLES)
+    from muster.api.trained_models import evaluate
+
     try:
-        found = wanted.evaluate(options)
+        found = evaluate(
+            args.place,
+            source=args.source,
+            tokenizer=args.tokenizer,
+            on_invalid_row=args.on_invalid_row,
+            seq_len=args.seq_len,
+            samples=args.samples or DEFAULT_SAMPLES,
+        )
     except ConfigError as error:
-        raise (ConfigError(keys_as_flags(str(error), source="--source")) if args.source else error) from None
+        raise (ConfigError(keys_as_flags(str(error), _FLAGS)) if args.source else error) from None
     if args.json:
         print(json.dumps({"version": 1, "place": str(args.place), "sources": found}))
     else:
@@ -36,7 +44,9 @@ def run(arguments: list[str]) -> int:
 
 def _run_tasks(args: argparse.Namespace) -> int:
     """Run tasks of lm-evaluation-harness."""
-    if other := next((key for key in ("source", "tokenizer", "seq_len") if getattr(args, key) is not None), None):
+    if other := next(
+        (key for key in ("source", "tokenizer", "seq_len", "on_invalid_row") if getattr(args, key) is not None), None
+    ):
         raise ConfigError(f"--{other.replace('_', '-')} is not for --tasks, which bring their own data: leave it out")
     wanted = import_torch_module("muster.train.harness")
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
@@ -54,6 +64,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("place", type=Path, metavar="RUN|DIR", help="a run, a checkpoint, or a Hugging Face directory")
     parser.add_argument("--source", metavar="SOURCE", help="data to use instead of the run's validation split")
     parser.add_argument("--tokenizer", metavar="T", help="tokenizer to use instead of the run's or directory's")
+    parser.add_argument(
+        "--on-invalid-row",
+        choices=("stop", "skip"),
+        help="stop at an invalid row of --source, or skip it (default: the run's data.on_invalid_row, or stop)",
+    )
     parser.add_argument("--seq-len", type=positive_int, metavar="N", help="tokens of each sample (default: the run's)")
     parser.add_argument(
         "--samples",

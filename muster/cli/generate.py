@@ -2,63 +2,51 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from muster.api.torch_import import import_torch_module
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from muster.spec.text_generation import SamplingParams
 
 
 def run(arguments: list[str]) -> int:
     """Generate and print text. Returns the exit code."""
     args = _parse(arguments)
-    from muster.spec.plan import Plan
-    from muster.spec.plan_name import format_plan_name, parse_plan_name
-    from muster.spec.text_generation import require_generation_supported
+    from muster.api.trained_models import generate
+    from muster.spec.plan_name import format_plan_name
 
-    sampling = _sampling(args)
-    wanted = import_torch_module("muster.train.text_generation")
-    source = wanted.find_trained_model(args.run)
-    plan = parse_plan_name(args.plan, Plan(precision=source.plan.precision))
-    require_generation_supported(plan, source.model)
-    prompts = tuple(args.prompt)
     start_s = perf_counter()
-    request = wanted.GenerationRequest(
-        trained_model=source, plan=plan, prompts=prompts, max_new_tokens=args.tokens, sampling=sampling
-    )
-    texts = import_torch_module("muster.train.generate").run_generation(request)
+    try:
+        found = generate(
+            args.run,
+            args.prompt,
+            tokens=args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            plan=args.plan,
+        )
+    except ConfigError as error:
+        raise ConfigError(re.sub("^(temperature|top_[kp]|seed) ", _as_flag, str(error))) from None
     if args.json:
-        found = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        texts = [{"prompt": prompt, "text": text} for prompt, text in zip(found.prompts, found.texts, strict=True)]
         facts = {
             "version": 1,
-            "checkpoint": str(source.checkpoint),
-            "step": source.step,
-            "plan": format_plan_name(plan),
+            "checkpoint": str(found.checkpoint),
+            "step": found.step,
+            "plan": format_plan_name(found.plan),
         }
-        print(json.dumps(facts | {"time_s": perf_counter() - start_s, "texts": found}))
+        print(json.dumps(facts | {"time_s": perf_counter() - start_s, "texts": texts}))
         return 0
-    for prompt, text in zip(prompts, texts, strict=True):
+    for prompt, text in zip(found.prompts, found.texts, strict=True):
         print(prompt + text)
     return 0
 
 
-def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    """Return the sampling parameters. Raises ConfigError in terms of the flags."""
-    from pydantic import ValidationError
-
-    from muster.spec.text_generation import SamplingParams
-
-    try:
-        return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        flag = "--" + str(problem["loc"][0]).replace("_", "-")
-        raise ConfigError(f"{flag} {problem['input']}: {problem['msg'].lower()}") from None
+def _as_flag(argument: re.Match[str]) -> str:
+    return "--" + argument[0].replace("_", "-")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.api.torch_import import import_torch_module
 from muster.cli.parser import Override, Parser, positive_int, run_file_keys, split_overrides
 from muster.spec.errors import ConfigError
 
@@ -19,16 +18,18 @@ if TYPE_CHECKING:
 def run(arguments: list[str]) -> int:
     """Compare plans with one process. Returns the exit code: 1 when one differs."""
     args, overrides = _parse(arguments)
-    from muster.config.load_config import load_run_config
-    from muster.planner.auto import resolve_plan
+    from muster.api.trained_models import verify
 
-    file = args.file / "config.yaml" if args.file is not None and args.file.is_dir() else args.file
-    precision = [("parallel.precision", args.precision)] if args.precision else []
-    choices: list[list[Override]] = [[], *([("parallel", plan)] for plan in args.against)]
-    contenders = [load_run_config(args.preset, file, [*overrides, *choice, *precision]) for choice in choices]
-    plans = [resolve_plan(contender, None) for contender in contenders]
-    verify = import_torch_module("muster.train.verify.run").verify
-    verdicts = verify(contenders[0].config, plans, _run_dir(file, args.preset), args.steps, args.tolerance, _progress)
+    verdicts = verify(
+        args.file,
+        preset=args.preset,
+        against=args.against,
+        steps=args.steps,
+        tolerance=args.tolerance,
+        precision=args.precision,
+        progress=_progress,
+        **dict(overrides),
+    )
     _print(verdicts, args.steps, args.json)
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
 
@@ -74,13 +75,6 @@ def _tolerance(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, such as 1e-5, got '{text}'")
     return value
-
-
-def _run_dir(file: Path | None, preset: str | None) -> Path:
-    """Return the directory of the run, existing or not, so that its token store is found again."""
-    if file is None:
-        return Path("runs") / str(preset)
-    return file.parent if (file.parent / "plan.yaml").exists() else Path("runs") / file.stem
 
 
 def _progress(sentence: str) -> None:

@@ -8,6 +8,7 @@ today's names only, with the schema version of `SCHEMAS`. A rename needs one lin
 * `VALUES`: the same for single values of a key, such as `recompute: selective`.
 * `PLAN_PARTS`: parts of a plan's short name (kept in `muster.spec.former_names`, for the parser).
 * `FLAGS`: per verb, former command-line flag → today's; `*` holds for all verbs.
+* `ARGUMENTS`: per function of `import muster`, former argument → today's.
 * `INSTRUCTIONS`: former instruction kinds of program texts and timelines.
 
 A plan inside another file ("run": below `parallel`) takes part with the rows of "plan".
@@ -21,6 +22,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.former_names import PLAN_PARTS, report_renames
 
 __all__ = [
+    "ARGUMENTS",
     "FLAGS",
     "INSTRUCTIONS",
     "KEYS",
@@ -141,6 +143,11 @@ FLAGS: dict[str, dict[str, str]] = {
     "data check": {"--end-token": "--eos-token"},
 }
 """Verb (`*`: all) → former flag → today's, each with its dashes; empty for a switch that is the default today."""
+
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "plan": {"fix": "require", "memory": "memory_limit", "limit_s": "time_limit", "runnable": ""},
+}
+"""Function of `import muster` → former argument → today's; none where True is what holds without it."""
 
 INSTRUCTIONS: dict[str, str] = {
     "SF": "SEND_F",

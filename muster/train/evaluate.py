@@ -15,7 +15,8 @@ from muster.checkpoint.manifest import MANIFEST
 from muster.config.load_config import load_run_config
 from muster.config.named_model import HF_PREFIX, load_model
 from muster.config.run_config import DataConfig
-from muster.data.dataset import IGNORE_INDEX, Batch, Dataset
+from muster.data.dataset import IGNORE_INDEX, Batch, Dataset, require_known_ids
+from muster.data.invalid_rows import InvalidRowPolicy
 from muster.data.tokenizer import Tokenizer
 from muster.layout.tensor_layout import TensorLayout
 from muster.model.decoder import Decoder
@@ -47,6 +48,13 @@ class EvalOptions:
     seq_len: int | None = None
     samples: int = 256
     """Largest number of samples of each source."""
+    on_invalid_row: InvalidRowPolicy | None = None
+    """Treatment of invalid rows of `source`; None: as the run treats its own."""
+
+    def data_config(self, own: DataConfig) -> DataConfig:
+        """Return how `source` is read: as the model's own data, but for what these options say."""
+        given = {"tokenizer": self.tokenizer, "on_invalid_row": self.on_invalid_row}
+        return own.model_copy(update={key: value for key, value in given.items() if value is not None})
 
 
 def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
@@ -62,27 +70,35 @@ def evaluate(options: EvalOptions) -> dict[str, dict[str, float]]:
     spec = load_model(f"{HF_PREFIX}{place}")
     model, layouts = build_inference_decoder(spec, "fp32", device, None)
     load_initial_weights(place, spec, _pieces(model, layouts))
-    data = DataConfig(source=options.source or "", tokenizer=options.tokenizer or str(place))
+    data = options.data_config(DataConfig(source=options.source or "", tokenizer=str(place)))
     if not options.source:
         raise ConfigError(f"{place} has no data of its own: name some with --source")
     seq_len = options.seq_len or min(MAX_SEQ_LEN, spec.max_positions or MAX_SEQ_LEN)
+    _require_positions(spec, seq_len)
     own = _open_whole_dataset(options.source, data, run_tokenizer(data), spec, seq_len, Path(".data"))
-    return {"all": _loss(model, _train_batches(own, options.samples), device)}
+    return {"all": _loss(model, spec.vocab_size, _train_batches(own, options.samples), device)}
 
 
 def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[str, float]]:
+    for key in ("tokenizer", "on_invalid_row"):
+        if options.source is None and getattr(options, key) is not None:
+            raise ConfigError(
+                f"--{key.replace('_', '-')} {getattr(options, key)} is for the data of --source, which is missing: a"
+                " run's validation samples are tokens already"
+            )
     source = find_trained_model(options.model_path)
     run_dir = source.checkpoint.parent.parent
     config = load_run_config(None, run_dir / "config.yaml", []).config
+    seq_len = options.seq_len or config.train.seq_len
+    _require_positions(source.model, seq_len)
     model, layouts = build_inference_decoder(source.model, "fp32", device, None)
     load(source.checkpoint, _pieces(model, layouts), convert=True)
-    seq_len = options.seq_len or config.train.seq_len
     if options.source is not None:
-        data = config.data.model_copy(update={"tokenizer": options.tokenizer or config.data.tokenizer})
+        data = options.data_config(config.data)
         own = _open_whole_dataset(
             options.source, data, run_tokenizer(data), config.model, seq_len, token_store_folder(data, run_dir)
         )
-        return {"all": _loss(model, _train_batches(own, options.samples), device)}
+        return {"all": _loss(model, source.model.vocab_size, _train_batches(own, options.samples), device)}
     dataset = open_dataset(
         config.model_copy(update={"train": config.train.model_copy(update={"seq_len": seq_len})}), run_dir
     )
@@ -91,10 +107,19 @@ def _evaluate_run(options: EvalOptions, device: torch.device) -> dict[str, dict[
         count = min(options.samples, part.num_validation_samples)
         if count:
             batches = (part.validation_batch(at, min(BATCH_SIZE, count - at)) for at in range(0, count, BATCH_SIZE))
-            found[name] = _loss(model, batches, device)
+            found[name] = _loss(model, source.model.vocab_size, batches, device)
     if not found:
         raise ConfigError(f"{run_dir} holds nothing out (data.validation_split 0): name other data with --source")
     return found
+
+
+def _require_positions(spec: ModelSpec, seq_len: int) -> None:
+    """Raise ConfigError for samples that are longer than the model's learned positions."""
+    if spec.position == "learned" and seq_len > (spec.max_positions or 0):
+        raise ConfigError(
+            f"--seq-len {seq_len} is longer than the model's {spec.max_positions} learned positions: expected at most"
+            f" {spec.max_positions}"
+        )
 
 
 def _open_whole_dataset(
@@ -115,9 +140,10 @@ def _pieces(model: Decoder, layouts: Mapping[str, TensorLayout]) -> list[LocalSh
 
 
 @torch.no_grad()
-def _loss(model: Decoder, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
+def _loss(model: Decoder, vocab_size: int, batches: Iterator[Batch], device: torch.device) -> dict[str, float]:
     total, count = 0.0, 0
     for batch in batches:
+        require_known_ids(batch, vocab_size)
         filled = 1 + int(np.flatnonzero((batch.labels_BS != IGNORE_INDEX).any(0)).max(initial=0))
         tokens_BS, labels_BS = (
             torch.from_numpy(array[:, :filled]).to(device) for array in (batch.tokens_BS, batch.labels_BS)

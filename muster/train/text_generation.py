@@ -1,6 +1,7 @@
 """Text generation from a trained model on disk: finding the model, and generating on one rank."""
 
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from muster.checkpoint.initial_weights import load_initial_weights
 from muster.checkpoint.local_shard import LocalShard
 from muster.checkpoint.manifest import MANIFEST, read_manifest
 from muster.checkpoint.model_directory import model_weights, open_directory
+from muster.checkpoint.tensors import TensorSource
 from muster.config.load_config import load_run_config, plan_from_tree
 from muster.config.migrations import migrate
 from muster.config.run_config import DataConfig
 from muster.data.blended_dataset import BlendedDataset
 from muster.data.dataset import Dataset, SampleStream
 from muster.data.tokenizer import Tokenizer
+from muster.model.dtypes import DTYPES
 from muster.model.generation import generate
 from muster.parallel.axis import TensorAxis
 from muster.parallel.inference import all_gather_logits, build_inference_decoder
@@ -25,7 +28,7 @@ from muster.plugins.loader import require_unchanged_plugins
 from muster.spec.base import Frozen
 from muster.spec.errors import ConfigError, MusterError
 from muster.spec.model import ModelSpec
-from muster.spec.plan import Plan
+from muster.spec.plan import Plan, Precision
 from muster.spec.text_generation import SamplingParams
 from muster.train.data import run_tokenizer
 
@@ -90,7 +93,7 @@ def find_trained_model(path: Path) -> TrainedModel:
 def _find_converted_model(path: Path) -> TrainedModel:
     """Find the model of a directory that `muster checkpoint convert` or another program wrote. Raises ConfigError."""
     directory = open_directory(path)
-    model_weights(directory)
+    weights = model_weights(directory)
     assert directory.model is not None
     run = migrate("run", directory.manifest.run, str(path)) if directory.manifest is not None else {}
     context = run.get("train", {}).get("seq_len") or directory.model.max_positions
@@ -110,9 +113,18 @@ def _find_converted_model(path: Path) -> TrainedModel:
         step=directory.step or 0,
         model=directory.model,
         context_length=context,
-        plan=plan_from_tree(directory.plan or {}, "the checkpoint's plan"),
+        plan=plan_from_tree(directory.plan or {"precision": _stored_precision(weights)}, "the checkpoint's plan"),
         data=data,
     )
+
+
+def _stored_precision(weights: TensorSource) -> Precision:
+    """Return the precision that keeps the weights as they are stored: that of most of their elements."""
+    numel: Counter[torch.dtype] = Counter()
+    for meta in weights.metas.values():
+        numel[meta.dtype] += meta.numel
+    dtype = numel.most_common(1)[0][0]
+    return next((precision for precision, known in DTYPES.items() if known == dtype), "fp32")
 
 
 def sample_prompt(dataset: SampleStream, tokenizer: Tokenizer, context: int) -> str:

@@ -1,0 +1,117 @@
+"""Python forms of `muster data`: each returns the facts that the verb prints with `--json`."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from muster.api.inputs import require_positive_int, require_text
+from muster.spec.errors import ConfigError, MusterError
+
+if TYPE_CHECKING:
+    from muster.data.prepare import PrepareOptions
+
+
+def prepare_data(
+    source: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    chat_template: str | Path | None = None,
+    text_key: str | None = None,
+    on_invalid_row: Literal["stop", "skip"] = "stop",
+    max_bytes: int | None = None,
+    workers: int | None = None,
+    megatron: str | Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Make a token store in the directory `out`, or resume an interrupted preparation, and return its facts; the
+    arguments are the flags of `muster data prepare`.
+
+    `progress` receives the bytes of the source done so far. Raises ConfigError for data that can't be read, MusterError
+    where the store can't be written.
+    """
+    from muster.data.describe import describe, export_indexed
+    from muster.data.prepare import prepare
+    from muster.data.store import HEADER_FILE
+
+    require_text("out", out, "a directory")
+    directory = Path(out)
+    options = _options(source, tokenizer, eos_token, chat_template, text_key, on_invalid_row, max_bytes, workers)
+    if directory.exists() and not (directory / HEADER_FILE).exists():
+        raise ConfigError(f"{directory} exists and is not a token store: choose another directory")
+    store = prepare(options, directory, progress)
+    if megatron is not None:
+        try:
+            export_indexed(store, Path(megatron))
+        except OSError as error:
+            raise MusterError(f"{megatron}.bin can't be written: {error.strerror}") from error
+    return describe(store)
+
+
+def inspect_data(
+    store: str | Path, *, documents: int | None = None, tokenizer: str | None = None, eos_token: str | None = None
+) -> dict[str, Any]:
+    """Return the facts of a token store, with the beginnings of its first `documents` as `texts`.
+
+    Raises ConfigError.
+    """
+    from muster.data.describe import describe, first_documents
+    from muster.data.store import TokenStore
+    from muster.data.tokenizer import BYTES, load_tokenizer
+
+    require_text("store", store, "a token store's directory")
+    found = load_tokenizer(tokenizer or BYTES, eos_token) if require_positive_int("documents", documents) else None
+    opened = TokenStore.open(Path(store), found)
+    facts = describe(opened)
+    if found is not None and documents:
+        facts["texts"] = first_documents(opened, documents, found)
+    return facts
+
+
+def check_data(
+    source: str | Path,
+    *,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    chat_template: str | Path | None = None,
+    text_key: str | None = None,
+) -> dict[str, Any]:
+    """Read a whole token store or source, and return its size and its invalid rows. Raises ConfigError for a damaged
+    store."""
+    from muster.data.describe import check_source, check_store
+    from muster.data.store import TokenStore, is_store
+    from muster.data.tokenizer import load_tokenizer
+
+    require_text("source", source, "a token store, or a file or directory of texts")
+    if is_store(Path(source)):
+        found = load_tokenizer(tokenizer, eos_token) if tokenizer is not None else None
+        return check_store(TokenStore.open(Path(source), found))
+    return check_source(_options(source, tokenizer, eos_token, chat_template, text_key))
+
+
+def _options(
+    source: str | Path,
+    tokenizer: str | None,
+    eos_token: str | None,
+    chat_template: str | Path | None,
+    text_key: str | None,
+    on_invalid_row: Literal["stop", "skip"] = "stop",
+    max_bytes: int | None = None,
+    workers: int | None = None,
+) -> "PrepareOptions":
+    """Return how a source is read."""
+    from muster.data.chat import read_template
+    from muster.data.prepare import PrepareOptions
+    from muster.data.tokenizer import BYTES, load_tokenizer
+
+    require_text("source", source, "a file, a directory or python-stdlib")
+    if on_invalid_row not in ("stop", "skip"):
+        raise ConfigError(f"on_invalid_row: expected stop or skip, got {on_invalid_row!r}")
+    found = load_tokenizer(str(tokenizer or BYTES), eos_token)
+    if chat_template is not None:
+        found.chat_template = read_template(Path(chat_template), found.chat_template.special_tokens)
+    count = require_positive_int("workers", workers) or len(os.sched_getaffinity(0))
+    limit = require_positive_int("max_bytes", max_bytes)
+    return PrepareOptions(str(source), found, limit, text_key, on_invalid_row, count)
