@@ -31,10 +31,10 @@ def _request(model: str, cluster: str, seq_len: int, batch: int, **fixed: int) -
 @pytest.mark.parametrize(
     ("cluster", "asked"),
     [
-        ("8xh100", {"global_batch": 16, "fix": "cp1"}),
+        ("8xh100", {"global_batch": 16, "require": "cp1"}),
         ("7xh100", {"global_batch": 28}),
         ("8xh100", {"global_batch": 1, "seq_len": 8192}),
-        ("8xh100", {"global_batch": 32, "fix": "cp1-pp2", "objective": "cost"}),
+        ("8xh100", {"global_batch": 32, "require": "cp1-pp2", "objective": "cost"}),
     ],
 )
 def test_no_change_makes_the_best_faster_and_each_is_what_predict_says(cluster, asked):
