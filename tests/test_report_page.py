@@ -12,10 +12,11 @@ import pytest
 from muster.cli.main import main
 from muster.config.cluster_files import load_cluster
 from muster.config.named_model import load_model
+from muster.planner.training_cost import training_cost
 from muster.report.page import render_report, write_report
 from muster.report.prediction import prediction_page
 from muster.simulate.predict import predict
-from muster.spec.plan_name import parse_plan_name
+from muster.spec.plan_name import format_plan_name, parse_plan_name
 from muster.spec.workload import Workload
 from tests.chromium import Browser
 from tests.page_audit import audit, blank_pictures
@@ -49,6 +50,13 @@ def example_page(example: str) -> str:
     return render_report(EXAMPLES[example]())
 
 
+SIDEWAYS = (
+    "[...document.querySelectorAll('*')].filter(e => e.scrollWidth > e.clientWidth + 1"
+    " && /auto|scroll/.test(getComputedStyle(e).overflowX)).map(e => e.className)"
+)
+"""Boxes of a page that scroll sideways."""
+
+
 def test_nothing_to_complain_about_in_a_prediction(browser: Browser, tmp_path: Path) -> None:
     """The prediction has many ranks, and memory with more columns than a window."""
     model, cluster, workload = (
@@ -57,10 +65,30 @@ def test_nothing_to_complain_about_in_a_prediction(browser: Browser, tmp_path: P
         Workload(seq_len=4096, global_batch_size=64),
     )
     found = predict(model, parse_plan_name("dp2-tp4-pp8-mb1-z1-sp"), workload, cluster)
-    (tmp_path / "prediction.html").write_text(prediction_page(found, "llama3-8b on 64xa100"))
+    training = training_cost(found, 1e12)
+    (tmp_path / "prediction.html").write_text(prediction_page(found, "llama3-8b on 64xa100", training))
     for width, scheme in WINDOWS:
         page = browser.open(tmp_path / "prediction.html", width, dark=scheme == "dark")
         assert audit(page, pictures=1) == []
+    page = browser.open(tmp_path / "prediction.html", 1280)
+    assert page.evaluate(SIDEWAYS) == []
+    text = page.evaluate("document.body.innerText")
+    for words in ("dp2-tp4-sp-pp8-mb1-z1-bf16", "64 sequences × 4,096", "1f1b, 32 micro-batches of 1", "64xa100"):
+        assert words in text
+    assert "The whole training" in text
+
+
+def test_a_prediction_that_does_not_fit_keeps_all_changes(browser: Browser, tmp_path: Path) -> None:
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    own = load_model("llama3-8b"), parse_plan_name("dp2-pp4-z1"), workload, load_cluster("8xa100-40")
+    found = predict(*own)
+    assert len(found.memory_fixes) > 1
+    (tmp_path / "prediction.html").write_text(prediction_page(found, "llama3-8b on 8xa100-40"))
+    page = browser.open(tmp_path / "prediction.html", 1280)
+    assert page.evaluate(SIDEWAYS) == []
+    text = page.evaluate("document.body.innerText")
+    for fix in found.memory_fixes:
+        assert f"{', '.join(fix.changes)}: {format_plan_name(fix.plan)}" in text
 
 
 @pytest.mark.parametrize("count", [3, 12])

@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
         from muster.report.page import write_page
         from muster.report.prediction import prediction_page
 
-        write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}"))
+        write_page(args.html, prediction_page(prediction, f"{args.model} on {args.cluster}", training))
     if args.json:
         from muster.report.prediction import prediction_json
 

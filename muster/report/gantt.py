@@ -21,7 +21,9 @@ _VIEW_BOX = 100_000
 """Width of a picture in its own units; times are rounded to that many parts of the axis."""
 _DIGIT_PX = 7
 """Width of a digit."""
-_MIN_WIDTH_PX, _MAX_WIDTH_PX = 560, 3200
+_MIN_WIDTH_PX, _MAX_WIDTH_PX = 560, 1000
+"""Least widths of a picture, which is as wide as the page where that is wider: on a window of 1,280 pixels nothing
+scrolls sideways."""
 _MAX_TALL_ROWS = 16
 """Most ranks that are drawn in tall rows with numbers."""
 _LANE_NAMES: dict[Lane, str] = {

@@ -1,5 +1,6 @@
 """Prediction for people, in the terminal and as a page."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from muster.report.formatting import format_bytes, format_count, format_fraction
 from muster.report.gantt import draw_timelines
 from muster.report.html import Html, element
 from muster.report.page import description_list, page, section
+from muster.report.terminal import plan_rows
 from muster.report.timeline_rows import evenly_spaced
 from muster.report.training import format_kwh, price_json, price_note, training_json, training_lines
 from muster.simulate.predict import Prediction, RankMemory
@@ -171,16 +173,50 @@ def align_columns(rows: Sequence[TableRow]) -> list[str]:
     ]
 
 
-def prediction_page(prediction: Prediction, title: str) -> str:
+def prediction_page(prediction: Prediction, title: str, training: TrainingCost | None = None) -> str:
     """Return the prediction as a self-contained HTML page."""
-    header = element("header", element("h1", title), description_list(dict(headline_figures(prediction)), "figures"))
+    plan, workload = prediction.plan, prediction.workload
+    what = plan_rows(plan, prediction.model, workload, plan.num_micro_batches(workload))
+    what = [("batch" if name == "step" else name, text) for name, text in what]
+    what.append(("cluster", prediction.cluster.name or prediction.cluster.device.name))
+    name = element("p", "plan ", element("code", format_plan_name(plan)), class_="plan")
+    whole = [] if training is None else [line.partition(" ") for line in training_lines(training, prediction.cluster)]
     return page(
         title,
-        header,
+        element("header", element("h1", title), name, description_list(_short_figures(prediction), "figures")),
+        section("The step", _text_table([*what, *headline_figures(prediction)])),
+        section(
+            "The whole training", _text_table([(head, re.sub(" {2,}", ", ", text.strip())) for head, _, text in whole])
+        )
+        if whole
+        else "",
         section("Where the time goes", html_table([("", "time", "of the step"), *time_breakdown_rows(prediction)])),
         section("One step", draw_timelines(prediction.timeline)),
-        section("Memory", _scrolling_table(html_table(memory_rows(prediction)))) if prediction.memory else "",
+        section("Memory", _scrolling_table(html_table(_by_term(memory_rows(prediction))))) if prediction.memory else "",
     )
+
+
+def _short_figures(prediction: Prediction) -> dict[str, str | None]:
+    """Return the figures that stand large above the page."""
+    fits = {True: "yes", False: "no", None: "N/A"}[prediction.fits]
+    return {
+        "step": format_seconds(prediction.step_time_s),
+        "bubble": format_fraction(prediction.bubble_fraction),
+        "tokens/s": format_count(prediction.tokens_per_s),
+        "MFU, full attention": None if prediction.mfu is None else format_fraction(prediction.mfu),
+        "fits in memory": fits,
+    }
+
+
+def _text_table(rows: Sequence[tuple[str, str]]) -> Html:
+    """Return names and texts as a table whose texts may have several lines."""
+    cells = (element("tr", element("th", name, scope="row"), element("td", text)) for name, text in rows)
+    return element("table", element("tbody", *cells), class_="texts")
+
+
+def _by_term(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Return the table of memory with a column for each rank: there are more terms than a window has room for."""
+    return [tuple(cells) for cells in zip(*rows, strict=True)]
 
 
 def html_table(rows: Sequence[TableRow]) -> Html:

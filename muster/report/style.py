@@ -67,6 +67,9 @@ svg .idle{stroke:var(--idle)}.swatch.idle{background:var(--idle)}
 table{border-collapse:collapse;width:100%;max-width:760px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:8px 0 8px 14px;border-bottom:1px solid var(--rule);vertical-align:baseline}
 th:first-child,td:first-child{text-align:left;padding-left:0}
+.texts{max-width:none}
+.texts th{white-space:nowrap;color:var(--quiet);width:1%}
+.texts td{white-space:normal;text-align:left;overflow-wrap:anywhere}
 .wide{overflow-x:auto}
 .wide table{max-width:none;width:auto}
 .wide th,.wide td{white-space:nowrap;padding-left:26px}

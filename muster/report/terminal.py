@@ -50,10 +50,14 @@ def comparison_table(rows: Sequence[PredictedVsMeasured]) -> Table:
 
 
 def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches: int) -> str:
-    """Return the plan in a few aligned lines: name and hash, ranks, stages with their layers, micro-batches,
-    storage."""
+    """Return the plan in a few aligned lines."""
+    return "\n".join(f"{name:9} {text}" for name, text in plan_rows(plan, model, workload, n_micro_batches))
+
+
+def plan_rows(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches: int) -> list[tuple[str, str]]:
+    """Return the plan in rows: name and hash, ranks, stages with their layers, micro-batches, storage, batch."""
     size = format_count(model.num_parameters)
-    lines = [
+    return [
         ("plan", f"{format_plan_name(plan)}  ({plan.hash})"),
         ("model", f"{model.name}, {model.num_layers} layers, {size} parameters"),
         ("ranks", _degrees(plan)),
@@ -66,7 +70,6 @@ def plan_lines(plan: Plan, model: ModelSpec, workload: Workload, n_micro_batches
             f"{workload.global_batch_size} sequences × {workload.seq_len:,} = {workload.tokens_per_step:,} tokens",
         ),
     ]
-    return "\n".join(f"{name:9} {text}" for name, text in lines)
 
 
 def _degrees(plan: Plan) -> str:
