@@ -1,12 +1,15 @@
 """Comparison of several runs by `muster report`: figures and differences in one page."""
 
+import fcntl
 import json
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from muster.cli.main import main
+from muster.config.load_config import load_run_config
 from tests.report_example import MIB, metrics, write_run
 
 
@@ -98,3 +101,65 @@ def test_incomparable_runs_are_refused(
     assert main(["report", *map(str, runs)]) == 2
     assert words in (said := capsys.readouterr().err)
     assert said.count("\n") == 1
+
+
+# --- a run that has not finished ---
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (None, "ended without a word at {}: it was killed, or its machine was lost"),
+        ({"code": 75, "reason": "stopped by SIGTERM", "time": 1e9}, "stopped at {}: stopped by SIGTERM"),
+        ({"code": 1, "reason": "rank 1: full", "time": 1e9}, "failed with exit code 1 at {}: rank 1: full"),
+        ({"code": 0, "reason": "finished", "time": 1e9}, "finished at {}"),
+    ],
+)
+def test_a_run_without_a_report_shows_what_there_is(
+    ended: dict[str, Any] | None, status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = metrics(50)
+    rows[9]["eval/loss"] = 2.5
+    run = write_run(tmp_path / "run", rows, ended=False)
+    if ended is not None:
+        (run / "exit.json").write_text(json.dumps(ended))
+    assert main(["report", str(run)]) == 0
+    page = (run / "progress.html").read_text()
+    (said, path) = capsys.readouterr().out.splitlines()
+    assert said == status.format(f"step 50 of {load_run_config('tiny', None, []).config.train.num_steps}")
+    assert path == f"report: {run / 'progress.html'}"
+    assert said in unescape(page)
+    assert "validation</span>" in page
+    assert "One step, predicted and measured" not in page
+    assert 'http-equiv="refresh"' not in page
+    assert not (run / "report.html").exists()
+
+
+def test_a_run_that_trains_is_followed_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", metrics(3), ended=False)
+    holder = (run / ".lock").open("w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    def train_on(_: float) -> None:
+        assert 'http-equiv="refresh"' in (run / "progress.html").read_text()
+        if len(pages) == 1:
+            holder.close()
+            (run / "report.html").write_text("done")
+        pages.append((run / "progress.html").read_text())
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics(9)[-1]) + "\n")
+
+    pages: list[str] = []
+    monkeypatch.setattr("muster.cli.report.sleep", train_on)
+    assert main(["report", str(run), "--follow"]) == 0
+    first, second, path = capsys.readouterr().out.splitlines()
+    assert first.startswith("running: step 3")
+    assert second.startswith("running: step 9")
+    assert path == f"report: {run / 'report.html'}"
+
+
+def test_following_is_for_one_run(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *map(str, two), "--follow"]) == 2
+    assert "--follow is for the page of one run" in capsys.readouterr().err

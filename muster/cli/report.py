@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING
 
 from muster.cli.parser import Parser
@@ -13,19 +14,27 @@ if TYPE_CHECKING:
 MAX_RUNS = 12
 """Most runs of a comparison: colours times line styles that are distinguishable."""
 
+FOLLOW_INTERVAL_S = 5
+"""Seconds between pages of a run that is followed."""
+
 
 def run(arguments: list[str]) -> int:
     """Show the report. Returns the exit code."""
-    parser = Parser("report", "Show the report of a run, or compare several runs in one page.")
+    parser = Parser(
+        "report",
+        "Show the report of a run, or compare several runs in one page. A run that is training, was stopped or failed"
+        " gets a page of what there is so far, progress.html.",
+    )
     add = parser.add_argument
     add("runs", type=Path, metavar="RUN", nargs="+", help="a run directory, such as runs/demo; several are compared")
     add("--html", type=Path, metavar="FILE", help="path of the comparison page (default: comparison.html)")
+    add("--follow", action="store_true", help="write the page of a run that is training anew until it ends")
     add("--json", action="store_true", help="print one JSON object: figures and differences")
     args = parser.parse(arguments)
+    if args.follow and (len(args.runs) > 1 or args.json or args.html):
+        raise ConfigError("--follow is for the page of one run: leave out --json, --html and other runs")
     if len(args.runs) == 1 and not args.json and args.html is None:
-        from muster.report.run_files import report_path
-
-        print(f"report: {report_path(args.runs[0])}")
+        _show_run(args.runs[0], args.follow)
         return 0
     if len(args.runs) > MAX_RUNS:
         raise ConfigError(
@@ -33,6 +42,26 @@ def run(arguments: list[str]) -> int:
         )
     _compare(args.runs, args.html or (None if args.json else Path("comparison.html")), args.json)
     return 0
+
+
+def _show_run(run_dir: Path, follow: bool) -> None:
+    """Print where the report of one run is: its own, or one of what there is so far, written anew while it is
+    followed."""
+    report, status = run_dir / "report.html", ""
+    while not report.exists():
+        from muster.report.page import render_report, write_page
+        from muster.report.unfinished_run import unfinished_run
+
+        found, page = unfinished_run(run_dir), run_dir / "progress.html"
+        write_page(page, render_report(found.report, FOLLOW_INTERVAL_S if follow and found.is_running else None))
+        if found.status != status:
+            status = found.status
+            print(status, flush=True)
+        if not (follow and found.is_running):
+            report = page
+            break
+        sleep(FOLLOW_INTERVAL_S)
+    print(f"report: {report}")
 
 
 def _compare(directories: list[Path], html: Path | None, as_json: bool) -> None:

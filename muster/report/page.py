@@ -43,30 +43,32 @@ def write_page(path: Path, text: str) -> None:
         raise MusterError(f"the report can't be written to {path}: {error.strerror}") from error
 
 
-def render_report(data: ReportData) -> str:
-    """Return the page as text."""
+def render_report(data: ReportData, refresh_s: int | None = None) -> str:
+    """Return the page as text; with `refresh_s` the browser reads it again so often."""
     version = f" {data.facts.muster_version}" if data.facts.muster_version else ""
     return page(
         data.title,
         _header(data),
         section("Training", _charts(data)),
-        section("One step, predicted and measured", draw_timelines(data.predicted, data.measured)),
+        _timelines(data),
         section("Prediction against measurement", _comparison(data.comparison)) if data.comparison else "",
         section("A sample", _sample(data)) if data.sample_prompt or data.sample_text else "",
         section("Notes", element("ul", *(element("li", note) for note in data.notes))) if data.notes else "",
         section("The run", _facts(data)),
         element("footer", f"Written by Muster{version}."),
+        refresh_s=refresh_s,
     )
 
 
-def page(title: str, *parts: str) -> str:
-    """Return a whole page as text; it opens offline and loads nothing."""
+def page(title: str, *parts: str, refresh_s: int | None = None) -> str:
+    """Return a whole page as text; it opens offline and loads nothing, with `refresh_s` but itself."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", http_equiv="refresh", content=str(refresh_s)) if refresh_s else "",
         element("title", f"{title} – Muster"),
         element("style", Html(style_sheet())),
     )
@@ -93,7 +95,15 @@ def _header(data: ReportData) -> Html:
         "MFU, median": _median(data, "perf/mfu", format_fraction),
     }
     plan = element("p", "plan ", element("code", data.plan_name), class_="plan")
-    return element("header", element("h1", data.title), plan, description_list(figures, "figures"))
+    status = element("p", data.status, class_="status") if data.status else ""
+    return element("header", element("h1", data.title), plan, status, description_list(figures, "figures"))
+
+
+def _timelines(data: ReportData) -> Html:
+    """Return the section of one step on all ranks, where there is one."""
+    if data.predicted is None or data.measured is None:
+        return Html("")
+    return section("One step, predicted and measured", draw_timelines(data.predicted, data.measured))
 
 
 def description_list(values: dict[str, str | None], style: str) -> Html:

@@ -45,13 +45,16 @@ class ReportData:
     facts: RunInfo
     metrics: Sequence[Mapping[str, Any]]
     """Rows of metrics.jsonl. Where a resumed run wrote a step again, the later row counts."""
-    predicted: Timeline
-    measured: Timeline
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    """One step of every rank; None before the training has ended."""
     comparison: Sequence[PredictedVsMeasured] = ()
     validation_loss: float | None = None
     sample_prompt: str = ""
     sample_text: str = ""
     notes: Sequence[str] = ()
+    status: str = ""
+    """State of a run that has not finished."""
 
     @property
     def validation_perplexity(self) -> float | None:

@@ -39,13 +39,17 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     return [_read(path, name) for path, name in zip(directories, names, strict=True)]
 
 
-def report_path(run_dir: Path) -> Path:
-    """Return the path of a run's page. Raises ConfigError where it has none."""
-    _require_folder(run_dir)
-    path = run_dir / "report.html"
-    if not path.exists():
-        raise ConfigError(f"{run_dir} has no report yet: expected a run directory whose training has ended")
-    return path
+def read_run_config(run_dir: Path) -> dict[str, Any]:
+    """Return config.yaml by dotted key, without its plan. Raises ConfigError for a directory that is no run."""
+    _require_file(run_dir, "config.yaml")
+    tree = migrate("run", _yaml(run_dir / "config.yaml"), str(run_dir / "config.yaml"))
+    return {key: value for key, value in flatten(tree) if not key.startswith("parallel.")}
+
+
+def read_run_plan(run_dir: Path) -> Plan:
+    """Return the plan of the last attempt. Raises ConfigError for a directory that is no run."""
+    _require_file(run_dir, "plan.yaml")
+    return load_plan(run_dir / "plan.yaml")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -61,23 +65,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(directory: Path, name: str) -> RunRecord:
-    _require_folder(directory)
-    for file in ("config.yaml", "plan.yaml"):
-        if not (directory / file).exists():
-            raise ConfigError(f"{directory} is no run directory: it has no {file}, which 'muster train' writes")
+    config, plan = read_run_config(directory), read_run_plan(directory)
     metrics = read_metrics(directory / "metrics.jsonl")
     if not metrics:
         raise ConfigError(
             f"{directory} has no steps: its metrics.jsonl is empty or missing, so nothing can be compared"
         )
-    tree = migrate("run", _yaml(directory / "config.yaml"), str(directory / "config.yaml"))
-    config = {key: value for key, value in flatten(tree) if not key.startswith("parallel.")}
-    return RunRecord(name, directory, load_plan(directory / "plan.yaml"), config, metrics, _result(directory))
+    return RunRecord(name, directory, plan, config, metrics, _result(directory))
 
 
-def _require_folder(run_dir: Path) -> None:
+def _require_file(run_dir: Path, file: str) -> None:
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}")
+    if not (run_dir / file).exists():
+        raise ConfigError(f"{run_dir} is no run directory: it has no {file}, which 'muster train' writes")
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ section{margin-top:52px;border-top:1px solid var(--rule);padding-top:22px}
 p{margin:0 0 10px;max-width:72ch}
 code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace}
 figure{margin:0;min-width:0}
+.status{margin:4px 0 0;font-weight:600;overflow-wrap:anywhere}
 .plan{font-size:14px;color:var(--quiet);overflow-wrap:anywhere}
 .quiet,.unit{color:var(--quiet);font-size:13px}
 .figures{display:flex;flex-wrap:wrap;gap:22px 48px;margin:34px 0 0}

@@ -16,7 +16,6 @@ from muster.config.run_config import RunConfig
 from muster.config.yaml_writer import write_atomically, yaml_text
 from muster.launch.nodes.rendezvous_config import RendezvousConfig
 from muster.planner.auto import ChosenPlan
-from muster.report.run_files import report_path
 from muster.spec.errors import InfeasibleError
 from muster.spec.plan import Plan
 from muster.train.data import describe_data, describe_epochs, describe_missing_validation, open_dataset
@@ -68,7 +67,7 @@ def prepare(resolved: ResolvedConfig, chosen: ChosenPlan, options: TrainOptions)
         check_config_unchanged(run_dir, config, resume_point.step, options.allow_changes)
         if resume_point.step == config.train.num_steps and (run_dir / "report.html").exists():
             print(f"{run_dir} is finished: all of its {resume_point.step} steps are done (--fresh starts anew)")
-            print(f"report: {report_path(run_dir)}")
+            print(f"report: {run_dir / 'report.html'}")
             return False
     if resume_point is None and config.train.init_from is not None:
         _check_initial_weights(config.train.init_from, config)
