@@ -2,10 +2,13 @@
 
 import pytest
 
+from muster.api.inputs import resolve_cluster
 from muster.catalog import names
+from muster.cli.main import main
 from muster.config.cluster_files import load_cluster, load_device
 from muster.spec.cluster import ClusterSpec
 from muster.spec.errors import ConfigError
+from muster.spec.unit_slips import UnitWarning, unit_slips
 
 
 @pytest.mark.parametrize("name", names("devices"))
@@ -123,3 +126,97 @@ def test_bytes_may_have_exponents(tmp_path):
     path.write_text("groups: [{num_nodes: 1e1, device: h100, host_memory_bytes: 96e9}]")
     (group,) = load_cluster(str(path)).groups
     assert (group.num_nodes, group.host_memory_bytes) == (10, 96_000_000_000)
+
+
+def test_a_device_like_another_changes_what_is_given(tmp_path):
+    file = tmp_path / "lab.yaml"
+    file.write_text(
+        "groups:\n"
+        "  - num_nodes: 2\n"
+        "    device:\n"
+        "      like: h100\n"
+        "      name: h100-slow\n"
+        "      watts: 500\n"
+        "      peak_flops_per_s: {bf16: 800e12}\n"
+        "      node: {devices: 4}\n"
+    )
+    [group] = load_cluster(str(file)).groups
+    known = load_device("h100-sxm")
+    assert (group.device.name, group.device.watts, group.devices_per_node) == ("h100-slow", 500, 4)
+    assert group.device.peak_flops_per_s == {**known.peak_flops_per_s, "bf16": 800e12}
+    assert group.device.attention == known.attention
+    assert group.intra == known.node.intra
+
+
+def test_nodes_like_a_devices_nodes(tmp_path):
+    file = tmp_path / "lab.yaml"
+    file.write_text(
+        "groups:\n"
+        "  - {num_nodes: 1, like: h100, intra: {like: nvlink4, efficiency: 0.5}}\n"
+        "  - {num_nodes: 1, like: h100, device: {like: a100, memory_bytes: 40000000000}}\n"
+    )
+    first, second = load_cluster(str(file)).groups
+    assert (first.device.name, first.intra.efficiency) == ("h100-sxm", 0.5)
+    assert (second.device.name, second.device.memory_bytes) == ("a100-80-sxm-changed", 40_000_000_000)
+    assert second.intra.name == "nvlink4"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "sentence"),
+    [
+        ("{num_nodes: 1, device: {like: h10}}", "groups.0.device.like: there is no device 'h10'; did you mean 'h100'?"),
+        ("{num_nodes: 1, like: h10}", "groups.0.like: there is no device 'h10'; did you mean 'h100'?"),
+        ("{num_nodes: 1, device: {like: h100, wats: 3}}", "groups.0.device.wats: unknown key; did you mean 'watts'?"),
+    ],
+)
+def test_a_wrong_likeness_is_told(tmp_path, yaml, sentence):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"groups: [{yaml}]")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    assert sentence in str(caught.value)
+
+
+SLIPS = {
+    "nics: {link: {like: ib-ndr, bandwidth_bytes_per_s: 400}}": "400 means 400 bytes a second; 400 Gbit/s is 50e9",
+    "nics: {link: {like: ib-ndr, bandwidth_bytes_per_s: 400e9}}": (
+        "400e9 means 3,200 Gbit/s; if it counts bits, it is 50e9 in bytes"
+    ),
+    "nics: {link: {like: ib-ndr, latency_s: 3}}": "latency_s 3 means 3 seconds; 3 µs is 3e-06",
+    "intra: {like: nvlink4, bandwidth_bytes_per_s: 3600e9}": "if it counts bits, it is 450e9 in bytes",
+    "device: {like: h100, peak_flops_per_s: {bf16: 989}}": "bf16 989 means 989 FLOP/s; 989 TFLOP/s is 989e12",
+    "device: {like: h100, matmul_efficiency: {bf16: 64.5}}": "64.5 means 64.5 times the peak",
+    "device: {like: h100, matmul_rates: {bf16: [[1e9, 1200e12]]}}": "989.4e12 is below the measured 1.2e15",
+    "device: {like: h100, memory_bytes: 80}": "memory_bytes 80 means 80 bytes; 80 GB is 80e9",
+    "device: {like: h100, memory_bandwidth_bytes_per_s: 3350}": "3350 GB/s is 3.35e12",
+    "device: {like: h100, watts: 0.7}": "watts 0.7 means 0.7 W; 0.7 kW is 700",
+    "host_memory_bytes: 2000": "host_memory_bytes 2000 means 2000 bytes; 2000 GB is 2e12",
+}
+
+
+@pytest.mark.parametrize("line", SLIPS)
+def test_a_likely_slip_of_units_is_warned_of(tmp_path, line):
+    file = tmp_path / "lab.yaml"
+    file.write_text(f"groups: [{{num_nodes: 2, like: h100, {line}}}]")
+    found = unit_slips(load_cluster(str(file)))
+    assert len(found) == 1
+    assert SLIPS[line] in found[0]
+    assert found[0].startswith("groups.0.")
+
+
+def test_a_slip_is_one_line_on_the_terminal_and_a_warning_in_python(tmp_path, capsys):
+    file = tmp_path / "lab.yaml"
+    file.write_text("groups: [{num_nodes: 2, like: h100, nics: {link: {like: ib-ndr, latency_s: 3}}}]")
+    main(["predict", "--model", "tiny", "--cluster", str(file), "--plan", "dp16", "--seq-len", "64"])
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert line.startswith("muster: warning: cluster ")
+    assert line.endswith("groups.0.nics.link.latency_s 3 means 3 seconds; 3 µs is 3e-06")
+    with pytest.warns(UnitWarning, match="means 3 seconds"):
+        resolve_cluster(str(file))
+
+
+def test_the_catalogue_has_no_slips():
+    for name in names("clusters"):
+        assert not unit_slips(load_cluster(name)), name
+    for name in names("devices"):
+        assert not unit_slips(load_cluster(f"16x{name}")), name

@@ -2,6 +2,7 @@
 
 import pytest
 
+from muster.api.defaults import FRAMEWORK_NAMES
 from muster.api.verbs import plan, predict
 from muster.cli.main import main
 from muster.config.named_model import load_model
@@ -77,3 +78,8 @@ def test_an_unknown_framework_is_refused(verb, capsys):
 def test_the_nearest_framework_is_named():
     with pytest.raises(ConfigError, match="did you mean 'deepspeed'"):
         predict(*ASKED, framework="deepspeeed")
+
+
+def test_the_flag_knows_all_frameworks():
+    assert tuple(FRAMEWORKS) == FRAMEWORK_NAMES
+    assert FRAMEWORKS[FRAMEWORK_NAMES[0]] is MUSTER

@@ -2,15 +2,17 @@
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Collection
 from io import StringIO
 from math import log
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from rich.console import Console
 
-from muster.config.cluster_files import load_link
+from muster.config.cluster_files import load_device, load_link
 from muster.cost.uncertainty import measured_errors
 from muster.report.accuracy_markdown import accuracy_markdown
 from muster.report.accuracy_page import write_accuracy_page
@@ -561,7 +563,7 @@ def test_spearman_shares_ranks():
 
 def test_every_shipped_row_can_be_read_or_says_why():
     rows = shipped_rows()
-    assert len(rows) == 1208
+    assert len(rows) == 1249
     reasons = set()
     for one in rows:
         try:
@@ -677,6 +679,29 @@ def test_the_shipped_page_is_what_the_command_writes():
         for column in ("errors", "uncalibrated"):
             assert getattr(found, column) == pytest.approx(row[column], abs=0.0021), "muster validate --errors"
     assert not kept
+
+
+MAX_VENDOR_BIAS = 0.08
+
+
+def test_no_vendor_is_favoured():
+    """The kept errors are those of `muster validate` on all shipped tables; the soak test compares them."""
+    errors = defaultdict(list)
+    for row in measured_errors():
+        errors[load_device(row.device).title.split()[0]] += row.errors
+    assert {"NVIDIA", "AMD"} <= errors.keys()
+    for vendor, found in errors.items():
+        assert abs(mean(found)) <= MAX_VENDOR_BIAS, vendor
+
+
+@pytest.mark.parametrize("table", ["rocm_transformer_engine.csv", "rtx4090_gpt2.csv"])
+def test_a_devices_published_runs_are_predicted_without_favour(table):
+    rows = [row for row in shipped_rows() if row.file == table]
+    found = summarize(predict_rows(rows))
+    assert found.overall.every.predicted == len(rows)
+    for errors in (*found.by_device.values(), *found.by_vendor.values()):
+        assert errors.bias is not None
+        assert abs(errors.bias) <= 100 * MAX_VENDOR_BIAS
 
 
 def test_a_source_left_out_of_calibration_is_predicted_with_other_constants():

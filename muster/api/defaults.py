@@ -9,3 +9,6 @@ SEARCH_EFFORT = 1.0
 is about 8 seconds of a quiet machine with two cores."""
 DEFAULT_SAMPLES = 256
 """Samples of each source that `muster eval` reads."""
+
+FRAMEWORK_NAMES = ("muster", "megatron", "torchtitan", "deepspeed")
+"""Frameworks of `muster.spec.frameworks`, the default first."""

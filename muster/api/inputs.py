@@ -1,5 +1,6 @@
 """Inputs of plans and predictions: a model, a cluster, a plan and a step, by names, files or as typed data."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from muster.spec.errors import ConfigError
 from muster.spec.model import ModelSpec
 from muster.spec.plan import Plan
 from muster.spec.plan_name import parse_plan_name
+from muster.spec.unit_slips import UnitWarning, unit_slips
 from muster.spec.workload import Workload
 
 
@@ -28,7 +30,10 @@ def resolve_cluster(value: str | Path | ClusterSpec) -> ClusterSpec:
     if isinstance(value, ClusterSpec):
         return value
     require_text("cluster", value, "a cluster's name such as 64xh100, a file, this or a ClusterSpec")
-    return cluster_by_name(str(value))
+    found = cluster_by_name(str(value))
+    for sentence in unit_slips(found):
+        warnings.warn(f"cluster {value}: {sentence}", UnitWarning, stacklevel=3)
+    return found
 
 
 def resolve_plan_input(value: str | Path | Plan) -> Plan:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import SEARCH_EFFORT
 from muster.cli.parser import Parser, positive_int
-from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
+from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags, unit_warnings_shown
 from muster.spec.errors import ConfigError, InfeasibleError, MusterError
 
 if TYPE_CHECKING:
@@ -207,22 +207,23 @@ def _request(args: argparse.Namespace) -> "PlanRequest":
     """Return the request of the planner."""
     from muster.api.verbs import plan_request
 
-    return plan_request(
-        args.model,
-        args.cluster,
-        seq_len=args.seq_len,
-        global_batch=args.global_batch,
-        tokens=args.tokens,
-        mtbf_hours=args.mtbf,
-        batch_ramp=args.batch_ramp,
-        objective=args.objective,
-        precision=args.precision,
-        require="-".join(args.require or ()),
-        memory_limit=args.memory_limit,
-        anticipate=args.anticipate,
-        framework=args.framework,
-        compile=args.compile,
-    )
+    with unit_warnings_shown():
+        return plan_request(
+            args.model,
+            args.cluster,
+            seq_len=args.seq_len,
+            global_batch=args.global_batch,
+            tokens=args.tokens,
+            mtbf_hours=args.mtbf,
+            batch_ramp=args.batch_ramp,
+            objective=args.objective,
+            precision=args.precision,
+            require="-".join(args.require or ()),
+            memory_limit=args.memory_limit,
+            anticipate=args.anticipate,
+            framework=args.framework,
+            compile=args.compile,
+        )
 
 
 def _budget(args: argparse.Namespace) -> "SearchBudget":

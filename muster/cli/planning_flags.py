@@ -1,12 +1,14 @@
 """Flags that `muster plan` and `muster predict` share: model, cluster and step."""
 
 import argparse
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from muster.api.defaults import SEQ_LEN
+from muster.api.defaults import FRAMEWORK_NAMES, SEQ_LEN
 from muster.cli.parser import Parser, positive_int
 from muster.spec.errors import ConfigError
-from muster.spec.frameworks import FRAMEWORKS, MUSTER
 
 
 def add_planning_flags(parser: Parser, default_batch: str) -> None:
@@ -32,8 +34,8 @@ def add_planning_flags(parser: Parser, default_batch: str) -> None:
     add(
         "--framework",
         metavar="F",
-        default=MUSTER.name,
-        help=f"program that trains, {', '.join(FRAMEWORKS)}: what it overlaps and fuses (default: %(default)s)",
+        default=FRAMEWORK_NAMES[0],
+        help=f"program that trains, {', '.join(FRAMEWORK_NAMES)}: what it overlaps and fuses (default: %(default)s)",
     )
     add("--compile", action="store_true", help="torch.compile each decoder block, as parallel.compile does")
 
@@ -54,6 +56,20 @@ def add_training_flags(parser: Parser) -> None:
         metavar="START,STEP,SAMPLES",
         help="with --tokens: grow the batch from START sequences by STEP over the first SAMPLES sequences",
     )
+
+
+@contextmanager
+def unit_warnings_shown() -> Iterator[None]:
+    """Print the values of a cluster that are likely slips of units, a line each."""
+    from muster.spec.unit_slips import UnitWarning
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", UnitWarning)
+        try:
+            yield
+        finally:
+            for one in found:
+                print(f"muster: warning: {one.message}", file=sys.stderr)
 
 
 def require_flags(args: argparse.Namespace, examples: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muster.api.defaults import MICRO_BATCHES_PER_PIPELINE_RANK
 from muster.cli.parser import Parser
-from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags
+from muster.cli.planning_flags import add_planning_flags, add_training_flags, require_flags, unit_warnings_shown
 from muster.spec.errors import InfeasibleError, MusterError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ MAX_DRAWN_EVENTS = 20_000
 def run(arguments: list[str]) -> int:
     """Predict. Returns the exit code: 3, for infeasible, where the plan doesn't fit in memory."""
     args = _parse(arguments)
-    prediction = _predict(args)
+    with unit_warnings_shown():
+        prediction = _predict(args)
     training = _training_cost(args, prediction)
     if args.trace:
         _write_trace(args.trace, prediction)

@@ -154,17 +154,21 @@ def _build(data: dict[str, Any], where: str) -> ClusterSpec:
 
 
 def _group(data: Any, place: KeyLocation) -> Any:
-    """Return one group: node properties left out are those of the device's usual node."""
+    """Return one group: node properties left out are those of the device's usual node, or of that of `like`."""
     if not isinstance(data, dict):
         return data
-    if "device" not in data:
+    data = dict(data)
+    like = data.pop("like", None)
+    model = None if like is None else _named(load_device, str(like), place.key("like"))
+    if "device" not in data and model is None:
         raise ConfigError(f"{place.key('device')}: missing, expected a device such as h100")
-    device = data["device"]
+    device = data.get("device", like)
     at = place.key("device")
     device = _named(load_device, device, at) if isinstance(device, str) else _device(device, at)
     usual: dict[str, Any] = {}
-    if isinstance(device, DeviceSpec) and device.node is not None:
-        usual = {"devices_per_node": device.node.devices, **_usual_node(device.node)}
+    comes_in = model or device
+    if isinstance(comes_in, DeviceSpec) and comes_in.node is not None:
+        usual = {"devices_per_node": comes_in.node.devices, **_usual_node(comes_in.node)}
     return usual | _joined(data, place) | {"device": device}
 
 
@@ -184,12 +188,30 @@ def _usual_node(node: NodeShape) -> dict[str, Any]:
 def _device(data: Any, place: KeyLocation) -> Any:
     if not isinstance(data, dict):
         return data
-    data = dict(data)
+    data = _like_device(data, place)
     if isinstance(node := data.get("node"), dict):
         data["node"] = _validated(NodeShape, _joined(node, place.key("node")), place.key("node"))
     if isinstance(rates := data.get("rates"), dict):
         data["rates"] = migrate("profile", rates, str(place.key("rates")))
     return _validated(DeviceSpec, data, place)
+
+
+def _like_device(data: dict[str, Any], place: KeyLocation) -> dict[str, Any]:
+    """Return the keys of a device; `{like: NAME, …}` changes those of a device of the catalogue, and of a mapping such
+    as `peak_flops_per_s` only the entries that are given. Its name is that of the other with `-changed`."""
+    if "like" not in data:
+        return dict(data)
+    data = dict(data)
+    like = _named(load_device, str(data.pop("like")), place.key("like"))
+    keys = {"name": f"{like.name}-changed", "title": like.title}
+    known = like.model_dump() | {"aliases": (), "node": like.node} | keys
+    merged = {
+        key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
+        for key, value in data.items()
+    }
+    if isinstance(node := merged.get("node"), dict) and like.node is not None:
+        merged["node"] = {**like.node.model_dump(), "intra": like.node.intra, "nics": like.node.nics, **node}
+    return known | merged
 
 
 def _link(data: Any, place: KeyLocation) -> Any:

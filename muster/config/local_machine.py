@@ -19,11 +19,15 @@ _NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gb200",), "gb200"),
     (("b300",), "b300"),
     (("b200",), "b200"),
+    (("gh200",), "gh200"),
     (("h200",), "h200"),
+    (("h800",), "h800"),
+    (("h20",), "h20"),
     (("h100", "pcie"), "h100-pcie"),
     (("h100", "nvl"), "h100-pcie"),
     (("h100", "96gb"), "h100-96-hbm2e"),
     (("h100",), "h100-sxm"),
+    (("a800",), "a800"),
     (("a100", "pcie", "80"), "a100-80-pcie"),
     (("a100", "pcie"), "a100-40-pcie"),
     (("a100", "80"), "a100-80-sxm"),
@@ -32,7 +36,11 @@ _NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("v100", "32"), "v100-32-sxm"),
     (("v100",), "v100-16-sxm"),
     (("l40s",), "l40s"),
+    (("l4",), "l4"),
+    (("rtx a6000",), "a6000"),
+    (("rtx 3090",), "rtx3090"),
     (("rtx 4090",), "rtx4090"),
+    (("rtx 5090",), "rtx5090"),
 )
 """Words that all occur in a driver's device name → the catalogue's name; the first match counts."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from muster.report.accuracy_rows import (
     AXIS_BIAS,
+    DEVICES,
     ERRORS,
     FULLY_SPECIFIED,
     OUTCOMES,
@@ -36,6 +37,9 @@ _EXPLANATIONS = {
 files) on the rows that it can express, *here* Muster's error on the same rows. Calculon's constants were calibrated
 with the rows of Korthikanti et al. Some sources contributed to a device's sustained rate: *left out* is Muster's error
 on such a source with the constants as they would be without it. All other sources were not used.
+""",
+    DEVICES: """\
+The same rows by the device of the catalogue that they ran on, and by vendor: the first word of the device's title.
 """,
     FULLY_SPECIFIED: """\
 A column that a source leaves open (recompute, sequence parallelism, chunks per rank, attention kernel, micro-batch)

@@ -31,7 +31,7 @@ def format_percent(value: float | None, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.1f} %".replace("-", "−")
 
 
-ERRORS, FULLY_SPECIFIED, OUTCOMES = "All rows", "Fully specified rows", "Does it fit?"
+ERRORS, DEVICES, FULLY_SPECIFIED, OUTCOMES = "All rows", "By device", "Fully specified rows", "Does it fit?"
 SWEEPS, AXIS_BIAS, WORST, UNPREDICTED = "Sweeps", "Bias by axis", "The worst rows", "Not predicted"
 
 
@@ -48,6 +48,7 @@ def sections(summary: Summary) -> list[Section]:
     every = summary.overall.every
     found = [
         Section(ERRORS, error_rows(summary), f"{every.rows} rows, of which {every.predicted} are predicted."),
+        Section(DEVICES, device_rows(summary)),
         Section(FULLY_SPECIFIED, specified_rows(summary)),
         Section(OUTCOMES, outcome_rows(summary), _near_capacity_sentence(summary)),
         Section(SWEEPS, sweep_rows(summary), sweeps_sentence(summary)),
@@ -83,6 +84,13 @@ def _error_row(name: str, group: GroupScores) -> Cells:
     calculon = (format_percent(group.calculon.mape), format_percent(group.beside_calculon.mape))
     left_out = format_percent(group.uncalibrated.mape) if group.uncalibrated else "not used"
     return (name, str(group.every.rows), str(group.every.predicted), *_errors(group.every), left_out, *calculon)
+
+
+def device_rows(summary: Summary) -> list[Cells]:
+    """Return a header, a row for each device, and a row for each vendor."""
+    head = ("device", "rows", "error", "median", "bias")
+    kinds = {**summary.by_device, **{f"all of {name}": errors for name, errors in summary.by_vendor.items()}}
+    return [head, *((name, str(errors.predicted), *_errors(errors)) for name, errors in kinds.items())]
 
 
 def specified_rows(summary: Summary) -> list[Cells]:

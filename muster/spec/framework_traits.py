@@ -82,6 +82,8 @@ class FrameworkTraits(Frozen):
     """The all-reduce of a column-parallel input's gradient overlaps the weight gradients."""
     async_tp: bool = False
     """Tensor-parallel collectives are split and overlap the matmuls (asynchronous tensor parallelism)."""
+    blocking_launches: bool = False
+    """The host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1)."""
     cuda_graphs: bool = False
     """Kernels are replayed from graphs, without host time between them."""
 

@@ -11,7 +11,8 @@ from muster.validate.errors import UnpredictableRowError
 from muster.validate.table import MeasurementRow
 
 _FAMILY = re.compile(
-    r"(gb300|gb200|b300|b200|h200|h100|h800|a100|a800|v100|mi\d{3}x?|l40s|rtx[ -]?4090|4090|tpu[ -]?v\d\w?)(?!\d)"
+    r"(gb300|gb200|gh200|b300|b200|h200|h100|h800|h20|a100|a800|a6000|v100|mi\d{3}x?|l40s|l4"
+    r"|rtx[ -]?[345]090|[345]090|gaudi[ -]?3|trainium[ -]?2|tpu[ -]?v\d\w?)(?!\d)"
 )
 """Device families in the free text of a `gpu` cell."""
 
@@ -87,7 +88,7 @@ def _names(text: str) -> list[str]:
     family = _FAMILY.search(lower)
     if not family:
         return []
-    name = {"h800": "h100", "a800": "a100", "4090": "rtx4090"}.get(family[1], family[1]).replace(" ", "")
+    name = re.sub(r"^(?=[345]090)", "rtx", family[1].replace(" ", ""))
     memory = re.search(r"(\d+)\s*g[ib]b?\b", lower)
     size = memory[1] if memory else ""
     form = "pcie" if "pcie" in lower else "sxm"

@@ -25,7 +25,7 @@ class MeasurementSource(Frozen):
     title: str = ""
     facts: dict[str, str] = {}
     usual: dict[str, str] = {}
-    software: dict[str, bool | int | str] = {}
+    software: dict[str, bool | int | str | None] = {}
     formula: str | None = None
     device: dict[str, str] = {}
     """Catalogue device for values of `gpu` that name no memory or form factor."""

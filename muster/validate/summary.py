@@ -1,8 +1,8 @@
 """Scores of a whole table, or of all shipped tables."""
 
 import csv
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from muster.spec.device import DeviceSpec
 from muster.validate.axis_bias import AxisBias, axis_biases
 from muster.validate.comparison import Predictor, RowResult, predict_rows
 from muster.validate.score import (
@@ -62,6 +63,10 @@ class Summary:
     results: tuple[RowResult, ...]
     overall: GroupScores
     by_source: dict[str, GroupScores]
+    by_device: dict[str, ErrorScores]
+    """Device of the catalogue → errors of its rows."""
+    by_vendor: dict[str, ErrorScores]
+    """First word of the device's title → errors of its rows."""
     sweeps: tuple[Sweep, ...]
     small_sweeps: tuple[Sweep, ...]
     """Sweeps with fewer layouts than a full sweep needs."""
@@ -113,7 +118,27 @@ def summarize(results: Sequence[RowResult], uncalibrated: Sequence[RowResult] = 
     wrong = worst_results(results, _WORST)
     sweeps = tuple(score_sweeps(results))
     tilts = tuple(axis_biases(results))
-    return Summary(tuple(results), overall, by_source, sweeps, tuple(small), tilts, tuple(wrong), tuple(uncalibrated))
+    return Summary(
+        tuple(results),
+        overall,
+        by_source,
+        _errors_by(results, lambda device: device.name),
+        _errors_by(results, lambda device: (device.title or device.name).split()[0]),
+        sweeps,
+        tuple(small),
+        tilts,
+        tuple(wrong),
+        tuple(uncalibrated),
+    )
+
+
+def _errors_by(results: Sequence[RowResult], key: Callable[[DeviceSpec], str]) -> dict[str, ErrorScores]:
+    """Return the errors of the predicted rows of each kind of device."""
+    kinds: dict[str, list[RowResult]] = defaultdict(list)
+    for result in results:
+        if result.inputs is not None and result.is_predicted:
+            kinds[key(result.inputs.cluster.device)].append(result)
+    return {name: score_errors(kinds[name]) for name in sorted(kinds)}
 
 
 def _of_source(results: Sequence[RowResult], name: str) -> list[RowResult]:
@@ -162,6 +187,8 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "version": 1,
         "overall": _group_json(summary.overall),
         "by_source": {name: _group_json(group) for name, group in summary.by_source.items()},
+        "by_device": {name: asdict(errors) for name, errors in summary.by_device.items()},
+        "by_vendor": {name: asdict(errors) for name, errors in summary.by_vendor.items()},
         "sweeps": _sweeps_json(summary.sweeps),
         "small_sweeps": _sweeps_json(summary.small_sweeps),
         "tilts": [asdict(tilt) for tilt in summary.axis_biases],

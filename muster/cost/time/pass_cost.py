@@ -6,6 +6,10 @@ OVERLAP_SLOWDOWN = 0.2
 """Share of a device's rate that is lost while a collective overlaps with the compute: its kernels occupy some compute
 units and memory bandwidth (measured as 8-20 % for matmuls beside all-reduces and all-gathers on A100 and H100)."""
 
+BLOCKING_WAIT_S = 10e-6
+"""Seconds from the end of a kernel until a host that waits for it goes on (an assumption: an interrupt or a poll over
+PCI Express, and the return through the driver)."""
+
 
 @dataclass(slots=True)
 class PassCost:
@@ -45,6 +49,13 @@ class PassCost:
         waits_s = {axis: count * seconds for axis, seconds in self.exposed_s.items()}
         return PassCost(count * self.compute_s, count * self.kernels, waits_s)
 
-    def total_s(self, launch_s: float) -> float:
-        """Return the slower of the kernels and of their launches (`launch_s` each), plus the exposed communication."""
-        return max(self.compute_s, self.kernels * launch_s) + sum(self.exposed_s.values())
+    def total_s(self, launch_s: float, blocking: bool = False) -> float:
+        """Return the slower of the kernels and of their launches (`launch_s` each), plus the exposed communication;
+        with `blocking` launches, kernels and launches take turns."""
+        launches_s = self.kernels * launch_s
+        kernels_s = (
+            self.compute_s + launches_s + self.kernels * BLOCKING_WAIT_S
+            if blocking
+            else max(self.compute_s, launches_s)
+        )
+        return kernels_s + sum(self.exposed_s.values())

@@ -106,7 +106,10 @@ class StageTimes:
         share = STRAGGLER_SHARE if self.zero == "z1" else STRAGGLER_SHARE_PER_LAYER_SYNC
         slowdown = 1 + share * log2(self.placed.num_nodes)
         costs = dict(self._pass_costs())
-        seconds = {kind: slowdown * cost.total_s(self.launch_s) for kind, cost in costs.items()}
+        seconds = {
+            kind: slowdown * cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
+            for kind, cost in costs.items()
+        }
         exposed_s = {kind: (cost * slowdown).exposed_s for kind, cost in costs.items()}
         is_alike = self.param_communication.per_micro_batch_s(self.layers) == (0, 0) and len(self._layer_counts) == 1
         has_mtp = self.placed.plan.is_last(self.stage) and self.placed.model.mtp_layers > 0
@@ -224,7 +227,9 @@ class StageTimes:
             return total
         first_s = communication_s / max(1, len(self.layers))
         total.add_exposed("dp", first_s)
-        total.add_overlapped("dp", communication_s - first_s, cost.total_s(self.launch_s))
+        total.add_overlapped(
+            "dp", communication_s - first_s, cost.total_s(self.launch_s, self.placed.framework.blocking_launches)
+        )
         return total
 
     def _with_blocking_p2p(self, cost: PassCost, step: int) -> PassCost:
